@@ -19,9 +19,9 @@ from weightlane.sync.plan.planned_session import planned_session
 from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.plan.prediction.shapes import shape_named, weights, wire_named
 from weightlane.sync.publisher import publisher_name
+from weightlane.trainer.dispatch.planned_placements import outlined_placements
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
-from weightlane.trainer.placement.planned_placements import outlined_placements
 
 from ..config import load_config, wire_dtype
 

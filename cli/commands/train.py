@@ -15,15 +15,19 @@ from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
+from weightlane.trainer.algorithms.policy_gradient import PolicyGradient
+from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.data.tasks import Task, TaskStream
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ray_ranks import RayRanks
+from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.objectives.named import Objective
-from weightlane.trainer.placement.ray_group import TrainerGroup
 from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.run_files.run_dir import RunDir
 
@@ -66,9 +70,10 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
-        trainers, replicas, coordinator = await _start(
+        dispatch, replicas, coordinator = await _start(
             config, model, ready.objective, run_dir, state, rendezvous, hooks, display, stack
         )
+        trainers = PolicyGradient(dispatch)
         await coordinator.connect()
         # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.
         gc.collect()
@@ -82,7 +87,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
 
         async def export(step: int) -> None:
             last = step == config.loop.steps
-            await trainers.export_hf(run_dir.begin_export(step, last=last), model.dtype)
+            await dispatch[POLICY].export_hf(run_dir.begin_export(step, last=last), model.dtype)
             run_dir.finish_export(last=last)
 
         parts = LoopParts(
@@ -132,7 +137,7 @@ async def _start(
     hooks: RunHooks,
     display: RunDisplay,
     stack: AsyncExitStack,
-) -> tuple[TrainerGroup, list[RolloutReplica], Coordinator]:
+) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
     """Start trainer ranks and replicas at the same time, and connect them."""
     started = time.perf_counter()
     version = state.step if state else 0
@@ -141,14 +146,18 @@ async def _start(
         f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
         + (f", resuming at step {version}" if state else "")
     )
-    trainers = TrainerGroup.place(config.trainer, objective)
-    stack.push_async_callback(trainers.close)
-    trainer_state = run_dir.trainer_state(version) if state else None
-    starting_trainers = asyncio.create_task(
-        trainers.start(
-            model.path.resolve(), config.run.seed, None if config.ray.address else config.sync.host, trainer_state
-        )
+    policy = RoleSpec(
+        POLICY,
+        config.trainer,
+        model.path.resolve(),
+        {OBJECTIVE: objective},
+        config.run.seed,
+        state=run_dir.trainer_state(version) if state else None,
     )
+    ranks = RayRanks(config.trainer, None if config.ray.address else config.sync.host)
+    dispatch = WorkerDispatch([policy], {policy.group: ranks})
+    stack.push_async_callback(dispatch.close)
+    starting_trainers = asyncio.create_task(dispatch.start())
     try:
         replicas = await start_replicas(config.rollout, model.path, initial_version=version)
     except BaseException:
@@ -158,7 +167,7 @@ async def _start(
     for replica in replicas:
         stack.push_async_callback(replica.close)
     await starting_trainers
-    coordinator = Coordinator(rendezvous, trainers.publisher_names(), replicas, config.sync, hooks=hooks)
+    coordinator = Coordinator(rendezvous, dispatch[POLICY].publisher_names(), replicas, config.sync, hooks=hooks)
     stack.callback(coordinator.close)
     engine = config.checkpoint_engine
     address = rendezvous.address.to_plain()
@@ -170,11 +179,11 @@ async def _start(
             f" {wire.itemsize / computes.itemsize:.0f} times the necessary bytes. Set sync.wire_dtype = auto to avoid that"
         )
     await asyncio.gather(
-        trainers.connect(address, engine, config.sync, wire),
+        dispatch[POLICY].connect(address, engine, config.sync, wire),
         *(replica.connect(address, engine.backend, engine.options) for replica in replicas),
     )
     display.say(f"all processes are connected after {time.perf_counter() - started:.1f} s")
-    return trainers, replicas, coordinator
+    return dispatch, replicas, coordinator
 
 
 def _successors(

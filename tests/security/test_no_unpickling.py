@@ -63,7 +63,7 @@ ALLOWED = {
     # Only names where tensors of a model's state dictionary are; nothing is read.
     ("examples/torchrun/train_and_publish.py", "torch.distributed.checkpoint"): "state dictionaries in memory",
     # Ray carries calls between processes that it started itself; see docs/security.md.
-    ("trainer/placement/ray_group.py", "ray"): "Ray between its own processes",
+    ("trainer/dispatch/ray_ranks.py", "ray"): "Ray between its own processes",
     ("rollout/replicas/ray_actor.py", "ray"): "Ray between its own processes",
     ("cli/run/ray_cluster.py", "ray"): "Ray between its own processes",
     # Rewards in processes: completions go there and numbers come back; see docs/security.md.

@@ -167,6 +167,8 @@ class TrainingEngine(ABC):
         everything at once calls it once with all names; one that has several parts lets the step begin while a snapshot of
         the later ones is still running. The result does not depend on the parts, bit for bit.
 
+        Without a `forward_backward` before it, or when that failed, it raises `ProtocolError` and changes nothing.
+
         When the gradient norm is not finite (`GradientError`, on every rank and before the fence), or when the first
         `before_change` raises, no parameter has changed; the gradients may be gone. When a later one raises, some have: the
         engine is then between two steps and refuses everything but `load` and `close`.

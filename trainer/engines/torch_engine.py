@@ -192,6 +192,15 @@ class TorchEngine(TrainingEngine):
             self._clear_gradients()
             raise
 
+    def _require_gradient(self) -> None:
+        """Raise before a step for which nothing was computed, or whose forward or backward pass failed."""
+        if self._mini_batch is None:
+            raise ProtocolError(
+                f"there is no gradient for step {self._step + 1}.",
+                part=self._part,
+                hint="Call forward_backward before optim_step; if that failed, begin the mini-batch anew.",
+            )
+
     def _begin(self, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
         """The mini-batch that `batch` is part of."""
         found = mini_batch or MiniBatch.of(batch)

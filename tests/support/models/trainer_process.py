@@ -14,31 +14,35 @@ from waiting import HANG_S
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.config import CodecPolicy, Quantise
 from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig
-from weightlane.trainer.placement.trainer_rank import TrainerRank
+from weightlane.trainer.dispatch.rank_worker import RankWorker
+from weightlane.trainer.dispatch.role import RoleSpec
+
+ROLE = "policy"
 
 
 class Process:
-    """A `TrainerRank` called with plain data; one process may serve one after another."""
+    """A `RankWorker` with one role, called with plain data; one process may serve one after another."""
 
     def __init__(self, rank: int, world: int, port: int) -> None:
         self._place = (rank, world, port)
-        self._ranks: list[TrainerRank] = []
+        self._ranks: list[RankWorker] = []
 
     @property
-    def _rank(self) -> TrainerRank:
+    def _rank(self) -> RankWorker:
         return self._ranks[-1]
 
     def setup(self, model: str, trainer: dict[str, Any] | None = None) -> int:
         """A new trainer rank. The first one owns the ranks' process group, which the later ones share."""
         rank, world, port = self._place
         config = TrainerConfig(ranks=world, learning_rate=1e-2, device="cpu", **(trainer or {}))
-        fresh = TrainerRank(config, Objective(AlgorithmConfig()), rank, world)
-        step = fresh.setup(("127.0.0.1", port), Path(model), 0)
+        fresh = RankWorker(rank, world)
+        spec = RoleSpec(ROLE, config, Path(model), {"objective": Objective(AlgorithmConfig())})
+        step = fresh.setup(spec, ("127.0.0.1", port))
         self._ranks.append(fresh)
         return step
 
     def placement(self, wire_dtype: str) -> Any:
-        return self._rank.placement(wire_dtype).to_plain()
+        return self._rank.placement(ROLE, wire_dtype).to_plain()
 
     def connect(
         self,
@@ -52,10 +56,10 @@ class Process:
     ) -> None:
         transport = CheckpointEngineConfig(backend=backend, options=options)
         sync = SyncConfig(bucket_mib=0.05, deadline_s=HANG_S, quantise=quantise, codec=codec)
-        self._rank.connect(rendezvous, transport, sync, wire, list(map(Placement.from_plain, placements)))
+        self._rank.connect(ROLE, rendezvous, transport, sync, wire, list(map(Placement.from_plain, placements)))
 
     def publish(self, version: int) -> float:
-        return self._rank.publish(version)
+        return self._rank.publish(ROLE, version)
 
     def train(self, seed: int) -> int:
         """One real optimizer step on samples that depend on `seed`."""
@@ -67,19 +71,20 @@ class Process:
             )
             for index in range(4)
         )
-        return self._rank.train_step(TokenBatch(sequences)).step
+        self._rank.forward_backward(ROLE, TokenBatch(sequences), "objective")
+        return self._rank.optim_step(ROLE).step
 
     def nudge(self, version: int, every: int) -> None:
         """Change one element in `every` of each tensor, the same ones on whatever rank they are: see `nudge`."""
-        rank = self._rank
-        if rank._publisher is not None:
-            rank._publisher.fence()
-        for shard in rank._open().local_shards(torch.float32):
+        hosted = self._rank._roles[ROLE]
+        if hosted.publisher is not None:
+            hosted.publisher.fence()
+        for shard in hosted.engine.local_shards(torch.float32):
             numbers = torch.arange(shard.spec.numel).view(shard.spec.shape)[shard.box.index]
             shard.data.add_(nudge(numbers, version, every))
 
     def export(self, directory: str) -> None:
-        self._rank.export_hf(Path(directory), "float32")
+        self._rank.export_hf(ROLE, Path(directory), "float32")
 
     def close(self) -> None:
         for rank in reversed(self._ranks):

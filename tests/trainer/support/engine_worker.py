@@ -30,11 +30,11 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch
+from weightlane.trainer.dispatch.planned_placements import _outline_all
 from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
 from weightlane.trainer.objectives.supervised import sft
-from weightlane.trainer.placement.planned_placements import _outline_all
 
 
 def _bits(parameter: torch.Tensor) -> torch.Tensor:

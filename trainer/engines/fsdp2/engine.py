@@ -128,6 +128,7 @@ class Fsdp2Engine(TorchEngine):
         """See `TrainingEngine.optim_step`."""
         self._open_model()
         self._require_here(*STATE_PARTS)
+        self._require_gradient()
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
             norm_value = clip_gradients(self._parameters, self.config.max_grad_norm)

@@ -136,6 +136,7 @@ class MegatronEngine(TorchEngine):
         """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
         self._require_whole()
         self._require_here(*STATE_PARTS)
+        self._require_gradient()
         with self._megatron("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()

@@ -12,7 +12,7 @@ from installed import install
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.placement.planned_placements import outlined_placements
+from weightlane.trainer.dispatch.planned_placements import outlined_placements
 
 TP_EP = megatron({"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True})
 PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": True}, compute_dtype="bfloat16")

@@ -1,26 +1,18 @@
-"""`TrainerGroup`: all trainer ranks, each in a Ray actor of its own, on this machine or several."""
+"""`RayRanks`: a group of trainer ranks, each in a Ray actor of its own, on this machine or several."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError, as_weightlane_error
-from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.sync.publisher import publisher_name
-from weightlane.sync.version.placement import Placement
 
 from ..config import TrainerConfig
-from ..data.batch import MiniBatch, TokenBatch
-from ..loop.protocols import StepReport
-from ..objectives.loss import Loss
-from .trainer_rank import TrainerRank
+from .rank_worker import RankWorker
 
 _CLOSE_S = 10.0
 _DEATH_NOTICE_S = 5.0
@@ -30,8 +22,8 @@ _DEATH_NOTICE_S = 5.0
 class _RankActor:
     """The Ray actor of one trainer rank, with a call that lasts as long as the process."""
 
-    def __init__(self, config: TrainerConfig, loss: Loss, rank: int, world: int) -> None:
-        self._rank = TrainerRank(config, loss, rank, world)
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank = RankWorker(rank, world)
         self._closed = threading.Event()
 
     def call(self, method: str, *args: Any) -> Any:
@@ -54,21 +46,18 @@ class _RankActor:
         self._closed.set()
 
 
-class TrainerGroup:
-    """The loop's handle of all trainer ranks: `weightlane.trainer.loop.protocols.Trainers` over Ray.
+class RayRanks:
+    """A `Ranks` over Ray, which must be initialised.
 
-    Calls reach every rank in the order in which they were made. Each raises what the rank raised, or `WorkerDiedError` naming
-    the rank whose process is gone.
+    Actors are asked for at once, and `rendezvous` waits for them. Each call raises what a rank raised, or `WorkerDiedError`
+    naming the rank whose process is gone.
+
+    Args:
+        config: Number of ranks, and what Ray reserves for each.
+        host: Address of rank 0, on which the ranks meet; None takes that of its Ray node.
     """
 
-    def __init__(self, config: TrainerConfig, actors: Sequence[Any]) -> None:
-        self._config = config
-        self._actors = list(actors)
-        self._pids: list[int] = []
-
-    @classmethod
-    def place(cls, config: TrainerConfig, loss: Loss) -> TrainerGroup:
-        """Ask Ray, which must be initialized, for one actor per rank; `start` waits for them."""
+    def __init__(self, config: TrainerConfig, host: str | None) -> None:
         import ray  # noqa: PLC0415 - optional, and slow to import
 
         actor_class = ray.remote(
@@ -78,69 +67,36 @@ class TrainerGroup:
             concurrency_groups={"watch": 1, "close": 1},
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
         )(_with_concurrency_groups(_RankActor))
-        return cls(config, [actor_class.remote(config, loss, rank, config.ranks) for rank in range(config.ranks)])
+        self.world = config.ranks
+        self._timeout_s, self._host = config.call_timeout_s, host
+        self._actors = [actor_class.remote(rank, config.ranks) for rank in range(config.ranks)]
+        self._pids: list[int] = []
 
-    def publisher_names(self) -> list[str]:
-        """The names under which the ranks publish, in rank order."""
-        return [publisher_name(rank) for rank in range(len(self._actors))]
+    async def rendezvous(self) -> tuple[str, int]:
+        """See `Ranks.rendezvous`."""
+        self._pids = await self.call("pid")
+        address: tuple[str, int]
+        (address,) = await self._await([self._actors[0].free_address.remote(self._host)], "free_address")
+        return address
 
-    async def start(self, model_dir: Path, seed: int, host: str | None, state: Path | None = None) -> int:
-        """Load the model (and `state`) on every rank; returns the optimizer steps taken so far.
-
-        `host` is rank 0's address, on which the ranks meet; None takes that of its Ray node.
-        """
-        self._pids = await self._all("pid")
-        rendezvous = (await self._await([self._actors[0].free_address.remote(host)], "free_address"))[0]
-        steps: list[int] = await self._all("setup", rendezvous, model_dir, seed, state)
-        return steps[0]
-
-    async def connect(
-        self,
-        rendezvous: Mapping[str, Any],
-        transport: CheckpointEngineConfig,
-        sync: SyncConfig,
-        wire_dtype: torch.dtype,
-    ) -> None:
-        """Make every rank's publisher."""
-        dtype = str(wire_dtype).removeprefix("torch.")
-        placements: list[Placement] = await self._all("placement", dtype)
-        await self._all("connect", dict(rendezvous), transport, sync, dtype, placements)
-
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
-        """One optimizer step on every rank."""
+    def put(self, value: Any) -> Any:
+        """See `Ranks.put`; it is in Ray's object store."""
         import ray  # noqa: PLC0415 - as above
 
-        reports: list[StepReport] = await self._all("train_step", ray.put(batch), mini_batch)
-        return StepReport(
-            reports[0].step,
-            reports[0].metrics,
-            reports[0].grad_norm,
-            max(report.fence_s for report in reports),
-            max(report.seconds for report in reports),
-            reports[0].skipped,
-        )
+        return ray.put(value)
 
-    async def publish(self, version: int) -> float:
-        """Publish on every rank; returns the longest time a rank was blocked."""
-        seconds: list[float] = await self._all("publish", version)
-        return max(seconds)
-
-    async def save(self, directory: Path) -> None:
-        """Save the full training state."""
-        await self._all("save", directory)
-
-    async def export_hf(self, directory: Path, dtype: str) -> None:
-        """Write a Hugging Face model directory with weights in `dtype`."""
-        await self._all("export_hf", directory, dtype)
+    def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
+        """See `Ranks.call`."""
+        return self._await([actor.call.remote(method, *args) for actor in self._actors], method)
 
     async def watch(self) -> NoReturn:
-        """Raise `WorkerDiedError` when a rank's process dies."""
+        """See `Ranks.watch`."""
         await self._await([actor.alive.remote() for actor in self._actors], "alive")
         await asyncio.Event().wait()  # the ranks were closed on purpose
         raise AssertionError
 
     async def close(self) -> None:
-        """End every rank; never raises."""
+        """See `Ranks.close`."""
         import ray  # noqa: PLC0415 - as above
 
         with suppress(WeightlaneError, TimeoutError):
@@ -150,20 +106,16 @@ class TrainerGroup:
             with suppress(Exception):  # Ray was shut down before, and the actor with it.
                 ray.kill(actor, no_restart=True)
 
-    def _all(self, method: str, *args: Any) -> Any:
-        """Call `method` on every rank now, and return an awaitable of the answers."""
-        return self._await([actor.call.remote(method, *args) for actor in self._actors], method)
-
     async def _await(self, calls: Sequence[Any], what: str) -> list[Any]:
         try:
-            async with asyncio.timeout(self._config.call_timeout_s if what != "alive" else None):
+            async with asyncio.timeout(self._timeout_s if what != "alive" else None):
                 return await self._answers(calls)
         except TimeoutError as error:
             if isinstance(error, WeightlaneError):
                 raise
             raise DeadlineExceededError(
-                f"{what} was not answered within {self._config.call_timeout_s:.0f} s.",
-                part="trainer group",
+                f"{what} was not answered within {self._timeout_s:.0f} s.",
+                part="trainer ranks",
                 hint="Raise trainer.call_timeout_s, or look for a rank that hangs.",
             ) from None
 
@@ -193,7 +145,7 @@ class TrainerGroup:
             process = f" (process {self._pids[rank]})" if rank < len(self._pids) else ""
             raise WorkerDiedError(
                 f"trainer rank {rank}{process} died.",
-                part="trainer group",
+                part="trainer ranks",
                 peer=publisher_name(rank),
                 hint="Its log has the cause; --resume goes on from the last saved step.",
             ) from cause

@@ -28,7 +28,7 @@ _PART = "trainer outline"
 def outlined_placements(
     config: TrainerConfig, model_dir: Path, wire_dtype: str, *, timeout_s: float = 600.0
 ) -> list[Placement]:
-    """The placement that `TrainerRank.placement` will give on each rank of `config`, in rank order.
+    """The placement that `RankWorker.placement` will give on each rank of `config`, in rank order.
 
     Needs the libraries of the training engine, and neither a GPU nor memory for weights.
 

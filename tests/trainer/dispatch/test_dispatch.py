@@ -1,0 +1,367 @@
+"""`WorkerDispatch` against a model of itself, with real engines in this process: roles that take turns on a device compute, bit
+for bit, what they would alone, and are where they should be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_batches import LOSSES, make_batch
+from engine_ranks import TRAINER, make_models
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForTokenClassification
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
+from weightlane.trainer import MicroBatch, MiniBatch, TrainerConfig, sft
+from weightlane.trainer.dispatch.dispatch import Role, StagedBatch, WorkerDispatch, _joined
+from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.dispatch.role import RankOutputs, RoleSpec
+from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
+
+EVERYTHING = {"parameters", "gradients", "optimizer"}
+NEEDED = {
+    "forward": {"parameters"},
+    "forward_backward": {"parameters", "gradients"},
+    "optim_step": EVERYTHING,
+    "publish": {"parameters"},
+    "save": {"parameters", "optimizer"},
+    "load": {"parameters", "optimizer"},
+}
+LOSS = {"policy": "policy", "critic": "valued", "reference": "sft"}
+ROLES = list(LOSS)
+ASKED = {"policy": ("logprobs", "entropy"), "critic": ("values",), "reference": ("logprobs",)}
+BATCHES = [make_batch(step) for step in range(3)]
+MINI_BATCH = MiniBatch.of(*BATCHES)
+
+
+class Ahead:
+    """An event loop in a thread, in which dispatches live."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, begin: Callable[[], Any]) -> Any:
+        """The result of an awaitable that `begin` makes in the loop."""
+
+        async def begun() -> Any:
+            return await begin()
+
+        return asyncio.run_coroutine_threadsafe(begun(), self.loop).result(HANG_S)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(HANG_S)
+        self.loop.close()
+
+
+def specs(models: dict[str, Path]) -> list[RoleSpec]:
+    config = TrainerConfig(device="cpu", micro_batch_tokens=30, **TRAINER)
+    return [
+        RoleSpec(role, config.model_copy(update={"head": head}), models[model], {"loss": LOSSES[LOSS[role]]})
+        for role, head, model in (
+            ("policy", "tokens", "qwen3-tied"),
+            ("critic", "value", "qwen3-critic"),
+            ("reference", "tokens", "llama-untied"),
+        )
+    ]
+
+
+@pytest.fixture(scope="module")
+def ahead() -> Iterator[Ahead]:
+    ahead = Ahead()
+    yield ahead
+    ahead.stop()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def both(ahead: Ahead, models: dict[str, Path]) -> Iterator[tuple[WorkerDispatch, WorkerDispatch]]:
+    """Roles that take turns on their device, and the same roles that don't."""
+    sharing, plain = (
+        WorkerDispatch(specs(models), {"trainer": LocalRanks(HANG_S)}, {"trainer": shares}) for shares in (True, False)
+    )
+    for dispatch in (sharing, plain):
+        assert ahead.run(dispatch.start) == {"policy": 0, "critic": 0, "reference": 0}
+    yield sharing, plain
+    for dispatch in (plain, sharing):  # the first one owns the process group
+        ahead.run(dispatch.close)
+
+
+def plain_data(value: Any) -> Any:
+    """A result in a form that compares bit for bit, without durations."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: plain_data(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [plain_data(each) for each in value]
+    if hasattr(value, "grad_norm"):
+        return plain_data(vars_of(replace(value, seconds=0.0, fence_s=0.0)))
+    if hasattr(value, "metrics"):
+        return plain_data({"metrics": dict(value.metrics), "outputs": value.outputs})
+    return value
+
+
+def vars_of(value: Any) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in type(value).__slots__}
+
+
+class Turns(RuleBasedStateMachine):
+    """Which parts are on the device, the gradients that were begun, and the steps taken."""
+
+    ahead: Ahead
+    both: tuple[WorkerDispatch, WorkerDispatch]
+    begin_again: Callable[[], None]
+
+    @initialize()
+    def begin(self) -> None:
+        type(self).begin_again()
+        self.here: dict[str, set[str]] = {role: set() for role in ROLES}
+        self.begun = dict.fromkeys(ROLES, 0)
+        self.steps = dict.fromkeys(ROLES, 0)
+        self.here["policy"] = EVERYTHING
+        self.forward_at_once([("policy", 0)])
+
+    def note(self, role: str, method: str) -> None:
+        for other in ROLES:
+            if other != role:
+                self.here[other] = set()
+        kept = set() if method == "publish" else self.here[role]
+        self.here[role] = kept | NEEDED[method]
+
+    def do(self, role: str, method: str, *args: Any) -> Any:
+        """Both dispatches do the same; what they return, or the error that both raise."""
+        results: list[Any] = []
+        self.answered = True
+        for dispatch in self.both:
+            try:
+                results.append(self.ahead.run(lambda each=dispatch: getattr(each[role], method)(*args)))
+            except WeightlaneError as error:
+                results.append(f"{type(error).__name__}: {error.message}")
+                self.answered = False
+        self.note(role, method)
+        left, right = map(plain_data, results)
+        assert left == right
+        return results[0]
+
+    @rule(role=st.sampled_from(ROLES), batch=st.integers(0, 2))
+    def forward(self, role: str, batch: int) -> None:
+        found = self.do(role, "forward", BATCHES[batch], ASKED[role])
+        assert [len(each[ASKED[role][0]]) for each in found] == [s.length for s in BATCHES[batch].sequences]
+
+    @rule(role=st.sampled_from(ROLES), batch=st.integers(0, 2))
+    def forward_backward(self, role: str, batch: int) -> None:
+        self.do(role, "forward_backward", BATCHES[batch], "loss", MINI_BATCH, ASKED[role])
+        self.begun[role] += 1
+
+    @rule(role=st.sampled_from(ROLES))
+    def optim_step(self, role: str) -> None:
+        result = self.do(role, "optim_step")
+        if not self.begun[role]:
+            assert "there is no gradient for step" in result
+            return
+        self.begun[role], self.steps[role] = 0, self.steps[role] + 1
+        assert (result.step, result.skipped) == (self.steps[role], "")
+
+    @rule(role=st.sampled_from(ROLES))
+    def publish(self, role: str) -> None:
+        """There is no publisher, but it would find what it needs, and its replicas the room that they need."""
+        assert "publish was called before connect" in self.do(role, "publish", 1)
+
+    @rule(calls=st.lists(st.tuples(st.sampled_from(ROLES), st.integers(0, 2)), min_size=2, max_size=5))
+    def forward_at_once(self, calls: list[tuple[str, int]]) -> None:
+        found, self.answered = [], True
+        for dispatch in self.both:
+
+            async def all_of_them(dispatch: WorkerDispatch = dispatch) -> Any:
+                return await asyncio.gather(
+                    *(dispatch[role].forward(BATCHES[batch], ASKED[role]) for role, batch in calls)
+                )
+
+            found.append(plain_data(self.ahead.run(all_of_them)))
+        for role, _ in calls:
+            self.note(role, "forward")
+        assert found[0] == found[1]
+
+    @invariant()
+    def is_where_it_should_be(self) -> None:
+        sharing, plain = self.both
+        for role in ROLES:
+            assert EVERYTHING - engine_of(sharing, role).offloaded == self.here[role]
+            assert engine_of(plain, role).offloaded == set()
+        if self.answered:  # an error says nothing of it
+            assert {role: sharing[role].on_device for role in ROLES} == self.here
+
+
+def engine_of(dispatch: WorkerDispatch, role: str) -> Any:
+    ranks: Any = dispatch[role]._group.ranks
+    return ranks._worker._roles[role].engine
+
+
+def state_of(dispatch: WorkerDispatch, role: str) -> list[torch.Tensor]:
+    """The tensors that a step changes, which must be on the device."""
+    engine = engine_of(dispatch, role)
+    moments = [each for state in engine._named_optimizer_state().values() for each in state.values()]
+    return [each.to_local() if isinstance(each, DTensor) else each for each in (*engine._parameters, *moments)]
+
+
+def test_roles_that_share_a_device_compute_what_they_would_alone_and_are_where_they_should_be(
+    ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]
+) -> None:
+    every = [(dispatch, role) for dispatch in both for role in ROLES]
+
+    def everything_here() -> None:
+        for dispatch, role in every:
+            engine_of(dispatch, role).onload()
+
+    everything_here()
+    first = [[tensor.detach().clone() for tensor in state_of(*each)] for each in every]
+
+    def begin_again() -> None:
+        everything_here()
+        for (dispatch, role), tensors in zip(every, first, strict=True):
+            engine = engine_of(dispatch, role)
+            engine._step = 0
+            engine._clear_gradients()
+            for mine, saved in zip(state_of(dispatch, role), tensors, strict=True):
+                mine.data.copy_(saved)
+
+    Turns.ahead, Turns.both, Turns.begin_again = ahead, both, staticmethod(begin_again)
+    run_state_machine_as_test(Turns, settings=settings(max_examples=6, stateful_step_count=12, deadline=None))
+    begin_again()
+
+
+def test_a_role_is_saved_and_loaded_whatever_was_away(
+    ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch], tmp_path: Path
+) -> None:
+    sharing, _ = both
+    policy, critic = sharing["policy"], sharing["critic"]
+
+    async def train(role: Role) -> Any:
+        await role.forward_backward(BATCHES[0], "loss")
+        return plain_data(await role.optim_step())
+
+    async def save_and_load() -> None:
+        first = await train(policy)
+        await critic.forward(BATCHES[0], ("values",))
+        await policy.save(tmp_path / "policy")
+        assert policy.on_device == {"parameters", "optimizer"}
+        second = await train(policy)
+        await critic.save(tmp_path / "critic")
+        assert await policy.load(tmp_path / "policy") == first["step"]
+        assert await train(policy) == second
+        assert second["step"] == first["step"] + 1
+        await critic.export_hf(tmp_path / "model", "bfloat16")
+        assert critic.on_device >= {"parameters"}
+
+    ahead.run(save_and_load)
+    assert AutoModelForTokenClassification.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
+
+
+def test_calls_to_roles_on_other_ranks_overlap_and_a_batch_travels_once_to_each(
+    ahead: Ahead, models: dict[str, Path]
+) -> None:
+    """The critic's call ends while the policy's waits for it, in the middle of its loss."""
+    let_go, waiting = threading.Event(), threading.Event()
+
+    def waits(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+        waiting.set()
+        assert let_go.wait(HANG_S)
+        return sft(outputs, micro)
+
+    class Counting(LocalRanks):
+        def put(self, value: Any) -> Any:
+            sent.append(value)
+            return super().put(value)
+
+    sent: list[Any] = []
+    policy, critic, _ = specs(models)
+    dispatch = WorkerDispatch(
+        [policy, replace(critic, group="critics")], {name: Counting(HANG_S) for name in ("trainer", "critics")}
+    )
+
+    async def overlap() -> None:
+        await dispatch.start()
+        staged = dispatch.stage(BATCHES[0])
+        training = dispatch["policy"].forward_backward(staged, waits)
+        stepping = dispatch["policy"].optim_step()
+        assert await asyncio.to_thread(waiting.wait, HANG_S)
+        values = await dispatch["critic"].forward(staged, ("values",))
+        assert (len(values), training.done(), stepping.done()) == (len(staged.batch), False, False)
+        let_go.set()
+        assert (await training).metrics["tokens"] == BATCHES[0].target_tokens
+        assert (await stepping).step == 1
+        await dispatch["policy"].forward(staged)
+        assert sent == [BATCHES[0]] * 2
+        assert dispatch["policy"].on_device == EVERYTHING, "it has its ranks for itself"
+
+    try:
+        ahead.run(overlap)
+    finally:
+        let_go.set()
+        ahead.run(dispatch.close)
+
+
+def test_a_call_that_fails_ends_with_its_error_and_the_step_after_it_changes_nothing(
+    ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]
+) -> None:
+    policy = both[0]["policy"]
+
+    def broken(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+        raise ValueError("the loss failed.")
+
+    async def fail() -> None:
+        before = await policy.forward(BATCHES[0])
+        failing, stepping = policy.forward_backward(BATCHES[0], broken), policy.optim_step()
+        with pytest.raises(WeightlaneError, match="the loss failed"):
+            await failing
+        with pytest.raises(ProtocolError, match="Call forward_backward before optim_step"):
+            await stepping
+        assert plain_data(await policy.forward(BATCHES[0])) == plain_data(before)
+
+    ahead.run(fail)
+
+
+def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> None:
+    policy, critic, _ = specs(models)
+    here = {"trainer": LocalRanks()}
+    many = replace(policy, config=policy.config.model_copy(update={"ranks": 2}))
+    megatron = policy.config.model_copy(update={"engine": "megatron"})
+    for roles, says in (
+        ([policy, replace(critic, name="policy")], "two roles are called 'policy'"),
+        ([replace(policy, group="elsewhere")], r"group 'elsewhere', which is not there.*Groups are trainer"),
+        ([many], r"'policy' has 2 ranks, and its group 'trainer' 1"),
+        ([replace(each, config=megatron) for each in (policy, critic)], "two roles of the megatron engine"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            WorkerDispatch(roles, here)
+    dispatch = WorkerDispatch([policy], here)
+    assert ("policy" in dispatch, "critic" in dispatch) == (True, False)
+    with pytest.raises(ProtocolError, match=r"no role 'critic'.*The roles are policy"):
+        dispatch["critic"]
+
+
+def test_outputs_of_ranks_are_joined_in_the_order_of_the_batch_and_missing_ones_are_named() -> None:
+    first = {2: {"logprobs": torch.tensor([1.0, 2.0])}, 0: {"logprobs": torch.tensor([3.0])}}
+    packed = [RankOutputs.of(first), RankOutputs.of({1: {"logprobs": torch.tensor([4.0, 5.0, 6.0])}})]
+    found = [outputs["logprobs"].tolist() for outputs in _joined([*packed, RankOutputs.of({})], 3)]
+    assert found == [[3.0], [4.0, 5.0, 6.0], [1.0, 2.0]]
+    with pytest.raises(ProtocolError, match="no rank has the outputs of sequence 1"):
+        _joined(packed[:1], 3)
+    assert StagedBatch(BATCHES[0]).batch is BATCHES[0]

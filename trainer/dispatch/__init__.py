@@ -1,0 +1,1 @@
+"""Dispatch: roles of a training algorithm (policy, critic, reference) on groups of ranks, and calls to them."""

@@ -1,0 +1,310 @@
+"""`WorkerDispatch` and `Role`: calls to the models of an algorithm, whatever ranks they run on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
+from weightlane.sync.publisher import publisher_name
+
+from ..data.batch import MiniBatch, TokenBatch
+from ..engines.contract import STATE_PARTS, SequenceOutputs, StatePart
+from ..objectives.loss import LOGPROBS, Loss, OutputName
+from .rank_worker import Answer
+from .ranks import Ranks
+from .residency import Moves, moves_before
+from .role import RankOutputs, RoleSpec, StepResult
+
+_PART = "worker dispatch"
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardAnswer:
+    """The answer to `Role.forward_backward`."""
+
+    metrics: Mapping[str, float]
+    """See `BackwardResult.metrics`."""
+    outputs: Sequence[SequenceOutputs]
+    """Outputs of each sequence, in the order of the batch; empty where none were asked for."""
+
+
+class StagedBatch:
+    """A batch that several calls use and that travels to each group of ranks once. Dropping it frees it there."""
+
+    def __init__(self, batch: TokenBatch) -> None:
+        self.batch = batch
+        self._sent: dict[int, Any] = {}
+
+    def on(self, ranks: Ranks) -> Any:
+        """The batch as an argument of calls to `ranks`."""
+        key = id(ranks)
+        if key not in self._sent:
+            self._sent[key] = ranks.put(self.batch)
+        return self._sent[key]
+
+
+class _Group:
+    """Ranks, and the roles that they host."""
+
+    def __init__(self, ranks: Ranks, roles: Sequence[str], *, shares_device: bool) -> None:
+        self.ranks, self.roles, self._shares_device = ranks, roles, shares_device
+        self.offloaded: Mapping[str, frozenset[StatePart]] = {}
+
+    def call(self, role: str, method: str, *args: Any) -> Coroutine[Any, Any, list[Any]]:
+        """Call `method` for `role` on every rank, now."""
+        moves = moves_before(method, role, self.roles) if self._shares_device else Moves()
+        return self._noted(self.ranks.call("call", role, moves, method, *args))
+
+    async def start(self, specs: Sequence[RoleSpec]) -> dict[str, int]:
+        """Load the roles' models, one after the other; the optimizer steps that each has taken."""
+        address, steps = await self.ranks.rendezvous(), {}
+        for spec in specs:
+            steps[spec.name] = (await self.ranks.call("setup", spec, address))[0]
+            if self._shares_device:  # for the next one
+                everything = Moves({spec.name: frozenset(STATE_PARTS)})
+                await self._noted(self.ranks.call("call", spec.name, everything, "rest"))
+        return steps
+
+    async def _noted(self, calling: Any) -> list[Any]:
+        answers: list[Answer] = await calling
+        self.offloaded = answers[0].offloaded
+        return [answer.value for answer in answers]
+
+
+class Role:
+    """A model on some ranks. Every call begins at once, in the order of the calls, and returns a task to await.
+
+    No caller knows how many ranks there are: a batch is shared out among them, and outputs come in its order. A call to a role
+    waits for earlier ones to its group of ranks, and runs beside those to other groups.
+    """
+
+    def __init__(self, spec: RoleSpec, group: _Group) -> None:
+        self.spec = spec
+        self._group = group
+
+    @property
+    def name(self) -> str:
+        """The role's name."""
+        return self.spec.name
+
+    @property
+    def on_device(self) -> frozenset[StatePart]:
+        """The parts of its state that were on the device after the last call to its group that has been answered."""
+        return frozenset(STATE_PARTS) - self._group.offloaded.get(self.name, frozenset())
+
+    def forward(
+        self, batch: TokenBatch | StagedBatch, outputs: Collection[OutputName] = LOGPROBS
+    ) -> asyncio.Task[list[SequenceOutputs]]:
+        """Outputs of each sequence, in the order of the batch, without gradient. See `TrainingEngine.forward`."""
+        staged = batch if isinstance(batch, StagedBatch) else StagedBatch(batch)
+        calling = self._group.call(self.name, "forward", staged.on(self._group.ranks), tuple(outputs))
+        return _begun(_in_order(calling, len(staged.batch)))
+
+    def forward_backward(
+        self,
+        batch: TokenBatch | StagedBatch,
+        loss: str | Loss,
+        mini_batch: MiniBatch | None = None,
+        outputs: Collection[OutputName] = (),
+    ) -> asyncio.Task[BackwardAnswer]:
+        """Add the gradient of a loss over `batch` to the gradients. See `TrainingEngine.forward_backward`.
+
+        Args:
+            batch: The sequences.
+            loss: The name of one of ``RoleSpec.losses``, or a loss that can be pickled.
+            mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it.
+            outputs: What to return of the forward pass.
+        """
+        staged = batch if isinstance(batch, StagedBatch) else StagedBatch(batch)
+        calling = self._group.call(
+            self.name, "forward_backward", staged.on(self._group.ranks), loss, mini_batch, tuple(outputs)
+        )
+
+        async def answer() -> BackwardAnswer:
+            answers = await calling
+            found = [outputs for _, outputs in answers]
+            return BackwardAnswer(answers[0][0], _joined(found, len(staged.batch)) if outputs else [])
+
+        return _begun(answer())
+
+    def optim_step(self) -> asyncio.Task[StepResult]:
+        """Take the step for which gradients were added up, after the fence. See `TrainingEngine.optim_step`."""
+        calling = self._group.call(self.name, "optim_step")
+
+        async def slowest() -> StepResult:
+            results: list[StepResult] = await calling
+            return StepResult(
+                results[0].step,
+                results[0].grad_norm,
+                max(result.fence_s for result in results),
+                max(result.seconds for result in results),
+                results[0].skipped,
+            )
+
+        return _begun(slowest())
+
+    def publish(self, version: int) -> asyncio.Task[float]:
+        """Publish the parameters as `version`; the longest time in seconds that a rank was blocked."""
+        calling = self._group.call(self.name, "publish", version)
+
+        async def longest() -> float:
+            seconds: list[float] = await calling
+            return max(seconds)
+
+        return _begun(longest())
+
+    def save(self, directory: Path) -> asyncio.Task[None]:
+        """Save the full training state."""
+        return self._done("save", directory)
+
+    def load(self, directory: Path) -> asyncio.Task[int]:
+        """Resume from a saved state; the steps taken."""
+        calling = self._group.call(self.name, "load", directory)
+
+        async def steps() -> int:
+            return int((await calling)[0])
+
+        return _begun(steps())
+
+    def export_hf(self, directory: Path, dtype: str) -> asyncio.Task[None]:
+        """Write a Hugging Face model directory with weights in `dtype`."""
+        return self._done("export_hf", directory, dtype)
+
+    async def connect(
+        self,
+        rendezvous: Mapping[str, Any],
+        transport: CheckpointEngineConfig,
+        sync: SyncConfig,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        """Make every rank's publisher of this role."""
+        dtype = str(wire_dtype).removeprefix("torch.")
+        placements: list[Placement] = await self._group.call(self.name, "placement", dtype)
+        await self._group.call(self.name, "connect", dict(rendezvous), transport, sync, dtype, placements)
+
+    def publisher_names(self) -> list[str]:
+        """The names under which its ranks publish, in rank order."""
+        return [publisher_name(rank) for rank in range(self._group.ranks.world)]
+
+    def _done(self, method: str, *args: Any) -> asyncio.Task[None]:
+        calling = self._group.call(self.name, method, *args)
+
+        async def finish() -> None:
+            await calling
+
+        return _begun(finish())
+
+
+class WorkerDispatch:
+    """The roles of an algorithm, on one or several groups of ranks.
+
+    Roles of one group share its processes and devices. With `shares_device`, there is room for one of them at a time: before a
+    call, the parts of its state that it needs are brought onto the device, and those of the other roles are moved to the host's
+    memory; while a version is published, neither gradients nor optimizer state stay on it. This is the default for groups with
+    several roles.
+
+    Args:
+        roles: The roles.
+        groups: Groups of ranks by the names that roles give.
+        shares_device: Whether roles take turns on the device, by group; or rollouts do with a group's only role.
+
+    Raises:
+        ConfigError: Two roles have one name, a group is missing, has another number of ranks than a role, or cannot host its
+            roles together.
+    """
+
+    def __init__(
+        self,
+        roles: Sequence[RoleSpec],
+        groups: Mapping[str, Ranks],
+        shares_device: Mapping[str, bool] | None = None,
+    ) -> None:
+        _check(roles, groups)
+        self._groups = {}
+        for name, ranks in groups.items():
+            hosted = [spec.name for spec in roles if spec.group == name]
+            shares = (shares_device or {}).get(name, len(hosted) > 1)
+            self._groups[name] = _Group(ranks, hosted, shares_device=shares)
+        self._roles = {spec.name: Role(spec, self._groups[spec.group]) for spec in roles}
+
+    def __getitem__(self, role: str) -> Role:
+        """The role of that name; `ProtocolError` if there is none."""
+        if role not in self._roles:
+            raise ProtocolError(
+                f"there is no role {role!r}.", part=_PART, hint=f"The roles are {', '.join(sorted(self._roles))}."
+            )
+        return self._roles[role]
+
+    def __contains__(self, role: str) -> bool:
+        return role in self._roles
+
+    async def start(self) -> dict[str, int]:
+        """Start all ranks and load every role's model; the optimizer steps that each has taken so far."""
+        starting = [group.start([self._roles[role].spec for role in group.roles]) for group in self._groups.values()]
+        return {role: step for steps in await asyncio.gather(*starting) for role, step in steps.items()}
+
+    def stage(self, batch: TokenBatch) -> StagedBatch:
+        """A batch for several calls, which travels once."""
+        return StagedBatch(batch)
+
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when a process of any rank dies."""
+        await asyncio.gather(*(group.ranks.watch() for group in self._groups.values()))
+        raise AssertionError
+
+    async def close(self) -> None:
+        """End every rank. Never raises."""
+        await asyncio.gather(*(group.ranks.close() for group in self._groups.values()))
+
+
+def _check(roles: Sequence[RoleSpec], groups: Mapping[str, Ranks]) -> None:
+    if twice := [name for name, count in Counter(spec.name for spec in roles).items() if count > 1]:
+        raise ConfigError(f"two roles are called {twice[0]!r}.", part=_PART)
+    for spec in roles:
+        if spec.group not in groups:
+            raise ConfigError(
+                f"role {spec.name!r} runs on the group {spec.group!r}, which is not there.",
+                part=_PART,
+                hint=f"Groups are {', '.join(sorted(groups)) or 'none'}.",
+            )
+        if spec.config.ranks != groups[spec.group].world:
+            raise ConfigError(
+                f"role {spec.name!r} has {spec.config.ranks} ranks, and its group {spec.group!r} {groups[spec.group].world}.",
+                part=_PART,
+                hint="Roles that share processes have as many ranks; give this one a group of its own.",
+            )
+        engines = Counter(other.config.engine for other in roles if other.group == spec.group)
+        if engines["megatron"] > 1:
+            raise ConfigError(
+                f"the group {spec.group!r} hosts two roles of the megatron engine, whose process groups are global.",
+                part=_PART,
+                hint="Give one of them a group of its own.",
+            )
+
+
+def _begun(running: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    return asyncio.get_running_loop().create_task(running)
+
+
+async def _in_order(calling: Coroutine[Any, Any, list[RankOutputs]], count: int) -> list[SequenceOutputs]:
+    return _joined(await calling, count)
+
+
+def _joined(answers: Sequence[RankOutputs], count: int) -> list[SequenceOutputs]:
+    found: dict[int, SequenceOutputs] = {}
+    for answer in answers:
+        found |= answer.by_sequence()
+    if missing := [index for index in range(count) if index not in found]:
+        raise ProtocolError(
+            f"no rank has the outputs of sequence {missing[0]}.", part=_PART, hint="Its training engine lost them."
+        )
+    return [found[index] for index in range(count)]

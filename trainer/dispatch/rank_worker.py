@@ -1,0 +1,250 @@
+"""`RankWorker`: one trainer process: the training engines of its roles, and the publisher of one of them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+from weightlane.plugins import process_hooks
+from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
+from weightlane.sync.publisher import publisher_name
+
+from ..data.batch import MiniBatch, TokenBatch
+from ..engines.contract import StatePart, TrainingEngine
+from ..engines.registry import training_engine_class
+from ..objectives.loss import LOGPROBS, Loss, OutputName
+from .residency import Moves
+from .role import RankOutputs, RoleSpec, StepResult
+
+
+@dataclass(slots=True)
+class _Hosted:
+    """A role on this rank."""
+
+    engine: TrainingEngine
+    losses: Mapping[str, Loss]
+    trained: bool
+    publisher: Publisher | None = None
+    computed_s: float = 0.0
+    """Seconds of forward and backward passes since the last optimizer step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer of one rank to a call."""
+
+    value: Any
+    offloaded: Mapping[str, frozenset[StatePart]] = field(default_factory=dict)
+    """The parts of each role that are not on the device afterwards."""
+
+
+class RankWorker:
+    """Everything one trainer process does. Called from one thread; knows no Ray.
+
+    Args:
+        rank: This process, from 0.
+        world: Number of ranks of its group.
+    """
+
+    def __init__(self, rank: int, world: int) -> None:
+        self._rank, self._world = rank, world
+        self._roles: dict[str, _Hosted] = {}
+        self._reserved: socket.socket | None = None
+
+    def free_address(self, host: str) -> tuple[str, int]:
+        """Reserve a port on `host` for the ranks' own process group, until `setup` of this rank listens there."""
+        self._reserved = reserve_port(host)
+        return host, int(self._reserved.getsockname()[1])
+
+    def setup(self, spec: RoleSpec, rendezvous: tuple[str, int]) -> int:
+        """Load a role's model, and the training state in ``spec.state``, if there is one. Collective.
+
+        Roles after the first one use the ranks' process group that this one made.
+
+        Returns:
+            The optimizer steps taken so far.
+        """
+        if spec.config.niceness and not self._roles:
+            os.nice(spec.config.niceness)
+        engine = training_engine_class(spec.config.engine)(spec.config, self._rank, self._world, rendezvous)
+        self._roles[spec.name] = _Hosted(engine, spec.losses, spec.trained)
+        try:
+            engine.setup(spec.model_dir, spec.seed)
+        finally:
+            if self._reserved is not None:
+                self._reserved.close()
+        if spec.state is not None:
+            engine.load(spec.state)
+        if not spec.trained:
+            engine.offload(("gradients", "optimizer"))
+        return engine.step
+
+    def call(self, role: str, moves: Moves, method: str, *args: Any) -> Answer:
+        """Move parts of the roles' states, then call a method of this class for `role`."""
+        for name, parts in moves.away.items():
+            self._offload(self._hosted(name), parts)
+        for name, here in moves.here.items():
+            self._hosted(name).engine.onload(here)
+        value = getattr(self, method)(role, *args)
+        return Answer(value, {name: hosted.engine.offloaded for name, hosted in self._roles.items()})
+
+    def rest(self, role: str) -> None:
+        """Nothing beyond the moves of `call`."""
+
+    def placement(self, role: str, wire_dtype: str) -> Placement:
+        """Which slices of which checkpoint tensors this rank holds."""
+        return Placement.of_shards(self._engine(role).local_shards(dtype_of(wire_dtype)))
+
+    def connect(
+        self,
+        role: str,
+        rendezvous: Mapping[str, Any],
+        transport: CheckpointEngineConfig,
+        sync: SyncConfig,
+        wire_dtype: str,
+        placements: Sequence[Placement],
+    ) -> None:
+        """Make this rank's publisher of `role`, which joins the run's rendezvous and leaves an earlier one.
+
+        `placements` is what `placement` of every rank gave, in rank order.
+        """
+        hosted = self._hosted(role)
+        if hosted.publisher is not None:
+            hosted.publisher.close()
+        hosted.publisher = Publisher(
+            publisher_name(self._rank),
+            rendezvous,
+            rank=self._rank,
+            placements=placements,
+            shards=hosted.engine.local_shards(dtype_of(wire_dtype)),
+            engine=CheckpointEngineRegistry().create(transport.backend, transport.options),
+            bucket_bytes=sync.bucket_bytes,
+            deadline_s=sync.deadline_s,
+            integrity=sync.integrity,
+            quantise=sync.quantise,
+            codec=sync.codec,
+            full_every=sync.full_every,
+            network=sync.network,
+        )
+
+    def publish(self, role: str, version: int) -> float:
+        """Publish the parameters as `version`; returns the seconds this call took."""
+        started = time.perf_counter()
+        hosted = self._hosted(role)
+        if hosted.publisher is None:
+            raise ProtocolError("publish was called before connect.", part=publisher_name(self._rank))
+        hosted.publisher.publish(version)
+        return time.perf_counter() - started
+
+    def forward(self, role: str, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> RankOutputs:
+        """Outputs of this rank's share of `batch`, without gradient. Collective."""
+        return RankOutputs.of(self._engine(role).forward(batch, outputs))
+
+    def forward_backward(
+        self,
+        role: str,
+        batch: TokenBatch,
+        loss: str | Loss,
+        mini_batch: MiniBatch | None = None,
+        outputs: Collection[OutputName] = (),
+    ) -> tuple[Mapping[str, float], RankOutputs]:
+        """Add the gradient of a loss: itself, or the name of one that the role has. Collective.
+
+        Returns:
+            Metrics, and outputs of this rank's share.
+        """
+        started, hosted = time.perf_counter(), self._hosted(role)
+        if not hosted.trained:
+            raise ProtocolError(f"the role {role!r} is not trained.", part=publisher_name(self._rank))
+        found = self._loss(role, loss)
+        result = hosted.engine.forward_backward(batch, found, mini_batch, outputs)
+        hosted.computed_s += time.perf_counter() - started
+        return result.metrics, RankOutputs.of(result.outputs)
+
+    def optim_step(self, role: str) -> StepResult:
+        """Fence, then optimizer step. Collective. A gradient that is not finite changes nothing."""
+        started, hosted, fence_s = time.perf_counter(), self._hosted(role), 0.0
+
+        def before_change(names: Collection[str]) -> None:
+            nonlocal fence_s
+            if hosted.publisher is not None:
+                fence_s += hosted.publisher.fence(names)
+
+        computed_s, hosted.computed_s = hosted.computed_s, 0.0
+        try:
+            grad_norm = hosted.engine.optim_step(before_change)
+        except GradientError as error:  # on every rank
+            seconds = computed_s + time.perf_counter() - started
+            return StepResult(hosted.engine.step, seconds=seconds, skipped=str(error))
+        stepped_s = time.perf_counter() - started
+        facts = {
+            "participant": publisher_name(self._rank),
+            "seconds": computed_s + stepped_s,
+            "forward_backward_s": computed_s,
+            "fence_s": fence_s,
+            "optimizer_s": stepped_s - fence_s,
+        }
+        process_hooks().rank_stepped(rank=self._rank, step=hosted.engine.step, facts=facts)
+        return StepResult(hosted.engine.step, grad_norm, fence_s, computed_s + stepped_s)
+
+    def save(self, role: str, directory: Path) -> None:
+        """Save the full training state. Collective."""
+        self._engine(role).save(directory)
+
+    def load(self, role: str, directory: Path) -> int:
+        """Resume from a saved state, once nobody reads the parameters any more. Collective. Returns the steps taken."""
+        hosted = self._hosted(role)
+        if hosted.publisher is not None:
+            hosted.publisher.fence()
+        hosted.engine.load(directory)
+        return hosted.engine.step
+
+    def export_hf(self, role: str, directory: Path, dtype: str) -> None:
+        """Write a Hugging Face model directory. Collective."""
+        self._engine(role).export_hf(directory, dtype_of(dtype))
+
+    def pid(self) -> int:
+        """This process."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Leave the run. Never raises."""
+        hosted = list(self._roles.values())
+        self._roles = {}
+        for each in hosted:
+            if each.publisher is not None:
+                each.publisher.close()
+        for each in reversed(hosted):  # the first one owns the ranks' process group
+            each.engine.close()
+
+    def _offload(self, hosted: _Hosted, parts: Collection[StatePart]) -> None:
+        if hosted.publisher is not None and "parameters" in parts and "parameters" not in hosted.engine.offloaded:
+            hosted.publisher.fence()
+        hosted.engine.offload(parts)
+
+    def _loss(self, role: str, loss: str | Loss) -> Loss:
+        if not isinstance(loss, str):
+            return loss
+        losses = self._hosted(role).losses
+        if loss not in losses:
+            raise ProtocolError(
+                f"the role {role!r} has no loss called {loss!r}.",
+                part=publisher_name(self._rank),
+                hint=f"It has {', '.join(sorted(losses)) or 'none'}: name it in RoleSpec.losses, or pass the function.",
+            )
+        return losses[loss]
+
+    def _engine(self, role: str) -> TrainingEngine:
+        return self._hosted(role).engine
+
+    def _hosted(self, role: str) -> _Hosted:
+        if role not in self._roles:
+            raise ProtocolError(f"the role {role!r} was used before setup.", part=publisher_name(self._rank))
+        return self._roles[role]

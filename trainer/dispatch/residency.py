@@ -1,0 +1,44 @@
+"""Which parts of which roles have to be on the device for a call, where several roles share it: pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..engines.contract import STATE_PARTS, StatePart
+
+NEEDS: Mapping[str, frozenset[StatePart]] = {
+    "forward": frozenset({"parameters"}),
+    "forward_backward": frozenset({"parameters", "gradients"}),
+    "optim_step": frozenset(STATE_PARTS),
+    "publish": frozenset({"parameters"}),
+    "save": frozenset({"parameters", "optimizer"}),
+    "load": frozenset({"parameters", "optimizer"}),
+    "export_hf": frozenset({"parameters"}),
+}
+"""The parts of a role's state that each call to it needs on the device."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Parts to move before a call; those that are where they should be are not moved."""
+
+    away: Mapping[str, frozenset[StatePart]] = field(default_factory=dict)
+    """Parts to offload, by role. They go first, which makes room."""
+    here: Mapping[str, frozenset[StatePart]] = field(default_factory=dict)
+    """Parts to bring onto the device, by role."""
+
+
+def moves_before(method: str, role: str, hosted: Iterable[str]) -> Moves:
+    """Moves before `method` of `role`, on ranks that host the roles `hosted` and have room for one.
+
+    Everything of the other roles goes. What the role itself doesn't need stays where it is, but for a version's publication:
+    there the rollout's engines may need the room, and neither gradients nor the optimizer's state stay.
+    """
+    needed = NEEDS.get(method, frozenset())
+    if not needed:
+        return Moves()
+    away: dict[str, frozenset[StatePart]] = {other: frozenset(STATE_PARTS) for other in hosted if other != role}
+    if method == "publish":
+        away[role] = frozenset(STATE_PARTS) - needed
+    return Moves(away, {role: needed})

@@ -1,1 +1,0 @@
-"""Trainer ranks as processes, placed by Ray."""
