@@ -157,9 +157,11 @@ class MicroBatch:
     """[N] or [N, ...] each."""
     per_sequence: Mapping[str, torch.Tensor]
     """float32 [S] each."""
+    together: int = 1
+    """See `TokenBatch.together`; S is a multiple of it."""
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence]) -> Self:
+    def of(cls, sequences: Sequence[TokenSequence], together: int = 1) -> Self:
         """Pack `sequences`, at least one, in their order."""
         first = sequences[0]
         lengths = torch.tensor([0, *(sequence.length for sequence in sequences)])
@@ -172,24 +174,32 @@ class MicroBatch:
                 name: torch.tensor([sequence.per_sequence[name] for sequence in sequences], dtype=torch.float32)
                 for name in first.per_sequence
             },
+            together,
         )
 
     @classmethod
-    def without_targets(cls, like: TokenSequence) -> Self:
-        """One token that predicts nothing, with values of the names and shapes of `like`.
+    def without_targets(cls, like: TokenSequence, together: int = 1) -> Self:
+        """`together` sequences of one token that predicts nothing, with values of the names and shapes of `like`.
 
         A rank that ran out of sequences computes this, and so takes part in every collective.
         """
-        return cls.of(
-            [
-                TokenSequence(
-                    torch.zeros(1, dtype=torch.int64),
-                    torch.full_like(like.targets[:1], IGNORED),
-                    {name: torch.zeros_like(tensor[:1]) for name, tensor in like.per_token.items()},
-                    dict.fromkeys(like.per_sequence, 1.0),
-                )
-            ]
+        nothing = TokenSequence(
+            torch.zeros(1, dtype=torch.int64),
+            torch.full_like(like.targets[:1], IGNORED),
+            {name: torch.zeros_like(tensor[:1]) for name, tensor in like.per_token.items()},
+            dict.fromkeys(like.per_sequence, 1.0),
         )
+        return cls.of([nothing] * together, together)
+
+    def required(self, name: str) -> torch.Tensor:
+        """The per-token value `name`, [N] or [N, ...]; `ProtocolError` if the batch lacks it."""
+        if name not in self.per_token:
+            raise ProtocolError(
+                f"the loss needs the per-token value {name}, and the batch has {', '.join(self.per_token) or 'none'}.",
+                part=_PART,
+                hint=f"Give every TokenSequence of the batch per_token={{{name!r}: ...}}.",
+            )
+        return self.per_token[name]
 
     @cached_property
     def mask(self) -> torch.Tensor:
@@ -255,14 +265,23 @@ class TokenBatch:
     """Sequences in an order that outputs keep. All have the same names and shapes of values.
 
     Raises `ProtocolError`, naming sequence, tensor and index, when there is no sequence, when sequences differ in what they
-    carry, when a target is neither a token nor `IGNORED`, or when a value is NaN or infinite.
+    carry, when a target is neither a token nor `IGNORED`, or when a value is NaN or infinite. It does so, too, when the number
+    of sequences is no multiple of `together`.
     """
 
     sequences: tuple[TokenSequence, ...]
+    together: int = 1
+    """This many sequences in a row, counted from the first, are always in one micro-batch, in their order: 2 for pairs."""
 
     def __post_init__(self) -> None:
         if not self.sequences:
             raise ProtocolError("a training batch needs at least one sequence.", part=_PART)
+        if self.together < 1 or len(self.sequences) % self.together:
+            raise ProtocolError(
+                f"{len(self.sequences)} sequences cannot be kept together {self.together} at a time.",
+                part=_PART,
+                hint="Give a multiple of `together`, which is at least 1.",
+            )
         carried = [_kinds(sequence) for sequence in self.sequences]
         for index, kinds in enumerate(carried):
             if kinds != carried[0]:
@@ -293,7 +312,7 @@ class TokenBatch:
     @cached_property
     def packed(self) -> MicroBatch:
         """All sequences, one after the other."""
-        return MicroBatch.of(self.sequences)
+        return MicroBatch.of(self.sequences, self.together)
 
     @property
     def target_tokens(self) -> int:
@@ -322,7 +341,8 @@ def _unpacked(packed: MicroBatch) -> TokenBatch:
             for index, (tokens, targets) in enumerate(
                 zip(packed.split(packed.tokens), packed.split(packed.targets), strict=True)
             )
-        )
+        ),
+        packed.together,
     )
 
 

@@ -26,31 +26,39 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
     return found
 
 
-def micro_batches(lengths: Sequence[int], world: int, max_tokens: int, *, padded: bool) -> list[list[list[int]]]:
+def micro_batches(
+    lengths: Sequence[int], world: int, max_tokens: int, *, padded: bool, together: int = 1
+) -> list[list[list[int]]]:
     """The micro-batches of each rank: as many on every rank, the missing ones empty.
 
-    Each holds at most `max_tokens` tokens, except where a single sequence is longer than that.
+    Each holds at most `max_tokens` tokens, except where a single unit of sequences is longer than that.
 
     Args:
-        lengths: Tokens of each sequence.
+        lengths: Tokens of each sequence; a multiple of `together`.
         world: Number of data parallel ranks.
         max_tokens: Token budget of a micro-batch.
         padded: Whether the model pads every sequence of a micro-batch to the longest, so that padding counts, too.
+        together: How many sequences in a row are a unit, which stays in one micro-batch and in its order.
 
     Returns:
         For each rank its micro-batches, each a list of indices of sequences.
     """
-    plans = [_cut(share, lengths, max_tokens, padded=padded) for share in shares(lengths, world)]
+    units = [lengths[first : first + together] for first in range(0, len(lengths), together)]
+    plans = [_cut(share, units, max_tokens, padded=padded) for share in shares([sum(unit) for unit in units], world)]
     count = max(len(plan) for plan in plans)
-    return [plan + [[] for _ in range(count - len(plan))] for plan in plans]
+    return [
+        [[unit * together + place for unit in part for place in range(together)] for part in plan]
+        + [[] for _ in range(count - len(plan))]
+        for plan in plans
+    ]
 
 
-def _cut(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Cut sequences, longest first, into micro-batches within the budget."""
+def _cut(share: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int, *, padded: bool) -> list[list[int]]:
+    """Cut units of sequences, those with most tokens first, into micro-batches within the budget."""
     if padded:
         rows: list[list[int]] = []
-        for index in share:
-            if rows and (len(rows[-1]) + 1) * lengths[rows[-1][0]] <= max_tokens:
+        for index in sorted(share, key=lambda index: -max(units[index])):  # the first has the longest sequence
+            if rows and (len(rows[-1]) + 1) * len(units[index]) * max(units[rows[-1][0]]) <= max_tokens:
                 rows[-1].append(index)
             else:
                 rows.append([index])
@@ -58,11 +66,12 @@ def _cut(share: Sequence[int], lengths: Sequence[int], max_tokens: int, *, padde
     packs: list[list[int]] = []
     free: list[int] = []
     for index in share:  # first fit, decreasing
-        fits = next((place for place, room in enumerate(free) if room >= lengths[index]), None)
+        tokens = sum(units[index])
+        fits = next((place for place, room in enumerate(free) if room >= tokens), None)
         if fits is None:
             packs.append([index])
-            free.append(max_tokens - lengths[index])
+            free.append(max_tokens - tokens)
         else:
             packs[fits].append(index)
-            free[fits] -= lengths[index]
+            free[fits] -= tokens
     return packs

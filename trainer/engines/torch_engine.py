@@ -223,9 +223,12 @@ class TorchEngine(TrainingEngine):
         """
         batch.check_vocabulary(self._vocabulary)
         lengths = [sequence.length for sequence in batch.sequences]
-        plan = micro_batches(lengths, data_world, self.config.micro_batch_tokens, padded=padded)[data_rank]
-        nothing = MicroBatch.without_targets(batch.sequences[0])
-        packed = [MicroBatch.of([batch.sequences[index] for index in part]) if part else nothing for part in plan]
+        together, limit = batch.together, self.config.micro_batch_tokens
+        plan = micro_batches(lengths, data_world, limit, padded=padded, together=together)[data_rank]
+        nothing = MicroBatch.without_targets(batch.sequences[0], together)
+        packed = [
+            MicroBatch.of([batch.sequences[index] for index in part], together) if part else nothing for part in plan
+        ]
         return [(part, micro.to(self._device)) for part, micro in zip(plan, packed, strict=True)]
 
 

@@ -69,6 +69,8 @@ def test_a_micro_batch_without_targets_has_the_names_of_others_and_weighs_nothin
     assert not bool(empty.mask.any())
     assert (empty.targets.shape, empty.per_token["teacher"].shape) == ((1, 2), (1, 4))
     assert empty.temperatures is not None
+    pair = MicroBatch.without_targets(like, together=2)
+    assert (pair.lengths.tolist(), pair.together, bool(pair.mask.any())) == ([1, 1], 2, False)
 
 
 def test_a_label_in_any_dimension_makes_a_position_a_target() -> None:
@@ -125,6 +127,12 @@ FINE = TokenSequence.of_completion([1], [2, 3], per_token={"logprobs": -1.0})
             r"token of token 1 \(id -1\) of sequence 0 is -1",
         ),
         (one, "at least one sequence"),
+        (lambda: TokenBatch((FINE,) * 3, together=2), "3 sequences cannot be kept together 2 at a time"),
+        (lambda: TokenBatch((FINE,), together=0), "1 sequences cannot be kept together 0 at a time"),
+        (
+            lambda: one(FINE).packed.required("weights"),
+            "the loss needs the per-token value weights, and the batch has logprobs",
+        ),
         (lambda: one(FINE, TokenSequence(tokens(1), tokens(1))), "sequence 1 and sequence 0 differ in logprobs"),
         (
             lambda: one(TokenSequence(tokens(1), tokens(1)), TokenSequence(tokens(1), torch.ones(1, 2).long())),
@@ -145,10 +153,11 @@ def test_a_mini_batch_counts_all_its_parts() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(completions, min_size=1, max_size=6))
-def test_a_batch_reaches_another_process_as_it_is(sequences: list[TokenSequence]) -> None:
-    batch = TokenBatch(tuple(sequences))
+@given(st.lists(completions, min_size=1, max_size=6), st.booleans())
+def test_a_batch_reaches_another_process_as_it_is(sequences: list[TokenSequence], whole: bool) -> None:
+    batch = TokenBatch(tuple(sequences), together=len(sequences) if whole else 1)
     again: TokenBatch = pickle.loads(pickle.dumps(batch))
+    assert again.together == again.packed.to(torch.device("cpu")).together == batch.together
     for mine, theirs in zip(again.sequences, batch.sequences, strict=True):
         assert torch.equal(mine.tokens, theirs.tokens)
         assert torch.equal(mine.targets, theirs.targets)

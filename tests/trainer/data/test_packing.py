@@ -32,6 +32,32 @@ def test_ranks_run_equally_many_micro_batches_within_the_budget(
         assert (len(each) * max(each) if padded else sum(each)) <= max_tokens
 
 
+@settings(max_examples=100, deadline=None)
+@given(lengths_of, st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.booleans())
+def test_sequences_that_belong_together_stay_in_one_micro_batch_and_in_their_order(
+    lengths: list[int], together: int, world: int, max_tokens: int, padded: bool
+) -> None:
+    lengths = lengths * together  # a multiple
+    plans = micro_batches(lengths, world, max_tokens, padded=padded, together=together)
+    assert len({len(plan) for plan in plans}) == 1
+    parts = [part for plan in plans for part in plan]
+    units = [part[first : first + together] for part in parts for first in range(0, len(part), together)]
+    assert sorted(units) == [[*range(first, first + together)] for first in range(0, len(lengths), together)]
+    for part in (part for part in parts if len(part) > together):
+        each = [lengths[index] for index in part]
+        assert (len(each) * max(each) if padded else sum(each)) <= max_tokens
+    loads = [sum(lengths[index] for part in plan for index in part) for plan in plans]
+    assert max(loads) - min(loads) <= max(sum(lengths[index] for index in unit) for unit in units)
+
+
+def test_a_pair_counts_as_a_whole_and_padding_goes_by_its_longest() -> None:
+    lengths = [1, 8, 5, 5, 2, 2]  # pairs of 9, 10 and 4 tokens
+    assert micro_batches(lengths, 2, 100, padded=False, together=2) == [[[2, 3]], [[0, 1, 4, 5]]]
+    assert micro_batches(lengths, 1, 14, padded=False, together=2) == [[[2, 3, 4, 5], [0, 1]]]
+    assert micro_batches(lengths, 1, 32, padded=True, together=2) == [[[0, 1, 2, 3], [4, 5]]]
+    assert micro_batches(lengths, 1, 31, padded=True, together=2) == [[[0, 1], [2, 3, 4, 5]]]
+
+
 def test_packing_fills_what_padding_wastes() -> None:
     lengths = [8, 1, 1, 1, 1, 1, 1, 1, 1]
     assert micro_batches(lengths, 1, 8, padded=False) == [[[0], [1, 2, 3, 4, 5, 6, 7, 8]]]

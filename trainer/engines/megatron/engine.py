@@ -124,7 +124,7 @@ class MegatronEngine(TorchEngine):
         with self._megatron("the activations and gradients of the other ranks"), self._gradients_or_none():
             self._run(batch, needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
-                nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
+                nothing = MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
             totals = sums.as_tensor()
             if parallel_state.get_tensor_model_parallel_rank() != 0:
@@ -371,7 +371,7 @@ class MegatronEngine(TorchEngine):
         share = self._share(batch, data_rank, parallel_state.get_data_parallel_world_size(), padded=False)
         if self.config.megatron.virtual_pipeline > 1:
             # Its stages take turns by as many micro-batches as there are ranks.
-            nothing = MicroBatch.without_targets(batch.sequences[0]).to(self._device)
+            nothing = MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
             share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
         return share
 
