@@ -1,4 +1,4 @@
-"""Training: engines that hold the model, GRPO, and the fully-async loop around them.
+"""Training: engines that hold the model, objectives, and the fully-async loop around them.
 
 Importing this package needs neither transformers nor Ray. The objective by itself:
 
@@ -15,10 +15,13 @@ from .config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
 from .data.batch import MicroBatch, MiniBatch, TokenBatch, TokenSequence
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
-from .objectives.advantages import group_advantages
+from .objectives.advantages import gae, group_advantages, whiten
+from .objectives.dpo import dpo
 from .objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 from .objectives.named import Objective
+from .objectives.reference_kl import kl_estimate, kl_penalised_rewards
 from .objectives.supervised import sft
+from .objectives.value import explained_variance, value_loss
 
 if TYPE_CHECKING:
     from .engines.fsdp2.shards import shards_of
@@ -38,12 +41,19 @@ __all__ = [
     "TokenSequence",
     "TrainerConfig",
     "TrainingEngine",
+    "dpo",
+    "explained_variance",
+    "gae",
     "group_advantages",
+    "kl_estimate",
+    "kl_penalised_rewards",
     "needs",
     "sft",
     "shards_of",
     "training_engine_class",
     "training_engine_names",
+    "value_loss",
+    "whiten",
 ]
 
 

@@ -13,6 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Head = Literal["tokens", "value"]
 """A model's last layer: see ``TrainerConfig.head``."""
 
+KlEstimator = Literal["k1", "k2", "k3"]
+"""Estimators of a KL divergence from samples; see `weightlane.trainer.objectives.reference_kl`."""
+
 
 class Fsdp2Config(BaseModel):
     """How the fsdp2 engine splits a model over the ranks; ranks / tensor_parallel is data parallel, sharded by FSDP2."""
@@ -165,8 +168,8 @@ class AlgorithmConfig(BaseModel):
     objective: str = Field(
         default="dual_clip",
         min_length=1,
-        description="The loss: dual_clip, grpo, gspo, cispo, or 'module:function' for one of your own; the module is looked for"
-        " beside the configuration file, then in the working directory, then among installed packages.",
+        description="The loss: dual_clip, grpo, ppo, gspo, cispo, or 'module:function' for one of your own; the module is looked"
+        " for beside the configuration file, then in the working directory, then among installed packages.",
     )
     group_size: int = Field(
         default=8, ge=2, description="Completions sampled per prompt; their rewards are compared to each other."
@@ -185,12 +188,32 @@ class AlgorithmConfig(BaseModel):
     )
     proximal: Literal["rollout", "trainer"] = Field(
         default="rollout",
-        description="The policy that the clips of grpo and gspo are around: the one that sampled a token, or the trainer's at the"
-        " start of a step, with a truncated importance weight between the two.",
+        description="The policy that the clips of grpo, ppo and gspo are around: the one that sampled a token, or the trainer's"
+        " at the start of a step, with a truncated importance weight between the two.",
     )
     importance_cap: float = Field(default=2.0, gt=0, description="That weight is at most this. It has no gradient.")
     importance_level: Literal["token", "sequence"] = Field(
         default="token", description="Whether each token has such a weight, or each completion the product of them."
+    )
+    kl_coefficient: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the KL divergence from a reference policy in the loss, whichever it is; 0 for none. The batch must"
+        " have reference_logprobs.",
+    )
+    kl_estimator: KlEstimator = Field(
+        default="k2",
+        description="How that divergence is estimated from samples. On average, the gradient of k2 is that of the reverse KL,"
+        " KL(policy || reference); k3, GRPO's, has that of the forward KL; k1 has none, and only adds noise.",
+    )
+    entropy_coefficient: float = Field(
+        default=0.0, ge=0, description="Weight of an entropy bonus in the loss, whichever it is; 0 for none."
+    )
+    value_clip: float | None = Field(
+        default=None,
+        gt=0,
+        description="In the loss of a critic (weightlane.trainer.value_loss), how far a value can move from the one before the"
+        " step and still lower its error; not set for no such clip.",
     )
     normalize_std: bool = Field(
         default=True,
@@ -203,8 +226,14 @@ class AlgorithmConfig(BaseModel):
     compute_zero_advantage: bool = Field(
         default=False,
         description="Run completions through the model whose advantage is 0, as in a group with equal rewards: their gradient is"
-        " 0, and only metrics such as the entropy change. They count in the mean over tokens either way.",
+        " 0, and only metrics such as the entropy change. They count in the mean over tokens either way, and are always run where"
+        " a KL term or an entropy bonus gives them a gradient.",
     )
+
+    @property
+    def leaves_out_zero_advantages(self) -> bool:
+        """Whether completions with advantage 0 have no gradient and need not be computed."""
+        return not (self.compute_zero_advantage or self.kl_coefficient or self.entropy_coefficient)
 
     @model_validator(mode="after")
     def _cap_lies_above_the_clip(self) -> Self:

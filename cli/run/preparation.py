@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.data.rewards import Reward
 from weightlane.trainer.data.tasks import Task, load_splits
 from weightlane.trainer.data.tokenizer import HfTokenizer
@@ -32,6 +33,12 @@ class Preparation:
 def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
     config = load_config(path, overrides)
+    if config.algorithm.kl_coefficient:
+        raise ConfigError(
+            "algorithm.kl_coefficient needs log-probabilities of a reference policy, which weightlane train does not compute.",
+            part="algorithm",
+            hint="Set it to 0, or train from Python with reference_logprobs in the batch: docs/guides/objectives.md.",
+        )
     training_engine = training_engine_class(config.trainer.engine)
     if not config.ray.address:  # with an address, its processes run on other machines
         check_engine(config)

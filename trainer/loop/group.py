@@ -45,7 +45,8 @@ def to_batch(
 ) -> tuple[TokenBatch, MiniBatch]:
     """The groups as one training batch, advantages computed within each group, and the mini-batch that its loss is a mean over.
 
-    Sequences with advantage 0 are left out, unless `algorithm` says otherwise: they have no gradient. They count in the mean.
+    Sequences with advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They
+    count in the mean.
 
     Args:
         groups: Each has two completions or more.
@@ -59,7 +60,7 @@ def to_batch(
         judged = [(0.0, replace(sequence, per_token={**sequence.per_token, **zeros}))]
     every = [sequence for _, sequence in judged]
     kept = every
-    if not algorithm.compute_zero_advantage:
+    if algorithm.leaves_out_zero_advantages:
         kept = [sequence for advantage, sequence in judged if advantage]
         kept = kept or [min(every, key=lambda sequence: sequence.length)]
     return TokenBatch(tuple(kept)), MiniBatch.of_sequences(every)

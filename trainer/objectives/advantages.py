@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from weightlane.ckpt_engines import ProtocolError
+
 _STD_FLOOR = 1e-6
+_PART = "advantages"
 
 
 def group_advantages(rewards: torch.Tensor, *, normalize_std: bool = True) -> torch.Tensor:
@@ -27,3 +30,62 @@ def group_advantages(rewards: torch.Tensor, *, normalize_std: bool = True) -> to
     if normalize_std:
         centred = centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + _STD_FLOOR)
     return centred.float()
+
+
+def gae(
+    rewards: torch.Tensor, values: torch.Tensor, *, gamma: float = 1.0, lam: float = 0.95, bootstrap: float = 0.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, equation 16) over the targets of one sequence.
+
+    ``A_t = sum over l of (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l})``. Only positions with a target are steps:
+    pass ``rewards[mask]`` and ``values[mask]``, and a position without one is skipped, however many there are in between.
+
+    Args:
+        rewards: float [T], the reward of each target; see `kl_penalised_rewards`.
+        values: float [T], the critic's value where each target was chosen.
+        gamma: Discount of a step, 0 to 1.
+        lam: 0 to 1; 0 trusts the critic, 1 the rewards.
+        bootstrap: Value after the last target: 0 where the completion ended, the critic's where it was cut off.
+
+    Returns:
+        float32 [T] advantages, and float32 [T] returns ``A + V``, at which a critic's values aim. Both without gradient.
+
+    Raises:
+        ProtocolError: Shapes disagree, or gamma or lam is out of its range.
+    """
+    if rewards.ndim != 1 or rewards.shape != values.shape:
+        raise ProtocolError(
+            f"rewards have shape {list(rewards.shape)}, values {list(values.shape)}.",
+            part=_PART,
+            hint="Give one of each for every target of one sequence.",
+        )
+    if not 0.0 <= gamma <= 1.0 or not 0.0 <= lam <= 1.0:
+        raise ProtocolError(f"gamma is {gamma} and lam {lam}; both are from 0 to 1.", part=_PART)
+    advantages: list[float] = []
+    advantage, following = 0.0, bootstrap
+    for reward, value in zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True):
+        advantage = reward + gamma * following - value + gamma * lam * advantage
+        following = value
+        advantages.append(advantage)
+    found = torch.tensor(advantages[::-1], dtype=torch.float64, device=values.device)
+    return found.float(), (found + values.detach()).float()
+
+
+def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the targets of a whole batch.
+
+    ``(value - mean) / (std + 1e-6)`` with the population standard deviation. Where all are equal, they become 0.
+
+    Args:
+        values: float, of any shape.
+        mask: bool of the same shape: where there is a target.
+
+    Returns:
+        float32 of the same shape, 0 outside `mask`.
+    """
+    counted = values.detach()[mask].double()
+    if not len(counted) or bool(counted.amax() == counted.amin()):
+        return torch.zeros_like(values, dtype=torch.float32, requires_grad=False)
+    centred = counted - counted.mean()
+    scaled = centred / (centred.square().mean().sqrt() + _STD_FLOOR)
+    return torch.zeros_like(values, dtype=torch.float32, requires_grad=False).masked_scatter(mask, scaled.float())

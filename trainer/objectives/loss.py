@@ -85,8 +85,9 @@ class LossOutput:
 
     terms: Mapping[str, LossTerm]
     """The loss is the sum of these, each divided; the same names for every micro-batch."""
-    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Scalars without gradient, each a sum over targets; the same names for every micro-batch."""
+    metrics: Mapping[str, torch.Tensor | LossTerm] = field(default_factory=dict)
+    """Scalars without gradient, the same names for every micro-batch. Each is a sum over targets, of which the mean over the
+    batch's targets is reported; or a `LossTerm`, which is divided as one of the loss."""
 
 
 class Loss(Protocol):
@@ -127,37 +128,48 @@ class LossSums:
     def __init__(self, mini_batch: MiniBatch) -> None:
         self._mini_batch = mini_batch
         self._terms: dict[str, torch.Tensor] = {}
+        self._means: dict[str, torch.Tensor] = {}
         self._metrics: dict[str, torch.Tensor] = {}
 
     def add(self, output: LossOutput) -> torch.Tensor:
         """Add a micro-batch; returns its part of the mini-batch's loss, a scalar with gradient."""
         parts = {name: term.divided(self._mini_batch) for name, term in output.terms.items()}
-        for sums, values in ((self._terms, parts), (self._metrics, output.metrics)):
-            for name, value in values.items():
-                found = value.detach().double()
-                sums[name] = sums[name] + found if name in sums else found
+        for name, part in parts.items():
+            _add(self._terms, name, part)
+        for name, value in output.metrics.items():
+            if isinstance(value, LossTerm):
+                _add(self._means, name, value.divided(self._mini_batch))
+            else:
+                _add(self._metrics, name, value)
         return torch.stack(list(parts.values())).sum()
 
     def as_tensor(self) -> torch.Tensor:
         """float64 [terms + metrics]: this rank's sums."""
-        return torch.stack([*self._terms.values(), *self._metrics.values()])
+        return torch.stack([*self._terms.values(), *self._means.values(), *self._metrics.values()])
 
     def named(self, totals: torch.Tensor, target_tokens: int) -> dict[str, float]:
         """The report of a batch.
 
         Args:
             totals: `as_tensor`, added up over the ranks.
-            target_tokens: Targets of the batch, over all ranks; metrics are means over them.
+            target_tokens: Targets of the batch, over all ranks; metrics that are sums over targets are divided by them.
 
         Returns:
             ``loss``; each term of it as ``loss/name``, if there are several; each metric; and ``tokens``, `target_tokens`.
         """
-        values = totals.tolist()
-        terms = dict(zip(self._terms, values, strict=False))
-        metrics = dict(zip(self._metrics, values[len(terms) :], strict=True))
+        values = iter(totals.tolist())
+        terms, means, metrics = (
+            {name: next(values) for name in sums} for sums in (self._terms, self._means, self._metrics)
+        )
         return {
             "loss": sum(terms.values()),
             **({f"loss/{name}": value for name, value in terms.items()} if len(terms) > 1 else {}),
+            **means,
             **{name: value / max(1, target_tokens) for name, value in metrics.items()},
             "tokens": float(target_tokens),
         }
+
+
+def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
+    found = value.detach().double()
+    sums[name] = sums[name] + found if name in sums else found

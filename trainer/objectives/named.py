@@ -12,23 +12,30 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 from ..config import AlgorithmConfig
 from ..data.batch import MicroBatch
 from ..named_function import function_named
-from .cispo import cispo
-from .dual_clip import dual_clip
-from .grpo import grpo
-from .gspo import gspo
-from .loss import Loss, LossOutput, ModelOutputs, needed_outputs
+from .entropy import entropy_bonus
+from .loss import Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
+from .policy.cispo import cispo
+from .policy.dual_clip import dual_clip
+from .policy.grpo import grpo
+from .policy.gspo import gspo
+from .policy.ppo import ppo
+from .reference_kl import reference_kl
 
 BUILT_IN: dict[str, Callable[[AlgorithmConfig], Loss]] = {
     "cispo": cispo,
     "dual_clip": dual_clip,
     "grpo": grpo,
     "gspo": gspo,
+    "ppo": ppo,
 }
 _PART = "objective"
 
 
 class Objective:
-    """The loss that ``[algorithm] objective`` names. Other processes can be handed it, and import it anew.
+    """The loss that ``[algorithm] objective`` names, and the terms that ``[algorithm]`` adds to it.
+
+    With ``kl_coefficient`` above 0 these are `reference_kl`, with ``entropy_coefficient`` above 0 `entropy_bonus`. Other
+    processes can be handed an objective, and import it anew.
 
     Args:
         config: The run's algorithm section.
@@ -53,13 +60,19 @@ class Objective:
                 part=_PART,
                 hint=f"{guess}Built in: {', '.join(sorted(BUILT_IN))}; or name your own as 'module:function'.",
             )
-        self.needs = needed_outputs(self._loss)
+        coefficients = ((config.kl_coefficient, reference_kl), (config.entropy_coefficient, entropy_bonus))
+        self._added = tuple(make(config) for coefficient, make in coefficients if coefficient > 0)
+        every = (output for loss in (self._loss, *self._added) for output in needed_outputs(loss))
+        self.needs: tuple[OutputName, ...] = tuple(dict.fromkeys(every))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Objective, (self._config, self._search_path)
 
     def __call__(self, outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        """See `Loss`. Raises `ProtocolError` when a function of the user's own returns something else."""
+        """See `Loss`.
+
+        Raises `ProtocolError` when a function of the user's own returns something else, or names a term as an added one.
+        """
         found: Any = self._loss(outputs, micro)
         if not isinstance(found, LossOutput):
             raise ProtocolError(
@@ -67,4 +80,17 @@ class Objective:
                 part=_PART,
                 hint="weightlane.trainer.LossOutput holds the sums of a loss, and by what each is divided.",
             )
-        return found
+        whole: LossOutput = found
+        for loss in self._added:
+            whole = self._sum(whole, loss(outputs, micro))
+        return whole
+
+    def _sum(self, own: LossOutput, added: LossOutput) -> LossOutput:
+        both = {*(own.terms.keys() & added.terms.keys()), *(own.metrics.keys() & added.metrics.keys())}
+        if both:
+            raise ProtocolError(
+                f"the objective {self.name!r} and a term that [algorithm] adds to it both name {', '.join(both)}.",
+                part=_PART,
+                hint="Rename it in the objective, or set kl_coefficient and entropy_coefficient to 0.",
+            )
+        return LossOutput({**own.terms, **added.terms}, {**own.metrics, **added.metrics})

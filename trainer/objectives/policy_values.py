@@ -15,14 +15,16 @@ ADVANTAGES = "advantages"
 """Per-token value: how much better than expected the target was."""
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """Per-token value, optional: log-probability of the target under the policy that the trust region is around."""
+REFERENCE_LOGPROBS = "reference_logprobs"
+"""Per-token value: log-probability of the target under the policy that a KL term or DPO holds on to."""
 
-_LARGEST_LOG_RATIO = 20.0
+LARGEST_LOG_RATIO = 20.0
 """A log ratio beyond it counts as this: its exponential would be too large, and no gradient or estimate of use."""
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
     """The ratio itself, bounded so that it never overflows."""
-    return torch.exp(log_ratio.clamp(max=_LARGEST_LOG_RATIO))
+    return torch.exp(log_ratio.clamp(max=LARGEST_LOG_RATIO))
 
 
 def proximal_logprobs(logprobs: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
@@ -33,7 +35,7 @@ def proximal_logprobs(logprobs: torch.Tensor, micro: MicroBatch, config: Algorit
     """
     if PROXIMAL_LOGPROBS in micro.per_token:
         return micro.per_token[PROXIMAL_LOGPROBS]
-    return micro.per_token[ROLLOUT_LOGPROBS] if config.proximal == "rollout" else logprobs.detach()
+    return micro.required(ROLLOUT_LOGPROBS) if config.proximal == "rollout" else logprobs.detach()
 
 
 def importance_weights(proximal: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
@@ -43,7 +45,7 @@ def importance_weights(proximal: torch.Tensor, micro: MicroBatch, config: Algori
     sums over a sequence. Truncated importance sampling, as in IMPALA (arXiv 1802.01561, section 4.1, the weight rho); it is 1
     where the trust region is around the rollout's policy.
     """
-    log_ratio = torch.where(micro.mask, proximal - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
+    log_ratio = torch.where(micro.mask, proximal - micro.required(ROLLOUT_LOGPROBS), 0.0)
     if config.importance_level == "sequence":
         log_ratio = micro.sum_by_sequence(log_ratio)[micro.sequence_of]
     return torch.exp(log_ratio.clamp(max=math.log(config.importance_cap)))
@@ -65,9 +67,9 @@ def policy_metrics(
         the policy by Schulman's estimator k3, ``r - 1 - log r``; and ``entropy``, by the estimate ``-logprob``.
     """
     with torch.no_grad():
-        mask, advantages = micro.mask, micro.per_token[ADVANTAGES]
-        drift = torch.where(mask, logprobs - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
-        drift = drift.clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+        mask, advantages = micro.mask, micro.required(ADVANTAGES)
+        drift = torch.where(mask, logprobs - micro.required(ROLLOUT_LOGPROBS), 0.0)
+        drift = drift.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         return {
             "ratio": torch.where(mask, ratio, 0.0).sum(),
             "clip_fraction": (mask & ~unclipped & (advantages != 0)).sum().float(),

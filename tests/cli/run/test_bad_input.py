@@ -100,6 +100,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
         (configured("trainer", engine="fsdp"), ["no training engine is called 'fsdp'", "Did you mean 'fsdp2'?"]),
+        (configured("algorithm", kl_coefficient=0.1), ["algorithm.kl_coefficient", "a reference policy"]),
         (configured("sync", host="203.0.113.7"), ["203.0.113.7"]),
         (engine("gloo", host="203.0.113.7"), ["checkpoint_engine 'gloo' does not work here", "host", "203.0.113.7"]),
         (engine("gloo", interface="wl-none0"), ["checkpoint_engine 'gloo' does not work here", "interface 'wl-none0'"]),

@@ -180,6 +180,8 @@ def test_completions_without_an_advantage_are_not_computed_but_count_in_the_mean
     assert (batch.target_tokens, mini_batch) == (6, MiniBatch(14, 4))
     everything = to_batch([equal, different], ALGORITHM.model_copy(update={"compute_zero_advantage": True}))
     assert (len(everything[0]), everything[0].target_tokens, everything[1]) == (4, 14, MiniBatch(14, 4))
+    for term in ("kl_coefficient", "entropy_coefficient"):  # gives them a gradient
+        assert len(to_batch([equal, different], ALGORITHM.model_copy(update={term: 0.1}))[0]) == 4
     nothing, mini_batch = to_batch([equal], ALGORITHM)
     assert [each.target_tokens for each in nothing.sequences] == [3], "the shortest: a step has a batch"
     assert mini_batch == MiniBatch(8, 2)

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
-from weightlane.trainer.objectives.dual_clip import dual_clip
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
+from weightlane.trainer.objectives.policy.dual_clip import dual_clip
 
 logprob = st.floats(-30.0, 0.0, width=32)
 token = st.tuples(logprob, logprob)
@@ -114,7 +114,7 @@ def test_a_ratio_too_large_for_float32_gives_finite_loss_and_metrics() -> None:
 def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero() -> None:
     values = {"rollout_logprobs": -1.0, "advantages": 1.0}
     empty = MicroBatch.without_targets(TokenSequence.of_completion([1], [2], per_token=values))
-    found, like = dual_clip(AlgorithmConfig())(ModelOutputs.nothing(empty), empty), of_ratio(1.0, 1.0)[0]
+    found, like = dual_clip(AlgorithmConfig())(ModelOutputs.nothing(empty, 1), empty), of_ratio(1.0, 1.0)[0]
     assert (list(found.terms), list(found.metrics)) == (list(like.terms), list(like.metrics))
     assert float(total(found)) == 0.0
     assert [float(value) for value in found.metrics.values()] == [0.0] * len(found.metrics)

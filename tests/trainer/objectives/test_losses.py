@@ -32,10 +32,10 @@ def test_terms_are_divided_by_what_they_say_and_metrics_by_targets() -> None:
     for scale in (1.0, 2.0):
         value = torch.tensor(scale)
         terms = {"policy": LossTerm(value), "kl": LossTerm(value, "sequences"), "extra": LossTerm(value, 8.0)}
-        part = sums.add(LossOutput(terms, {"ratio": torch.tensor(6.0)}))
+        part = sums.add(LossOutput(terms, {"ratio": torch.tensor(6.0), "margin": LossTerm(value, "sequences")}))
         assert float(part) == pytest.approx(scale * (1 / 10 + 1 / 4 + 1 / 8))
     found = sums.named(sums.as_tensor(), target_tokens=6)
-    wanted = {"loss/policy": 0.3, "loss/kl": 0.75, "loss/extra": 0.375, "ratio": 2.0, "tokens": 6.0}
+    wanted = {"loss/policy": 0.3, "loss/kl": 0.75, "loss/extra": 0.375, "margin": 0.75, "ratio": 2.0, "tokens": 6.0}
     assert found == pytest.approx({"loss": 1.425, **wanted})
 
 

@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,7 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
     [{}, {"proximal": "trainer"}, {"proximal": "trainer", "importance_level": "sequence", "importance_cap": 1.2}],
     ids=["rollout", "trainer", "trainer, sequence"],
 )
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "cispo"])
 @settings(max_examples=40, deadline=None)
 @given(rows_of)
 @example([([(-0.01, -70.0, -0.5)] * 5, 1.0, 0), ([(-70.0, -0.01, -0.02)], -2.0, 0), ([(-1.0, -2.0, -1.5)], 0.0, 0)])
@@ -130,7 +131,7 @@ def test_every_objective_names_the_same_sums_for_a_micro_batch_without_targets_a
     like = TokenSequence.of_completion([1], [2], per_token=values)
     objective = Objective(AlgorithmConfig(objective=name))
     empty, one = MicroBatch.without_targets(like), MicroBatch.of([like])
-    nothing, something = objective(ModelOutputs.nothing(empty), empty), objective(ModelOutputs.nothing(one), one)
+    nothing, something = objective(ModelOutputs.nothing(empty, 1), empty), objective(ModelOutputs.nothing(one, 1), one)
     assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
     assert [float(term.total) for term in nothing.terms.values()] == [0.0] * len(nothing.terms)
     assert [float(value) for value in nothing.metrics.values()] == [0.0] * len(nothing.metrics)
@@ -157,10 +158,10 @@ def test_a_loss_of_ones_own_is_found_beside_the_configuration_also_by_another_pr
     again: Objective = pickle.loads(pickle.dumps(objective))
     assert again.needs == ("logprobs", "entropy")
     micro = MicroBatch.of([TokenSequence.of_completion([1], [2])])
-    found = again(ModelOutputs.nothing(micro), micro)
+    found = again(ModelOutputs.nothing(micro, 1), micro)
     assert isinstance(found, LossOutput)
     with pytest.raises(ProtocolError, match=r"'own_loss:wrong' returned a float, not a LossOutput"):
-        Objective(AlgorithmConfig(objective="own_loss:wrong"), [tmp_path])(ModelOutputs.nothing(micro), micro)
+        Objective(AlgorithmConfig(objective="own_loss:wrong"), [tmp_path])(ModelOutputs.nothing(micro, 1), micro)
 
 
 def test_the_guides_loss_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +177,24 @@ def test_the_guides_loss_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
+def test_the_code_in_the_guide_of_objectives_runs() -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/objectives.md").read_text()
+    critic, pairs = ({"__name__": "guide"}, {"__name__": "guide"})
+    for block, names in zip(re.findall(r"```python\n(.*?)```", guide, re.DOTALL), (critic, pairs), strict=True):
+        exec(block, names)
+    assert critic["advantages"].tolist() == pytest.approx([1.0, -1.0], abs=1e-4)
+    micro = pairs["batch"].packed
+    found = pairs["loss"](ModelOutputs(torch.tensor([0.0, -0.5, -1.0, 0.0, -2.0])), micro)
+    assert float(found.terms["dpo"].divided(MiniBatch.of(pairs["batch"]))) == pytest.approx(math.log(2))
+    (settings_block,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
+    Objective(AlgorithmConfig(**tomllib.loads(settings_block)["algorithm"]))
+    assert set(re.findall(r"^\| `(\w+)` \|", guide.split("Two terms")[0], re.MULTILINE)) == set(BUILT_IN)
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("grpa", r"no objective is called 'grpa'. Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo"),
+        ("grpa", r"no objective is called 'grpa'. Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo, ppo"),
         ("no_such_module_here:f", r"the module of 'no_such_module_here:f' could not be imported"),
         ("math:absent", "math has no 'absent'"),
         (":f", r"':f' is not of the form 'module:function'. Set algorithm.objective"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
-from .loss import Loss, LossOutput, LossTerm, ModelOutputs
-from .policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics, ratio_of
+from ...config import AlgorithmConfig
+from ...data.batch import MicroBatch
+from ..loss import Loss, LossOutput, LossTerm, ModelOutputs
+from ..policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics, ratio_of
 
 
 def cispo(config: AlgorithmConfig) -> Loss:
@@ -22,8 +22,8 @@ def cispo(config: AlgorithmConfig) -> Loss:
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
 
     def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        logprobs, advantages = outputs.required("logprobs"), micro.per_token[ADVANTAGES]
-        drift = torch.where(micro.mask, logprobs.detach() - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
+        logprobs, advantages = outputs.required("logprobs"), micro.required(ADVANTAGES)
+        drift = torch.where(micro.mask, logprobs.detach() - micro.required(ROLLOUT_LOGPROBS), 0.0)
         ratio = ratio_of(drift)
         weights = ratio.clamp(low, high)
         per_token = torch.where(micro.mask, -weights * advantages * logprobs, 0.0)

@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
-from .loss import Loss, LossOutput, LossTerm, ModelOutputs
-from .policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics
+from ...config import AlgorithmConfig
+from ...data.batch import MicroBatch
+from ..loss import Loss, LossOutput, LossTerm, ModelOutputs
+from ..policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics
 
 
 def dual_clip(config: AlgorithmConfig) -> Loss:
@@ -34,8 +34,8 @@ def dual_clip(config: AlgorithmConfig) -> Loss:
     )
 
     def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        logprobs, advantages, mask = outputs.required("logprobs"), micro.per_token[ADVANTAGES], micro.mask
-        log_ratio = torch.where(mask, logprobs - micro.per_token[ROLLOUT_LOGPROBS], 0.0)
+        logprobs, advantages, mask = outputs.required("logprobs"), micro.required(ADVANTAGES), micro.mask
+        log_ratio = torch.where(mask, logprobs - micro.required(ROLLOUT_LOGPROBS), 0.0)
         capped = torch.exp(log_ratio.clamp(max=log_cap)) * advantages
         clipped = torch.exp(log_ratio.clamp(min=log_low, max=log_high)) * advantages
         per_token = torch.where(mask, -torch.minimum(capped, clipped), 0.0)

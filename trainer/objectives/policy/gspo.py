@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
-from .loss import Loss, LossOutput, LossTerm, ModelOutputs
-from .policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs, ratio_of
+from ...config import AlgorithmConfig
+from ...data.batch import MicroBatch
+from ..loss import Loss, LossOutput, LossTerm, ModelOutputs
+from ..policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs, ratio_of
+from .surrogate import clipped
 
 
 def gspo(config: AlgorithmConfig) -> Loss:
@@ -22,7 +23,6 @@ def gspo(config: AlgorithmConfig) -> Loss:
 
     Metrics: those of `policy_metrics`, where ``ratio`` is that of the sequence, and ``importance``, the mean weight.
     """
-    low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
 
     def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
         logprobs, mask = outputs.required("logprobs"), micro.mask
@@ -33,11 +33,9 @@ def gspo(config: AlgorithmConfig) -> Loss:
             return micro.sum_by_sequence(torch.where(mask, values, 0.0)) / targets
 
         weights = importance_weights(proximal, micro, config)
-        advantages = mean(micro.per_token[ADVANTAGES])
         ratio = ratio_of(mean(logprobs - proximal))
-        surrogate = torch.minimum(ratio * advantages, ratio.clamp(low, high) * advantages)
-        unclipped = torch.where(advantages > 0, ratio <= high, ratio >= low)[micro.sequence_of]
-        metrics = policy_metrics(logprobs, micro, unclipped, ratio.detach()[micro.sequence_of])
+        surrogate, unclipped = clipped(ratio, mean(micro.required(ADVANTAGES)), config)
+        metrics = policy_metrics(logprobs, micro, unclipped[micro.sequence_of], ratio.detach()[micro.sequence_of])
         importance = torch.where(mask, weights, 0.0).sum()
         term = LossTerm(-(mean(weights) * surrogate).sum(), "sequences")
         return LossOutput({"policy": term}, {**metrics, "importance": importance})
