@@ -228,17 +228,21 @@ class Worker(StateCommands):
             mine[1],
             targets,
             entropy=True,
+            top_k=6,
             temperatures=torch.full((9,), 0.7),
             share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()),
         )
-        (got[0] @ by_logprob + got[1] @ by_entropy).backward()
+        values, best = (got.logprobs, got.entropy), logs.topk(6)
+        (got.logprobs @ by_logprob + got.entropy @ by_entropy).backward()
         slopes = [part.grad for part in mine]
         dist.all_reduce(slopes[0], group=parallel_state.get_tensor_model_parallel_group())
         wanted = [whole[0].grad, whole[1].grad[first : first + 4]]
         return {
-            "value": max(float((g - e).abs().max()) for g, e in zip(got, expected, strict=True)),
+            "value": max(float((g - e).abs().max()) for g, e in zip(values, expected, strict=True)),
+            "top tokens": float(torch.equal(got.top_tokens, best.indices)),
+            "top values": float((got.top_logprobs - best.values).abs().max()),
             "slope": max(float((g - w).norm() / w.norm()) for g, w in zip(slopes, wanted, strict=True)),
-            "float32": float(all(each.dtype == torch.float32 for each in got)),
+            "float32": float(all(each.dtype == torch.float32 for each in (*values, got.top_logprobs))),
         }
 
     def save(self, directory: str) -> int:

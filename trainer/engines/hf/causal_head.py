@@ -22,11 +22,13 @@ class HeadQuery:
     rows: torch.Tensor
     """int64 [R]: positions, in the flattened rows of tokens."""
     labels: torch.Tensor | None
-    """int64 [R] or [R, K]: tokens whose log-probability is wanted there; None if neither that nor entropy is."""
+    """int64 [R] or [R, K]: tokens whose log-probability is wanted there; None if only hidden states are."""
     temperatures: torch.Tensor | None = None
     """float32 [R], by which logits are divided."""
     entropy: bool = False
     """Whether entropies are wanted."""
+    top_k: int = 0
+    """How many of the most probable tokens are wanted."""
     hidden_rows: torch.Tensor | None = None
     """int64 [N]: positions of which what the head reads is wanted; None for none."""
 
@@ -89,18 +91,21 @@ class _Head:
             found["hidden"] = flat[query.hidden_rows]
         if query.labels is None:
             return found
-        logprobs, entropy = head_outputs(
+        outputs = head_outputs(
             flat[query.rows],
             self._head.weight,
             query.labels,
             entropy=query.entropy,
+            top_k=query.top_k,
             bias=self._head.bias,
             temperatures=query.temperatures,
             transform=self._transform,
         )
-        found["logprobs"] = logprobs
+        found["logprobs"] = outputs.logprobs
         if query.entropy:
-            found["entropy"] = entropy
+            found["entropy"] = outputs.entropy
+        if query.top_k:
+            found |= {"top_tokens": outputs.top_tokens, "top_logprobs": outputs.top_logprobs}
         return found
 
 

@@ -92,7 +92,7 @@ def model_outputs(
     elif {"logprobs", "entropy"} & set(wanted):
         ranks, temperatures = parallel_state.get_tensor_model_parallel_world_size(), micro.temperatures
         first = parallel_state.get_tensor_model_parallel_rank() * len(head)
-        logprobs, entropy = head_outputs(
+        outputs = head_outputs(
             hidden[rows].to(head.dtype),
             head[: max(0, vocabulary - first)],
             micro.targets[rows],
@@ -100,9 +100,9 @@ def model_outputs(
             temperatures=None if temperatures is None else temperatures[rows],
             share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None,
         )
-        found["logprobs"] = logprobs
+        found["logprobs"] = outputs.logprobs
         if "entropy" in wanted:
-            found["entropy"] = entropy
+            found["entropy"] = outputs.entropy
     return ModelOutputs.at(rows, micro, found)
 
 

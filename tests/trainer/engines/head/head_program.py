@@ -1,0 +1,152 @@
+"""Run by test_head_kernels.py, in a process of its own: ``interpret`` runs the programs on CPU, ``compile`` makes GPU code.
+
+``compile-all`` makes it for every architecture, dtype and option; ``compile`` for each of these once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+if sys.argv[1] == "interpret":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from head_oracle import Case, compare
+
+from weightlane.trainer.engines.head import (
+    LogitTransform,
+    VocabularyShare,
+    cuda_kernels,
+    head_outputs,
+    outputs,
+    triton_kernels,
+)
+
+ROWS, WIDTH, VOCABULARY = 83, 37, 333
+"""More than one block in each direction, and none of them full."""
+MOST_STACK = 64
+"""Bytes of stack that a program may have per thread; those that hold too much in registers have hundreds."""
+SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""The shared memory that a program may have, in bytes, by compute capability."""
+ONCE = (
+    *((torch.bfloat16, capability, True) for capability in SHARED_LIMITS),
+    (torch.bfloat16, 90, False),
+    (torch.float16, 90, True),
+    (torch.float32, 80, True),
+)
+"""Dtype, compute capability, and whether every option is used."""
+
+
+def interpret() -> None:
+    """Values and gradients against float64, of float32 inputs: the interpreter rounds wrongly to bfloat16."""
+    outputs._by_kernels = lambda hidden: True
+    checked = 0
+    plain, scaled, capped = LogitTransform(), LogitTransform(0.3), LogitTransform(2.0, 5.0)
+    options: tuple[tuple[Any, ...], ...] = (((), (3,)), (plain, scaled, capped), (True, False))
+    for labels, transform, further in product(*options):
+        compare(Case(ROWS, WIDTH, VOCABULARY, labels, transform, further, True, top_k=5), "cpu", torch.float32)
+        checked += 1
+    for transform in (plain, capped):
+        compare(Case(ROWS, WIDTH, VOCABULARY, (), transform, True, False, top_k=0), "cpu", torch.float32)
+        checked += 1
+    for size in ((0, WIDTH, VOCABULARY), (1, 1, 1), (64, 32, 64), (5, 7, 65), (129, 33, 63)):
+        case = Case(*size, (), plain, further=True, entropy=True, top_k=1)
+        compare(case, "cpu", torch.float32, strided=True)
+        checked += 1
+    # One split, and as many as there are blocks; a buffer for one block of the vocabulary, and for some.
+    for programs, chunk_bytes in ((1, 1), (4, 4 * ROWS * 130), (10**6, 2**20)):
+        cuda_kernels._PROGRAMS = programs
+        compare(
+            Case(ROWS, WIDTH, VOCABULARY, (2,), LogitTransform(0.5, 3.0), True, True, 7, chunk_bytes),
+            "cpu",
+            torch.float32,
+        )
+        checked += 1
+    # Logits of some hundreds, where sums that are not relative to the largest logit would overflow or lose all digits.
+    # Those lie 6e-5 apart in float32.
+    large = Case(ROWS, WIDTH, VOCABULARY, (), LogitTransform(50.0), False, True, 3)
+    compare(large, "cpu", torch.float32, values=2e-4, slopes=2e-4)
+    shifted()
+    print(f"{checked + 2} cases")
+
+
+def shifted() -> None:
+    """A share of the vocabulary that begins at token 100, of a single rank, gives the same for targets moved by 100."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    hidden, weight, targets = torch.randn(70, 9), torch.randn(130, 9), torch.randint(130, (70, 2))
+    found = []
+    for first, share in ((0, None), (100, VocabularyShare(100, torch.distributed.group.WORLD))):
+        leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
+        got = head_outputs(*leaves, targets + first, entropy=True, top_k=4, share=share)
+        (got.logprobs.sum() + got.entropy.sum()).backward()
+        found.append([got.logprobs, got.entropy, got.top_tokens - first, got.top_logprobs, *(e.grad for e in leaves)])
+    for whole, part in zip(*found, strict=True):
+        torch.testing.assert_close(whole, part, atol=1e-5, rtol=1e-5)
+    torch.distributed.destroy_process_group()
+
+
+def compile_for_gpus(*, every: bool) -> None:
+    """Code for each architecture and dtype, with every option and with none, as sizes that are multiples of 16 make it."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    made = 0
+    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    for dtype, capability, full in product(names, SHARED_LIMITS, (True, False)) if every else ONCE:
+        item = f"*{names[dtype]}"
+        optional = {"bias": item, "temperatures": "*fp32", "softcap": "fp32"}
+        sizes = dict.fromkeys(("row_count", "column_count", "width", "hidden_stride", "weight_stride"), "i32")
+        common = {"hidden": item, "weight": item, "scale": "fp32", **optional, **sizes}
+        entropies = {"entropies": "*fp32", "by_entropy": "*fp32"}
+        labels = {"labels": "*i32", "label_count": "i32", "log_sums": "*fp32", **entropies}
+        splits = {"chosen": "*fp32", "splits": "i32", "blocks_per_split": "i32"}
+        slopes = {"by_label": "*fp32", "by_all": "*fp32", "slopes": item}
+        blocks = dict(cuda_kernels.DTYPES[dtype])
+        settings = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
+        for kernel, types in (
+            (triton_kernels.sums_kernel, {**common, **labels, **splits}),
+            (triton_kernels.slopes_kernel, {**common, **labels, **slopes}),
+            (triton_kernels.logits_kernel, {**common, "logits_out": "*fp32"}),
+        ):
+            constants = dict(blocks)
+            if not full:
+                constants |= dict.fromkeys((key for key in (*optional, *entropies) if key in kernel.arg_names), None)
+            signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
+            whole = [["tt.divisibility", 16]]
+            aligned = {
+                (place,): whole
+                for place, key in enumerate(kernel.arg_names)
+                if signature[key].startswith("*") or key in ("width", "hidden_stride", "weight_stride", "column_count")
+            }
+            source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+            compiled = triton_kernels.triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
+            assert compiled.metadata.shared <= SHARED_LIMITS[capability], (kernel, capability, compiled.metadata.shared)
+            spilled = stack_bytes(compiled.asm["cubin"])
+            assert spilled <= MOST_STACK, (kernel, dtype, capability, full, spilled)
+            made += 1
+    print(f"{made} programs")
+
+
+def stack_bytes(code: bytes) -> int:
+    """The bytes of stack that a program in `code` has, because its numbers do not fit into registers."""
+    tool = Path(triton_kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        report = subprocess.run(command, capture_output=True, text=True, check=True)
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", report.stdout))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "interpret":
+        interpret()
+    else:
+        compile_for_gpus(every=sys.argv[1] == "compile-all")
