@@ -8,6 +8,7 @@ Each way runs in a process of its own, in turn with the others, so that its peak
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 
 TOKENS, WIDTH, VOCAB = 1024, 256, 151_936
+CUDA_TOKENS, CUDA_WIDTH = 8192, 4096
+CUDA_PEERS = {"liger-kernel": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
+"""Packages that compute a head without whole logits, too, by the names of their modules; measured where they are installed."""
 ROUNDS = 3
 _LONGEST_S = 600
 LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256) * 2
@@ -74,7 +78,7 @@ def _head(*, chunked: bool) -> Callable[[], None]:
 
     def run() -> None:
         if chunked:
-            logprobs = head_outputs(hidden, weight, targets)[0]
+            logprobs = head_outputs(hidden, weight, targets).logprobs
         else:
             logits = torch.nn.functional.linear(hidden, weight).float()
             logprobs = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1)
@@ -90,7 +94,65 @@ def head() -> dict[str, Any]:
     print(f"log-probabilities of {TOKENS} targets out of {VOCAB} tokens, width {WIDTH}, forward and backward")
     _print_rows({"whole logits": whole, "in chunks": chunked})
     print(f"  memory {chunked['bytes'] / whole['bytes']:.2f} x, time {chunked['seconds'] / whole['seconds']:.2f} x\n")
-    return {"whole": whole, "chunked": chunked}
+    return {"whole": whole, "chunked": chunked, **({"cuda": _cuda_heads()} if torch.cuda.is_available() else {})}
+
+
+def _cuda_heads() -> dict[str, Any]:
+    """The head on a CUDA device, beside the kernels of others that are installed."""
+    peers = [name for name, package in CUDA_PEERS.items() if importlib.util.find_spec(package)]
+    found = {name: _measured("cuda-head", name) for name in ("whole logits", "in chunks", "kernel", *peers)}
+    print(f"{CUDA_TOKENS} targets, width {CUDA_WIDTH}, bfloat16, {torch.cuda.get_device_name()}, forward and backward")
+    _print_rows(found, CUDA_TOKENS)
+    missing = [name for name in CUDA_PEERS if name not in peers]
+    print(f"  not installed: {', '.join(missing)}\n" if missing else "")
+    return found
+
+
+def _cuda_head(way: str) -> dict[str, float]:
+    """Seconds of forward and backward of summed log-probabilities, and peak bytes beside hidden states and weight."""
+    torch.manual_seed(0)
+    hidden, weight = (
+        torch.randn(rows, CUDA_WIDTH, device="cuda", dtype=torch.bfloat16).mul_(CUDA_WIDTH**-0.25).requires_grad_()
+        for rows in (CUDA_TOKENS, VOCAB)
+    )
+    targets = torch.randint(VOCAB, (CUDA_TOKENS,), device="cuda")
+    total = _cuda_way(way)
+    resident, seconds = torch.cuda.memory_allocated(), []
+    for round_number in range(ROUNDS + 1):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        total(hidden, weight, targets).backward()
+        torch.cuda.synchronize()
+        if round_number:  # the first compiles
+            seconds.append(time.perf_counter() - started)
+        hidden.grad = weight.grad = None
+    peak = torch.cuda.max_memory_allocated() - resident
+    return {"seconds": statistics.median(seconds), "bytes": float(peak)}
+
+
+def _cuda_way(way: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """The function from hidden states, weight and targets to the sum of log-probabilities, or of their negatives."""
+    from weightlane.trainer.engines.head import head_outputs, outputs
+
+    if way == "liger-kernel":
+        from liger_kernel.transformers.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyLoss
+
+        liger = LigerFusedLinearCrossEntropyLoss(reduction="sum")
+        return lambda hidden, weight, targets: liger(weight, hidden, targets)
+    if way == "cut-cross-entropy":
+        from cut_cross_entropy import linear_cross_entropy
+
+        return lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, targets, reduction="sum")
+    if way == "whole logits":
+        return lambda hidden, weight, targets: torch.nn.functional.cross_entropy(
+            torch.nn.functional.linear(hidden, weight).float(), targets, reduction="sum"
+        )
+    if way == "in chunks":
+        outputs._by_kernels = lambda _: False
+    elif not outputs._by_kernels(torch.empty(0, device="cuda", dtype=torch.bfloat16)):
+        raise SystemExit("triton is not installed: the kernel cannot be measured.")
+    return lambda hidden, weight, targets: head_outputs(hidden, weight, targets).logprobs.sum()
 
 
 def _step(path: str, packing: str) -> Callable[[], None]:
@@ -191,6 +253,7 @@ def loading() -> dict[str, Any]:
 WAYS: dict[str, Callable[..., dict[str, float]]] = {
     "whole-head": lambda: _repeated(_head(chunked=False)),
     "chunked-head": lambda: _repeated(_head(chunked=True)),
+    "cuda-head": _cuda_head,
     "step": lambda path, packing: _repeated(_step(path, packing)),
     "load": _load,
 }
