@@ -118,6 +118,9 @@ def compile_for_gpus(*, every: bool) -> None:
             constants = dict(blocks)
             if not full:
                 constants |= dict.fromkeys((key for key in (*optional, *entropies) if key in kernel.arg_names), None)
+                # A launch makes arguments that are 1 constants, such as the number of labels nearly always.
+                ones = ("row_count", "label_count", "splits", "blocks_per_split")
+                constants |= dict.fromkeys((key for key in ones if key in kernel.arg_names), 1)
             signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
             whole = [["tt.divisibility", 16]]
             aligned = {
