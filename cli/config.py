@@ -19,7 +19,14 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadl
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
 from weightlane.rollout.config import RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
-from weightlane.trainer.config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
+from weightlane.trainer.config import (
+    AlgorithmConfig,
+    CriticConfig,
+    DataConfig,
+    ReferenceConfig,
+    RewardConfig,
+    TrainerConfig,
+)
 from weightlane.trainer.loop.config import LoopConfig
 
 VERSIONS_DIR = "versions"
@@ -95,6 +102,8 @@ class RunConfig(BaseModel):
     reward: RewardConfig
     loop: LoopConfig = LoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
     sync: SyncConfig = SyncConfig()
     trainer: TrainerConfig = TrainerConfig()

@@ -9,10 +9,11 @@ Importing this package needs neither transformers nor Ray. The objective by itse
             [ 0.0000,  0.0000]])
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
-from .data.batch import MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
 from .objectives.advantages import gae, group_advantages, whiten
@@ -24,11 +25,31 @@ from .objectives.supervised import sft
 from .objectives.value import explained_variance, value_loss
 
 if TYPE_CHECKING:
+    from .algorithms.preferences import dpo_step
+    from .algorithms.step import take_step
+    from .dispatch.dispatch import Role, WorkerDispatch
+    from .dispatch.ranks import LocalRanks
+    from .dispatch.ray_ranks import RayRanks
+    from .dispatch.role import RoleSpec
     from .engines.fsdp2.shards import shards_of
 
+_SLOW = {
+    "LocalRanks": ".dispatch.ranks",
+    "RayRanks": ".dispatch.ray_ranks",
+    "Role": ".dispatch.dispatch",
+    "RoleSpec": ".dispatch.role",
+    "WorkerDispatch": ".dispatch.dispatch",
+    "dpo_step": ".algorithms.preferences",
+    "shards_of": ".engines.fsdp2.shards",
+    "take_step": ".algorithms.step",
+}
+"""Names whose modules are slow to import, and where these are."""
+
 __all__ = [
+    "IGNORED",
     "AlgorithmConfig",
     "DataConfig",
+    "LocalRanks",
     "Loss",
     "LossOutput",
     "LossTerm",
@@ -36,12 +57,17 @@ __all__ = [
     "MiniBatch",
     "ModelOutputs",
     "Objective",
+    "RayRanks",
     "RewardConfig",
+    "Role",
+    "RoleSpec",
     "TokenBatch",
     "TokenSequence",
     "TrainerConfig",
     "TrainingEngine",
+    "WorkerDispatch",
     "dpo",
+    "dpo_step",
     "explained_variance",
     "gae",
     "group_advantages",
@@ -50,6 +76,7 @@ __all__ = [
     "needs",
     "sft",
     "shards_of",
+    "take_step",
     "training_engine_class",
     "training_engine_names",
     "value_loss",
@@ -58,8 +85,6 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "shards_of":  # torch's DTensor, which it needs, is slow to import
-        from .engines.fsdp2.shards import shards_of  # noqa: PLC0415
-
-        return shards_of
+    if name in _SLOW:
+        return getattr(importlib.import_module(_SLOW[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

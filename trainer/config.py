@@ -130,6 +130,11 @@ class TrainerConfig(BaseModel):
         description="GPUs Ray reserves for a trainer rank; none: 1 where there are any, unless device is cpu.",
     )
     threads_per_rank: int = Field(default=1, ge=1, description="torch intra-op threads of a trainer rank on the CPU.")
+    offload_roles: bool = Field(
+        default=False,
+        description="Policy, critic and reference take turns on the ranks' device: what a call doesn't need is in the host's"
+        " memory meanwhile.",
+    )
     call_timeout_s: float = Field(
         1800.0, gt=0, description="Most seconds one call to the trainer ranks (loading, a step, saving) may take."
     )
@@ -198,8 +203,8 @@ class AlgorithmConfig(BaseModel):
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the KL divergence from a reference policy in the loss, whichever it is; 0 for none. The batch must"
-        " have reference_logprobs.",
+        description="Weight of the KL divergence from a reference policy in the loss, whichever it is, but for ppo, which has it as"
+        " a penalty in the rewards; 0 for none.",
     )
     kl_estimator: KlEstimator = Field(
         default="k2",
@@ -212,8 +217,15 @@ class AlgorithmConfig(BaseModel):
     value_clip: float | None = Field(
         default=None,
         gt=0,
-        description="In the loss of a critic (weightlane.trainer.value_loss), how far a value can move from the one before the"
-        " step and still lower its error; not set for no such clip.",
+        description="In the loss of ppo's critic (weightlane.trainer.value_loss), how far a value can move from the one before"
+        " the step and still lower its error; not set for no such clip.",
+    )
+    gamma: float = Field(default=1.0, ge=0, le=1, description="ppo: discount of rewards, by token.")
+    gae_lambda: float = Field(
+        default=0.95,
+        ge=0,
+        le=1,
+        description="ppo: lambda of generalised advantage estimation; 0 trusts the critic, 1 the rewards.",
     )
     normalize_std: bool = Field(
         default=True,
@@ -233,13 +245,43 @@ class AlgorithmConfig(BaseModel):
     @property
     def leaves_out_zero_advantages(self) -> bool:
         """Whether completions with advantage 0 have no gradient and need not be computed."""
-        return not (self.compute_zero_advantage or self.kl_coefficient or self.entropy_coefficient)
+        has_gradient = self.kl_coefficient or self.entropy_coefficient or self.objective == "ppo"
+        return not (self.compute_zero_advantage or has_gradient)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a batch needs the log-probabilities of a reference policy."""
+        return self.kl_coefficient > 0
 
     @model_validator(mode="after")
     def _cap_lies_above_the_clip(self) -> Self:
         if self.ratio_cap < 1.0 + self.clip_high:
             raise ValueError(f"ratio_cap ({self.ratio_cap}) must be at least 1 + clip_high ({1.0 + self.clip_high})")
         return self
+
+
+class CriticConfig(BaseModel):
+    """The critic that ppo trains beside the policy, on the same ranks and with the same engine settings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(
+        default="",
+        description="Hugging Face directory, or name on the hub, that the critic begins with: a critic or a policy with the"
+        " policy's tokenizer; empty: model.path. A policy gets a head of zeros.",
+    )
+    learning_rate: float = Field(default=1e-5, gt=0, description="Its AdamW learning rate, on the trainer's schedule.")
+
+
+class ReferenceConfig(BaseModel):
+    """The policy from which the trained one shall not go far, where algorithm.kl_coefficient is above 0; it is not trained."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: str = Field(
+        default="",
+        description="Hugging Face directory of it, or its name on the hub, with the policy's tokenizer; empty: model.path.",
+    )
 
 
 class DataConfig(BaseModel):

@@ -15,19 +15,17 @@ from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
-from weightlane.trainer.algorithms.policy_gradient import PolicyGradient
-from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
+from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
+from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.data.tasks import Task, TaskStream
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
-from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.run_files.run_dir import RunDir
 
@@ -35,7 +33,7 @@ from ..config import VERSIONS_DIR, RunConfig, explain, wire_dtype
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.observers import RunObservers
-from ..run.preparation import prepare
+from ..run.preparation import Preparation, prepare
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Sizes, fitted
 from ..run.run_description import about_run
@@ -70,10 +68,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
-        dispatch, replicas, coordinator = await _start(
-            config, model, ready.objective, run_dir, state, rendezvous, hooks, display, stack
-        )
-        trainers = PolicyGradient(dispatch)
+        dispatch, replicas, coordinator = await _start(config, ready, run_dir, state, rendezvous, hooks, display, stack)
+        trainers = algorithm_over(dispatch, config.algorithm)
         await coordinator.connect()
         # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.
         gc.collect()
@@ -129,8 +125,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
 
 async def _start(
     config: RunConfig,
-    model: ModelInfo,
-    objective: Objective,
+    ready: Preparation,
     run_dir: RunDir,
     state: LoopState | None,
     rendezvous: Rendezvous,
@@ -146,20 +141,21 @@ async def _start(
         f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
         + (f", resuming at step {version}" if state else "")
     )
-    policy = RoleSpec(
-        POLICY,
+    roles = role_specs(
+        config.algorithm,
         config.trainer,
-        model.path.resolve(),
-        {OBJECTIVE: objective},
-        config.run.seed,
+        config.critic,
+        ready.role_models,
+        ready.objective,
+        seed=config.run.seed,
         state=run_dir.trainer_state(version) if state else None,
     )
-    ranks = RayRanks(config.trainer, None if config.ray.address else config.sync.host)
-    dispatch = WorkerDispatch([policy], {policy.group: ranks})
+    ranks = {roles[0].group: RayRanks(config.trainer, None if config.ray.address else config.sync.host)}
+    dispatch = WorkerDispatch(roles, ranks, {roles[0].group: config.trainer.offload_roles})
     stack.push_async_callback(dispatch.close)
     starting_trainers = asyncio.create_task(dispatch.start())
     try:
-        replicas = await start_replicas(config.rollout, model.path, initial_version=version)
+        replicas = await start_replicas(config.rollout, ready.model.path, initial_version=version)
     except BaseException:
         starting_trainers.cancel()
         await asyncio.gather(starting_trainers, return_exceptions=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names
+from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
 from weightlane.trainer.data.rewards import Reward
 from weightlane.trainer.data.tasks import Task, load_splits
 from weightlane.trainer.data.tokenizer import HfTokenizer
@@ -23,6 +25,8 @@ class Preparation:
 
     config: RunConfig
     model: ModelInfo
+    role_models: Mapping[str, Path]
+    """Absolute model directory of each role that the algorithm needs."""
     tokenizer: HfTokenizer
     train_tasks: Sequence[Task]
     heldout_tasks: Sequence[Task]
@@ -33,12 +37,7 @@ class Preparation:
 def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
     config = load_config(path, overrides)
-    if config.algorithm.kl_coefficient:
-        raise ConfigError(
-            "algorithm.kl_coefficient needs log-probabilities of a reference policy, which weightlane train does not compute.",
-            part="algorithm",
-            hint="Set it to 0, or train from Python with reference_logprobs in the batch: docs/guides/objectives.md.",
-        )
+    check_roles(config.algorithm, config.trainer)
     training_engine = training_engine_class(config.trainer.engine)
     if not config.ray.address:  # with an address, its processes run on other machines
         check_engine(config)
@@ -48,5 +47,25 @@ def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
-    objective = Objective(config.algorithm, own_modules)
-    return Preparation(config, model, tokenizer, train_tasks, heldout_tasks, reward, objective)
+    objective = Objective(policy_objective(config.algorithm), own_modules)
+    return Preparation(
+        config, model, _role_models(config, model), tokenizer, train_tasks, heldout_tasks, reward, objective
+    )
+
+
+def _role_models(config: RunConfig, model: ModelInfo) -> dict[str, Path]:
+    """The model directory of each role. Raises `ConfigError` for one with another vocabulary than the policy's."""
+    paths = {POLICY: "", CRITIC: config.critic.path, REFERENCE: config.reference.path}
+    found = {}
+    for role in role_names(config.algorithm):
+        info = model
+        if paths[role]:
+            info = check_model_dir(find_model(paths[role]), "value" if role == CRITIC else "tokens")
+        if info.vocab_size != model.vocab_size:
+            raise ConfigError(
+                f"the {role} has {info.vocab_size} tokens, and the policy {model.vocab_size}.",
+                part="model",
+                hint=f"Set {role}.path to a model with the policy's tokenizer, or leave it out.",
+            )
+        found[role] = info.path.resolve()
+    return found

@@ -1,22 +1,22 @@
-"""GRPO, GSPO, CISPO and others whose advantages come with the batch: one role is trained, by one loss."""
+"""GRPO, GSPO, CISPO and others whose advantages come with the batch: a policy is trained by one loss."""
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import NoReturn
 
 from ..data.batch import MiniBatch, TokenBatch
 from ..dispatch.dispatch import WorkerDispatch
 from ..loop.protocols import StepReport
-from .roles import OBJECTIVE, POLICY
+from .roles import OBJECTIVE, POLICY, REFERENCE
+from .step import take_step, with_reference
 
 
 class PolicyGradient:
-    """`weightlane.trainer.loop.protocols.Trainers` for a policy alone.
+    """`weightlane.trainer.loop.protocols.Trainers` for a policy without a critic.
 
     Args:
-        dispatch: Has the role `POLICY`, with the loss `OBJECTIVE`.
+        dispatch: Has the role `POLICY` with the loss `OBJECTIVE`; and `REFERENCE`, if that loss reads its log-probabilities.
     """
 
     def __init__(self, dispatch: WorkerDispatch) -> None:
@@ -24,10 +24,9 @@ class PolicyGradient:
 
     async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
         """See `Trainers.train_step`."""
-        answer, result = await asyncio.gather(
-            self._policy.forward_backward(batch, OBJECTIVE, mini_batch), self._policy.optim_step()
-        )
-        return StepReport(result.step, answer.metrics, result.grad_norm, result.fence_s, result.seconds, result.skipped)
+        if REFERENCE in self._dispatch:
+            batch = await with_reference(batch, self._dispatch[REFERENCE])
+        return await take_step(self._policy, batch, OBJECTIVE, mini_batch)
 
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""

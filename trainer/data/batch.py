@@ -319,6 +319,21 @@ class TokenBatch:
         """Positions with a target, over all sequences."""
         return int(self.packed.mask.sum())
 
+    def with_values(self, name: str, values: Sequence[torch.Tensor]) -> TokenBatch:
+        """The same batch with one more per-token value, or another one of that name.
+
+        Args:
+            name: The value's name.
+            values: [T] or [T, ...] for each sequence, in the order of the batch.
+        """
+        return replace(
+            self,
+            sequences=tuple(
+                replace(sequence, per_token={**sequence.per_token, name: each})
+                for sequence, each in zip(self.sequences, values, strict=True)
+            ),
+        )
+
     def check_vocabulary(self, size: int) -> None:
         """Raise `ProtocolError` for the first token or target that a model of `size` tokens doesn't have."""
         hint = f"The model has tokens 0 to {size - 1}: use its own tokenizer."

@@ -102,11 +102,11 @@ class Role:
         return frozenset(STATE_PARTS) - self._group.offloaded.get(self.name, frozenset())
 
     def forward(
-        self, batch: TokenBatch | StagedBatch, outputs: Collection[OutputName] = LOGPROBS
+        self, batch: TokenBatch | StagedBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
     ) -> asyncio.Task[list[SequenceOutputs]]:
         """Outputs of each sequence, in the order of the batch, without gradient. See `TrainingEngine.forward`."""
         staged = batch if isinstance(batch, StagedBatch) else StagedBatch(batch)
-        calling = self._group.call(self.name, "forward", staged.on(self._group.ranks), tuple(outputs))
+        calling = self._group.call(self.name, "forward", staged.on(self._group.ranks), tuple(outputs), top_k)
         return _begun(_in_order(calling, len(staged.batch)))
 
     def forward_backward(

@@ -143,9 +143,11 @@ class RankWorker:
         hosted.publisher.publish(version)
         return time.perf_counter() - started
 
-    def forward(self, role: str, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> RankOutputs:
+    def forward(
+        self, role: str, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+    ) -> RankOutputs:
         """Outputs of this rank's share of `batch`, without gradient. Collective."""
-        return RankOutputs.of(self._engine(role).forward(batch, outputs))
+        return RankOutputs.of(self._engine(role).forward(batch, outputs, top_k))
 
     def forward_backward(
         self,

@@ -116,7 +116,9 @@ class TrainingEngine(ABC):
         )
 
     @abstractmethod
-    def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
+    def forward(
+        self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+    ) -> dict[int, SequenceOutputs]:
         """Compute outputs without gradient.
 
         Every rank passes the same batch, of any size, and works on its own share of it, in micro-batches.
@@ -124,6 +126,8 @@ class TrainingEngine(ABC):
         Args:
             batch: The sequences.
             outputs: What to compute, see `ModelOutputs`.
+            top_k: How many of the most probable tokens to return for every position with a target, as ``top_tokens`` and
+                ``top_logprobs``.
 
         Raises:
             ProtocolError: The model doesn't have a token or target, or its head doesn't have an output.

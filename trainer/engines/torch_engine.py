@@ -31,6 +31,10 @@ OUTPUTS_OF_HEAD: dict[str, tuple[OutputName, ...]] = {
 """Outputs by ``trainer.head``."""
 
 
+TOP = ("top_tokens", "top_logprobs")
+"""Outputs of a forward pass with ``top_k``."""
+
+
 class TorchEngine(TrainingEngine):
     """A training engine whose ranks meet in torch.distributed's default group and step by AdamW.
 
@@ -104,9 +108,14 @@ class TorchEngine(TrainingEngine):
                 hint="Call onload before whatever needs them.",
             )
 
-    def _check_outputs(self, wanted: Collection[OutputName]) -> None:
+    def _check_outputs(self, wanted: Collection[OutputName], top_k: int = 0) -> None:
         """Raise `ProtocolError` for an output that the model's head doesn't have."""
         offered = OUTPUTS_OF_HEAD[self.config.head]
+        if top_k < 0 or top_k > (self._vocabulary if self.config.head == "tokens" else 0):
+            raise ProtocolError(
+                f"top_k is {top_k}; a model with trainer.head={self.config.head} of {self._vocabulary} tokens has not as many.",
+                part=self._part,
+            )
         if odd := sorted(set(wanted) - set(offered)):
             raise ProtocolError(
                 f"a model with trainer.head={self.config.head} has no {' and no '.join(odd)}.",
@@ -233,7 +242,7 @@ class TorchEngine(TrainingEngine):
 
 
 def outputs_by_sequence(
-    indices: Sequence[int], micro: MicroBatch, outputs: ModelOutputs, wanted: Collection[OutputName]
+    indices: Sequence[int], micro: MicroBatch, outputs: ModelOutputs, wanted: Collection[str]
 ) -> dict[int, SequenceOutputs]:
     """The `wanted` outputs of a micro-batch, by the index of their sequence in its batch; moves them to the CPU."""
     found: dict[int, dict[str, torch.Tensor]] = {index: {} for index in indices}

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import AlgorithmConfig
-from ..data.batch import TEMPERATURE, MiniBatch, TokenBatch, TokenSequence
+from ..data.batch import IGNORED, TEMPERATURE, MiniBatch, TokenBatch, TokenSequence
 from ..data.tasks import Task
 from ..objectives.advantages import group_advantages
-from ..objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS
+from ..objectives.policy_values import ADVANTAGES, REWARD, ROLLOUT_LOGPROBS
 from .protocols import Completion
 
 
@@ -56,8 +56,7 @@ def to_batch(
     judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
     if not judged:  # every token is too old; a batch has a sequence
         _, sequence = next(_sequences(groups[0], algorithm, None))
-        zeros = {ADVANTAGES: torch.zeros(sequence.length)}
-        judged = [(0.0, replace(sequence, per_token={**sequence.per_token, **zeros}))]
+        judged = [(0.0, replace(sequence, targets=torch.full_like(sequence.targets, IGNORED)))]
     every = [sequence for _, sequence in judged]
     kept = every
     if algorithm.leaves_out_zero_advantages:
@@ -72,7 +71,7 @@ def _sequences(
     """The completions of a group that have a target, each with its advantage."""
     rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
     (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
-    for completion, advantage in zip(group.completions, advantages, strict=True):
+    for completion, advantage, reward in zip(group.completions, advantages, group.rewards, strict=True):
         masked = 0 if oldest is None else sum(version < oldest for version in completion.versions)
         if masked < len(completion.token_ids):
             yield (
@@ -82,7 +81,7 @@ def _sequences(
                     completion.token_ids,
                     masked=masked,
                     per_token={ROLLOUT_LOGPROBS: completion.logprobs, ADVANTAGES: advantage},
-                    per_sequence={TEMPERATURE: algorithm.temperature},
+                    per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
                 ),
             )
 

@@ -37,6 +37,11 @@ class ModelOutputs:
     A rank that has no sequence left computes a token without a target: a loss counts tokens of `MicroBatch.mask` only.
     """
 
+    top_tokens: torch.Tensor | None = None
+    """int64 [N, k]: the most probable tokens, those first that are likelier; 0 where there is no target."""
+    top_logprobs: torch.Tensor | None = None
+    """float32 [N, k]: their log-probabilities, without gradient."""
+
     @classmethod
     def at(cls, rows: torch.Tensor, micro: MicroBatch, found: Mapping[str, torch.Tensor]) -> Self:
         """Outputs of a model, of which all but ``hidden`` were computed for the tokens `rows` only, those with targets."""
@@ -54,7 +59,7 @@ class ModelOutputs:
         hidden = torch.zeros((*micro.tokens.shape, width), device=device)
         return cls(torch.zeros(micro.targets.shape, device=device), zeros, zeros, hidden)
 
-    def required(self, name: OutputName) -> torch.Tensor:
+    def required(self, name: str) -> torch.Tensor:
         """The output `name`; KeyError if it was not asked for."""
         found: torch.Tensor | None = getattr(self, name)
         if found is None:

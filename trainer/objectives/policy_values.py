@@ -15,6 +15,8 @@ ADVANTAGES = "advantages"
 """Per-token value: how much better than expected the target was."""
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """Per-token value, optional: log-probability of the target under the policy that the trust region is around."""
+REWARD = "reward"
+"""Per-sequence value: the reward of the whole completion."""
 REFERENCE_LOGPROBS = "reference_logprobs"
 """Per-token value: log-probability of the target under the policy that a KL term or DPO holds on to."""
 

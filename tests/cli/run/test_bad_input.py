@@ -88,6 +88,10 @@ def configured(section: str, **settings: Any) -> Callable[[Trial], None]:
     return lambda trial: trial.sections.update({section: settings})
 
 
+def several_roles_on_megatron(trial: Trial) -> None:
+    trial.sections |= {"algorithm": {"kl_coefficient": 0.1, "objective": "ppo"}, "trainer": {"engine": "megatron"}}
+
+
 SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.tensor_parallel": 2})
 
 
@@ -100,7 +104,10 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
         (configured("trainer", engine="fsdp"), ["no training engine is called 'fsdp'", "Did you mean 'fsdp2'?"]),
-        (configured("algorithm", kl_coefficient=0.1), ["algorithm.kl_coefficient", "a reference policy"]),
+        (
+            several_roles_on_megatron,
+            ["the roles policy, critic, reference", "the megatron engine hosts one"],
+        ),
         (configured("sync", host="203.0.113.7"), ["203.0.113.7"]),
         (engine("gloo", host="203.0.113.7"), ["checkpoint_engine 'gloo' does not work here", "host", "203.0.113.7"]),
         (engine("gloo", interface="wl-none0"), ["checkpoint_engine 'gloo' does not work here", "interface 'wl-none0'"]),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -54,6 +55,21 @@ def test_prepared_material_is_whole_and_a_second_call_does_nothing(
     prepare(monkeypatch, "--out", str(out), "--seed", "4", "--steps", "1")
     assert json.loads((out / "prepared.json").read_text())["seed"] == 4
     assert load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"), str)[1] != heldout
+
+
+def test_the_programs_for_right_answers_and_for_preferences_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(monkeypatch, "--out", str(tmp_path / "task"), "--seed", "3", "--steps", "10")
+    first = {}
+    for how in ("sft", "dpo"):
+        capsys.readouterr()
+        monkeypatch.setattr(sys, "argv", ["finetune.py", how, str(tmp_path / "task"), "--steps", "21"])
+        runpy.run_path(str(EXAMPLE / "finetune.py"), run_name="__main__")
+        said = capsys.readouterr().out
+        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", said)]
+        assert losses[1] < 0.9 * losses[0], said
+        assert re.search(r"held-out accuracy 0\.\d+ -> 0\.\d+", said)
 
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ class StateCommands:
         found = self._engine.forward(make_batch(0, rows), ("values", "hidden"))
         return {index: {name: each.numpy() for name, each in outputs.items()} for index, outputs in found.items()}
 
-    def ask(self, outputs: tuple[Any, ...]) -> list[str]:
+    def ask(self, outputs: tuple[Any, ...], top_k: int = 0) -> list[str]:
         """The names of outputs of a forward pass."""
-        found = self._engine.forward(make_batch(0), outputs)
+        found = self._engine.forward(make_batch(0), outputs, top_k)
         return sorted({name for each in found.values() for name in each})
 
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:

@@ -125,7 +125,7 @@ class Worker(StateCommands):
     def outputs(self, rows: int) -> dict[int, dict[str, Any]]:
         """Log-probabilities and entropies of a batch, by sequence: without gradient, and beside one."""
         batch = make_batch(0, rows)
-        alone = self._engine.forward(batch, ("logprobs", "entropy"))
+        alone = self._engine.forward(batch, ("logprobs", "entropy"), top_k=3)
         beside = self._engine.forward_backward(batch, LOSSES["sft"], outputs=("logprobs",)).outputs
         self._engine.optim_step(lambda names: None)
         return {

@@ -22,7 +22,7 @@ from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
 from ..rank_collectives import require_open
-from ..torch_engine import TorchEngine, outputs_by_sequence
+from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
 from .mesh import RankMesh, check_mesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
@@ -88,16 +88,19 @@ class Fsdp2Engine(TorchEngine):
         check_mesh(self.config, model_dir)
         self._shard(model_without_weights(model_dir, self.config.head), model_dir)
 
-    def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
+    def forward(
+        self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+    ) -> dict[int, SequenceOutputs]:
         """See `TrainingEngine.forward`."""
         model, mesh = self._open_model(), self._mesh
         self._require_here("parameters")
-        self._check_outputs(outputs)
+        self._check_outputs(outputs, top_k)
+        names = (*outputs, *(TOP if top_k else ()))
         model.eval()
         found: dict[int, SequenceOutputs] = {}
         with self._collective("the parameters of the other ranks"), torch.no_grad():
             for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
-                found |= outputs_by_sequence(indices, micro, self._outputs(model, micro, outputs), outputs)
+                found |= outputs_by_sequence(indices, micro, self._outputs(model, micro, outputs, top_k), names)
         return found if mesh.answers else {}
 
     def forward_backward(
@@ -235,7 +238,9 @@ class Fsdp2Engine(TorchEngine):
         self._refuse_torn()
         return self._loaded_model()
 
-    def _outputs(self, model: torch.nn.Module, micro: MicroBatch, wanted: Collection[OutputName]) -> ModelOutputs:
+    def _outputs(
+        self, model: torch.nn.Module, micro: MicroBatch, wanted: Collection[OutputName], top_k: int = 0
+    ) -> ModelOutputs:
         """Run the model on a micro-batch."""
         rows = micro.mask.nonzero().squeeze(1)
         if self._packs:
@@ -252,10 +257,11 @@ class Fsdp2Engine(TorchEngine):
         temperatures = micro.temperatures
         query = HeadQuery(
             places,
-            micro.targets[rows] if {"logprobs", "entropy"} & set(wanted) else None,
+            micro.targets[rows] if top_k or {"logprobs", "entropy"} & set(wanted) else None,
             None if temperatures is None else temperatures[rows],
             "entropy" in wanted,
-            all_places if "hidden" in wanted else None,
+            top_k,
+            hidden_rows=all_places if "hidden" in wanted else None,
         )
         return ModelOutputs.at(rows, micro, model(query, **inputs))
 

@@ -21,7 +21,7 @@ from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, 
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
 from ..rank_collectives import require_open
-from ..torch_engine import TorchEngine, outputs_by_sequence
+from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .checkpoint_names import HEAD, VALUE_HEAD, Coordinates, checkpoint_shapes
 from .model_facts import check_layout, read_model
 
@@ -88,19 +88,22 @@ class MegatronEngine(TorchEngine):
         with self._megatron("the trainer ranks to build the model"):
             self._build(seed=0)
 
-    def forward(self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS) -> dict[int, SequenceOutputs]:
+    def forward(
+        self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+    ) -> dict[int, SequenceOutputs]:
         """See `TrainingEngine.forward`."""
         self._require_open()
         self._require_here("parameters")
-        self._check_outputs(outputs)
+        self._check_outputs(outputs, top_k)
+        names = (*outputs, *(TOP if top_k else ()))
         found: dict[int, SequenceOutputs] = {}
 
         def keep(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
-            found.update(outputs_by_sequence(indices, micro, computed, outputs))
+            found.update(outputs_by_sequence(indices, micro, computed, names))
             return torch.zeros((), device=self._device)
 
         with self._megatron("the activations of the other ranks"), torch.no_grad():
-            self._run(batch, outputs, keep, forward_only=True)
+            self._run(batch, outputs, keep, forward_only=True, top_k=top_k)
         return found if self._answers() else {}
 
     def forward_backward(
@@ -351,6 +354,7 @@ class MegatronEngine(TorchEngine):
         use: Callable[[list[int], MicroBatch, ModelOutputs], torch.Tensor],
         *,
         forward_only: bool,
+        top_k: int = 0,
     ) -> None:
         """Run this rank's share of `batch` through megatron-core's schedule.
 
@@ -361,7 +365,9 @@ class MegatronEngine(TorchEngine):
 
         def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
             indices, micro = part
-            return use(indices, micro, model_outputs(hidden, head_of(chunk), micro, wanted, self._facts.shape.vocab))
+            return use(
+                indices, micro, model_outputs(hidden, head_of(chunk), micro, wanted, self._facts.shape.vocab, top_k)
+            )
 
         run_schedule(self._chunks, self._micro_batches(batch), finish, multiple=multiple, forward_only=forward_only)
 

@@ -73,6 +73,7 @@ def model_outputs(
     micro: MicroBatch,
     wanted: Collection[OutputName],
     vocabulary: int,
+    top_k: int = 0,
 ) -> ModelOutputs:
     """Compute the outputs for a micro-batch.
 
@@ -82,6 +83,7 @@ def model_outputs(
         micro: The micro-batch.
         wanted: Outputs that the head has.
         vocabulary: Tokens of the model; rows of the head beyond them are padding.
+        top_k: How many of the most probable tokens are wanted.
     """
     rows = micro.mask.nonzero().squeeze(1)
     found: dict[str, torch.Tensor] = {}
@@ -89,7 +91,7 @@ def model_outputs(
         found["hidden"] = _read_by_all(hidden)[: len(micro.tokens)]
     if isinstance(head, ValueHead):
         found["values"] = head.values(_read_by_all(hidden)[rows])
-    elif {"logprobs", "entropy"} & set(wanted):
+    elif top_k or {"logprobs", "entropy"} & set(wanted):
         ranks, temperatures = parallel_state.get_tensor_model_parallel_world_size(), micro.temperatures
         first = parallel_state.get_tensor_model_parallel_rank() * len(head)
         outputs = head_outputs(
@@ -98,11 +100,14 @@ def model_outputs(
             micro.targets[rows],
             entropy="entropy" in wanted,
             temperatures=None if temperatures is None else temperatures[rows],
+            top_k=top_k,
             share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None,
         )
         found["logprobs"] = outputs.logprobs
         if "entropy" in wanted:
             found["entropy"] = outputs.entropy
+        if top_k:
+            found |= {"top_tokens": outputs.top_tokens, "top_logprobs": outputs.top_logprobs}
     return ModelOutputs.at(rows, micro, found)
 
 

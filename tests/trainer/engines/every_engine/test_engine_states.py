@@ -101,10 +101,15 @@ def test_an_output_that_a_head_does_not_have_is_refused(teams: Teams, settings: 
     ranks.setup("qwen3-critic", **VALUE, **settings)
     ranks.all_fail("ProtocolError", "trainer.head=value has no logprobs", "ask", outputs=("logprobs", "values"))
     ranks.all_fail("ProtocolError", "trainer.head=value has no logprobs", "train", first=0, count=1)
+    ranks.all_fail("ProtocolError", "top_k is 2; a model with trainer.head=value", "ask", outputs=(), top_k=2)
     assert ranks.all("ask", outputs=("hidden",)) == [["hidden"]]
     ranks.setup("qwen3-tied", **settings)
     ranks.all_fail("ProtocolError", "trainer.head=tokens has no values", "ask", outputs=("values",))
     assert ranks.all("ask", outputs=("hidden", "entropy")) == [["entropy", "hidden"]]
+    assert ranks.all("ask", outputs=(), top_k=61) == [["top_logprobs", "top_tokens"]]
+    ranks.all_fail(
+        "ProtocolError", "top_k is 62; a model with trainer.head=tokens of 61 tokens", "ask", outputs=(), top_k=62
+    )
     wrong = {"model": teams.models["qwen3-critic"], "trainer": settings}
     ranks.all_fail("ConfigError", "Qwen3ForTokenClassification", "setup", **wrong)
 

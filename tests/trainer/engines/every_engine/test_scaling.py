@@ -69,6 +69,9 @@ def test_outputs_come_by_sequence_and_are_those_of_transformers(teams: Teams, se
         wanted = logs[range(len(sample.completion_ids)), list(sample.completion_ids)]
         np.testing.assert_allclose(found[index]["logprobs"][start:], wanted, atol=1e-5)
         np.testing.assert_allclose(found[index]["entropy"][start:], -(logs.exp() * logs).sum(1), atol=1e-5)
+        best = logs.topk(3)
+        np.testing.assert_array_equal(found[index]["top_tokens"][start:], best.indices)
+        np.testing.assert_allclose(found[index]["top_logprobs"][start:], best.values, atol=1e-5)
         np.testing.assert_array_equal(found[index]["logprobs"], found[index]["beside"])
         assert not found[index]["logprobs"][:start].any()
 

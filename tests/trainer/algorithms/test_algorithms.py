@@ -1,0 +1,197 @@
+"""Algorithms over a dispatch with real engines in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_batches import VOCAB
+from engine_ranks import make_models
+from transformers import AutoModelForCausalLM
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo, sft
+from weightlane.trainer.algorithms.composition import (
+    algorithm_over,
+    check_roles,
+    policy_objective,
+    role_names,
+    role_specs,
+)
+from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
+from weightlane.trainer.algorithms.preferences import dpo_step
+from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
+from weightlane.trainer.algorithms.step import take_step
+from weightlane.trainer.config import CriticConfig
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
+from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
+
+TRAINER = TrainerConfig(device="cpu", learning_rate=3e-3, max_grad_norm=10.0)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make_models(tmp_path_factory.mktemp("models"))
+
+
+def in_dispatch(roles: list[RoleSpec], use: Callable[[WorkerDispatch], Awaitable[Any]]) -> Any:
+    """The result of `use` on a dispatch of `roles`, in this process."""
+
+    async def run() -> Any:
+        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)})
+        try:
+            await dispatch.start()
+            return await use(dispatch)
+        finally:
+            await dispatch.close()
+
+    return asyncio.run(run())
+
+
+def judged_batch(seed: int, rows: int = 8) -> TokenBatch:
+    """Completions whose reward is the share of small tokens in them; the first target of each doesn't count."""
+    rng = random.Random(seed)
+    sequences = []
+    for _ in range(rows):
+        completion = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 6))]
+        sequences.append(
+            TokenSequence.of_completion(
+                [rng.randrange(VOCAB) for _ in range(3)],
+                completion,
+                masked=1,
+                per_token={ROLLOUT_LOGPROBS: [-rng.uniform(3.5, 4.5) for _ in completion], ADVANTAGES: rng.gauss(0, 1)},
+                per_sequence={REWARD: sum(token < VOCAB // 2 for token in completion) / len(completion)},
+            )
+        )
+    return TokenBatch(tuple(sequences))
+
+
+def test_advantages_are_those_of_the_formula_over_targets_only_and_whitened_over_the_batch() -> None:
+    config = AlgorithmConfig(objective="ppo", gamma=0.9, gae_lambda=0.8, kl_coefficient=0.1)
+    batch = judged_batch(0, rows=3)
+    reference = [torch.linspace(-5, -3, sequence.length) for sequence in batch.sequences]
+    values = [torch.linspace(0.1, 0.7, sequence.length) for sequence in batch.sequences]
+    found = with_advantages(batch.with_values(REFERENCE_LOGPROBS, reference), values, config)
+    wanted: list[tuple[int, int, float, float]] = []
+    for row, sequence in enumerate(batch.sequences):
+        places = [place for place in range(sequence.length) if sequence.targets[place] != -100]
+        drawn = sequence.per_token[ROLLOUT_LOGPROBS].double()
+        rewards = {place: -0.1 * float(drawn[place] - reference[row][place]) for place in places}
+        rewards[places[-1]] += sequence.per_sequence[REWARD]
+        for at, place in enumerate(places):
+            advantage = 0.0
+            for later, step in enumerate(places[at:]):
+                following = float(values[row][places[at + later + 1]]) if at + later + 1 < len(places) else 0.0
+                advantage += (0.9 * 0.8) ** later * (rewards[step] + 0.9 * following - float(values[row][step]))
+            wanted.append((row, place, advantage, advantage + float(values[row][place])))
+    mean = sum(each[2] for each in wanted) / len(wanted)
+    std = (sum((each[2] - mean) ** 2 for each in wanted) / len(wanted)) ** 0.5
+    for row, place, advantage, expected_return in wanted:
+        carried = found.sequences[row].per_token
+        assert float(carried[ADVANTAGES][place]) == pytest.approx((advantage - mean) / std, abs=1e-4)
+        assert float(carried[RETURNS][place]) == pytest.approx(expected_return, abs=1e-5)
+        assert torch.equal(carried[OLD_VALUES], values[row])
+
+
+def test_ppo_trains_a_policy_and_a_critic_keeps_the_reference_and_goes_on_bit_for_bit_where_it_was_saved(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    algorithm = AlgorithmConfig(objective="ppo", kl_coefficient=0.05)
+    assert role_names(algorithm) == [POLICY, CRITIC, REFERENCE]
+    paths = dict.fromkeys(role_names(algorithm), models["qwen3-untied"])
+
+    def roles(state: Path | None = None) -> list[RoleSpec]:
+        objective = Objective(policy_objective(algorithm))
+        return role_specs(algorithm, TRAINER, CriticConfig(learning_rate=1e-2), paths, objective, state=state)
+
+    async def train(dispatch: WorkerDispatch) -> Any:
+        trainers = algorithm_over(dispatch, algorithm)
+        assert isinstance(trainers, Ppo)
+        before = await dispatch[REFERENCE].forward(judged_batch(0))
+        reports = [await trainers.train_step(judged_batch(0)) for _ in range(12)]
+        await trainers.save(tmp_path / "state" / "trainer")
+        reports += [await trainers.train_step(judged_batch(step)) for step in (1, 2)]
+        after = await dispatch[REFERENCE].forward(judged_batch(0))
+        assert all(torch.equal(left["logprobs"], right["logprobs"]) for left, right in zip(before, after, strict=True))
+        return reports
+
+    async def go_on(dispatch: WorkerDispatch) -> Any:
+        trainers = algorithm_over(dispatch, algorithm)
+        return [await trainers.train_step(judged_batch(step)) for step in (1, 2)]
+
+    (tmp_path / "state").mkdir()
+    reports = in_dispatch(roles(), train)
+    assert [report.step for report in reports] == list(range(1, 15))
+    errors = [report.metrics["critic/value_error_square"] for report in reports[:12]]
+    assert errors[-1] < 0.3 * errors[0], "the critic learns the returns of one batch"
+    assert "reference_kl" not in reports[0].metrics, "the penalty is in the rewards, not in the loss, too"
+    assert critic_state(tmp_path / "state" / "trainer").is_dir()
+    resumed = in_dispatch(roles(tmp_path / "state" / "trainer"), go_on)
+    for left, right in zip(resumed, reports[12:], strict=True):
+        assert (left.step, left.metrics, left.grad_norm) == (right.step, right.metrics, right.grad_norm)
+
+
+def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(models: dict[str, Path]) -> None:
+    algorithm = AlgorithmConfig(objective="grpo", kl_coefficient=0.5, kl_estimator="k3")
+    paths = {POLICY: models["qwen3-untied"], REFERENCE: models["qwen3-tied"]}
+    objective = Objective(policy_objective(algorithm))
+    batch = judged_batch(0)
+
+    async def train(dispatch: WorkerDispatch) -> Any:
+        return [await algorithm_over(dispatch, algorithm).train_step(batch) for _ in range(10)]
+
+    reports = in_dispatch(role_specs(algorithm, TRAINER, CriticConfig(), paths, objective), train)
+    said: list[list[torch.Tensor]] = []
+    for role in (POLICY, REFERENCE):
+        model = AutoModelForCausalLM.from_pretrained(paths[role], dtype=torch.float64).eval()
+        said.append([])
+        for sequence in batch.sequences:
+            with torch.no_grad():
+                logs = torch.log_softmax(model(sequence.tokens[None], use_cache=False).logits[0], -1)
+            mask = sequence.targets != -100
+            said[-1].append(logs[mask, sequence.targets[mask]])
+    drift = torch.cat(said[1]) - torch.cat(said[0])
+    assert reports[0].metrics["reference_kl"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-4)
+    assert reports[-1].metrics["reference_kl"] < 0.7 * reports[0].metrics["reference_kl"]
+
+
+def test_dpo_and_sft_learn_what_they_are_shown(models: dict[str, Path]) -> None:
+    rng = random.Random(0)
+    sequences = [
+        TokenSequence.of_completion([row, 2], [rng.randrange(4, VOCAB) for _ in range(3)]) for row in range(4, 16)
+    ]
+    pairs = TokenBatch(tuple(sequences), together=2)
+    roles = [
+        RoleSpec(POLICY, TRAINER, models["qwen3-untied"], {OBJECTIVE: dpo(beta=0.5)}),
+        RoleSpec(REFERENCE, TRAINER, models["qwen3-untied"], trained=False),
+    ]
+
+    async def prefer(dispatch: WorkerDispatch) -> Any:
+        return [await dpo_step(dispatch, pairs) for _ in range(15)]
+
+    reports = in_dispatch(roles, prefer)
+    assert reports[0].metrics["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert (reports[-1].metrics["reward_accuracy"], reports[-1].metrics["loss"] < 0.3) == (1.0, True)
+
+    async def imitate(dispatch: WorkerDispatch) -> Any:
+        return [await take_step(dispatch[POLICY], TokenBatch(tuple(sequences)), sft) for _ in range(15)]
+
+    reports = in_dispatch([RoleSpec(POLICY, TRAINER, models["qwen3-untied"])], imitate)
+    assert reports[-1].metrics["loss"] < 0.5 * reports[0].metrics["loss"]
+
+
+def test_roles_that_the_megatron_engine_cannot_host_are_refused_before_anything_starts() -> None:
+    check_roles(AlgorithmConfig(), TrainerConfig(engine="megatron"))
+    check_roles(AlgorithmConfig(objective="ppo"), TrainerConfig())
+    for algorithm in (AlgorithmConfig(objective="ppo"), AlgorithmConfig(kl_coefficient=0.1)):
+        with pytest.raises(ConfigError, match=r"the megatron engine hosts one.*Set trainer\.engine = fsdp2"):
+            check_roles(algorithm, TrainerConfig(engine="megatron"))

@@ -1,0 +1,110 @@
+"""PPO: a critic's values make an advantage of every token, and both models are trained on the same batch."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..config import AlgorithmConfig
+from ..data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
+from ..dispatch.dispatch import WorkerDispatch
+from ..loop.protocols import StepReport
+from ..objectives.advantages import gae, whiten
+from ..objectives.loss import OutputName
+from ..objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
+from ..objectives.reference_kl import kl_penalised_rewards
+from ..objectives.value import OLD_VALUES, RETURNS, explained_variance
+from .policy_gradient import PolicyGradient
+from .roles import CRITIC, OBJECTIVE, REFERENCE
+from .step import take_step, with_reference
+
+_VALUES: tuple[OutputName, ...] = ("values",)
+
+
+class Ppo(PolicyGradient):
+    """PPO (arXiv 1707.06347) with generalised advantage estimation; one optimizer step of both models for a batch.
+
+    The reward of a completion counts at its last token; with a `REFERENCE`, every token is penalised for leaving it, in the
+    rewards and not in the loss. Advantages are scaled to mean 0 and standard deviation 1 over the batch. A completion that was
+    cut off counts as one that ended.
+
+    Args:
+        dispatch: Has the roles `POLICY` and `CRITIC`, each with the loss `OBJECTIVE`, and maybe `REFERENCE`.
+        config: Discount, lambda, and the KL penalty's coefficient.
+    """
+
+    def __init__(self, dispatch: WorkerDispatch, config: AlgorithmConfig) -> None:
+        super().__init__(dispatch)
+        self._critic, self._config = dispatch[CRITIC], config
+
+    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
+        """See `Trainers.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``."""
+        valuing = self._critic.forward(batch, _VALUES)
+        if REFERENCE in self._dispatch:
+            batch = await with_reference(batch, self._dispatch[REFERENCE])
+        values = [outputs["values"] for outputs in await valuing]
+        judged = with_advantages(batch, values, self._config)
+        policy, critic = await asyncio.gather(
+            take_step(self._policy, judged, OBJECTIVE, mini_batch),
+            take_step(self._critic, judged, OBJECTIVE, mini_batch),
+        )
+        metrics = {f"critic/{name}": value for name, value in critic.metrics.items()}
+        metrics |= {"critic/grad_norm": critic.grad_norm, "critic/skipped": float(bool(critic.skipped))}
+        if math.isfinite(explained := explained_variance(critic.metrics)):  # it isn't where all returns are equal
+            metrics["critic/explained_variance"] = explained
+        return StepReport(
+            policy.step,
+            {**policy.metrics, **metrics},
+            policy.grad_norm,
+            policy.fence_s,
+            policy.seconds + critic.seconds,
+            policy.skipped,
+        )
+
+    async def save(self, directory: Path) -> None:
+        """See `Trainers.save`; the critic's state lies beside that of the policy."""
+        await asyncio.gather(super().save(directory), self._critic.save(critic_state(directory)))
+
+
+def critic_state(policy_state: Path) -> Path:
+    """The directory of the critic's state, beside that of the policy."""
+    return policy_state.with_name(CRITIC)
+
+
+def with_advantages(batch: TokenBatch, values: Sequence[torch.Tensor], config: AlgorithmConfig) -> TokenBatch:
+    """`batch` with `ADVANTAGES`, `RETURNS` and `OLD_VALUES`.
+
+    Args:
+        batch: Sequences with `REWARD`, `ROLLOUT_LOGPROBS` and, for a penalty, `REFERENCE_LOGPROBS`.
+        values: float32 [T] for each sequence: the critic's.
+        config: Discount, lambda, and the penalty's coefficient and estimator.
+    """
+    advantages, returns = [], []
+    for sequence, value in zip(batch.sequences, values, strict=True):
+        mask = sequence.targets != IGNORED
+        advantage, wanted = torch.zeros_like(value), torch.zeros_like(value)
+        if bool(mask.any()):
+            found = gae(_rewards(sequence, mask, config), value[mask], gamma=config.gamma, lam=config.gae_lambda)
+            advantage[mask], wanted[mask] = found
+        advantages.append(advantage)
+        returns.append(wanted)
+    whitened = batch.packed.split(whiten(torch.cat(advantages), batch.packed.mask))
+    judged = batch.with_values(ADVANTAGES, whitened).with_values(RETURNS, returns)
+    return judged.with_values(OLD_VALUES, values)
+
+
+def _rewards(sequence: TokenSequence, mask: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
+    """float32 [targets]."""
+    drawn = sequence.per_token[ROLLOUT_LOGPROBS][mask]
+    reference = sequence.per_token.get(REFERENCE_LOGPROBS)
+    return kl_penalised_rewards(
+        sequence.per_sequence[REWARD],
+        drawn,
+        drawn if reference is None else reference[mask],
+        coefficient=config.kl_coefficient,
+        estimator="k1",
+    )

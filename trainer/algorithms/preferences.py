@@ -1,0 +1,21 @@
+"""DPO: a policy learns which of two completions is preferred."""
+
+from __future__ import annotations
+
+from ..data.batch import MiniBatch, TokenBatch
+from ..dispatch.dispatch import WorkerDispatch
+from ..loop.protocols import StepReport
+from .roles import OBJECTIVE, POLICY, REFERENCE
+from .step import take_step, with_reference
+
+
+async def dpo_step(dispatch: WorkerDispatch, pairs: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
+    """One step of direct preference optimization; see `weightlane.trainer.dpo`.
+
+    Args:
+        dispatch: Has the roles `POLICY`, whose loss `OBJECTIVE` is a `dpo`, and `REFERENCE`.
+        pairs: ``TokenBatch(sequences, together=2)``, each chosen sequence before the rejected one.
+        mini_batch: See `Role.forward_backward`.
+    """
+    judged = await with_reference(pairs, dispatch[REFERENCE])
+    return await take_step(dispatch[POLICY], judged, OBJECTIVE, mini_batch)

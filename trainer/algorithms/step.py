@@ -1,0 +1,23 @@
+"""Parts that algorithms share: one optimizer step of a role, and a batch with the reference's log-probabilities."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ..data.batch import MiniBatch, TokenBatch
+from ..dispatch.dispatch import Role
+from ..loop.protocols import StepReport
+from ..objectives.loss import Loss
+from ..objectives.policy_values import REFERENCE_LOGPROBS
+
+
+async def take_step(role: Role, batch: TokenBatch, loss: str | Loss, mini_batch: MiniBatch | None = None) -> StepReport:
+    """Train `role` on `batch`: forward, backward and optimizer step."""
+    answer, result = await asyncio.gather(role.forward_backward(batch, loss, mini_batch), role.optim_step())
+    return StepReport(result.step, answer.metrics, result.grad_norm, result.fence_s, result.seconds, result.skipped)
+
+
+async def with_reference(batch: TokenBatch, reference: Role) -> TokenBatch:
+    """`batch` with `REFERENCE_LOGPROBS`: what the model of `reference` says of its targets."""
+    outputs = await reference.forward(batch)
+    return batch.with_values(REFERENCE_LOGPROBS, [each["logprobs"] for each in outputs])
