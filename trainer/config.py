@@ -203,8 +203,8 @@ class AlgorithmConfig(BaseModel):
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,
-        description="Weight of the KL divergence from a reference policy in the loss, whichever it is, but for ppo, which has it as"
-        " a penalty in the rewards; 0 for none.",
+        description="Weight of the KL divergence from a reference policy in the loss, whichever it is, but for ppo, which has it"
+        " as a penalty in the rewards; 0 for none.",
     )
     kl_estimator: KlEstimator = Field(
         default="k2",

@@ -61,7 +61,6 @@ def test_the_programs_for_right_answers_and_for_preferences_train(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prepare(monkeypatch, "--out", str(tmp_path / "task"), "--seed", "3", "--steps", "10")
-    first = {}
     for how in ("sft", "dpo"):
         capsys.readouterr()
         monkeypatch.setattr(sys, "argv", ["finetune.py", how, str(tmp_path / "task"), "--steps", "21"])
