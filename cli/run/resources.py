@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.config import GPU_SHARE, START_TIMEOUT_S
 from weightlane.sync import dtype_of
+from weightlane.trainer.algorithms.composition import role_names
+from weightlane.trainer.algorithms.roles import REFERENCE
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, weight_elements
 
 from ..config import RunConfig
@@ -23,6 +25,9 @@ _KV_BYTES = 1 << 30
 """Smallest KV cache with which serving is useful."""
 _STATE_BYTES = 16
 """Bytes per parameter over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
+
+_FROZEN_BYTES = 4
+"""The same of a model that is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class Sizes:
     share: int
     """Approximate bytes of a version on one rollout rank."""
     trained: int
-    """Weights, gradients and optimizer state of one trainer rank, if they are split over all ranks."""
+    """Weights, gradients and optimizer state of one trainer rank, if they are split over all ranks; of all roles that are on the
+    device together, each as large as the policy."""
 
     @classmethod
     def of(cls, config: RunConfig, model: ModelInfo) -> Sizes:
@@ -63,7 +69,9 @@ class Sizes:
         dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
         share = -(-version // config.rollout.tensor_parallel)
-        return cls(parameters, version, share, -(-parameters * _STATE_BYTES // config.trainer.ranks))
+        kept = [_FROZEN_BYTES if role == REFERENCE else _STATE_BYTES for role in role_names(config.algorithm)]
+        state = max(kept) if config.trainer.offload_roles else sum(kept)
+        return cls(parameters, version, share, -(-parameters * state // config.trainer.ranks))
 
 
 def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool = True) -> RunConfig:

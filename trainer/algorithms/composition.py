@@ -24,8 +24,14 @@ def role_names(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def check_roles(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
-    """Raise `ConfigError` where the ranks of `trainer` cannot host all roles that `algorithm` needs."""
+    """Raise `ConfigError` where the ranks of `trainer` cannot host all roles that `algorithm` needs, or the policy is none."""
     names = role_names(algorithm)
+    if trainer.head != "tokens":
+        raise ConfigError(
+            f"the policy has trainer.head = {trainer.head}, and could not generate.",
+            part="algorithm",
+            hint='Leave trainer.head out. A critic is added by algorithm.objective = "ppo".',
+        )
     if len(names) > 1 and trainer.engine == "megatron":
         raise ConfigError(
             f"this run needs the roles {', '.join(names)} on the trainer ranks, and the megatron engine hosts one.",

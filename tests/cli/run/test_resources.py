@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted
+from weightlane.trainer.engines.hf.model_dir import check_model_dir
 
 GB = 10**9
 H100 = 80 * GB
@@ -107,3 +108,17 @@ def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
     assert_refused("203.0.113.7", "check", str(path), "--set", "sync.host=203.0.113.7")
     assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")
+
+
+def test_roles_on_the_trainer_ranks_add_up_unless_they_take_turns(material: Material) -> None:
+    model = check_model_dir(material.model)
+
+    def trained(**sections: Any) -> float:
+        config = configured(**sections)
+        return Sizes.of(config, model).trained / Sizes.of(configured(), model).trained
+
+    ppo = {"objective": "ppo", "kl_coefficient": 0.1}
+    assert trained(algorithm=ppo) == pytest.approx(2.25, rel=1e-3), (
+        "a critic as large as the policy, weights of a reference"
+    )
+    assert trained(algorithm=ppo, trainer={"offload_roles": True}) == 1.0

@@ -189,9 +189,13 @@ def test_dpo_and_sft_learn_what_they_are_shown(models: dict[str, Path]) -> None:
     assert reports[-1].metrics["loss"] < 0.5 * reports[0].metrics["loss"]
 
 
-def test_roles_that_the_megatron_engine_cannot_host_are_refused_before_anything_starts() -> None:
+def test_a_policy_without_a_vocabulary_and_roles_that_the_megatron_engine_cannot_host_are_refused_before_anything_starts() -> (
+    None
+):
     check_roles(AlgorithmConfig(), TrainerConfig(engine="megatron"))
     check_roles(AlgorithmConfig(objective="ppo"), TrainerConfig())
+    with pytest.raises(ConfigError, match=r"trainer\.head = value, and could not generate"):
+        check_roles(AlgorithmConfig(), TrainerConfig(head="value"))
     for algorithm in (AlgorithmConfig(objective="ppo"), AlgorithmConfig(kl_coefficient=0.1)):
         with pytest.raises(ConfigError, match=r"the megatron engine hosts one.*Set trainer\.engine = fsdp2"):
             check_roles(algorithm, TrainerConfig(engine="megatron"))
