@@ -12,7 +12,7 @@ Importing this package needs neither transformers nor Ray. The objective by itse
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import AlgorithmConfig, DataConfig, RewardConfig, TrainerConfig
+from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
 from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
@@ -50,6 +50,7 @@ __all__ = [
     "AlgorithmConfig",
     "DataConfig",
     "LocalRanks",
+    "LoraConfig",
     "Loss",
     "LossOutput",
     "LossTerm",

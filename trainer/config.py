@@ -65,6 +65,34 @@ class MegatronConfig(BaseModel):
     )
 
 
+class LoraConfig(BaseModel):
+    """A low-rank adapter (arXiv 2106.09685): y = W x becomes y = W x + alpha / rank * B (A x).
+
+    It has no dropout, since rollouts have none: the policy that is trained would be another one than the policy that sampled.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(default=16, ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(default=32.0, gt=0, description="B (A x) is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        default=(),
+        description="Linear layers by the last part of their Hugging Face names, such as q_proj or down_proj; none given: all"
+        " those inside decoder layers.",
+    )
+    seed: int = Field(
+        default=0, description="Seeds, together with the adapter's name, the initial values of A; B begins as 0."
+    )
+    learning_rate: float | None = Field(
+        default=None, gt=0, description="AdamW learning rate after the warm-up; none: trainer.learning_rate."
+    )
+
+    @property
+    def scale(self) -> float:
+        """The factor before B (A x)."""
+        return self.alpha / self.rank
+
+
 class TrainerConfig(BaseModel):
     """How the policy is trained: engine, ranks, precision and optimizer."""
 
@@ -123,6 +151,11 @@ class TrainerConfig(BaseModel):
     megatron: MegatronConfig = Field(
         default_factory=MegatronConfig, description="How the megatron engine splits the model; other engines ignore it."
     )
+    lora: LoraConfig | None = Field(
+        default=None,
+        description="Train a low-rank adapter instead of the model's own weights, which stay as they are; what is published and"
+        " exported are the weights with the adapter added. None: train the weights themselves.",
+    )
     cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
     gpus_per_rank: float | None = Field(
         default=None,
@@ -154,6 +187,12 @@ class TrainerConfig(BaseModel):
     def _betas_are_decay_rates(self) -> Self:
         if not all(0.0 <= beta < 1.0 for beta in self.betas):
             raise ValueError("betas must lie in [0, 1)")
+        return self
+
+    @model_validator(mode="after")
+    def _a_new_head_is_trained(self) -> Self:
+        if self.lora is not None and self.head == "value":
+            raise ValueError("head is value, which lora would leave as it is: an adapter is beside decoder layers only")
         return self
 
     @model_validator(mode="after")

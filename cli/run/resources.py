@@ -10,7 +10,7 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.config import GPU_SHARE, START_TIMEOUT_S
 from weightlane.sync import dtype_of
 from weightlane.trainer.algorithms.composition import role_names
-from weightlane.trainer.algorithms.roles import REFERENCE
+from weightlane.trainer.algorithms.roles import POLICY, REFERENCE
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, weight_elements
 
 from ..config import RunConfig
@@ -25,7 +25,8 @@ _KV_BYTES = 1 << 30
 """Smallest KV cache with which serving is useful."""
 _STATE_BYTES = 16
 """Bytes per parameter over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
-
+_ADAPTED_BYTES = 8
+"""The same with ``trainer.lora``: float32 weight, and float32 weight with the adapter added."""
 _FROZEN_BYTES = 4
 """The same of a model that is not trained."""
 
@@ -69,7 +70,9 @@ class Sizes:
         dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
         share = -(-version // config.rollout.tensor_parallel)
-        kept = [_FROZEN_BYTES if role == REFERENCE else _STATE_BYTES for role in role_names(config.algorithm)]
+        policy = _STATE_BYTES if config.trainer.lora is None else _ADAPTED_BYTES
+        bytes_of = {POLICY: policy, REFERENCE: _FROZEN_BYTES}
+        kept = [bytes_of.get(role, _STATE_BYTES) for role in role_names(config.algorithm)]
         state = max(kept) if config.trainer.offload_roles else sum(kept)
         return cls(parameters, version, share, -(-parameters * state // config.trainer.ranks))
 

@@ -29,8 +29,8 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
     inner: list[tuple[str, type[BaseModel]]] = []
     rows = []
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            inner.append((f"{path}.{name}" if path else name, field.annotation))
+        if section := _section_in(field.annotation):
+            inner.append((f"{path}.{name}" if path else name, section))
             continue
         default = field.get_default(call_default_factory=True)
         shown = "required" if default is PydanticUndefined else "not set" if default is None else f"`{default!r}`"
@@ -41,6 +41,13 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
         yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows, ""])
     for inner_path, section in inner:
         yield from sections(inner_path, section)
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """The model of a key that is a section, also of one that may be left out."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((found for each in get_args(annotation) if (found := _section_in(each))), None)
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
 def _type_name(annotation: Any) -> str:

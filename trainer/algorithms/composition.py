@@ -61,7 +61,8 @@ def role_specs(
         seed: Seed of every rank.
         state: The policy's saved training state to resume from; that of the critic lies beside it.
     """
-    valued = trainer.model_copy(update={"head": "value", "learning_rate": critic.learning_rate})
+    whole = trainer.model_copy(update={"lora": None})  # the adapter is the policy's
+    valued = whole.model_copy(update={"head": "value", "learning_rate": critic.learning_rate})
     specs = {
         POLICY: RoleSpec(POLICY, trainer, models[POLICY], {OBJECTIVE: objective}, seed, state=state),
         CRITIC: RoleSpec(
@@ -72,7 +73,7 @@ def role_specs(
             seed,
             state=None if state is None else critic_state(state),
         ),
-        REFERENCE: RoleSpec(REFERENCE, trainer, models.get(REFERENCE, models[POLICY]), seed=seed, trained=False),
+        REFERENCE: RoleSpec(REFERENCE, whole, models.get(REFERENCE, models[POLICY]), seed=seed, trained=False),
     }
     return [specs[name] for name in role_names(algorithm)]
 

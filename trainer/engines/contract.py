@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ..config import Head, TrainerConfig
+from ..config import Head, LoraConfig, TrainerConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 
@@ -49,6 +49,7 @@ class TrainingEngine(ABC):
         4. [all]   forward(batch)                            whenever no training step is half done
            [all]   forward_backward(batch, loss, mini_batch) } once or more, then
            [all]   optim_step(before_change)                 } once: one training step
+           [all]   add_adapter(name, config)                 any number of times between these calls, which take its name
         5. [any]   local_shards(wire_dtype)                  whenever no optim_step runs; never talks to a peer
         6. [all]   save(directory), export_hf(directory)     between training steps
         7. [any]   train(mode), offload(parts), onload(parts)    between the calls of 3 to 6
@@ -64,6 +65,9 @@ class TrainingEngine(ABC):
     read or written. Every rank of a failed collective raises; the engine is then only good for `close`.
     """
 
+    has_adapters: ClassVar[bool] = False
+    """Whether `add_adapter` and ``trainer.lora`` work."""
+
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         """Store the arguments. Nothing is loaded or connected yet.
 
@@ -72,7 +76,11 @@ class TrainingEngine(ABC):
             rank: this process, 0 to `world` - 1.
             world: number of trainer ranks.
             rendezvous: host and port where rank 0 serves the ranks' store; not used when torch.distributed is initialised.
+
+        Raises `ConfigError` for ``trainer.lora`` in an engine that has no adapters.
         """
+        if config.lora is not None and not self.has_adapters:
+            raise self._without_adapters("trainer.lora")
         self.config = config
         self.rank = rank
         self.world = world
@@ -88,7 +96,10 @@ class TrainingEngine(ABC):
     @property
     @abstractmethod
     def step(self) -> int:
-        """Optimizer steps taken since the weights were first loaded; survives `save` and `load`."""
+        """Optimizer steps taken since the weights were first loaded; survives `save` and `load`.
+
+        With ``trainer.lora``, those of its adapter.
+        """
 
     @abstractmethod
     def setup(self, model_dir: Path, seed: int) -> None:
@@ -117,7 +128,11 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def forward(
-        self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+        self,
+        batch: TokenBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
     ) -> dict[int, SequenceOutputs]:
         """Compute outputs without gradient.
 
@@ -128,6 +143,8 @@ class TrainingEngine(ABC):
             outputs: What to compute, see `ModelOutputs`.
             top_k: How many of the most probable tokens to return for every position with a target, as ``top_tokens`` and
                 ``top_logprobs``.
+            adapter: The adapter that the model computes with; "" for its own weights alone. None for what is published: the
+                adapter of ``trainer.lora`` where that is set, else the model's own weights.
 
         Raises:
             ProtocolError: The model doesn't have a token or target, or its head doesn't have an output.
@@ -143,6 +160,7 @@ class TrainingEngine(ABC):
         loss: Loss,
         mini_batch: MiniBatch | None = None,
         outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
     ) -> BackwardResult:
         """Add the gradient of `loss` over `batch` to the gradients.
 
@@ -155,14 +173,17 @@ class TrainingEngine(ABC):
             mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
                 until `optim_step`.
             outputs: What to return of the forward pass.
+            adapter: The adapter that the model computes with and whose gradients are added up, as in `forward`. Each has a
+                mini-batch of its own, and mini-batches of several may be under way at once.
 
         Raises:
+            ConfigError: There is no such adapter, or the model's own weights are frozen, as they are with ``trainer.lora``.
             ProtocolError: `mini_batch` is not that of the calls before, or the model doesn't have a token or target, or its head
                 an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
         """
 
     @abstractmethod
-    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
         """Clip the gradients over all parameters, then change these part by part, and clear the gradients.
 
         `before_change` is the publication fence. It is called with the names of checkpoint tensors, directly before the first
@@ -177,9 +198,60 @@ class TrainingEngine(ABC):
         `before_change` raises, no parameter has changed; the gradients may be gone. When a later one raises, some have: the
         engine is then between two steps and refuses everything but `load` and `close`.
 
+        With an `adapter`, as in `forward`, its gradients alone are clipped, and it alone changes. `before_change` is then called
+        for the adapter of ``trainer.lora`` only, with the tensors that it is part of.
+
         Returns:
             The global L2 norm of the gradients before clipping.
         """
+
+    @property
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the adapters beside the model, in the order in which they were added."""
+        return ()
+
+    def add_adapter(self, name: str, config: LoraConfig, source: Path | None = None) -> None:
+        """Put a low-rank adapter beside the model, with an optimizer of its own. Collective.
+
+        Args:
+            name: Letters, digits, dots, dashes and underscores.
+            config: Its rank, scale, layers and learning rate.
+            source: A directory as PEFT saves adapters, readable on every rank, whose values it begins with. Without, A is
+                Kaiming-uniform as in PEFT, by a generator that only `name` and ``config.seed`` seed, and B is 0.
+
+        Raises:
+            ConfigError: The name is taken or is none; the model has no such layers; `source` holds something else than an adapter
+                of this configuration for this model, in which case the error names the key or tensor; or an engine that has no
+                adapters.
+            StorageError: A file in `source` cannot be read.
+        """
+        del config, source
+        raise self._without_adapters(name)
+
+    def remove_adapter(self, name: str) -> None:
+        """Drop an adapter that `add_adapter` made, with its gradients and its optimizer. Not collective.
+
+        Raises `ConfigError` for an unknown name, and for the adapter of ``trainer.lora``.
+        """
+        raise self._without_adapters(name)
+
+    def export_adapter(self, directory: Path, name: str = "default") -> None:
+        """Write an adapter as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``, in float32. Collective.
+
+        `directory` must not exist. It appears complete or, after any failure, not at all.
+
+        Raises `ConfigError` for an unknown name.
+        """
+        del directory
+        raise self._without_adapters(name)
+
+    @classmethod
+    def _without_adapters(cls, asked: str) -> ConfigError:
+        return ConfigError(
+            f"{cls.__name__} has no adapters, for which {asked} asks.",
+            part="training engine",
+            hint="Choose another for trainer.engine, such as fsdp2.",
+        )
 
     def train(self, mode: bool) -> None:
         """Whether `forward_backward` applies the dropout of the model's configuration; it doesn't at first. `forward` never does.
@@ -230,24 +302,29 @@ class TrainingEngine(ABC):
 
         Args:
             wire_dtype: dtype of floating-point tensors on the wire, but for those that a narrower model keeps in float32
-                (`weightlane.sync.version.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight.
+                (`weightlane.sync.version.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight,
+                with the adapter of ``trainer.lora`` added where that is set.
         """
 
     @abstractmethod
     def save(self, directory: Path) -> None:
-        """Write the full training state: weights, optimizer, step and random state. `directory` must not exist.
+        """Write the full training state: weights, adapters, optimizers, steps and random state. `directory` must not exist.
 
         It appears complete or, after any failure, not at all. Any number of ranks can `load` it.
         """
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Resume from what `save` wrote; gradients are cleared. With the same number of ranks, training continues bit for bit."""
+        """Resume from what `save` wrote; gradients are cleared. With the same number of ranks, training continues bit for bit.
+
+        The engine must have the adapters of the state, and no others: raises `ConfigError` otherwise.
+        """
 
     @abstractmethod
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`, but for those that stay float32.
 
+        The adapter of ``trainer.lora`` is part of these weights, other adapters aren't.
         `directory` must not exist. It appears complete or, after any failure, not at all.
         """
 

@@ -6,8 +6,8 @@ import gc
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -178,12 +178,12 @@ class TorchEngine(TrainingEngine):
                 hint="Load a saved state, or end this run; the error of that step says why it stopped.",
             )
 
-    def _refuse_not_finite(self, norm: float) -> None:
-        """Raise, with the gradients cleared, unless the gradient norm is a number."""
+    def _refuse_not_finite(self, norm: float, step: int, clear: Callable[[], None]) -> None:
+        """Raise, with the gradients gone that `clear` clears, unless the gradient norm at `step` is a number."""
         if not math.isfinite(norm):
-            self._clear_gradients()
+            clear()
             raise GradientError(
-                f"the gradient norm is {norm} at step {self._step}; no parameter was changed.",
+                f"the gradient norm is {norm} at step {step}; no parameter was changed.",
                 part=self._part,
                 hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
             )
@@ -192,35 +192,25 @@ class TorchEngine(TrainingEngine):
         """Learning rate of the next step."""
         return learning_rate(self.config, self._step)
 
-    @contextmanager
-    def _gradients_or_none(self) -> Iterator[None]:
-        """Around forward and backward: where they fail, no part of the mini-batch's gradient is left."""
-        try:
-            yield
-        except BaseException:
-            self._clear_gradients()
-            raise
-
-    def _require_gradient(self) -> None:
+    def _require_gradient(self, begun: MiniBatch | None, step: int) -> None:
         """Raise before a step for which nothing was computed, or whose forward or backward pass failed."""
-        if self._mini_batch is None:
+        if begun is None:
             raise ProtocolError(
-                f"there is no gradient for step {self._step + 1}.",
+                f"there is no gradient for step {step + 1}.",
                 part=self._part,
                 hint="Call forward_backward before optim_step; if that failed, begin the mini-batch anew.",
             )
 
-    def _begin(self, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
-        """The mini-batch that `batch` is part of."""
+    def _same_mini_batch(self, begun: MiniBatch | None, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
+        """The mini-batch that `batch` is part of; `begun` is the one whose gradients are being added up, if any."""
         found = mini_batch or MiniBatch.of(batch)
-        if self._mini_batch is not None and self._mini_batch != found:
+        if begun is not None and begun != found:
             raise ProtocolError(
                 f"a mini-batch of {found.tokens:g} tokens and {found.sequences:g} sequences was begun before the step for one of"
-                f" {self._mini_batch.tokens:g} and {self._mini_batch.sequences:g} was taken.",
+                f" {begun.tokens:g} and {begun.sequences:g} was taken.",
                 part=self._part,
                 hint="Pass the same mini_batch to every forward_backward until optim_step.",
             )
-        self._mini_batch = found
         return found
 
     def _share(

@@ -13,7 +13,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted
-from weightlane.trainer.engines.hf.model_dir import check_model_dir
+from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir
 
 GB = 10**9
 H100 = 80 * GB
@@ -56,6 +56,15 @@ def test_a_model_of_seven_billion_goes_over_nccl_to_a_gpu_of_its_own_as_it_comes
     assert text["machine"] == "8 GPUs of 80 GB"
     assert text["model"] == "7 billion parameters, 14 GB a version"
     assert "28 GB each" in text["trainer"]
+
+
+def test_weights_that_an_adapter_leaves_as_they_are_have_neither_gradients_nor_moments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(resources, "weight_elements", lambda path: 7 * GB)
+    model = ModelInfo(Path(), {}, "Qwen3ForCausalLM", 1, tied=False, eos_token_ids=(), dtype="bfloat16")
+    trained = [Sizes.of(configured(trainer={"ranks": 4, **lora}), model).trained for lora in ({}, {"lora": {}})]
+    assert trained == [28 * GB, 14 * GB]
 
 
 def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_not_fit_is_refused() -> None:

@@ -25,8 +25,15 @@ PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optim
         ("qwen3-tied", 4, FSDP2_TP2),
         pytest.param("qwen3-moe", 2, TP_EP, marks=pytest.mark.megatron),
         pytest.param("qwen3-tied", 4, PP, marks=pytest.mark.megatron),
+        pytest.param("qwen3-tied", 4, {**PP, "lora": {"rank": 2}}, marks=pytest.mark.megatron),
     ],
-    ids=["fsdp2", "fsdp2 over tensor parallelism", "tensors and experts", "pipeline and distributed optimizer"],
+    ids=[
+        "fsdp2",
+        "fsdp2 over tensor parallelism",
+        "tensors and experts",
+        "pipeline and distributed optimizer",
+        "adapter",
+    ],
 )
 def test_an_outline_is_exactly_what_real_ranks_hold(
     model: str, world: int, trainer: dict[str, Any], teams: Teams

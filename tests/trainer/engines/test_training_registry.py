@@ -10,6 +10,8 @@ import pytest
 from installed import install
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer.config import LoraConfig, TrainerConfig
+from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 from weightlane.trainer.engines.registry import training_engine_class, training_engine_names
 
@@ -62,3 +64,18 @@ def test_an_engine_that_cannot_be_used_says_why(
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(ConfigError, match=problem):
         training_engine_class(name)
+
+
+def test_an_engine_without_adapters_refuses_them_in_its_own_name() -> None:
+    plain = type("Plain", (TrainingEngine,), dict.fromkeys(TrainingEngine.__abstractmethods__))
+    with pytest.raises(ConfigError, match=r"Plain has no adapters, for which trainer\.lora asks"):
+        plain(TrainerConfig(lora=LoraConfig()), 0, 1, ("", 0))
+    engine = plain(TrainerConfig(), 0, 1, ("", 0))
+    assert engine.adapters == ()
+    for call in (
+        lambda: engine.add_adapter("a", LoraConfig()),
+        lambda: engine.remove_adapter("a"),
+        lambda: engine.export_adapter(Path(), "a"),
+    ):
+        with pytest.raises(ConfigError, match="Plain has no adapters, for which a asks"):
+            call()

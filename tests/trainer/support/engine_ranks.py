@@ -61,10 +61,16 @@ class Ranks:
         world: How many ranks there should be.
         timeout_s: Seconds until a collective between them fails.
         present: How many there are.
+        program: What they run in place of `engine_worker`.
     """
 
     def __init__(
-        self, models: Mapping[str, Path], world: int, timeout_s: float = HANG_S, present: int | None = None
+        self,
+        models: Mapping[str, Path],
+        world: int,
+        timeout_s: float = HANG_S,
+        present: int | None = None,
+        program: Path = WORKER,
     ) -> None:
         self._models = models
         port = free_port()
@@ -73,7 +79,7 @@ class Ranks:
         for rank in range(present or world):
             ours, theirs = Pipe()
             line = theirs.fileno()
-            command = [str(WORKER), *map(str, (line, rank, world, port, timeout_s))]
+            command = [str(program), *map(str, (line, rank, world, port, timeout_s))]
             self._pids.append(fork_python(command, environment, {number: number for number in (0, 1, 2, line)}))
             theirs.close()
             self._pipes.append(ours)
@@ -81,7 +87,7 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._pipes)
 
-    def tell(self, rank: int, do: str, **arguments: Any) -> None:
+    def tell(self, rank: int, do: str, /, **arguments: Any) -> None:
         self._pipes[rank].send({"do": do, **arguments})
 
     def answer(self, rank: int) -> dict[str, Any]:
@@ -96,12 +102,12 @@ class Ranks:
         except (EOFError, ConnectionResetError):
             raise AssertionError(f"rank {rank} has ended") from None
 
-    def _answers(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+    def _answers(self, do: str, /, **arguments: Any) -> list[dict[str, Any]]:
         for rank in range(len(self)):
             self.tell(rank, do, **arguments)
         return [self.answer(rank) for rank in range(len(self))]
 
-    def all(self, do: str, **arguments: Any) -> list[Any]:
+    def all(self, do: str, /, **arguments: Any) -> list[Any]:
         """Run a command on every rank; fails the test when a rank raises."""
         answers = self._answers(do, **arguments)
         assert not [answer for answer in answers if "error" in answer], answers
@@ -111,7 +117,7 @@ class Ranks:
         """Let every rank load a model into a new engine."""
         self.all("setup", model=self._models[model], trainer={**TRAINER, **trainer})
 
-    def all_fail(self, error: str, message: str, do: str, **arguments: Any) -> None:
+    def all_fail(self, error: str, message: str, do: str, /, **arguments: Any) -> None:
         """Run a command that must raise `error` with `message` in its text on every rank."""
         for answer in self._answers(do, **arguments):
             assert answer.get("error") == error, answer
@@ -254,18 +260,22 @@ def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -
 
 
 def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[list[str]]:
-    """One step in which the fence names every checkpoint tensor once and before it changes; returns what each call named."""
+    """One step that changes the checkpoint tensors `names`, and in which the fence names each of them once and before that.
+
+    Returns what each call named.
+    """
     reports = ranks.all("fence")
     order = [[call["named"] for call in report["calls"]] for report in reports]
     assert all(parts == order[0] for parts in order)
     named = [tensor for part in order[0] for tensor in part]
     assert sorted(named) == sorted(names)
     for report in reports:
-        assert report["published"] == [tensor for tensor in named if tensor in set(report["published"])]
-        assert report["changed"] == report["published"]
+        published = [tensor for tensor in report["published"] if tensor in named]
+        assert published == [tensor for tensor in named if tensor in set(published)]
+        assert report["changed"] == published
         may_change: set[str] = set()
         for call in report["calls"]:
-            assert set(call["changed_before"]) == may_change & set(report["published"])
+            assert set(call["changed_before"]) == may_change & set(published)
             may_change |= set(call["named"])
         assert (report["error"], report["step"]) == ("", 1)
     return order[0]

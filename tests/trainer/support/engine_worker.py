@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from engine_state_commands import StateCommands
+from lora_commands import LoraCommands
 from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import WeightlaneError
@@ -42,7 +43,7 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker(StateCommands):
+class Worker(LoraCommands, StateCommands):
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
@@ -348,12 +349,11 @@ class Worker(StateCommands):
             engine.close()
 
 
-def main() -> None:
-    """Be one rank until the other side closes its end of the pipe."""
-    line, rank, world, port = map(int, sys.argv[1:5])
+def serve(worker: Any, line: int) -> None:
+    """Answer commands by the methods of `worker` until the other side closes its end of the pipe."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1)
-    worker, commands = Worker(rank, world, port, timeout_s=float(sys.argv[5])), Connection(line)
+    commands = Connection(line)
     while True:
         try:
             command = commands.recv()
@@ -367,4 +367,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    line, rank, world, port = map(int, sys.argv[1:5])
+    serve(Worker(rank, world, port, timeout_s=float(sys.argv[5])), line)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,16 +21,18 @@ from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
+from ..lora.engine import AdaptedEngine
 from ..rank_collectives import require_open
-from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
+from ..torch_engine import TOP, outputs_by_sequence
 from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
+from .lora import Fsdp2Adapted
 from .mesh import RankMesh, check_mesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
 from .state import export_model, export_saved, load_state, save_state
 
 
-class Fsdp2Engine(TorchEngine):
+class Fsdp2Engine(AdaptedEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
@@ -41,6 +43,8 @@ class Fsdp2Engine(TorchEngine):
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._model: torch.nn.Module | None = None
+        self._published: Mapping[str, torch.Tensor] = {}
+        """The weights that an adapter is added to, by in-memory name, as they are published."""
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
@@ -67,6 +71,7 @@ class Fsdp2Engine(TorchEngine):
             read_values(model)
         else:
             self._vocabulary = replace_head(model)
+        model.requires_grad_(self.config.lora is None)
         self._shard(model, model_dir)
         if sliced:
             materialise(model, self._device)
@@ -82,6 +87,9 @@ class Fsdp2Engine(TorchEngine):
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
         )
+        adapted = Fsdp2Adapted(model, _decoder_layers(model), self._mesh, self._runs)
+        self._make_adapters(adapted)
+        self._published = adapted.published
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
@@ -89,16 +97,25 @@ class Fsdp2Engine(TorchEngine):
         self._shard(model_without_weights(model_dir, self.config.head), model_dir)
 
     def forward(
-        self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+        self,
+        batch: TokenBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
     ) -> dict[int, SequenceOutputs]:
         """See `TrainingEngine.forward`."""
         model, mesh = self._open_model(), self._mesh
         self._require_here("parameters")
         self._check_outputs(outputs, top_k)
         names = (*outputs, *(TOP if top_k else ()))
+        chosen = self._open_adapters().chosen(adapter)
         model.eval()
         found: dict[int, SequenceOutputs] = {}
-        with self._collective("the parameters of the other ranks"), torch.no_grad():
+        with (
+            self._collective("the parameters of the other ranks"),
+            self._computing_with(chosen, gradients=False),
+            torch.no_grad(),
+        ):
             for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
                 found |= outputs_by_sequence(indices, micro, self._outputs(model, micro, outputs, top_k), names)
         return found if mesh.answers else {}
@@ -109,33 +126,41 @@ class Fsdp2Engine(TorchEngine):
         loss: Loss,
         mini_batch: MiniBatch | None = None,
         outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
         model, mesh = self._open_model(), self._mesh
         self._require_here("parameters", "gradients")
         self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
+        chosen = self._trained(adapter)
         model.train(self._dropout)
-        sums = LossSums(self._begin(batch, mini_batch))
+        sums = LossSums(self._begin_for(chosen, batch, mini_batch))
         found: dict[int, SequenceOutputs] = {}
-        with self._collective("the gradients of the other ranks"), self._gradients_or_none():
+        with self._collective("the gradients of the other ranks"), self._computing_with(chosen, gradients=True):
             for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
                 computed = self._outputs(model, micro, needed)
-                # FSDP averages gradients over the ranks, where their sum is wanted.
-                torch.autograd.backward(sums.add(loss(computed, micro)) * mesh.data_world)
+                part = sums.add(loss(computed, micro))
+                if chosen is None:
+                    # FSDP averages gradients over the ranks, where their sum is wanted.
+                    torch.autograd.backward(part * mesh.data_world)
+                else:  # and nothing is added to the gradients of the model's own weights
+                    torch.autograd.backward(part, inputs=chosen.parameters)
                 found |= outputs_by_sequence(indices, micro, computed, outputs)
             totals = sums.as_tensor()
             dist.all_reduce(totals, group=mesh.data.get_group())
         return BackwardResult(sums.named(totals, batch.target_tokens), found if mesh.answers else {})
 
-    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
         """See `TrainingEngine.optim_step`."""
         self._open_model()
         self._require_here(*STATE_PARTS)
-        self._require_gradient()
+        if (chosen := self._trained(adapter)) is not None:
+            return self._step_adapter(chosen, before_change)
+        self._require_gradient(self._mini_batch, self._step)
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
             norm_value = clip_gradients(self._parameters, self.config.max_grad_norm)
-        self._refuse_not_finite(norm_value)
+        self._refuse_not_finite(norm_value, self._step, self._clear_gradients)
         self._optimizer.set_learning_rate(self._learning_rate())
 
         def about_to_change(names: Collection[str]) -> None:
@@ -154,27 +179,31 @@ class Fsdp2Engine(TorchEngine):
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """See `TrainingEngine.local_shards`."""
-        return local_shards(self._runs, checkpoint_tensors(self._open_model()), self.rank, wire_dtype, self._kept)
+        tensors = {**checkpoint_tensors(self._open_model()), **self._published}
+        return local_shards(self._runs, tensors, self.rank, wire_dtype, self._kept)
 
     def save(self, directory: Path) -> None:
         """See `TrainingEngine.save`."""
         tensors = checkpoint_tensors(self._open_model())
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to save"):
-            save_state(directory, tensors, self._named_optimizer_state(), self._step, self.rank, self._device)
+            optimizer, adapters = self._named_optimizer_state(), self._open_adapters().to_save()
+            save_state(directory, tensors, optimizer, self._step, self.rank, self._device, adapters.write)
 
     def load(self, directory: Path) -> None:
         """See `TrainingEngine.load`."""
         tensors = checkpoint_tensors(self._loaded_model())
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to load"):
+            adapters = self._saved_adapters(directory)
             self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
         self._clear_gradients()
         self._torn = False
+        self._open_adapters().restore(adapters)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
-        tensors = checkpoint_tensors(self._open_model())
+        tensors = {**checkpoint_tensors(self._open_model()), **self._published}
         self._require_here("parameters")
         with self._collective("the trainer ranks to export the model"):
             kept = _sources(self._runs, self._kept)
@@ -194,6 +223,8 @@ class Fsdp2Engine(TorchEngine):
     def close(self) -> None:
         """See `TrainingEngine.close`."""
         self._model = None
+        self._lora = None
+        self._published = {}
         self._parameters = []
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
         self._leave()
@@ -214,15 +245,16 @@ class Fsdp2Engine(TorchEngine):
         self._model = model
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
-        model = self._open_model()
+        model, adapters = self._open_model(), self._open_adapters().memory_of(part)
         if part == "gradients":
-            return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+            return [*adapters, *(parameter.grad for parameter in self._parameters if parameter.grad is not None)]
         if part == "optimizer":
-            return [tensor for state in self._named_optimizer_state().values() for tensor in state.values()]
+            states = self._named_optimizer_state().values()
+            return [*adapters, *(tensor for state in states for tensor in state.values())]
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # gathered parameters, too
-        return [*model.parameters(), *model.buffers()]
+        return [*adapters, *model.parameters(), *model.buffers()]
 
     def _clear_gradients(self) -> None:
         self._away.pop("gradients", None)  # they are dropped, wherever they are

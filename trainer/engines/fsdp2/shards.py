@@ -53,7 +53,7 @@ def local_shards(
 
     What is `kept` travels in the type that it has.
     """
-    local = {name: _local_slice(name, tensor) for name, tensor in tensors.items()}
+    local = {name: local_slice(name, tensor) for name, tensor in tensors.items()}
     shards = []
     for run in runs:
         source = tensors[run.source]
@@ -72,7 +72,7 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
 
 
-def _local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
+def local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
     """Which slice of `tensor` this rank holds, and its live data."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape)), tensor.detach()

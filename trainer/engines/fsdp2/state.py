@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 from ..hf.export import ExportedModel, write_model_dir
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from ..lora.saved import SavedAdapters
 from .loading import model_class
 
 _MODEL = "model."
@@ -43,8 +44,12 @@ def save_state(
     step: int,
     rank: int,
     device: torch.device,
+    write_beside: Callable[[Path], None],
 ) -> None:
-    """Write everything under a temporary name beside `directory`, then rename it."""
+    """Write everything under a temporary name beside `directory`, then rename it.
+
+    Before that, rank 0 calls `write_beside` with the temporary directory, for what else belongs to the state.
+    """
     partial = partial_name(directory)
     write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
     state = _state(tensors, optimizer, rank)
@@ -55,7 +60,16 @@ def save_state(
         if rank == 0:
             discard_partial(directory)
         raise _storage_error("written", directory, cause) from cause
-    write_on_rank_zero(lambda: partial.rename(directory), directory, rank, device)
+
+    def finish() -> None:
+        try:
+            write_beside(partial)
+            partial.rename(directory)
+        except BaseException:
+            discard_partial(directory)
+            raise
+
+    write_on_rank_zero(finish, directory, rank, device)
 
 
 def load_state(
@@ -120,6 +134,7 @@ def export_saved(state: Path, about: ExportedModel, directory: Path) -> None:
             load({_MODEL.rstrip("."): tensors}, checkpoint_id=state, no_dist=True)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", state, cause) from cause
+    SavedAdapters.read(state).merge_into(tensors)
     full = {
         name: tensor.to(about.dtype) if tensor.is_floating_point() and name not in about.kept else tensor
         for name, tensor in tensors.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputNam
 from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
+from ..lora.engine import AdaptedEngine
 from ..rank_collectives import require_open
-from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
-from .checkpoint_names import HEAD, VALUE_HEAD, Coordinates, checkpoint_shapes
+from ..torch_engine import TOP, outputs_by_sequence
+from .checkpoint_names import HEAD, VALUE_HEAD, checkpoint_shapes
 from .model_facts import check_layout, read_model
 
 with warnings.catch_warnings():
@@ -30,26 +31,28 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
+    from .groups import destroy_parallel_groups, join_parallel_groups, parallel_groups
     from .head import head_of, model_outputs
+    from .lora import MegatronAdapted, check_lora, frozen
     from .model import build_chunks, keep_expert_bias, transformer_config
     from .schedule import Part, run_schedule
     from .state import export_model, export_saved, load_model, load_state, save_state
     from .weights import (
+        FrozenWeights,
         WeightSlice,
         copy_masters_to_model,
-        init_moments,
         inner_optimizers,
+        megatron_optimizer,
         set_moment_steps,
         weight_slices,
     )
 
 
-class MegatronEngine(TorchEngine):
+class MegatronEngine(AdaptedEngine):
     """Splits the model over the ranks as ``trainer.megatron`` says, and trains it by megatron-core's own schedules.
 
     Master weights, gradients and AdamW's moments are float32; forward and backward run in ``TrainerConfig.compute_dtype``. The
@@ -61,13 +64,18 @@ class MegatronEngine(TorchEngine):
         super().__init__(config, rank, world, rendezvous)
         self._chunks: list[Any] = []
         self._slices: list[WeightSlice] = []
+        self._published: list[WeightSlice] = []
+        """The slices as they are published, with the adapter of ``trainer.lora`` added."""
         self._optimizer: Any = None
         self._groups: list[Any] | None = None
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
         """See `TrainingEngine.check`."""
-        check_layout(config, read_model(model_dir, config.head).shape, config.ranks)
+        shape = read_model(model_dir, config.head).shape
+        check_layout(config, shape, config.ranks)
+        if config.lora is not None:
+            check_lora(shape)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
@@ -80,6 +88,12 @@ class MegatronEngine(TorchEngine):
             unused, new = HEAD if tied or valued else "", VALUE_HEAD if valued else ""
             load_model(model_dir, self._shapes, self._slices, unused, new)
             copy_masters_to_model(self._chunks, self._optimizer)
+            sequence_parallel = self.config.megatron.sequence_parallel
+            adapted = MegatronAdapted(
+                self._chunks, self._slices, self._facts.shape, sequence_parallel=sequence_parallel
+            )
+            self._make_adapters(adapted)
+            self._published = adapted.published
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
@@ -89,10 +103,14 @@ class MegatronEngine(TorchEngine):
             self._build(seed=0)
 
     def forward(
-        self, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+        self,
+        batch: TokenBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
     ) -> dict[int, SequenceOutputs]:
         """See `TrainingEngine.forward`."""
-        self._require_open()
+        chosen = self._open_adapters().chosen(adapter)
         self._require_here("parameters")
         self._check_outputs(outputs, top_k)
         names = (*outputs, *(TOP if top_k else ()))
@@ -102,7 +120,11 @@ class MegatronEngine(TorchEngine):
             found.update(outputs_by_sequence(indices, micro, computed, names))
             return torch.zeros((), device=self._device)
 
-        with self._megatron("the activations of the other ranks"), torch.no_grad():
+        with (
+            self._megatron("the activations of the other ranks"),
+            self._computing_with(chosen, gradients=False),
+            torch.no_grad(),
+        ):
             self._run(batch, outputs, keep, forward_only=True, top_k=top_k)
         return found if self._answers() else {}
 
@@ -112,19 +134,24 @@ class MegatronEngine(TorchEngine):
         loss: Loss,
         mini_batch: MiniBatch | None = None,
         outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
-        self._require_whole()
+        chosen = self._trained(adapter)
         self._require_here("parameters", "gradients")
         self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
-        sums = LossSums(self._begin(batch, mini_batch))
+        sums = LossSums(self._begin_for(chosen, batch, mini_batch))
         found: dict[int, SequenceOutputs] = {}
 
         def judge(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
             found.update(outputs_by_sequence(indices, micro, computed, outputs))
             return sums.add(loss(computed, micro))
 
-        with self._megatron("the activations and gradients of the other ranks"), self._gradients_or_none():
+        with (
+            self._megatron("the activations and gradients of the other ranks"),
+            self._computing_with(chosen, gradients=True),
+            nullcontext() if chosen is None else frozen(self._chunks),
+        ):
             self._run(batch, needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
@@ -135,16 +162,18 @@ class MegatronEngine(TorchEngine):
             dist.all_reduce(totals)
         return BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers() else {})
 
-    def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
         """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
         self._require_whole()
         self._require_here(*STATE_PARTS)
-        self._require_gradient()
+        if (chosen := self._trained(adapter)) is not None:
+            return self._step_adapter(chosen, before_change)
+        self._require_gradient(self._mini_batch, self._step)
         with self._megatron("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.get_grad_norm())
-        self._refuse_not_finite(norm)
+        self._refuse_not_finite(norm, self._step, self._clear_gradients)
         inner = inner_optimizers(self._optimizer)
         for group in (group for optimizer in inner for group in optimizer.optimizer.param_groups):
             group["lr"] = self._learning_rate()
@@ -176,7 +205,7 @@ class MegatronEngine(TorchEngine):
             for name, shape in self._shapes.items()
         }
         held: dict[str, list[LocalShard]] = {name: [] for name in specs}
-        for piece in self._slices:
+        for piece in self._published:
             held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
         nothing = torch.empty(0, device=self._device)
         return [
@@ -189,13 +218,15 @@ class MegatronEngine(TorchEngine):
         self._require_here("parameters", "optimizer")
         layout = {"ranks": self.world, "layout": self.config.megatron.model_dump()}
         with self._collective("the trainer ranks to save"):
-            save_state(directory, self._slices, self._step, layout, self.rank, self._device)
+            adapters = self._open_adapters().to_save()
+            save_state(directory, self._slices, self._step, layout, self.rank, self._device, adapters.write)
 
     def load(self, directory: Path) -> None:
         """See `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
         self._require_open()
         self._require_here("parameters", "optimizer")
         with self._megatron("the trainer ranks to load"):
+            adapters = self._saved_adapters(directory)
             try:
                 self._step = load_state(directory, self._slices, self.rank, self._device)
                 set_moment_steps(self._optimizer, self._step)
@@ -207,6 +238,7 @@ class MegatronEngine(TorchEngine):
                 raise
             self._clear_gradients()
         self._torn = False
+        self._open_adapters().restore(adapters)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
@@ -214,7 +246,7 @@ class MegatronEngine(TorchEngine):
         self._require_here("parameters")
         about = ExportedModel(self._model_dir, self.config.head, dtype, self._kept)
         with self._collective("the trainer ranks to export the model"):
-            export_model(directory, about, self._shapes, self._slices, self.rank, self._device)
+            export_model(directory, about, self._shapes, self._published, self.rank, self._device)
 
     @classmethod
     def export_saved(
@@ -225,11 +257,10 @@ class MegatronEngine(TorchEngine):
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
-        self._chunks = []
-        self._slices = []
-        self._optimizer = None
-        if self._groups is not None and self._groups is _parallel_groups():
-            _destroy_parallel_groups()
+        self._chunks, self._slices, self._published = [], [], []
+        self._optimizer = self._lora = None
+        if self._groups is not None and self._groups is parallel_groups():
+            destroy_parallel_groups()
         self._groups = None
         self._leave()
 
@@ -260,27 +291,6 @@ class MegatronEngine(TorchEngine):
         with self._collective(waiting_for), answered:
             yield
 
-    def _join_parallel_groups(self) -> None:
-        """Make megatron-core's process groups, which are global to the process."""
-        layout = self.config.megatron
-        _destroy_parallel_groups()  # those of an engine before this one
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tensor_parallel,
-            pipeline_model_parallel_size=layout.pipeline_parallel,
-            virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-            expert_model_parallel_size=layout.expert_parallel,
-            expert_tensor_parallel_size=1,
-            distributed_timeout_minutes=self.config.collective_timeout_s / 60,
-            create_gloo_process_groups=False,
-        )
-        self._groups = _parallel_groups()
-        self._coordinates = Coordinates(
-            parallel_state.get_tensor_model_parallel_rank(),
-            layout.tensor_parallel,
-            parallel_state.get_expert_model_parallel_rank(),
-            layout.expert_parallel,
-        )
-
     def _read(self, model_dir: Path) -> None:
         """Facts about the model and its checkpoint that are known before it is built."""
         self._facts = read_model(model_dir, self.config.head)
@@ -291,7 +301,7 @@ class MegatronEngine(TorchEngine):
 
     def _build(self, seed: int) -> None:
         """Join megatron-core's groups, and make the model's chunks, their gradient buffers and the optimizer, without weights."""
-        self._join_parallel_groups()
+        self._groups, self._coordinates = join_parallel_groups(self.config)
         model_parallel_cuda_manual_seed(seed)
         settings, distributed = self.config, self.config.megatron.distributed_optimizer
         config = transformer_config(settings, self._facts, on_cpu=self._device.type == "cpu", dtype=self._compute_dtype)
@@ -301,25 +311,13 @@ class MegatronEngine(TorchEngine):
             placed = chunk.to(self._device)
             wrapped = Float16Module(config, placed) if config.bf16 else placed
             keep_expert_bias(wrapped)
+            wrapped.requires_grad_(settings.lora is None)
             chunks.append(DistributedDataParallel(config, buffers, wrapped))
-        self._optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                optimizer="adam",
-                lr=settings.learning_rate,
-                weight_decay=settings.weight_decay,
-                adam_beta1=settings.betas[0],
-                adam_beta2=settings.betas[1],
-                clip_grad=settings.max_grad_norm,
-                bf16=config.bf16,
-                params_dtype=config.params_dtype,
-                use_distributed_optimizer=distributed,
-            ),
-            chunks,
-            config_overrides={},  # megatron-core's own would exempt norms from weight decay
-            use_gloo_process_groups=False,
-        )
-        init_moments(self._optimizer)
-        self._slices = weight_slices(chunks, self._optimizer, self._facts.shape, self._coordinates)
+        if settings.lora is None:
+            self._optimizer = megatron_optimizer(settings, config, chunks)
+        else:
+            self._optimizer = FrozenWeights(chunks)
+        self._slices = self._published = weight_slices(chunks, self._optimizer, self._facts.shape, self._coordinates)
         self._chunks = chunks
         self._clear_gradients()
 
@@ -329,16 +327,18 @@ class MegatronEngine(TorchEngine):
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
         self._require_whole()
+        adapters = self._open_adapters().memory_of(part)
         if part == "parameters":
             modules = [module for chunk in self._chunks for module in chunk.module.modules()]
             held = [
                 tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
             ]
-            return [*(tensor for tensor in held if tensor is not None), *(piece.weight for piece in self._slices)]
+            masters = (piece.weight for piece in self._slices)
+            return [*adapters, *(tensor for tensor in held if tensor is not None), *masters]
         if part == "gradients":
             buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            return [buffer.grad_data for buffer in buffers]
-        return [moment for piece in self._slices for moment in piece.moments]
+            return [*adapters, *(buffer.grad_data for buffer in buffers)]
+        return [*adapters, *(moment for piece in self._slices for moment in piece.moments)]
 
     def _clear_gradients(self) -> None:
         self.onload(["gradients"])  # they stay in buffers of their own
@@ -385,19 +385,3 @@ class MegatronEngine(TorchEngine):
         """Whether this rank returns the outputs of its share, which the ranks that share its matrices compute, too."""
         last = bool(parallel_state.is_pipeline_last_stage())
         return last and parallel_state.get_tensor_model_parallel_rank() == 0
-
-
-def _parallel_groups() -> list[Any] | None:
-    """The process groups that megatron-core has made; None when there are none."""
-    groups: list[Any] | None = parallel_state._global_process_group_list
-    return groups
-
-
-def _destroy_parallel_groups() -> None:
-    """Also end their threads, which megatron-core's own function leaves running. Never raises."""
-    groups = _parallel_groups() or []
-    parallel_state.destroy_model_parallel()
-    for group in groups:
-        if isinstance(group, dist.ProcessGroup):
-            with suppress(RuntimeError, ValueError, AssertionError):  # as torch complains when a peer is gone
-                dist.destroy_process_group(group)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
+from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank, share_json
 from .weights import WEIGHT, WeightSlice
 
@@ -82,8 +83,12 @@ def save_state(
     layout: Mapping[str, Any],
     rank: int,
     device: torch.device,
+    write_beside: Callable[[Path], None],
 ) -> None:
-    """Write everything under a temporary name beside `directory`, then rename it. Collective."""
+    """Write everything under a temporary name beside `directory`, then rename it. Collective.
+
+    Before that, rank 0 calls `write_beside` with the temporary directory, for what else belongs to the state.
+    """
     from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
@@ -101,6 +106,7 @@ def save_state(
             raise storage_error("written", directory, cause) from cause
 
     def finish() -> None:
+        write_beside(partial)
         about = {"engine": _KIND[0], "format": _KIND[1], "step": step, **layout}
         (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
         partial.rename(directory)
@@ -180,15 +186,18 @@ def export_model(
 def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head) -> None:
     """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
     _, stored = _state_tensors(state)
-    kept = kept_types(model_dir, (key.split("|")[1] for key in stored))
+    kept, adapters = kept_types(model_dir, (key.split("|")[1] for key in stored)), SavedAdapters.read(state)
     full: dict[str, torch.Tensor] = {}
     with Shelf(stored) as shelf:
         for key, slices in stored.items():
             kind, name = key.split("|")
             if kind == WEIGHT:
                 shape = tuple(map(max, zip(*(_end(piece.box) for piece in slices), strict=True)))
-                full[name] = torch.empty(shape, dtype=torch.float32 if name in kept else dtype)
+                exact = name in kept or name in adapters.merged_names
+                full[name] = torch.empty(shape, dtype=torch.float32 if exact else dtype)
                 shelf.read(key, Box.whole(shape), full[name])
+    adapters.merge_into(full)
+    full |= {name: full[name].to(dtype) for name in adapters.merged_names if name not in kept}
     _write_hf(directory, ExportedModel(model_dir, head, dtype, kept), full)
 
 

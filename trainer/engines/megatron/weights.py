@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, MegatronOptimizer
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box, boxes_of_run
 
+from ...config import TrainerConfig
 from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
 WEIGHT = "weight"
@@ -45,6 +48,21 @@ class WeightSlice:
             yield from zip(MOMENTS, self.moments, strict=True)
 
 
+class FrozenWeights:
+    """Stands in for an optimizer where the model's own weights are not trained: master weights, and nothing else.
+
+    Args:
+        chunks: This rank's parts of the model.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self.masters = [(parameter, parameter.detach().float()) for each in chunks for parameter in each.parameters()]
+        """Parameters, and themselves in float32: the same memory where they are."""
+
+    def zero_grad(self) -> None:
+        """Do nothing: there are no gradients."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Master:
     """The float32 tensor that an optimizer steps: a whole parameter of the model, or a flat run of one."""
@@ -57,7 +75,10 @@ class _Master:
 
 
 def weight_slices(
-    chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer, model: CheckpointShape, at: Coordinates
+    chunks: Sequence[torch.nn.Module],
+    optimizer: MegatronOptimizer | FrozenWeights,
+    model: CheckpointShape,
+    at: Coordinates,
 ) -> list[WeightSlice]:
     """Every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
 
@@ -84,13 +105,39 @@ def model_slices(
             yield piece.name, piece.starts, parameter.detach()[piece.box.index]
 
 
-def inner_optimizers(optimizer: MegatronOptimizer) -> list[Any]:
+def inner_optimizers(optimizer: MegatronOptimizer | FrozenWeights) -> list[Any]:
     """megatron-core's optimizers of dense and of expert parameters that have something to step on this rank."""
+    if isinstance(optimizer, FrozenWeights):
+        return []
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [inner for inner in chained if inner.optimizer is not None]
 
 
-def init_moments(optimizer: MegatronOptimizer) -> None:
+def megatron_optimizer(
+    settings: TrainerConfig, config: TransformerConfig, chunks: list[torch.nn.Module]
+) -> MegatronOptimizer:
+    """megatron-core's AdamW over the parameters of `chunks`, with moments that are zero already."""
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.betas[0],
+            adam_beta2=settings.betas[1],
+            clip_grad=settings.max_grad_norm,
+            bf16=config.bf16,
+            params_dtype=config.params_dtype,
+            use_distributed_optimizer=settings.megatron.distributed_optimizer,
+        ),
+        chunks,
+        config_overrides={},  # megatron-core's own would exempt norms from weight decay
+        use_gloo_process_groups=False,
+    )
+    _init_moments(optimizer)
+    return optimizer
+
+
+def _init_moments(optimizer: MegatronOptimizer) -> None:
     """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
@@ -101,7 +148,7 @@ def init_moments(optimizer: MegatronOptimizer) -> None:
                 }
 
 
-def set_moment_steps(optimizer: MegatronOptimizer, step: int) -> None:
+def set_moment_steps(optimizer: MegatronOptimizer | FrozenWeights, step: int) -> None:
     """Say how many steps the moments have seen; their bias correction depends on it.
 
     torch's AdamW counts them for each parameter, the fused Adam of Apex and TransformerEngine for each group.
@@ -113,8 +160,12 @@ def set_moment_steps(optimizer: MegatronOptimizer, step: int) -> None:
                 inner.optimizer.state[parameter]["step"].fill_(step)
 
 
-def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer) -> None:
+def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | FrozenWeights) -> None:
     """Make the parameters that forward uses equal to the master weights. Collective with the distributed optimizer."""
+    if isinstance(optimizer, FrozenWeights):
+        for parameter, master in optimizer.masters:
+            parameter.detach().copy_(master)
+        return
     distributed = False
     for inner in inner_optimizers(optimizer):
         if isinstance(inner, Float16OptimizerWithFloat16Params | DistributedOptimizer):
@@ -151,7 +202,10 @@ def _pieces(
     return pieces
 
 
-def _masters(optimizer: MegatronOptimizer) -> Iterator[_Master]:
+def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterator[_Master]:
+    if isinstance(optimizer, FrozenWeights):
+        yield from (_Master(parameter, 0, master, {}) for parameter, master in optimizer.masters)
+        return
     for inner in inner_optimizers(optimizer):
         state = inner.optimizer.state
         for parameter, start, master in _pairs(inner):
@@ -185,7 +239,8 @@ def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> It
 
 def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightSlice]:
     """The parts of `pieces` that lie in the run that `master` is."""
-    flats = [tensor.view(-1) for tensor in (master.weight, *(master.state[key] for key in MOMENTS))]
+    tensors = (master.weight, *(master.state[key] for key in MOMENTS if key in master.state))
+    flats = [tensor.view(-1) for tensor in tensors]
     at = 0
     for box in boxes_of_run(tuple(master.parameter.shape), master.start, master.weight.numel()):
         views = [flat[at : at + box.numel].view(box.shape) for flat in flats]

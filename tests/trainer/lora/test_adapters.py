@@ -1,0 +1,326 @@
+"""Adapters compute and train as PEFT's do, leave everything else as it is, and travel in PEFT's files: in both engines."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft_oracle
+import pytest
+import torch
+from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, exhaustive, gathered, megatron
+from lora_commands import whole
+from safetensors.torch import load_file, save_file
+
+from weightlane.trainer.config import LoraConfig, TrainerConfig
+from weightlane.trainer.engines.lora.adapter import Adapter, LoraGroups
+from weightlane.trainer.engines.lora.sites import LoraSite
+
+pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
+
+ROWS = 7
+SHAPE = {"rank": 4, "alpha": 6.0}
+OFF = {"fsdp2": {"packing": "off"}}
+RECOMPUTED = {"activation_checkpointing": True}
+MODELS = ("qwen3-tied", "qwen2", "llama-untied")
+ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+
+
+def layout(id_: str, world: int, model: str, settings: dict[str, Any], *, more: bool = False) -> Any:
+    marks = [pytest.mark.megatron] * (settings.get("engine") == "megatron") + [pytest.mark.exhaustive] * more
+    return pytest.param(world, model, settings, id=id_, marks=marks)
+
+
+LAYOUTS = [
+    layout("fsdp2-1", 1, "qwen3-tied", {}),
+    layout("fsdp2-2", 2, "qwen3-tied", {"reshard_after_forward": False}),
+    layout("fsdp2-2, padded, recomputed", 2, "qwen2", {**OFF, **RECOMPUTED}),
+    layout("fsdp2-tp2", 2, "llama-untied", FSDP2_TP2),
+    layout("fsdp2-2-tp2", 4, "qwen2", FSDP2_TP2, more=True),
+    layout("megatron-tp2", 2, "qwen2", megatron({"tensor_parallel": 2})),
+    layout("megatron-sp2", 2, "qwen2", megatron({"tensor_parallel": 2, "sequence_parallel": True}, **RECOMPUTED)),
+    layout("megatron-pp2", 2, "qwen3-tied", megatron({"pipeline_parallel": 2}, **RECOMPUTED)),
+    layout("megatron-dp2", 2, "llama-untied", megatron({"distributed_optimizer": True}), more=True),
+    layout(
+        "megatron-tp2-pp2-virtual",
+        4,
+        "qwen3-tied",
+        megatron({"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
+        more=True,
+    ),
+]
+FEW = [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6], LAYOUTS[7]]
+
+
+@pytest.fixture(scope="module")
+def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
+    with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def made(oracle: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """An adapter by PEFT for each model, beside all its linear layers, and one beside some of those of qwen3-tied."""
+    root = tmp_path_factory.mktemp("adapters")
+    found = {name: root / name for name in MODELS}
+    for seed, (name, directory) in enumerate(found.items()):
+        oracle.all("make", model=models[name], directory=directory, seed=seed, r=4, lora_alpha=6)
+    found["some"] = root / "some"
+    some = {
+        "model": models["qwen3-tied"],
+        "directory": found["some"],
+        "seed": 9,
+        "targets": ["q_proj", "v_proj", "up_proj"],
+    }
+    oracle.all("make", **some, r=2, lora_alpha=5, lora_dropout=0.1)
+    return found
+
+
+def assert_close(found: dict[Any, Any], wanted: dict[Any, Any], limit: float) -> None:
+    """The norm of all differences together is at most `limit` of the norm of what is wanted."""
+    assert found.keys() == wanted.keys()
+    difference = sum(float(np.square(np.asarray(found[key], np.float64) - wanted[key]).sum()) for key in wanted)
+    assert (difference / sum(float(np.square(each).sum()) for each in wanted.values())) ** 0.5 <= limit
+
+
+def logprobs(ranks: Ranks, adapter: str | None) -> dict[int, Any]:
+    answers = ranks.all("adapter_logprobs", adapter=adapter, rows=ROWS)
+    return {row: values for answer in answers for row, values in answer.items()}
+
+
+def state(ranks: Ranks, name: str) -> dict[str, torch.Tensor]:
+    return whole(ranks.all("adapter_state", name=name))
+
+
+@pytest.mark.parametrize(("world", "model", "settings"), LAYOUTS)
+def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
+    teams: Teams, oracle: Ranks, made: dict[str, Path], world: int, model: str, settings: dict[str, Any]
+) -> None:
+    """Also where a mini-batch is split unevenly, and where a rank has no sequence; the model's own weights are not frozen."""
+    ranks, path = teams.of(world), teams.models[model]
+    ranks.setup(model, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20, **settings})
+    ranks.all("adapter", name="a", source=made[model], **SHAPE)
+    for adapter, directory in (("a", made[model]), ("", None), (None, None)):
+        (wanted,) = oracle.all("logprobs", model=path, adapter=directory, rows=ROWS)
+        assert_close(logprobs(ranks, adapter), wanted, 1e-6)
+    for rows, calls in ((ROWS, [[0], [3, 1, 2, 4], [6, 5]]), (1, [[0]])):
+        ranks.all("remove", name="a")
+        ranks.all("adapter", name="a", source=made[model], **SHAPE)
+        ((loss, wanted),) = oracle.all("gradient", model=path, adapter=made[model], rows=rows)
+        answers = ranks.all("adapter_gradient", name="a", rows=rows, calls=calls)
+        norm = sum(float(np.square(each).sum()) for each in wanted.values()) ** 0.5
+        for total, found, _ in answers:
+            assert (total, found) == (pytest.approx(loss, rel=1e-6), pytest.approx(norm, rel=1e-6))
+        gradient = whole([slices for *_, slices in answers])
+        assert {key.rpartition(".")[2] for key in gradient} == {
+            f"{target}|{matrix}" for target in ALL for matrix in "AB"
+        }
+        assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 1e-6)
+
+
+@pytest.mark.parametrize(("world", "model", "settings"), [LAYOUTS[1], LAYOUTS[6]])
+def test_half_precision_changes_gradients_no_more_than_rounding_and_keeps_float32_adapters(
+    teams: Teams, oracle: Ranks, made: dict[str, Path], world: int, model: str, settings: dict[str, Any]
+) -> None:
+    ranks = teams.of(world)
+    ranks.setup(model, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "compute_dtype": "bfloat16", **settings})
+    ranks.all("adapter", name="a", source=made[model], **SHAPE)
+    ((_, wanted),) = oracle.all("gradient", model=teams.models[model], adapter=made[model], rows=ROWS)
+    answers = ranks.all("adapter_gradient", name="a", rows=ROWS, calls=[[*range(ROWS)]])
+    gradient = whole([slices for *_, slices in answers])
+    assert all(tensor.dtype == torch.float32 for tensor in state(ranks, "a").values())
+    assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 0.05)
+
+
+@pytest.mark.parametrize(("world", "model", "settings"), FEW)
+def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_nothing_else_changes(
+    teams: Teams, world: int, model: str, settings: dict[str, Any]
+) -> None:
+    """Bit for bit, with a mini-batch of the model's own weights under way, which is stepped in the end."""
+    configs: dict[str, dict[str, Any]] = {
+        "a": {"rank": 3, "seed": 1},
+        "b": {"rank": 2, "targets": ("k_proj", "gate_proj", "down_proj"), "learning_rate": 3e-3},
+    }
+    one_step = lambda name, step: [  # noqa: E731
+        ("forward_backward", name, 2 * step),
+        ("forward_backward", name, 2 * step + 1),
+        ("optim_step", name, 0),
+    ]
+    alone, norms = {}, {}
+    ranks = teams.of(world)
+    ranks.setup(model, micro_batch_tokens=40, **settings)
+    start = gathered(ranks)
+    for name, config in configs.items():
+        ranks.all("adapter", name=name, **config)
+        norms[name] = ranks.all("adapter_steps", order=[do for step in range(3) for do in one_step(name, step)])[0]
+        alone[name] = state(ranks, name)
+        assert len(set(norms[name])) == 3
+        assert any(tensor.any() for key, tensor in alone[name].items() if "|B|weight" in key)
+    assert_same(gathered(ranks), start)
+    ranks.all("adapter_steps", order=one_step("", 0))
+    base = gathered(ranks)
+
+    ranks.setup(model, micro_batch_tokens=40, **settings)
+    for name, config in configs.items():
+        ranks.all("adapter", name=name, **config)
+    left = {name: [do for step in range(3) for do in one_step(name, step)] for name in configs}
+    left[""], rng, order = one_step("", 0)[:2], random.Random(5), []
+    while any(left.values()):
+        name = rng.choice([name for name, todo in left.items() if todo])
+        order.append(left[name].pop(0))
+    assert [name for do, name, _ in order if do == "optim_step"] not in (["a"] * 3 + ["b"] * 3, ["b"] * 3 + ["a"] * 3)
+    together = ranks.all("adapter_steps", order=order)[0]
+    assert_same(gathered(ranks), start)
+    for name in configs:
+        assert [norm for norm in together if norm in norms[name]] == norms[name]
+        assert_same(state(ranks, name), alone[name])
+    ranks.all("adapter_steps", order=one_step("", 0)[2:])
+    assert_same(gathered(ranks), base)
+
+
+@pytest.mark.parametrize(("world", "model", "settings"), FEW)
+def test_an_exported_adapter_gives_the_same_log_probabilities_in_peft_and_is_imported_bit_for_bit(
+    teams: Teams, oracle: Ranks, world: int, model: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = {"rank": 3, "targets": ("q_proj", "o_proj", "up_proj", "down_proj"), "learning_rate": 0.02}
+    ranks = teams.of(world)
+    ranks.setup(model, **settings)
+    ranks.all("adapter", name="a", **config)
+    ranks.all("adapter_steps", order=[("forward_backward", "a", 0), ("optim_step", "a", 0)] * 3)
+    ranks.all("export_adapter", directory=tmp_path / "a", name="a")
+    (wanted,) = oracle.all("logprobs", model=teams.models[model], adapter=tmp_path / "a", rows=ROWS)
+    assert_close(logprobs(ranks, "a"), wanted, 1e-6)
+    for row, values in logprobs(ranks, "").items():
+        assert np.abs(values - wanted[row]).max() > 0.01, "the adapter matters"
+    ranks.all("adapter", name="b", source=tmp_path / "a", **config)
+    exported = {key: tensor for key, tensor in state(ranks, "a").items() if key.endswith("weight")}
+    assert_same({key: tensor for key, tensor in state(ranks, "b").items() if key.endswith("weight")}, exported)
+    ranks.all_fail("StorageError", "already exists", "export_adapter", directory=tmp_path / "a", name="a")
+
+
+def test_an_adapter_begins_as_peft_does_with_the_same_values_in_every_layout(teams: Teams, oracle: Ranks) -> None:
+    found = []
+    for world, settings in ((1, {}), (2, FSDP2_TP2), (2, megatron({"tensor_parallel": 2, "sequence_parallel": True}))):
+        ranks = teams.of(world)
+        ranks.setup("qwen3-tied", **settings)
+        for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+            ranks.all("adapter", name=name, rank=512, targets=("q_proj", "down_proj"), seed=seed)
+        found.append({name: state(ranks, name) for name in "abc"})
+    for others in found[1:]:
+        for name, tensors in others.items():
+            assert_same(tensors, found[0][name])
+    key = "model.layers.1.self_attn.q_proj|A|weight"
+    first, *others = (tensors[key] for tensors in found[0].values())
+    assert not any(torch.equal(first, other) for other in others), "names and seeds matter"
+    assert not any(tensor.any() for name, tensor in found[0]["a"].items() if "|A|weight" not in name)
+    (bound,) = oracle.all("first_bound", columns=first.shape[1])
+    assert float(first.abs().max()) == pytest.approx(bound, rel=1e-2)
+
+
+@pytest.mark.parametrize("settings", [{}, pytest.param(megatron({"pipeline_parallel": 2}), marks=pytest.mark.megatron)])
+def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_tensor(
+    teams: Teams, made: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    source, model = made["some"], "qwen3-tied"
+    config = {"rank": 2, "alpha": 5, "targets": ("q_proj", "v_proj", "up_proj")}
+    tensors, about = (
+        load_file(source / "adapter_model.safetensors"),
+        json.loads((source / "adapter_config.json").read_text()),
+    )
+    prefix = "base_model.model.model.layers."
+    q0, up3 = f"{prefix}0.self_attn.q_proj.lora_A.weight", f"{prefix}3.mlp.up_proj.lora_B.weight"
+    ranks = teams.of(2)
+    ranks.setup(model, **settings)
+
+    def refused(says: str, /, changed: dict[str, Any] | None = None, files: Any = None, **options: Any) -> None:
+        directory = tmp_path / "broken"
+        shutil.copytree(source, directory)
+        (directory / "adapter_config.json").write_text(json.dumps({**about, **(changed or {})}))
+        if files is not None:
+            save_file(files, directory / "adapter_model.safetensors")
+        ranks.all_fail("ConfigError", says, "adapter", name="a", source=directory, **{**config, **options})
+        shutil.rmtree(directory)
+
+    refused("modules_to_save = ['lm_head']", {"modules_to_save": ["lm_head"]})
+    refused("use_dora = True", {"use_dora": True})
+    refused("rank_pattern = {'q_proj': 8}", {"rank_pattern": {"q_proj": 8}})
+    refused("peft_type 'IA3'", {"peft_type": "IA3"})
+    refused("has rank 2, the configuration 4", rank=4)
+    refused("has alpha 5, the configuration 6", alpha=6)
+    refused("has targets q_proj, up_proj, v_proj, the configuration q_proj", targets=("q_proj",))
+    refused(f"the tensor {q0} in", files={**tensors, q0: torch.zeros(2, 15)})
+    refused(f"lacks the tensor {up3}", files={key: tensor for key, tensor in tensors.items() if key != up3})
+    missing = q0.replace("layers.0", "layers.4")
+    refused(f"holds the tensor {missing}", files={**tensors, missing: tensors[q0].clone()})
+    refused(
+        "lm_head.base_layer.weight, which is no",
+        files={**tensors, "base_model.model.lm_head.base_layer.weight": torch.ones(3)},
+    )
+    ranks.all_fail("ConfigError", "has no adapter_config.json", "adapter", name="a", source=tmp_path, **config)
+    ranks.all_fail("ConfigError", "Did you mean 'q_proj'?", "adapter", name="a", targets=("qproj",))
+    ranks.all_fail("ConfigError", "is no name for an adapter", "adapter", name="../a")
+    ranks.all_fail("ConfigError", "Known adapters: none", "adapter_logprobs", adapter="a", rows=1)
+    # As PEFT names a layer that something else wraps, too.
+    shutil.copytree(source, tmp_path / "wrapped")
+    wrapped = {key.replace(".lora_", ".base_layer.lora_"): tensor for key, tensor in tensors.items()}
+    save_file(wrapped, tmp_path / "wrapped/adapter_model.safetensors")
+    for name, directory in (("plain", source), ("wrapped", tmp_path / "wrapped")):
+        ranks.all("adapter", name=name, source=directory, **config)
+    assert_same(state(ranks, "wrapped"), state(ranks, "plain"))
+    ranks.all_fail("ConfigError", "Known adapters: plain, wrapped", "adapter_logprobs", adapter="a", rows=1)
+    step = [("optim_step", "plain", 0)]
+    ranks.all_fail("ProtocolError", "there is no gradient for step 1", "adapter_steps", order=step)
+    ranks.all_fail("ConfigError", "there is an adapter 'plain' already", "adapter", name="plain")
+    assert ranks.all("remove", name="plain") == [("wrapped",)] * 2
+    ranks.all_fail("ConfigError", "Known adapters: wrapped", "remove", name="plain")
+
+
+@pytest.mark.parametrize(
+    ("settings", "world"),
+    [pytest.param(megatron({"expert_parallel": 2}), 2, marks=pytest.mark.megatron), exhaustive({}, 1)],
+)
+def test_experts_have_no_adapters_and_the_error_says_so(teams: Teams, settings: dict[str, Any], world: int) -> None:
+    ranks = teams.of(world)
+    ranks.setup("qwen3-moe", **settings)
+    says = "the model has experts" if settings else "has no linear layer 'gate_proj'"
+    ranks.all_fail("ConfigError", says, "adapter", name="a", targets=("gate_proj",))
+
+
+def test_steps_are_those_of_torch_with_clipping_and_a_learning_rate_of_the_adapters_own() -> None:
+    trainer = TrainerConfig(weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=0.5, lr_warmup_steps=4)
+    site, alone = LoraSite("model.layers.0.mlp.up_proj", 5, 3, (0, 5), (0, 3)), LoraGroups(None, None, None, True)
+    adapter = Adapter("a", LoraConfig(rank=2, learning_rate=0.3), trainer, [site], None, torch.device("cpu"))
+    twins = [parameter.detach().clone().requires_grad_() for parameter in adapter.parameters]
+    twin = torch.optim.AdamW(twins, weight_decay=0.1, betas=(0.8, 0.9))
+    random_of = torch.Generator().manual_seed(0)
+    for step, size in enumerate((10.0, 0.01, 1.0, 3.0, 0.1)):
+        for mine, other in zip(adapter.parameters, twins, strict=True):
+            other.grad = torch.randn(mine.shape, generator=random_of) * size
+            mine.grad = other.grad.clone()
+        norm = float(torch.nn.utils.clip_grad_norm_(twins, 0.5))
+        assert adapter.complete_gradients(alone) == pytest.approx(norm)
+        adapter.change(norm, lambda: None)
+        twin.param_groups[0]["lr"] = 0.3 * min(1.0, (step + 1) / 4)
+        twin.step()
+        for mine, other in zip(adapter.parameters, twins, strict=True):
+            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
+    assert adapter.step == 5
+
+
+def test_the_guides_blocks_are_valid_and_train(teams: Teams) -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/lora.md").read_text()
+    (settings,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
+    (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
+    ranks = teams.of(2)
+    ranks.setup("qwen3-tied", **tomllib.loads(settings)["trainer"])
+    before = logprobs(ranks, None)
+    assert ranks.all("run_code", code=code)[0]["tokens"] == 3.0
+    assert_close(logprobs(ranks, None), before, 0.0)
+    assert any((values != before[row]).any() for row, values in logprobs(ranks, "german").items())

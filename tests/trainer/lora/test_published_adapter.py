@@ -1,0 +1,198 @@
+"""With ``trainer.lora``, the weights with the adapter added are what an engine publishes, exports and saves: in both engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import peft_oracle
+import pytest
+import torch
+from engine_ranks import (
+    FSDP2_TP2,
+    Ranks,
+    Teams,
+    assert_fence_tells_of_changes,
+    assert_same,
+    checkpoint,
+    gathered,
+    megatron,
+)
+from lora_commands import whole
+from transformers import AutoModelForCausalLM
+
+from weightlane.trainer.engines.registry import training_engine_class
+
+MODEL = "qwen3-tied"
+TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
+LORA = {"rank": 3, "alpha": 4, "targets": TARGETS, "learning_rate": 0.02}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2-2": (2, {}),
+    "fsdp2-tp2": (2, FSDP2_TP2),
+    "megatron-sp2": (2, megatron({"tensor_parallel": 2, "sequence_parallel": True})),
+    "megatron-pp2": (2, megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True)),
+}
+MORE_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2-2-tp2": (4, {**FSDP2_TP2, "compute_dtype": "bfloat16"}),
+    "megatron-dp2-distributed": (2, megatron({"distributed_optimizer": True})),
+    "megatron-tp2-pp2": (4, megatron({"tensor_parallel": 2, "pipeline_parallel": 2})),
+}
+ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
+PARAMS = [
+    pytest.param(
+        name,
+        marks=[pytest.mark.megatron] * name.startswith("megatron") + [pytest.mark.exhaustive] * (name in MORE_LAYOUTS),
+    )
+    for name in ALL_LAYOUTS
+]
+Setup = Callable[..., Ranks]
+
+
+@pytest.fixture(params=PARAMS)
+def setup(request: pytest.FixtureRequest, teams: Teams) -> Setup:
+    """Lets ranks in one of the layouts load the model with an adapter, unless other settings say otherwise."""
+    world, settings = ALL_LAYOUTS[request.param]
+
+    def loaded(**trainer: Any) -> Ranks:
+        ranks = teams.of(world)
+        ranks.setup(MODEL, **{"lora": LORA, **settings, **trainer})
+        return ranks
+
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
+    with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:
+        yield one
+
+
+def changing(start: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name in start if name.removesuffix(".weight").rpartition(".")[2] in TARGETS]
+
+
+def state(ranks: Ranks) -> dict[str, torch.Tensor]:
+    return whole(ranks.all("adapter_state", name="default"))
+
+
+@pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
+def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neither_gradients_nor_moments(
+    request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], oracle: Ranks, tmp_path: Path
+) -> None:
+    ranks, start = setup(), checkpoint(models[MODEL])
+    assert_same(gathered(ranks), start)
+    assert ranks.all("base_has_state") == [(False, 0)] * len(ranks)
+    ranks.all("train", first=0, count=3)
+    ranks.all("export_adapter", directory=tmp_path / "adapter", name="default")
+    (merged,) = oracle.all("merged", model=models[MODEL], adapter=tmp_path / "adapter")
+    trained = gathered(ranks)
+    assert trained.keys() == start.keys()
+    for name, tensor in trained.items():
+        wanted = torch.from_numpy(merged[name])
+        assert float((tensor.double() - wanted).norm() / wanted.norm()) <= 1e-6
+        assert torch.equal(tensor, start[name]) is (name not in changing(start))
+    ranks.all("export", directory=tmp_path / "exported")
+    assert_same(checkpoint(tmp_path / "exported"), trained)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.float32
+    ranks.all("save", directory=tmp_path / "state")
+    engine = training_engine_class(request.node.callspec.params["setup"].partition("-")[0])
+    engine.export_saved(tmp_path / "state", models[MODEL], tmp_path / "from state", torch.bfloat16)
+    for name, tensor in checkpoint(tmp_path / "from state").items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.allclose(tensor.float(), trained[name].bfloat16().float(), rtol=0.01, atol=1e-6)
+        assert name in changing(start) or torch.equal(tensor, start[name].bfloat16())
+
+
+def test_the_fence_names_exactly_what_changes_and_a_step_that_fails_before_changes_nothing(
+    setup: Setup, models: dict[str, Path]
+) -> None:
+    ranks, start = setup(), checkpoint(models[MODEL])
+    before = state(ranks)
+    for report in ranks.all("fence", fail_at=0):
+        assert (report["changed"], report["error"], report["step"]) == ([], "the fence failed.", 0)
+    for report in ranks.all("fence", overflow=True):
+        assert (report["changed"], report["calls"], report["step"]) == ([], [], 0)
+        assert "gradient norm" in report["error"]
+    assert_same(state(ranks), before)
+    assert_fence_tells_of_changes(ranks, changing(start))
+
+
+def test_what_is_moved_to_the_host_comes_back_bit_for_bit_with_adapters(setup: Setup) -> None:
+    """Also in the middle of a mini-batch; everything is away at once, and then nothing is."""
+    found = []
+    for moves in (False, True):
+        ranks = setup()
+        for do in ("forward_backward", "forward_backward", "optim_step"):
+            ranks.all("adapter_steps", order=[(do, "default", 0)])
+            if moves:
+                ranks.all("adapter_offload")
+        found.append((state(ranks), gathered(ranks)))
+    for still, moved in zip(*found, strict=True):
+        assert_same(moved, still)
+
+
+def test_a_saved_run_continues_bit_for_bit_with_all_its_adapters_and_storage_never_moves(
+    setup: Setup, tmp_path: Path
+) -> None:
+    ranks = setup(lr_warmup_steps=5)
+    other: dict[str, Any] = {"name": "other", "rank": 2, "targets": ("gate_proj",)}
+    more = [("forward_backward", "other", 0), ("optim_step", "other", 0)]
+    ranks.all("adapter", **other)
+    addresses = ranks.all("addresses")
+    ranks.all("train", first=0, count=2)
+    ranks.all("adapter_steps", order=more)
+    assert ranks.all("save", directory=tmp_path / "state") == [2] * len(ranks)
+
+    def go_on() -> tuple[Any, ...]:
+        reports = ranks.all("train", first=2, count=2), ranks.all("adapter_steps", order=more)
+        return reports, gathered(ranks), state(ranks), whole(ranks.all("adapter_state", name="other"))
+
+    expected = go_on()
+    for again in ("the same engine", "a fresh one"):
+        if again == "a fresh one":
+            setup(lr_warmup_steps=5)
+            ranks.all_fail("ConfigError", "the state has an adapter 'other'", "load", directory=tmp_path / "state")
+            assert ranks.all("adapter", **other) == [("default", "other")] * len(ranks)
+        assert ranks.all("load", directory=tmp_path / "state") == [2] * len(ranks)
+        found = go_on()
+        assert found[0] == expected[0]
+        for mine, theirs in zip(found[1:], expected[1:], strict=True):
+            assert_same(mine, theirs)
+        assert again == "a fresh one" or ranks.all("addresses") == addresses
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("megatron", marks=pytest.mark.megatron)])
+def test_a_state_loads_in_another_layout_with_moments_and_is_refused_where_adapters_differ(
+    teams: Teams, tmp_path: Path, engine: str
+) -> None:
+    first, *others = [(world, settings) for name, (world, settings) in LAYOUTS.items() if name.startswith(engine)]
+    others.append((1, {"engine": engine}))
+    ranks = teams.of(first[0])
+    ranks.setup(MODEL, lora=LORA, **first[1])
+    ranks.all("train", first=0, count=2)
+    ranks.all("save", directory=tmp_path / "state")
+    saved, published = state(ranks), gathered(ranks)
+    for world, settings in others:
+        ranks = teams.of(world)
+        ranks.setup(MODEL, lora=LORA, **settings)
+        assert ranks.all("load", directory=tmp_path / "state") == [2] * world
+        assert_same(state(ranks), saved)
+        for name, tensor in gathered(ranks).items():
+            assert torch.allclose(tensor, published[name], rtol=1e-6, atol=1e-7)
+        ranks.all("train", first=2, count=1)
+    ranks = teams.of(1)
+    ranks.setup(MODEL, engine=engine)
+    ranks.all("save", directory=tmp_path / "without")
+    says = "the state has an adapter 'default', the engine none"
+    ranks.all_fail("ConfigError", says, "load", directory=tmp_path / "state")
+    ranks.all("adapter", name="default", **LORA)
+    ranks.all_fail("ConfigError", "was saved with trainer.lora", "load", directory=tmp_path / "state")
+    ranks.setup(MODEL, engine=engine, lora=LORA)
+    says = "the engine has an adapter 'default', the state none"
+    ranks.all_fail("ConfigError", says, "load", directory=tmp_path / "without")
+    ranks.all_fail("ConfigError", "holds no saved training state", "load", directory=tmp_path / "nowhere")
+    ranks.setup(MODEL, engine=engine, lora={**LORA, "alpha": 5})
+    ranks.all_fail("ConfigError", "its adapter 'default' has", "load", directory=tmp_path / "state")
+    ranks.all_fail("ConfigError", "weights are frozen", "adapter_steps", order=[("forward_backward", "", 0)])
+    ranks.all_fail("ConfigError", "cannot be removed", "remove", name="default")

@@ -1,0 +1,115 @@
+"""Commands of `engine_worker` that are about adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_batches import LOSSES, batch_of, make_batch, make_samples, mixed
+
+from weightlane.trainer.config import LoraConfig
+from weightlane.trainer.data.batch import MiniBatch
+
+
+class LoraCommands:
+    """A part of the worker."""
+
+    _engine: Any
+
+    def adapter(self, name: str, source: str | None = None, **config: Any) -> tuple[str, ...]:
+        """Add an adapter; returns the names of all."""
+        self._engine.add_adapter(name, LoraConfig(**config), None if source is None else Path(source))
+        return tuple(self._engine.adapters)
+
+    def remove(self, name: str) -> tuple[str, ...]:
+        self._engine.remove_adapter(name)
+        return tuple(self._engine.adapters)
+
+    def export_adapter(self, directory: str, name: str) -> None:
+        self._engine.export_adapter(Path(directory), name)
+
+    def adapter_logprobs(self, adapter: str | None, rows: int) -> dict[int, Any]:
+        """Log-probabilities of completions, by sample."""
+        found = self._engine.forward(make_batch(0, rows), adapter=adapter)
+        starts = [len(sample.prompt_ids) - 1 for sample in make_samples(0, rows)]
+        return {row: values["logprobs"][starts[row] :].numpy() for row, values in found.items()}
+
+    def adapter_gradient(self, name: str, rows: int, calls: list[list[int]]) -> tuple[Any, ...]:
+        """The loss of `rows` samples that are split into `calls`, the gradient's norm, and this rank's slices of it.
+
+        AdamW's first moment is the gradient itself where its decay rate is 0.
+        """
+        samples = make_samples(0, rows)
+        mini_batch = MiniBatch.of(batch_of(samples))
+        results = [
+            self._engine.forward_backward(batch_of(samples[row] for row in call), mixed, mini_batch, adapter=name)
+            for call in calls
+        ]
+        norm = self._engine.optim_step(_nothing_is_published, name)
+        slices = [
+            (piece.key.removesuffix("|exp_avg"), piece.shape, piece.box.starts, piece.data.numpy())
+            for piece in self._engine._lora.chosen(name).slices()
+            if piece.key.endswith("|exp_avg")
+        ]
+        return sum(result.metrics["loss"] for result in results), norm, slices
+
+    def adapter_steps(self, order: list[tuple[str, str, int]]) -> list[float]:
+        """Do ``("forward_backward", adapter, batch)`` and ``("optim_step", adapter, 0)`` in order; norms of the steps.
+
+        A mini-batch has two batches: that of a number, and the next one.
+        """
+        norms = []
+        for do, name, number in order:
+            if do == "forward_backward":
+                both = MiniBatch.of(*(make_batch(each) for each in (number - number % 2, number - number % 2 + 1)))
+                self._engine.forward_backward(make_batch(number), LOSSES["policy"], both, adapter=name)
+            else:
+                norms.append(self._engine.optim_step(lambda names: None, name))
+        return norms
+
+    def adapter_offload(self) -> None:
+        """Move everything to the host, where no tensor of an adapter has memory, and back."""
+        engine = self._engine
+        adapter = engine._lora.chosen("default")
+        gradients = [parameter.grad for parameter in adapter.parameters if parameter.grad is not None]
+        shards = [shard.data for shard in engine.local_shards(torch.float32)]
+        moved = [*(piece.data for piece in adapter.slices()), *gradients, *shards]
+        engine.offload()
+        assert not any(tensor.untyped_storage().nbytes() for tensor in moved)
+        engine.onload()
+
+    def adapter_state(self, name: str) -> list[tuple[Any, ...]]:
+        """Every tensor of an adapter on this rank, moments included."""
+        pieces = self._engine._lora.chosen(name).slices()
+        return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in pieces]
+
+    def base_has_state(self) -> tuple[bool, int]:
+        """Whether any of the model's own weights asks for gradients, and how many moments of theirs there are."""
+        engine = self._engine
+        if engine.config.engine == "megatron":
+            asks = any(parameter.requires_grad for chunk in engine._chunks for parameter in chunk.parameters())
+            return asks, sum(len(piece.moments) for piece in engine._slices)
+        return any(parameter.requires_grad for parameter in engine._model.parameters()), len(
+            engine._named_optimizer_state()
+        )
+
+
+def _nothing_is_published(names: Any) -> None:
+    raise AssertionError(
+        f"a step of this adapter changes no checkpoint tensor, but the fence was told of {list(names)}"
+    )
+
+
+def whole(held: list[list[tuple[Any, ...]]]) -> dict[str, torch.Tensor]:
+    """Tensors put together from the slices of every rank; what several ranks hold must be equal, and nothing may be missing."""
+    full: dict[str, torch.Tensor] = {}
+    for slices in held:
+        for key, shape, starts, array in slices:
+            target = full.setdefault(key, torch.full(shape, torch.nan))
+            index = tuple(slice(start, start + size) for start, size in zip(starts, array.shape, strict=True))
+            data, known = torch.from_numpy(array), ~target[index].isnan()
+            assert torch.equal(target[index][known], data[known]), f"two ranks differ about {key}"
+            target[index] = data
+    assert not [key for key, tensor in full.items() if tensor.isnan().any()]
+    return full

@@ -1,0 +1,109 @@
+"""Adapters beside the linear layers of a transformers model under FSDP2, with or without tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard
+
+from ..hf.names import CheckpointRun
+from ..lora.adapter import LoraGroups
+from ..lora.adapters import PairOf
+from ..lora.maths import copied, lowered, raised, summed
+from ..lora.merged import MergedSlice, MergedWeights
+from ..lora.sites import LoraSite
+from .mesh import RankMesh
+from .shards import local_slice
+
+
+class Fsdp2Adapted:
+    """The decoder layers of a model that `RankMesh` sharded, for `Adapters`; fused experts are no linear layers.
+
+    Args:
+        model: The model.
+        layers: Its decoder layers.
+        mesh: The ranks.
+        runs: The checkpoint tensors that its parameters are saved as.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        layers: Sequence[torch.nn.Module],
+        mesh: RankMesh,
+        runs: Sequence[CheckpointRun],
+    ) -> None:
+        inside = {id(module) for layer in layers for module in layer.modules()}
+        self._linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and id(module) in inside
+        }
+        self._runs = runs
+        tensor = None if mesh.tensor is None else mesh.tensor.get_group()
+        self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.answers)
+        self.published: dict[str, torch.Tensor] = {}
+        """Tensors that stand in for parameters, by in-memory name, in what is published; filled by `merged`."""
+
+    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], list[str]]:
+        """See `AdaptedModel.install`."""
+        sites = [_site(name, module) for name, module in self._linears.items()]
+        for site in sites:
+            beside, linear = _Beside(site, self.groups.tensor, pair_of), self._linears[site.module]
+            # Before tensor parallelism makes a DTensor of the input, and after it made a plain tensor of the output.
+            linear.register_forward_pre_hook(beside.keep_input, prepend=True)
+            linear.register_forward_hook(beside.add_output)
+        return sites, list(self._linears)
+
+    def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
+        """See `AdaptedModel.merged`."""
+        sources = {f"{site.module}.weight": site.module for site in sites}
+        slices = []
+        for name, module in sources.items():
+            weight = self._linears[module].weight
+            self.published[name] = weight.detach().clone()
+            box, base = local_slice(name, weight)
+            slices.append(MergedSlice(module, box, base, local_slice(name, self.published[name])[1]))
+        return MergedWeights(slices, [run.name for run in self._runs if run.source in sources])
+
+
+class _Beside:
+    """The hooks of one linear layer."""
+
+    def __init__(self, site: LoraSite, group: dist.ProcessGroup | None, pair_of: PairOf) -> None:
+        self._module, self._group, self._pair_of = site.module, group, pair_of
+        self._by_rows, self._by_columns = site.splits("B"), site.splits("A")
+        self._input: torch.Tensor | None = None
+
+    def keep_input(self, module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        del module
+        self._input = arguments[0] if self._pair_of(self._module) is not None else None
+
+    def add_output(self, module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> Any:
+        del module, arguments
+        pair, given = self._pair_of(self._module), self._input
+        self._input = None
+        if pair is None or given is None:
+            return output
+        low = lowered(pair, given)
+        if self._group is not None and self._by_rows:
+            low = copied(low, self._group)
+        elif self._group is not None and self._by_columns:
+            low = summed(low, self._group)
+        return output + raised(pair, low)
+
+
+def _site(name: str, module: torch.nn.Linear) -> LoraSite:
+    rows, columns = module.out_features, module.in_features
+    held = [(0, rows), (0, columns)]
+    weight = module.weight
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        for dimension, (label, placement) in enumerate(zip(mesh.mesh_dim_names or (), weight.placements, strict=True)):
+            if label == "tp" and isinstance(placement, Shard):
+                size = (rows, columns)[placement.dim] // mesh.size(dimension)
+                held[placement.dim] = (mesh.get_local_rank(dimension) * size, size)
+    return LoraSite(name, rows, columns, held[0], held[1])

@@ -1,0 +1,195 @@
+"""`Adapter`: one low-rank adapter on one rank, with its gradients, its AdamW and its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from weightlane.sync.version.box import Box
+
+from ...config import LoraConfig, TrainerConfig
+from ...data.batch import MiniBatch
+from ..contract import StatePart
+from ..learning_rate import learning_rate
+from .sites import MATRICES, LoraSite, initial_a
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments of a parameter, as torch names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraGroups:
+    """The groups of ranks between which an adapter's gradients and norms are added up; None where this rank is alone."""
+
+    data: dist.ProcessGroup | None
+    """The ranks that hold the same parts and work on different samples."""
+    tensor: dist.ProcessGroup | None
+    """The ranks of tensor parallelism."""
+    model: dist.ProcessGroup | None
+    """The ranks that hold all parts together: those of tensor and pipeline parallelism."""
+    first_of_tensor: bool
+    """Whether this rank counts what every rank of tensor parallelism holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraPair:
+    """The part of A and B of one layer on this rank."""
+
+    site: LoraSite
+    matrices: Mapping[str, torch.nn.Parameter]
+    """float32 A [rank, held columns] and B [held rows, rank]."""
+    scale: float
+
+    @property
+    def down(self) -> torch.nn.Parameter:
+        """A."""
+        return self.matrices["A"]
+
+    @property
+    def up(self) -> torch.nn.Parameter:
+        """B."""
+        return self.matrices["B"]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlice:
+    """A part of one tensor of an adapter: a rectangle of A, of B, or of one of their moments, and where it is on this rank."""
+
+    key: str
+    """``module|A|weight`` and the like."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    box: Box
+    data: torch.Tensor
+
+
+class Adapter:
+    """A and B of every adapted layer that this rank holds, as float32 parameters, and what trains them.
+
+    Args:
+        name: The adapter's name.
+        config: Its configuration.
+        trainer: The trainer's, for AdamW.
+        sites: The layers.
+        values: Whole A and B of every layer by ``module|A`` and ``module|B``; None for an adapter's first values.
+        device: Where the parameters are.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: LoraConfig,
+        trainer: TrainerConfig,
+        sites: Sequence[LoraSite],
+        values: Mapping[str, torch.Tensor] | None,
+        device: torch.device,
+    ) -> None:
+        self.name, self.config = name, config
+        self.step = 0
+        """Optimizer steps taken."""
+        self.mini_batch: MiniBatch | None = None
+        """The mini-batch whose gradients are being added up."""
+        own = {"learning_rate": config.learning_rate} if config.learning_rate is not None else {}
+        self._trainer = trainer.model_copy(update=own)
+        self.pairs: dict[str, LoraPair] = {}
+        for site in sites:
+            matrices = {}
+            for matrix in MATRICES:
+                if values is not None:
+                    whole = values[f"{site.module}|{matrix}"]
+                else:
+                    whole = initial_a(name, config, site) if matrix == "A" else torch.zeros(site.rows, config.rank)
+                held = whole[site.box(matrix, config.rank).index].to(device, torch.float32, copy=True)
+                matrices[matrix] = torch.nn.Parameter(held.contiguous())
+            self.pairs[site.module] = LoraPair(site, matrices, config.scale)
+        self.parameters = [parameter for pair in self.pairs.values() for parameter in pair.matrices.values()]
+        self._optimizer = torch.optim.AdamW(
+            self.parameters, lr=0.0, betas=trainer.betas, weight_decay=trainer.weight_decay, fused=True
+        )
+        for parameter in self.parameters:
+            self._optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=device),
+                **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
+            }
+
+    def slices(self) -> Iterator[AdapterSlice]:
+        """This rank's parts of all tensors of the adapter, moments included."""
+        for module, pair in self.pairs.items():
+            for matrix, parameter in pair.matrices.items():
+                rank, state = self.config.rank, self._optimizer.state[parameter]
+                shape, box = pair.site.shape(matrix, rank), pair.site.box(matrix, rank)
+                for kind, data in (("weight", parameter.detach()), *((key, state[key]) for key in MOMENTS)):
+                    yield AdapterSlice(f"{module}|{matrix}|{kind}", shape, box, data)
+
+    def memory_of(self, part: StatePart) -> list[torch.Tensor]:
+        """The tensors that `part` of the adapter's state is."""
+        if part == "parameters":
+            return list(self.parameters)
+        if part == "gradients":
+            return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return [tensor for parameter in self.parameters for tensor in self._optimizer.state[parameter].values()]
+
+    def clear_gradients(self) -> None:
+        """Drop the gradients of a mini-batch that was begun."""
+        self.mini_batch = None
+        self._optimizer.zero_grad()
+
+    def complete_gradients(self, groups: LoraGroups) -> float:
+        """Add the gradients up over the ranks, once; returns the L2 norm of the whole adapter's gradient. Collective."""
+        for parameter in self.parameters:
+            if parameter.grad is None:  # a rank without any sequence
+                parameter.grad = torch.zeros_like(parameter)
+        _add_up(self.parameters, groups.data)
+        named = [(pair.site, matrix, each) for pair in self.pairs.values() for matrix, each in pair.matrices.items()]
+        _add_up([parameter for site, matrix, parameter in named if matrix in site.partial], groups.tensor)
+        counted = [
+            parameter.grad
+            for site, matrix, parameter in named
+            if parameter.grad is not None and (groups.first_of_tensor or site.splits(matrix))
+        ]
+        # The squares are float32, in which a gradient that is out of all bounds becomes infinite; their sum over layers is exact.
+        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
+        for gradient in counted:
+            square += gradient.square().sum()
+        if groups.model is not None:
+            dist.all_reduce(square, group=groups.model)
+        return float(square.sqrt())
+
+    def change(self, norm: float, before_change: Callable[[], None]) -> None:
+        """Take one step with gradients of L2 norm `norm`, which are scaled down first, and drop them.
+
+        `before_change` is called directly before anything changes; where it raises, the gradients are gone.
+        """
+        try:
+            before_change()
+            scale = min(1.0, self._trainer.max_grad_norm / (norm + 1e-6))  # torch's own formula
+            for parameter in self.parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(scale)
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate(self._trainer, self.step)
+            self._optimizer.step()
+            self.step += 1
+        finally:
+            self.clear_gradients()
+
+    def set_step(self, step: int) -> None:
+        """Say how many steps the moments, which were loaded, have seen."""
+        self.step = step
+        for parameter in self.parameters:
+            self._optimizer.state[parameter]["step"].fill_(step)
+
+
+def _add_up(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
+    """Add up the gradients of `parameters` over `group`, all of them in one message."""
+    if group is None or dist.get_world_size(group) == 1 or not parameters:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    flat = torch.cat([gradient.flatten() for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts, strict=True):
+        gradient.copy_(part.view_as(gradient))

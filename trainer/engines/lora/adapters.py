@@ -1,0 +1,214 @@
+"""`Adapters`: all adapters of a rank, which of them computes now, and which one is published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+from ...config import LoraConfig, TrainerConfig
+from ..contract import StatePart
+from .adapter import Adapter, LoraGroups, LoraPair
+from .gathered import gathered
+from .merged import MergedWeights
+from .peft_files import read_peft
+from .saved import SavedAdapters
+from .sites import PART, LoraSite, check_name, chosen_sites
+
+DEFAULT = "default"
+"""Name of the adapter that ``trainer.lora`` makes, as PEFT calls an adapter that is given no name."""
+
+
+PairOf = Callable[[str], LoraPair | None]
+"""Returns A and B that a layer, by its name, computes with now; None for nothing."""
+
+
+class AdaptedModel(Protocol):
+    """One rank's part of a model, as an engine splits it."""
+
+    @property
+    def groups(self) -> LoraGroups:
+        """Between which ranks gradients and norms are added up."""
+
+    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], list[str]]:
+        """Have every layer add what `pair_of` returns for it to its output, from now on. Called at most once.
+
+        Returns:
+            The layers on this rank that adapters can be beside, and the names of those on all ranks.
+        """
+
+    def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
+        """Make tensors for the weights of `sites` with an adapter added, which are published in place of the weights."""
+
+
+class Adapters:
+    """The adapters beside one rank's part of a model.
+
+    Args:
+        trainer: The trainer's configuration.
+        model: The model; nothing of it changes until there is an adapter.
+        rank: This process.
+        device: Where the model is.
+    """
+
+    def __init__(self, trainer: TrainerConfig, model: AdaptedModel, rank: int, device: torch.device) -> None:
+        self._trainer, self._model = trainer, model
+        self._rank, self._device = rank, device
+        self._layers: tuple[list[LoraSite], list[str]] | None = None
+        self._adapters: dict[str, Adapter] = {}
+        self._active: Adapter | None = None
+        self._merged: MergedWeights | None = None
+        if trainer.lora is not None:
+            self.keep(self.make(DEFAULT, trainer.lora, None))
+            self._merged = model.merged([pair.site for pair in self._adapters[DEFAULT].pairs.values()])
+            self.refresh()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the order in which adapters were added."""
+        return tuple(self._adapters)
+
+    def chosen(self, name: str | None) -> Adapter | None:
+        """The adapter `name`; None for the model's own weights, which "" is.
+
+        Without a name, it is the one that is published, if any.
+        """
+        if name is None:
+            name = DEFAULT if self._trainer.lora is not None else ""
+        if not name:
+            return None
+        if name not in self._adapters:
+            raise ConfigError(
+                f"there is no adapter {name!r}.",
+                part=PART,
+                hint=f"Known adapters: {', '.join(self._adapters) or 'none'}; make one by add_adapter.",
+            )
+        return self._adapters[name]
+
+    def make(self, name: str, config: LoraConfig, source: Path | None) -> Adapter:
+        """An adapter as `TrainingEngine.add_adapter` says, which is not one of these yet."""
+        check_name(name)
+        if name in self._adapters:
+            raise ConfigError(f"there is an adapter {name!r} already.", part=PART, hint="Remove it, or choose a name.")
+        if self._layers is None:
+            self._layers = self._model.install(self._pair)
+        sites = chosen_sites(self._layers[0], config)
+        values = None if source is None else read_peft(source, config, sites, self._layers[1])
+        return Adapter(name, config, self._trainer, sites, values, self._device)
+
+    def keep(self, adapter: Adapter) -> None:
+        """Make `adapter` one of these."""
+        self._adapters[adapter.name] = adapter
+
+    def remove(self, name: str) -> None:
+        """See `TrainingEngine.remove_adapter`."""
+        adapter = self.chosen(name)
+        if adapter is None or (self._merged is not None and name == DEFAULT):
+            raise ConfigError(
+                f"adapter {name!r} cannot be removed: it is what is trained and published.",
+                part=PART,
+                hint="Remove one that add_adapter made.",
+            )
+        del self._adapters[name]
+
+    @contextmanager
+    def active(self, adapter: Adapter | None) -> Iterator[None]:
+        """Let the model compute with `adapter` inside the block."""
+        self._active = adapter
+        try:
+            yield
+        finally:
+            self._active = None
+
+    def _pair(self, module: str) -> LoraPair | None:
+        """A and B that a layer computes with now; None without."""
+        return None if self._active is None else self._active.pairs.get(module)
+
+    def published_names(self, adapter: Adapter) -> list[str]:
+        """The checkpoint tensors that steps of `adapter` change, on any rank, in their order; none for most adapters."""
+        return list(self._merged.names) if self._merged is not None and adapter.name == DEFAULT else []
+
+    def memory_of(self, part: StatePart) -> list[torch.Tensor]:
+        """The tensors that `part` of the state of all adapters is, published weights included."""
+        found = [tensor for adapter in self._adapters.values() for tensor in adapter.memory_of(part)]
+        published = self._merged.slices if self._merged is not None and part == "parameters" else ()
+        return [*found, *(piece.merged for piece in published)]
+
+    def complete_gradients(self, adapter: Adapter) -> float:
+        """See `Adapter.complete_gradients`."""
+        return adapter.complete_gradients(self._model.groups)
+
+    def refresh(self) -> None:
+        """Add the published adapter to the model's weights again, after either changed."""
+        if self._merged is not None:
+            self._merged.refresh(self._adapters[DEFAULT])
+
+    def targets(self, name: str) -> list[str]:
+        """Last parts of the names of the layers that adapter `name` is beside."""
+        return sorted({pair.site.target for pair in self._adapters[name].pairs.values()})
+
+    def gathered(self, name: str) -> dict[str, torch.Tensor]:
+        """Whole tensors of adapter `name` by `AdapterSlice.key` on rank 0, nothing on the others. Collective."""
+        return gathered(self._adapters[name].slices(), self._rank, self._device)
+
+    def to_save(self) -> SavedAdapters:
+        """Everything that a saved state has of adapters; tensors on rank 0 only. Collective."""
+        return SavedAdapters(
+            {name: (adapter.config, adapter.step) for name, adapter in self._adapters.items()},
+            {f"{name}|{key}": tensor for name in self._adapters for key, tensor in self.gathered(name).items()},
+            DEFAULT if self._merged is not None else "",
+        )
+
+    def check(self, saved: SavedAdapters, directory: Path) -> None:
+        """Raise `ConfigError` unless `saved`, which was read from `directory`, is about exactly these adapters."""
+        ours = {name: adapter.config for name, adapter in self._adapters.items()}
+        theirs = {name: config for name, (config, _) in saved.about.items()}
+        for name in sorted({*ours, *theirs}):
+            if name not in theirs or name not in ours:
+                without, with_ = ("state", "engine") if name in ours else ("engine", "state")
+                raise ConfigError(
+                    f"the training state in {directory} does not fit: the {with_} has an adapter {name!r}, the {without} none.",
+                    part=PART,
+                    hint="Give the engine the adapters of the state before load: by trainer.lora, or by add_adapter.",
+                )
+            if _shaping(ours[name]) != _shaping(theirs[name]):
+                raise ConfigError(
+                    f"the training state in {directory} does not fit: its adapter {name!r} has {_shaping(theirs[name])}, the"
+                    f" engine's {_shaping(ours[name])}.",
+                    part=PART,
+                    hint="Use the configuration with which it was saved.",
+                )
+        if saved.published != (DEFAULT if self._merged is not None else ""):
+            raise ConfigError(
+                f"the training state in {directory} was saved {'with' if saved.published else 'without'} trainer.lora.",
+                part=PART,
+                hint="Set trainer.lora as it was.",
+            )
+        for name, adapter in self._adapters.items():
+            for piece in adapter.slices():
+                whole = saved.tensors.get(f"{name}|{piece.key}")
+                if whole is None or tuple(whole.shape) != piece.shape:
+                    raise ConfigError(
+                        f"the training state in {directory} does not fit this model: it lacks adapter {name!r}'s {piece.key}.",
+                        part=PART,
+                        hint="Check model and path.",
+                    )
+
+    def restore(self, saved: SavedAdapters) -> None:
+        """Take values, moments and steps from `saved`, which `check` accepted; drop gradients."""
+        for name, adapter in self._adapters.items():
+            for piece in adapter.slices():
+                piece.data.copy_(saved.tensors[f"{name}|{piece.key}"][piece.box.index])
+            adapter.set_step(saved.about[name][1])
+            adapter.clear_gradients()
+        self.refresh()
+
+
+def _shaping(config: LoraConfig) -> Mapping[str, object]:
+    """The settings that must not change between saving and loading."""
+    return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(config.targets)}

@@ -1,0 +1,63 @@
+"""The two products of an adapter in the dtype of a forward pass, and their sums over tensor parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import linear
+
+from .adapter import LoraPair
+
+
+def lowered(pair: LoraPair, inputs: torch.Tensor) -> torch.Tensor:
+    """A x: [..., rank] from this rank's columns [..., held columns], in the dtype of `inputs`."""
+    return linear(inputs, pair.down.to(inputs.dtype))
+
+
+def raised(pair: LoraPair, low: torch.Tensor) -> torch.Tensor:
+    """Scale * B (A x): [..., held rows] from [..., rank].
+
+    B is never multiplied by A, and their product never added to the layer's weight: half precision would lose small changes.
+    """
+    return linear(low * pair.scale, pair.up.to(low.dtype))
+
+
+def copied(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """`tensor`, which every rank of `group` has; its gradient is the sum of theirs."""
+    copy: torch.Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return copy
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The sum of `tensor` over `group`; each rank's gradient is that of the sum."""
+    total: torch.Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return total
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        del ctx
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return grads[0], None

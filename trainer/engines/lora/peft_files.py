@@ -1,0 +1,192 @@
+"""Adapters in PEFT's format: a directory with ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+
+from ...config import LoraConfig
+from ..hf.partial_dir import discard_partial, make_partial, storage_error
+from .sites import PART, LoraSite
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
+_HARMLESS = {
+    "auto_mapping",
+    "base_model_name_or_path",
+    "inference_mode",
+    "init_lora_weights",  # values are in the file
+    "lora_alpha",
+    "lora_dropout",  # which only training has
+    "megatron_core",
+    "peft_type",
+    "peft_version",
+    "qalora_group_size",  # means nothing without use_qalora
+    "r",
+    "revision",
+    "runtime_config",
+    "target_modules",
+    "task_type",
+}
+"""Keys of PEFT's configuration that may have any value; any other key that is set asks for something that is not done here."""
+_NOTHING: tuple[object, ...] = (None, False, 0, "", "none", [], {})
+
+
+def read_peft(
+    directory: Path, config: LoraConfig, sites: Sequence[LoraSite], modules: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Whole float32 A and B of `sites` by ``module|A`` and ``module|B``, on the CPU.
+
+    Args:
+        directory: The adapter.
+        config: The configuration that it must have.
+        sites: The layers on this rank that are wanted.
+        modules: Names of all layers, on any rank, that an adapter can be beside.
+
+    Raises:
+        ConfigError: The directory holds no adapter of this configuration and model; it names the key or tensor.
+        StorageError: A file cannot be read.
+    """
+    _check_config(directory, _read_config(directory), config)
+    tensors = _read_tensors(directory)
+    found: dict[str, torch.Tensor] = {}
+    wanted = {site.module: site for site in sites}
+    targets = {site.target for site in sites}
+    for key, tensor in tensors.items():
+        # PEFT names a layer that something else wraps, too, by what is inside: base_layer.
+        match = _TENSOR.fullmatch(key.removeprefix(_PREFIX).replace(".base_layer", ""))
+        if match is None:
+            raise _error(f"{directory} holds the tensor {key}, which is no A or B of a linear layer.")
+        module, matrix = match["module"], match["matrix"]
+        if module not in modules:
+            raise _error(
+                f"{directory} holds the tensor {key}, but the model's decoder layers have no such linear layer."
+            )
+        if (target := module.rpartition(".")[2]) not in targets:
+            raise _error(f"{directory} holds the tensor {key}, but {target} is none of the targets.")
+        if module not in wanted:
+            continue  # another pipeline stage has it
+        if tuple(tensor.shape) != (shape := wanted[module].shape(matrix, config.rank)):
+            raise _error(f"the tensor {key} in {directory} has shape {list(tensor.shape)} instead of {list(shape)}.")
+        found[f"{module}|{matrix}"] = tensor.float()
+    for module in wanted:
+        for matrix in "AB":
+            if f"{module}|{matrix}" not in found:
+                raise _error(f"{directory} lacks the tensor {_PREFIX}{module}.lora_{matrix}.weight.")
+    return found
+
+
+def write_peft(
+    directory: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig, targets: Collection[str], model_dir: Path
+) -> None:
+    """Write an adapter under a temporary name beside `directory`, then rename it.
+
+    Args:
+        directory: Must not exist.
+        tensors: Whole tensors by ``module|A|weight`` and ``module|B|weight``; those of other kinds are left out.
+        config: The adapter's.
+        targets: Last parts of the names of its layers.
+        model_dir: The model that it is for.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415 - optional
+    from safetensors.torch import save_file  # noqa: PLC0415 - optional
+
+    about = {
+        "base_model_name_or_path": str(model_dir),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "lora_alpha": config.alpha,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "peft_type": "LORA",
+        "r": config.rank,
+        "target_modules": sorted(targets),
+        "task_type": "CAUSAL_LM",
+        "use_dora": False,
+        "use_rslora": False,
+    }
+    named = {}
+    for key, tensor in tensors.items():
+        module, matrix, kind = key.split("|")
+        if kind == "weight":
+            named[f"{_PREFIX}{module}.lora_{matrix}.weight"] = tensor.contiguous()
+    partial = make_partial(directory)
+    try:
+        try:
+            save_file(named, partial / _TENSORS, metadata={"format": "pt"})
+        except SafetensorError as cause:  # what a full disk looks like from there
+            raise storage_error("written", directory, cause) from cause
+        (partial / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+        partial.rename(directory)
+    except BaseException:
+        discard_partial(directory)
+        raise
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _error(f"{directory} has no {_CONFIG}.") from None
+    except (ValueError, RecursionError) as cause:
+        raise _error(f"{path} is not valid JSON: {cause}.") from cause
+    except OSError as cause:
+        raise storage_error("read", path, cause) from cause
+    if not isinstance(found, dict):
+        raise _error(f"{path} holds a {type(found).__name__}, not an object.")
+    return found
+
+
+def _check_config(directory: Path, found: Mapping[str, Any], config: LoraConfig) -> None:
+    if found.get("peft_type") != "LORA":
+        raise _error(f"the adapter in {directory} has peft_type {found.get('peft_type')!r} instead of 'LORA'.")
+    for key, value in found.items():
+        if key not in _HARMLESS and value not in _NOTHING:
+            raise _error(f"the adapter in {directory} has {key} = {value!r}, which this engine does not do.")
+    targets = found.get("target_modules")
+    theirs = {str(each).rpartition(".")[2] for each in targets} if isinstance(targets, list) else None
+    for key, theirs_, ours in (
+        ("rank", found.get("r"), config.rank),
+        ("alpha", found.get("lora_alpha"), config.alpha),
+        ("targets", theirs, set(config.targets)),
+    ):
+        # A pattern, or no target of ours, says nothing that the names of the tensors do not say.
+        if theirs_ != ours and not (key == "targets" and (theirs is None or not config.targets)):
+            raise _error(
+                f"the adapter in {directory} has {key} {_plain(theirs_)}, the configuration {_plain(ours)}.",
+                f"Set {key} of the adapter's LoraConfig to what {_CONFIG} says.",
+            )
+
+
+def _plain(value: Any) -> str:
+    return ", ".join(sorted(value)) if isinstance(value, set) else repr(value)
+
+
+def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError  # noqa: PLC0415 - optional
+    from safetensors.torch import load_file  # noqa: PLC0415 - optional
+
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(directory / _TENSORS)
+    except FileNotFoundError:
+        raise _error(f"{directory} has no {_TENSORS}.") from None
+    except (SafetensorError, OSError) as cause:
+        raise storage_error("read", directory / _TENSORS, cause) from cause
+    return tensors
+
+
+def _error(
+    message: str, hint: str = "Use an adapter that was trained for this model, as PEFT saves it."
+) -> ConfigError:
+    return ConfigError(message, part=PART, hint=hint)

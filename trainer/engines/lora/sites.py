@@ -1,0 +1,108 @@
+"""Linear layers that have adapters, the part of them on a rank, and the values with which an adapter begins."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.box import Box
+
+from ...config import LoraConfig
+
+PART = "lora adapter"
+MATRICES = ("A", "B")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSite:
+    """A linear layer, and the part of its A [rank, columns] and B [rows, rank] that this rank holds."""
+
+    module: str
+    """Hugging Face name, such as ``model.layers.0.self_attn.q_proj``."""
+    rows: int
+    """Outputs of the whole layer."""
+    columns: int
+    """Inputs of the whole layer."""
+    held_rows: tuple[int, int]
+    """First row of B on this rank, and how many there are."""
+    held_columns: tuple[int, int]
+    """First column of A on this rank, and how many there are."""
+    partial: frozenset[str] = frozenset()
+    """The ones of `MATRICES` whose gradient is added up over the ranks of tensor parallelism."""
+
+    @property
+    def target(self) -> str:
+        """The last part of the layer's name, by which `LoraConfig.targets` names it."""
+        return self.module.rpartition(".")[2]
+
+    def shape(self, matrix: str, rank: int) -> tuple[int, int]:
+        """Shape of the whole A or B of an adapter of rank `rank`."""
+        return (rank, self.columns) if matrix == "A" else (self.rows, rank)
+
+    def box(self, matrix: str, rank: int) -> Box:
+        """The part of A or B that this rank holds."""
+        if matrix == "A":
+            return Box((0, self.held_columns[0]), (rank, self.held_columns[1]))
+        return Box((self.held_rows[0], 0), (self.held_rows[1], rank))
+
+    def splits(self, matrix: str) -> bool:
+        """Whether ranks hold different parts of A or B."""
+        held, whole = (self.held_columns, self.columns) if matrix == "A" else (self.held_rows, self.rows)
+        return held[1] != whole
+
+
+def check_name(name: str) -> None:
+    """Raise `ConfigError` for a name that no adapter can have."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is no name for an adapter.", part=PART, hint="Use letters, digits, dots, dashes and underscores."
+        )
+
+
+def chosen_sites(sites: Iterable[LoraSite], config: LoraConfig) -> list[LoraSite]:
+    """The sites that an adapter of this configuration is beside.
+
+    Args:
+        sites: All that the model has; on a pipeline stage, those of its layers.
+        config: The adapter's.
+
+    Raises:
+        ConfigError: A target is none of the model's linear layers.
+    """
+    found = list(sites)
+    known = sorted({site.target for site in found})
+    for target in config.targets:
+        if target not in known:
+            near = difflib.get_close_matches(target, known, n=1)
+            guess = f"Did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(
+                f"the model has no linear layer {target!r} in its decoder layers that an adapter can be beside.",
+                part=PART,
+                hint=f"{guess}Possible targets: {', '.join(known) or 'none'}.",
+            )
+    if not found:
+        raise ConfigError(
+            "the model has no linear layers in its decoder layers, beside which adapters are.",
+            part=PART,
+            hint="Train the weights themselves.",
+        )
+    return [site for site in found if not config.targets or site.target in config.targets]
+
+
+def initial_a(name: str, config: LoraConfig, site: LoraSite) -> torch.Tensor:
+    """The first value of a whole A: float32 [rank, columns] on the CPU, Kaiming-uniform with the bounds of PEFT.
+
+    The generator is seeded by the adapter's name, its seed and the layer's name, so it does not matter which ranks ask.
+    """
+    digest = hashlib.sha256(f"{config.seed}|{name}|{site.module}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    whole = torch.empty(config.rank, site.columns)
+    return torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)

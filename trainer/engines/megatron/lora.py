@@ -1,0 +1,213 @@
+"""Adapters beside megatron-core's parallel linear layers, by the names of the layers that these fuse or split.
+
+A is that of a Hugging Face layer: ``linear_qkv`` has three beside it, and ``linear_fc1`` two. What their B's give is arranged as
+the rows of the fused matrix are (see `checkpoint_names`). Only tensors of the adapter's rank travel between ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import (
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..lora.adapter import LoraGroups, LoraPair
+from ..lora.adapters import PairOf
+from ..lora.maths import lowered, raised
+from ..lora.merged import MergedSlice, MergedWeights
+from ..lora.sites import LoraSite
+from .checkpoint_names import CheckpointShape, checkpoint_shapes
+from .weights import WeightSlice
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """A linear layer of megatron-core, and the layers of the checkpoint that it is, in the order of its rows."""
+
+    linear: torch.nn.Module
+    sites: tuple[LoraSite, ...]
+    group_rows: tuple[int, ...]
+    """Rows of each of them that follow each other in the fused matrix; as many groups of such rows make up the rank's rows."""
+    by_rows: bool
+    """Whether tensor parallelism cuts it by rows."""
+    sequence_parallel: bool
+
+
+def check_lora(model: CheckpointShape) -> None:
+    """Raise `ConfigError` for a model beside whose layers this engine has no adapters."""
+    kind = "experts" if model.experts else "multi-latent attention" if model.latent else ""
+    if kind:
+        raise ConfigError(
+            f"the model has {kind}, beside which the megatron engine has no adapters.",
+            part="megatron engine",
+            hint="Use trainer.engine=fsdp2 for it, or train the weights themselves.",
+        )
+
+
+class MegatronAdapted:
+    """megatron-core's layers on this rank, for `Adapters`.
+
+    Args:
+        chunks: This rank's parts of the model.
+        slices: Its weights.
+        model: The model's sizes.
+        sequence_parallel: Whether activations are split along the sequence between the layers.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], slices: Sequence[WeightSlice], model: CheckpointShape, *, sequence_parallel: bool
+    ) -> None:
+        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._slices, self._model, self._sequence_parallel = slices, model, sequence_parallel
+        self.groups = LoraGroups(
+            parallel_state.get_data_parallel_group(),
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_tensor_model_parallel_rank() == 0,
+        )
+        self.published = list(slices)
+        """The slices, with tensors that stand in for weights in what is published; changed by `merged`."""
+
+    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], list[str]]:
+        """See `AdaptedModel.install`."""
+        check_lora(self._model)
+        layers = [
+            fused for chunk in self._chunks for layer in chunk.decoder.layers for fused in self._fused_layers(layer)
+        ]
+        for fused in layers:
+            fused.linear.register_forward_hook(_beside(fused, pair_of))
+        for chunk in self._chunks:
+            if chunk.pre_process:
+                chunk.embedding.register_forward_hook(_ask_for_gradient)
+        return [site for fused in layers for site in fused.sites], _linear_layers(self._model)
+
+    def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
+        """See `AdaptedModel.merged`."""
+        targets = {site.target for site in sites}
+        # Those of all stages: every rank names the same tensors at the fence.
+        modules = [name for name in _linear_layers(self._model) if name.rpartition(".")[2] in targets]
+        sources = {f"{name}.weight": name for name in modules}
+        found = []
+        for number, piece in enumerate(self._slices):
+            if piece.name in sources:
+                merged = piece.weight.clone(memory_format=torch.contiguous_format)
+                self.published[number] = replace(piece, weight=merged)
+                found.append(MergedSlice(sources[piece.name], piece.box, piece.weight, merged))
+        return MergedWeights(found, list(sources))
+
+    def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
+        """The linear layers of one decoder layer."""
+        model, prefix = self._model, f"model.layers.{layer.layer_number - 1}"
+        size = parallel_state.get_tensor_model_parallel_world_size()
+        queries_keys_values = (model.queries, model.head_dim, model.head_dim)
+        half = model.intermediate // size
+        attention, feed_forward = layer.self_attention, layer.mlp
+        for linear, names, group_rows in (
+            (attention.linear_qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), queries_keys_values),
+            (attention.linear_proj, ("self_attn.o_proj",), (model.hidden,)),
+            (feed_forward.linear_fc1, ("mlp.gate_proj", "mlp.up_proj"), (half, half)),
+            (feed_forward.linear_fc2, ("mlp.down_proj",), (model.hidden,)),
+        ):
+            by_rows = not isinstance(linear, RowParallelLinear)
+            sites = tuple(self._site(f"{prefix}.{name}", by_rows=by_rows) for name in names)
+            yield _Fused(linear, sites, group_rows, by_rows, self._sequence_parallel)
+
+    def _site(self, module: str, *, by_rows: bool) -> LoraSite:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        rows, columns = checkpoint_shapes(self._model)[f"{module}.weight"]
+        split = (rows if by_rows else columns) // parallel_state.get_tensor_model_parallel_world_size()
+        part = (rank * split, split)
+        held_rows, held_columns = (part, (0, columns)) if by_rows else ((0, rows), part)
+        # Each rank of sequence parallelism has the gradient of its own positions only.
+        partial = frozenset("A" if by_rows else "B") if self._sequence_parallel else frozenset[str]()
+        return LoraSite(module, rows, columns, held_rows, held_columns, partial)
+
+
+@contextmanager
+def frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Keep gradients from the model's own weights inside the block."""
+    parameters = [each for chunk in chunks for each in chunk.parameters() if each.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+def _unwrapped(chunk: Any) -> Any:
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _linear_layers(model: CheckpointShape) -> list[str]:
+    """Names of the linear layers in the decoder layers of the whole model, in the order of the checkpoint."""
+    inner = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
+    return [name.removesuffix(".weight") for name in checkpoint_shapes(model) if inner.fullmatch(name)]
+
+
+def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None:
+    """Have the output of a frozen embedding ask for a gradient.
+
+    megatron-core's recomputation gives none to anything inside a layer whose input has none.
+    """
+    del module, arguments
+    if torch.is_grad_enabled() and not output.requires_grad:
+        output.requires_grad_()
+
+
+def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
+    """The hook that adds what adapters give to the output of a linear layer, which is a tensor and a bias."""
+    add = _by_rows if fused.by_rows else _by_columns
+
+    def hook(module: Any, arguments: Any, output: Any) -> Any:
+        del module
+        pairs = [pair_of(site.module) for site in fused.sites]
+        if not any(pairs):
+            return output
+        return output[0] + add(fused, pairs, arguments[0]), output[1]
+
+    return hook
+
+
+def _by_rows(fused: _Fused, pairs: Sequence[LoraPair | None], given: torch.Tensor) -> torch.Tensor:
+    """The sum for a column parallel layer: [..., this rank's rows] from an input [..., columns] or its part of the sequence."""
+    low = torch.cat([lowered(pair, given) for pair in pairs if pair is not None], dim=-1)
+    if fused.sequence_parallel:
+        low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
+    else:
+        low = copy_to_tensor_model_parallel_region(low)
+    lows = iter(low.split([len(pair.down) for pair in pairs if pair is not None], dim=-1))
+    groups = fused.sites[0].held_rows[1] // fused.group_rows[0]
+    parts = []
+    for pair, rows in zip(pairs, fused.group_rows, strict=True):
+        if pair is None:
+            parts.append(low.new_zeros(*low.shape[:-1], groups, rows))
+        else:
+            parts.append(raised(pair, next(lows)).view(*low.shape[:-1], groups, rows))
+    return torch.cat(parts, dim=-1).flatten(-2)
+
+
+def _by_columns(fused: _Fused, pairs: Sequence[LoraPair | None], given: torch.Tensor) -> torch.Tensor:
+    """The sum for a row parallel layer: [..., rows], or its part of the sequence, from an input [..., this rank's columns]."""
+    (pair,) = pairs
+    assert pair is not None  # or `beside` would not have asked
+    low = lowered(pair, given)
+    if fused.sequence_parallel:
+        return raised(pair, reduce_scatter_to_sequence_parallel_region(low))
+    return raised(pair, reduce_from_tensor_model_parallel_region(low))
