@@ -28,7 +28,7 @@ from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
 from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 from weightlane.trainer.algorithms.step import take_step
-from weightlane.trainer.config import CriticConfig
+from weightlane.trainer.config import CriticConfig, LoraConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
 from weightlane.trainer.dispatch.role import RoleSpec
@@ -199,3 +199,11 @@ def test_a_policy_without_a_vocabulary_and_roles_that_the_megatron_engine_cannot
     for algorithm in (AlgorithmConfig(objective="ppo"), AlgorithmConfig(kl_coefficient=0.1)):
         with pytest.raises(ConfigError, match=r"the megatron engine hosts one.*Set trainer\.engine = fsdp2"):
             check_roles(algorithm, TrainerConfig(engine="megatron"))
+
+
+def test_only_the_policy_has_an_adapter() -> None:
+    algorithm = AlgorithmConfig(objective="ppo", kl_coefficient=0.1)
+    trainer = TrainerConfig(lora=LoraConfig())
+    specs = role_specs(algorithm, trainer, CriticConfig(), {POLICY: Path()}, Objective(policy_objective(algorithm)))
+    found = {spec.name: TrainerConfig.model_validate(spec.config.model_dump()).lora is not None for spec in specs}
+    assert found == {POLICY: True, CRITIC: False, REFERENCE: False}
