@@ -39,7 +39,8 @@ pytest.register_assert_rewrite(f"{__name__}.checks", f"{__name__}.processes")
 from .checks.base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
 from .processes.connection import Connection  # noqa: E402
 from .processes.payload import Parcel  # noqa: E402
-from .runner import CheckOutcome, CheckResult, ConformanceReport, run_conformance  # noqa: E402
+from .pytest_run import CheckOutcome, CheckResult, SuiteReport  # noqa: E402
+from .runner import ConformanceReport, run_conformance  # noqa: E402
 from .suite import EngineConformance  # noqa: E402
 
 __all__ = [
@@ -51,5 +52,6 @@ __all__ = [
     "ConnectionMaker",
     "EngineConformance",
     "Parcel",
+    "SuiteReport",
     "run_conformance",
 ]

@@ -118,14 +118,19 @@ def first_answers(halves: Sequence[RemoteHalf], at_most_s: float = math.inf) -> 
 
 
 class Pool:
-    """Lends processes to checks. A fork server that has torch loaded starts them. Linux only."""
+    """Lends processes to checks. A fork server that has torch loaded starts them. Linux only.
 
-    def __init__(self) -> None:
+    Args:
+        module: The module whose function ``serve`` each process runs; it answers the operations that checks request.
+    """
+
+    def __init__(self, module: str = _HALF_PROCESS) -> None:
+        self._module = module
         directory = Path(tempfile.mkdtemp(prefix="conformance-"))
         self.temporary = directory / "tmp"
         """Temporary files of the processes, and nothing else."""
         self.temporary.mkdir()
-        self._server = ForkServer([_HALF_PROCESS], directory=directory, environment={"TMPDIR": str(self.temporary)})
+        self._server = ForkServer([module], directory=directory, environment={"TMPDIR": str(self.temporary)})
         self._idle: list[RemoteHalf] = []
         self._lent: list[RemoteHalf] = []
         self._engine = ""
@@ -138,7 +143,7 @@ class Pool:
                 half.kill()
             self._idle.clear()
         taken, self._idle = self._idle[:count], self._idle[count:]
-        taken += [RemoteHalf(self._server.fork(f"{_HALF_PROCESS}:serve")) for _ in range(count - len(taken))]
+        taken += [RemoteHalf(self._server.fork(f"{self._module}:serve")) for _ in range(count - len(taken))]
         for index, half in enumerate(taken):
             half.index = index
             half.grace_s = grace_s

@@ -29,11 +29,31 @@ def engine_class(name: str) -> type[CheckpointEngine]:
     Raises:
         RegistryError: There is no such engine, or it cannot be used.
     """
-    place, colon, attribute = name.rpartition(":")
-    if not colon or place in _REGISTRY_PREFIXES:
+    if not is_place(name):
         return CheckpointEngineRegistry().engine_class(name)
+    loaded = loaded_from(name)
+    if problem := contract_breach(loaded):
+        raise EngineContractError(f"{name} {problem}.", part=_PART)
+    checked: type[CheckpointEngine] = loaded
+    return checked
+
+
+def is_place(name: str) -> bool:
+    """Whether `name` is ``module:Class`` or ``path/to/file.py:Class``, and not the name of an installed engine."""
+    place, colon, _ = name.rpartition(":")
+    return bool(colon) and place not in _REGISTRY_PREFIXES
+
+
+def loaded_from(name: str) -> Any:
+    """Return the object at `name`, ``module:Class`` or ``path/to/file.py:Class``.
+
+    Raises:
+        EngineImportError: It cannot be loaded.
+        EngineContractError: It declares itself wrongly.
+    """
+    place, _, attribute = name.rpartition(":")
     try:
-        loaded = getattr(_module(place), attribute)
+        return getattr(_module(place), attribute)
     except EngineContractError as error:  # the class could not even be defined
         raise EngineContractError(f"{name} has an invalid declaration: {error}", part=_PART) from error
     except KeyboardInterrupt:
@@ -44,10 +64,6 @@ def engine_class(name: str) -> type[CheckpointEngine]:
             part=_PART,
             hint="Name an installed engine (see `weightlane engines`), module:Class, or file.py:Class.",
         ) from cause
-    if problem := contract_breach(loaded):
-        raise EngineContractError(f"{name} {problem}.", part=_PART)
-    checked: type[CheckpointEngine] = loaded
-    return checked
 
 
 def create_engine(name: str, options: Mapping[str, Any]) -> CheckpointEngine:
