@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     from .groups import destroy_parallel_groups, join_parallel_groups, parallel_groups
     from .head import head_of, model_outputs
     from .lora import MegatronAdapted, check_lora, frozen
-    from .model import build_chunks, keep_expert_bias, transformer_config
+    from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
     from .schedule import Part, run_schedule
     from .state import export_model, export_saved, load_model, load_state, save_state
     from .weights import (
@@ -262,6 +262,7 @@ class MegatronEngine(AdaptedEngine):
         if self._groups is not None and self._groups is parallel_groups():
             destroy_parallel_groups()
         self._groups = None
+        forget_rotary_tables()
         self._leave()
 
     def _choose_device(self) -> torch.device:

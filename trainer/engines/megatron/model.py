@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
@@ -180,3 +182,9 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
     with torch.no_grad():
         for parameter in chunk.parameters():
             parameter.zero_()
+
+
+def forget_rotary_tables() -> None:
+    """Drop the tables that megatron-core caches for each embedding: the cache holds 32 of these, with their process groups."""
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
