@@ -10,11 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from ..errors import ConfigError, WeightlaneError
+from ..errors import ConfigError, EngineContractError, EngineImportError, WeightlaneError
 
 PART = "conformance"
 _NO_PLUGINS = "PYTEST_DISABLE_PLUGIN_AUTOLOAD"
@@ -65,6 +67,25 @@ class SuiteReport:
     def count(self, outcome: CheckOutcome) -> int:
         """Return the number of checks with this outcome."""
         return sum(check.outcome == outcome for check in self.checks)
+
+
+def registered_suite(group: str, engine: str, base: type, default: type) -> type[Any]:
+    """Return the suite that a distribution registers under its engine's name in `group`, a subclass of `base`, or `default`.
+
+    Raises:
+        RegistryError: It cannot be imported, or is none.
+    """
+    for entry_point in entry_points(group=group, name=engine):
+        try:
+            suite = entry_point.load()
+        except Exception as cause:
+            raise EngineImportError(
+                f"the suite of {engine} could not be imported from {entry_point.value}: {cause}.", part=PART
+            ) from cause
+        if isinstance(suite, type) and issubclass(suite, base):
+            return suite
+        raise EngineContractError(f"{entry_point.value} is not an {default.__name__} class.", part=PART)
+    return default
 
 
 def refuse_unknown(

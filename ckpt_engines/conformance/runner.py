@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..contract.capabilities import Capabilities
-from ..errors import EngineContractError, EngineImportError, EngineUnavailableError
+from ..errors import EngineUnavailableError
 from ..registry import why_unavailable
 from .checks.base import POOL, ConformanceBase
 from .processes.pool import Pool
 from .processes.resolve import create_engine, engine_class
-from .pytest_run import CheckResult, SuiteReport, refuse_unknown, run_by_pytest
+from .pytest_run import CheckResult, SuiteReport, refuse_unknown, registered_suite, run_by_pytest
 from .suite import EngineConformance
 
 GROUP = "weightlane.conformance"
@@ -86,7 +85,7 @@ def run_conformance(
         EngineUnavailableError: The engine cannot run here.
         ConfigError: The options are wrong, or there is no such check or limit.
     """
-    cls, suite = engine_class(engine), _suite_of(engine)
+    cls, suite = engine_class(engine), registered_suite(GROUP, engine, ConformanceBase, EngineConformance)
     if reason := why_unavailable(cls):
         raise EngineUnavailableError(f"{engine} cannot run here: {reason}.", part=_PART)
     if options is not None or suite is EngineConformance:
@@ -105,17 +104,3 @@ def run_conformance(
         source, checks=checks, junit=junit, on_check=on_check, configure=use_the_callers_pool
     )
     return ConformanceReport(engine, results, seconds, cls.capabilities)
-
-
-def _suite_of(engine: str) -> type[ConformanceBase]:
-    for entry_point in entry_points(group=GROUP, name=engine):
-        try:
-            suite = entry_point.load()
-        except Exception as cause:
-            raise EngineImportError(
-                f"the suite of {engine} could not be imported from {entry_point.value}: {cause}.", part=_PART
-            ) from cause
-        if isinstance(suite, type) and issubclass(suite, ConformanceBase):
-            return suite
-        raise EngineContractError(f"{entry_point.value} is not an EngineConformance class.", part=_PART)
-    return EngineConformance

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -228,6 +229,7 @@ def _fork(control: socket.socket, child_socket: socket.socket, request: Mapping[
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        gc.freeze()  # a collection would copy, page by page, everything that the server has imported
         if os.getppid() == server:  # otherwise the server died before the line above
             control.close()
             module, _, function = request["fork"].partition(":")

@@ -39,6 +39,8 @@ class RemoteHalf:
         self.seconds = 0.0
         """Duration of the last operation."""
         self.grace_s = GRACE_S
+        self.team = ""
+        """The team for which the process was first lent."""
 
     @property
     def pid(self) -> int:
@@ -135,18 +137,26 @@ class Pool:
         self._lent: list[RemoteHalf] = []
         self._engine = ""
 
-    def lend(self, count: int, engine: str, grace_s: float = GRACE_S) -> list[RemoteHalf]:
-        """Return `count` processes in which no other engine than `engine` was ever loaded."""
+    def lend(self, count: int, engine: str, grace_s: float = GRACE_S, team: str = "") -> list[RemoteHalf]:
+        """Return `count` processes in which no other engine than `engine` was ever loaded.
+
+        With `team`, a process is lent again in the place that it had in a team of this name, and in no other: libraries may
+        keep, for as long as a process runs, what follows from its rank.
+        """
         if engine != self._engine:
             self._engine = engine
             for half in self._idle:
                 half.kill()
             self._idle.clear()
-        taken, self._idle = self._idle[:count], self._idle[count:]
-        taken += [RemoteHalf(self._server.fork(f"{self._module}:serve")) for _ in range(count - len(taken))]
-        for index, half in enumerate(taken):
-            half.index = index
-            half.grace_s = grace_s
+        taken = []
+        for index in range(count):
+            fitting = (idle for idle in self._idle if idle.team == team and (not team or idle.index == index))
+            found = next(fitting, None)
+            if found is not None:
+                self._idle.remove(found)
+            half = found or RemoteHalf(self._server.fork(f"{self._module}:serve"))
+            half.index, half.team, half.grace_s = index, team, grace_s
+            taken.append(half)
         self._lent += taken
         return taken
 
