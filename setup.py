@@ -17,9 +17,11 @@ packages = sorted(
 )
 
 package_data = {package: ["py.typed"] for package in packages}
-# `weightlane new-engine` finds the template beside its package in a checkout, so the wheel has it there too.
+# `weightlane new-engine` finds the templates beside its package in a checkout, so the wheel has them there too.
 package_data["weightlane.plugins"] += [
-    f"packages/weightlane-engine-template/{files}" for files in ("README.md", "pyproject.toml", "*.py", "tests/*.py")
+    f"packages/weightlane-{template}/{files}"
+    for template in ("engine-template", "training-engine-template")
+    for files in ("README.md", "pyproject.toml", "*.py", "tests/*.py")
 ]
 
 setup(packages=packages, package_dir=package_dir, package_data=package_data)

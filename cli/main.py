@@ -92,19 +92,23 @@ def engines(
 @app.command()
 def new_engine(
     name: Annotated[
-        str, typer.Argument(help="Name of the new engine, for checkpoint_engine.backend.", show_default=False)
+        str,
+        typer.Argument(
+            help="Name of the new engine, for checkpoint_engine.backend or trainer.engine.", show_default=False
+        ),
     ],
     *,
+    training: Annotated[bool, typer.Option("--training", help="A training engine, not a checkpoint engine.")] = False,
     directory: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="New directory; by default weightlane-NAME in this one.", show_default=False),
     ] = None,
 ) -> None:
-    """Create a package with a small working checkpoint engine, in which you replace the transport by yours."""
-    where = make_engine_package(name, directory)
+    """Create a package with a small working engine, in which you replace the transport, or the training, by yours."""
+    where = make_engine_package(name, directory, training=training)
     typer.echo(f"{where} contains an engine called {name} that passes the conformance suite. Next:")
     typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
-    typer.echo(f"    weightlane conformance {name}")
+    typer.echo(f"    weightlane conformance {'--training ' if training else ''}{name}")
 
 
 @app.command()
@@ -115,13 +119,24 @@ def conformance(
     *,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", "--options", metavar="K=V", help="Set an option of the engine; repeatable."),
+        typer.Option(
+            "--set",
+            "--options",
+            metavar="K=V",
+            help="Set an option of the engine, or of a training engine's trainer section; repeatable.",
+        ),
     ] = None,
+    training: Annotated[
+        bool, typer.Option("--training", help="Take the training engine where a checkpoint engine has the same name.")
+    ] = False,
     check: Annotated[list[str] | None, typer.Option(help="Run only the check of this name; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.")] = None,
 ) -> None:
-    """Check that a checkpoint engine keeps every promise of the engine contract. Exit code 1 if it does not."""
+    """Check that an engine keeps every promise of its contract: a checkpoint engine or a training engine.
+
+    Exit code 1 if it does not.
+    """
     try:
         from .commands.conformance import check_engine  # noqa: PLC0415 - needs an extra
     except ImportError as error:
@@ -130,7 +145,7 @@ def conformance(
             part="conformance",
             hint="Install it with: pip install 'weightlane[conformance]'.",
         ) from error
-    if not check_engine(name, settings or [], checks=check or [], as_json=as_json, junit=junit):
+    if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=junit):
         raise typer.Exit(FAILED)
 
 

@@ -1,4 +1,4 @@
-"""``weightlane conformance`` runs the conformance suite against an engine and prints lines, JSON or JUnit."""
+"""``weightlane conformance`` runs a conformance suite against an engine and prints lines, JSON or JUnit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from weightlane.ckpt_engines.conformance import CheckOutcome, CheckResult, ConformanceReport, run_conformance
+from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineImportError
+from weightlane.ckpt_engines.conformance import (
+    CheckOutcome,
+    CheckResult,
+    ConformanceReport,
+    SuiteReport,
+    run_conformance,
+)
+from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
+from weightlane.trainer import TrainingEngine, training_engine_names
 
 from ..config import apply_setting
 from ..output import console, own_stdout
@@ -26,13 +35,14 @@ _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 
 
 def check_engine(
-    name: str, settings: Sequence[str], *, checks: Sequence[str], as_json: bool, junit: Path | None
+    name: str, settings: Sequence[str], *, training: bool, checks: Sequence[str], as_json: bool, junit: Path | None
 ) -> bool:
-    """Run the suite, print its results, and return whether the engine passed.
+    """Run the suite for the kind of engine that `name` names, print its results, and return whether the engine passed.
 
     Args:
-        name: Name of the engine.
-        settings: The engine's options, each ``key=value`` with a TOML value or plain text.
+        name: Name of a checkpoint engine or of a training engine.
+        settings: The engine's options, or settings of the trainer section, each ``key=value`` with a TOML value or plain text.
+        training: Whether it is a training engine although there is a checkpoint engine of this name.
         checks: Names of the checks to run; all if empty.
         as_json: Print one JSON document instead of a line per check.
         junit: File to write a JUnit report to.
@@ -43,7 +53,13 @@ def check_engine(
     with own_stdout() as out:
         shown = console(out)
         on_check = None if as_json else lambda check: _print_check(shown, check)
-        report = run_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
+        report: SuiteReport
+        if training or _is_training_engine(name):
+            from weightlane.trainer.conformance import run_training_conformance  # noqa: PLC0415 - not for the others
+
+            report = run_training_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
+        else:
+            report = run_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
         if as_json:
             print(json.dumps(_plain(report), indent=2), file=out)
         else:
@@ -51,7 +67,18 @@ def check_engine(
     return report.passed
 
 
-def _print_verdict(shown: Console, report: ConformanceReport, *, partial: bool) -> None:
+def _is_training_engine(name: str) -> bool:
+    """Whether `name` names a training engine, and no checkpoint engine."""
+    if not is_place(name):
+        return name in training_engine_names() and name not in CheckpointEngineRegistry().names()
+    try:
+        loaded = loaded_from(name)
+    except EngineImportError:  # which the suite for checkpoint engines raises once more
+        return False
+    return isinstance(loaded, type) and issubclass(loaded, TrainingEngine)
+
+
+def _print_verdict(shown: Console, report: SuiteReport, *, partial: bool) -> None:
     for check in report.checks:
         if check.outcome is CheckOutcome.FAILED:
             shown.print(Text.assemble("\n", (check.name, "bold red"), f"\n{check.detail}"))
@@ -72,12 +99,13 @@ def _print_check(shown: Console, check: CheckResult) -> None:
     shown.print(Text.assemble((outcome, _STYLES[check.outcome]), f" {check.seconds:6.2f} s  {title}", (reason, "dim")))
 
 
-def _plain(report: ConformanceReport) -> dict[str, Any]:
+def _plain(report: SuiteReport) -> dict[str, Any]:
     facts = asdict(report)
-    facts["capabilities"] |= {
-        "devices": sorted(report.capabilities.devices),
-        "delivery": sorted(report.capabilities.delivery),
-    }
+    if isinstance(report, ConformanceReport):
+        facts["capabilities"] |= {
+            "devices": sorted(report.capabilities.devices),
+            "delivery": sorted(report.capabilities.delivery),
+        }
     return {
         **facts,
         "passed": report.passed,

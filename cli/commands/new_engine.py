@@ -1,4 +1,4 @@
-"""``weightlane new-engine``: makes a package for a new engine from the template."""
+"""``weightlane new-engine``: makes a package for a new engine from a template."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from weightlane.ckpt_engines.errors import ConfigError, StorageError
 from weightlane.ckpt_engines.registry import NAME_RULE, CheckpointEngineRegistry, is_engine_name
 
 _PART = "new engine"
-_TEMPLATE = ("packages", "weightlane-engine-template")
-"""Path of the template under `weightlane.plugins`, in a checkout and in the wheel."""
-_FILES = ("README.md", "pyproject.toml", "weightlane_engine_template.py", "tests/test_conformance.py")
-_TO_RENAME = re.compile(r"weightlane-engine-template|weightlane_engine_template|\btemplate\b|Template")
+_TEMPLATES = ("weightlane-engine-template", "weightlane-training-engine-template")
+"""Folders of the templates in ``packages`` under `weightlane.plugins`, in a checkout and in the wheel."""
 
 
-def make_engine_package(name: str, directory: Path | None = None) -> Path:
+def make_engine_package(name: str, directory: Path | None = None, *, training: bool = False) -> Path:
     """Make a package for an engine called `name`. It can be installed and passes the conformance suite as it is.
 
     Args:
-        name: Name that users will write as ``checkpoint_engine.backend``; see `is_engine_name`.
+        name: Name that users will write as ``checkpoint_engine.backend`` or ``trainer.engine``; see `is_engine_name`.
         directory: Directory to make, ``weightlane-NAME`` in the current one by default. Must not exist.
+        training: Whether it is a training engine.
 
     Returns:
         The directory.
@@ -36,23 +35,34 @@ def make_engine_package(name: str, directory: Path | None = None) -> Path:
         raise ConfigError(
             f"{name!r} is not a name for an engine.", part=_PART, hint=f"{NAME_RULE} Example: carrier-pigeon."
         )
-    if name in CheckpointEngineRegistry().names():
+    if training:
+        from weightlane.trainer import training_engine_names  # noqa: PLC0415 - loads torch
+
+        installed = training_engine_names()
+    else:
+        installed = CheckpointEngineRegistry().names()
+    if name in installed:
         raise ConfigError(f"an engine called {name!r} is already installed.", part=_PART, hint="Choose another name.")
+    template = _TEMPLATES[training]
+    module = template.replace("-", "_")
     words = re.findall("[a-z0-9]+", name)
     distribution = f"weightlane-{'-'.join(words)}"
     renamed = {
-        "weightlane-engine-template": distribution,
-        "weightlane_engine_template": distribution.replace("-", "_"),
+        template: distribution,
+        module: distribution.replace("-", "_"),
         "template": name,
         "Template": "".join(word.capitalize() for word in words),
     }
 
+    to_rename = re.compile(rf"{template}|{module}|\btemplate\b|Template")
+
     def renamed_text(text: str) -> str:
-        return _TO_RENAME.sub(lambda match: renamed[match[0]], text)
+        return to_rename.sub(lambda match: renamed[match[0]], text)
 
     target = Path(distribution) if directory is None else directory
-    source: Traversable = files("weightlane.plugins").joinpath(*_TEMPLATE)
-    texts = {renamed_text(file): renamed_text(source.joinpath(file).read_text(encoding="utf-8")) for file in _FILES}
+    source: Traversable = files("weightlane.plugins").joinpath("packages", template)
+    names = ("README.md", "pyproject.toml", f"{module}.py", "tests/test_conformance.py")
+    texts = {renamed_text(file): renamed_text(source.joinpath(file).read_text(encoding="utf-8")) for file in names}
     try:
         target.mkdir(parents=True)
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as ET
@@ -11,8 +12,16 @@ import pytest
 from command_line import assert_refused, run
 
 from weightlane.ckpt_engines.conformance import ConformanceReport, run_conformance
+from weightlane.ckpt_engines.conformance.processes.pool import Pool
+from weightlane.trainer import conformance as training_suite
+from weightlane.trainer.conformance import run_training_conformance
+from weightlane.trainer.conformance.processes.team import MODULE
 
 BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "conformance" / "broken_engines.py"
+TRAINING_TEMPLATE = (
+    Path(__file__).parents[2]
+    / "plugins/packages/weightlane-training-engine-template/weightlane_training_engine_template.py"
+)
 ADDRESS = "test_an_address_is_plain_data"
 ONE_CHECK = ["--check", ADDRESS]
 
@@ -84,3 +93,22 @@ def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     assert_refused(message, "conformance", *arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["fsdp2"], ["--training", "template"], [f"{TRAINING_TEMPLATE}:TemplateTrainingEngine"]]
+)
+def test_a_training_engine_is_recognised_and_its_settings_are_those_of_a_trainer(arguments: list[str]) -> None:
+    assert_refused("these are no settings for trainer ranks: rank: Extra", "conformance", *arguments, "--set", "rank=2")
+    assert_refused("there is no check called test_nothing", "conformance", *arguments, "--check", "test_nothing")
+
+
+def test_a_check_of_a_training_engine_prints_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = Pool(MODULE)  # of this test's own: those of a run inside it would count as another test's
+    monkeypatch.setattr(training_suite, "run_training_conformance", partial(run_training_conformance, pool=pool))
+    check = ["--check", "test_close_may_be_called_at_any_time_and_twice[as set]"]
+    result = run("conformance", "--training", "template", "--set", "ranks=1", *check)
+    pool.close()
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[0].endswith("s  close may be called at any time and twice[as set]")
+    assert "template passes the requested checks" in result.stdout

@@ -43,6 +43,28 @@ def test_the_package_is_the_template_under_another_name_and_the_next_commands_ar
     assert status == 0, errors
 
 
+def test_a_package_for_a_training_engine_is_its_template_under_another_name(
+    tmp_path: Path, session_children: Any
+) -> None:
+    package = tmp_path / "made"
+    result = run("new-engine", "--training", "sprint", "--directory", str(package))
+    assert result.exit_code == 0, result.output
+    assert result.stdout.splitlines()[2] == "    weightlane conformance --training sprint"
+    texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*") if path.is_file()}
+    assert set(texts) == {"README.md", "pyproject.toml", "weightlane_sprint.py", "tests/test_conformance.py"}
+    assert [name for name, text in texts.items() if "emplate" in text] == []
+    project = tomllib.loads(texts["pyproject.toml"])["project"]
+    assert project["entry-points"]["weightlane.training_engines"] == {
+        "sprint": "weightlane_sprint:SprintTrainingEngine"
+    }
+    program = "from weightlane_sprint import SprintTrainingEngine as E; assert not E.__abstractmethods__"
+    status, _, errors = session_children.run(["-c", program], HANG_S, cwd=package)
+    assert status == 0, errors
+    assert_refused(
+        "'fsdp2' is already installed", "new-engine", "--training", "fsdp2", "--directory", str(tmp_path / "x")
+    )
+
+
 @pytest.mark.parametrize("name", ["Pigeon", "carrier pigeon", "2pigeons", "-pigeon", "", "../pigeon", "pigéon"])
 def test_a_name_that_is_none_is_refused(tmp_path: Path, name: str) -> None:
     assert_refused("is not a name for an engine", "new-engine", "--directory", str(tmp_path / "x"), "--", name)

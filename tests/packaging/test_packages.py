@@ -9,11 +9,20 @@ from pathlib import Path
 import pytest
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.trainer import training_engine_class
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = sorted(path.parent for path in (ROOT / "plugins/packages").glob("*/pyproject.toml"))
-PUBLIC = ("weightlane.ckpt_engines", "weightlane.ckpt_engines.toolkit", "weightlane.ckpt_engines.conformance")
+PUBLIC = (
+    "weightlane.ckpt_engines",
+    "weightlane.ckpt_engines.toolkit",
+    "weightlane.ckpt_engines.conformance",
+    "weightlane.sync",
+    "weightlane.trainer",
+    "weightlane.trainer.conformance",
+)
 TEMPLATE = ROOT / "plugins/packages/weightlane-engine-template/weightlane_engine_template.py"
+TRAINING_TEMPLATE = TEMPLATE.parents[1] / "weightlane-training-engine-template/weightlane_training_engine_template.py"
 
 
 @pytest.fixture(params=PACKAGES, ids=lambda path: path.name)
@@ -22,15 +31,24 @@ def package(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_there_is_a_template_of_under_60_lines_and_two_engines_over_other_peoples_transports() -> None:
-    assert {path.name for path in PACKAGES} == {"weightlane-engine-template", "weightlane-mooncake", "weightlane-nixl"}
+def test_there_are_a_template_for_each_kind_of_engine_and_two_engines_over_other_peoples_transports() -> None:
+    assert {path.name for path in PACKAGES} == {
+        "weightlane-engine-template",
+        "weightlane-mooncake",
+        "weightlane-nixl",
+        "weightlane-training-engine-template",
+    }
     assert len(TEMPLATE.read_text().splitlines()) < 60
+    assert len(TRAINING_TEMPLATE.read_text().splitlines()) < 200
 
 
 def test_a_package_is_installed_and_its_engine_found_by_entry_point(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     rows = {row.name: row for row in CheckpointEngineRegistry().list()}
-    for name in project["entry-points"]["weightlane.ckpt_engines"]:
+    for name, value in project["entry-points"].get("weightlane.training_engines", {}).items():
+        engine = training_engine_class(name)
+        assert f"{engine.__module__}:{engine.__qualname__}" == value
+    for name in project["entry-points"].get("weightlane.ckpt_engines", ()):
         assert name in rows, f"{package.name} is not installed: run make setup"
         assert rows[name].distribution == f"{project['name']} {project['version']}"
         assert rows[name].capabilities is not None, rows[name].unavailable

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import signal
 import sys
 from collections.abc import Collection
-from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -22,12 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
+from engine_batches import LOSSES, batch_of, make_batch, make_samples
 from engine_state_commands import StateCommands
 from lora_commands import LoraCommands
 from torch.distributed.tensor import DTensor
 
-from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch
@@ -80,21 +77,11 @@ class Worker(LoraCommands, StateCommands):
 
         dist.init_process_group = lose
 
-    def train(
-        self, first: int, count: int, rows: int = 6, loss: str = "policy", zeros: str = ""
-    ) -> list[dict[str, float]]:
-        """Make `count` steps on the batches from `first` on; what is reported of each.
-
-        With `zeros` every other sample has advantage 0, and is "computed" or "left out".
-        """
+    def train(self, first: int, count: int, rows: int = 6, loss: str = "policy") -> list[dict[str, float]]:
+        """Make `count` steps on the batches from `first` on; what is reported of each."""
         reports = []
         for step in range(first, first + count):
-            samples = make_samples(step, rows)
-            mini_batch = MiniBatch.of(batch_of(samples))
-            if zeros:
-                samples = [replace(s, advantage=s.advantage * (n % 2)) for n, s in enumerate(samples)]
-                samples = [sample for sample in samples if sample.advantage or zeros == "computed"]
-            metrics = self._engine.forward_backward(batch_of(samples), LOSSES[loss], mini_batch).metrics
+            metrics = self._engine.forward_backward(make_batch(step, rows), LOSSES[loss]).metrics
             reports.append({**metrics, "norm": self._engine.optim_step(lambda names: None)})
         return reports
 
@@ -123,43 +110,25 @@ class Worker(LoraCommands, StateCommands):
             [(name, starts, data.numpy()) for name, _, starts, data in slices],
         )
 
-    def outputs(self, rows: int) -> dict[int, dict[str, Any]]:
-        """Log-probabilities and entropies of a batch, by sequence: without gradient, and beside one."""
-        batch = make_batch(0, rows)
-        alone = self._engine.forward(batch, ("logprobs", "entropy"), top_k=3)
-        beside = self._engine.forward_backward(batch, LOSSES["sft"], outputs=("logprobs",)).outputs
-        self._engine.optim_step(lambda names: None)
-        return {
-            index: {
-                **{name: values.numpy() for name, values in found.items()},
-                "beside": beside[index]["logprobs"].numpy(),
-            }
-            for index, found in alone.items()
-        }
-
     def logprobs(self, rows: int = 6) -> dict[int, Any]:
         """Log-probabilities of a batch by sequence, without gradient."""
         return {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0, rows)).items()}
 
-    def fail(self, how: str) -> str:
-        """A forward_backward that fails after one that did not: by a token or target that no model has, or by its loss."""
-        samples, seen = make_samples(0), []
-        mini_batch = MiniBatch.of(batch_of(samples), batch_of(samples))
+    def fail(self) -> str:
+        """A forward_backward that fails, by its loss of the second micro-batch, after one that did not."""
+        batch, seen = make_batch(0), []
+        mini_batch = MiniBatch.of(batch, batch)
 
         def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
             seen.append(micro)
-            if how == "loss" and len(seen) > 1:
+            if len(seen) > 1:
                 raise ValueError("the loss failed.")
             return sft(outputs, micro)
 
-        self._engine.forward_backward(batch_of(samples), sft, mini_batch)
-        if how == "token":
-            samples[3].prompt_ids = (99, *samples[3].prompt_ids)
-        if how == "target":
-            samples[3].completion_ids = (*samples[3].completion_ids[:-1], 99)
+        self._engine.forward_backward(batch, sft, mini_batch)
         try:
-            self._engine.forward_backward(batch_of(samples), loss, mini_batch)
-        except (ValueError, WeightlaneError) as error:
+            self._engine.forward_backward(batch, loss, mini_batch)
+        except ValueError as error:
             return str(error)
         return ""
 
@@ -169,26 +138,10 @@ class Worker(LoraCommands, StateCommands):
         exec(code, names)
         return dict(names["result"].metrics)
 
-    def change_mini_batch(self) -> None:
-        """Begin another mini-batch before the step for the first one."""
-        self._engine.forward_backward(make_batch(0), LOSSES["sft"])
-        self._engine.forward_backward(make_batch(1, rows=5), LOSSES["sft"])
-
-    def train_twice(self) -> float:
-        """The gradient norm of a step on two batches."""
-        batches = [make_batch(step) for step in range(2)]
-        for batch in batches:
-            self._engine.forward_backward(batch, LOSSES["policy"], MiniBatch.of(*batches))
-        return self._engine.optim_step(lambda names: None)
-
     def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
         """Return the shards that this rank publishes: name, shape, dtype, starts and values of each."""
         shards = self._engine.local_shards(getattr(torch, wire_dtype))
         return [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().numpy()) for s in shards]
-
-    def addresses(self) -> list[int]:
-        """Where the storage behind each shard is."""
-        return [shard.data.untyped_storage().data_ptr() for shard in self._engine.local_shards(torch.float32)]
 
     def placement(self, wire_dtype: str) -> list[Any]:
         """Return this rank's placement as plain data."""
@@ -254,19 +207,11 @@ class Worker(LoraCommands, StateCommands):
         self._engine.load(Path(directory))
         return self._engine.step
 
-    def draw(self) -> list[float]:
-        """Advance the random state."""
-        return torch.rand(3).tolist()
-
     def export(self, directory: str, dtype: str = "float32") -> None:
         self._engine.export_hf(Path(directory), getattr(torch, dtype))
 
-    def fence(self, fail_at: int | None = None, *, overflow: bool = False) -> dict[str, Any]:
-        """One step that notes, at every call of the fence, what it names and what has changed by then.
-
-        With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
-        """
-        batch = batch_of([Sample((1,), (2, 3), (-4.0, -4.0), 3e38)] * 4) if overflow else make_batch(0)
+    def fence(self) -> dict[str, Any]:
+        """One step that notes, at every call of the fence, what it names and what has changed by then."""
         engine = self._engine
         live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
         before = [data.clone() for _, data in live]
@@ -279,20 +224,13 @@ class Worker(LoraCommands, StateCommands):
 
         def before_change(names: Collection[str]) -> None:
             calls.append({"named": list(names), "changed_before": changed()})
-            if len(calls) - 1 == fail_at:
-                raise WeightlaneError("the fence failed.", part="test")
 
-        engine.forward_backward(batch, LOSSES["policy"])
-        error = ""
-        try:
-            engine.optim_step(before_change)
-        except WeightlaneError as cause:
-            error = cause.message
+        engine.forward_backward(make_batch(0), LOSSES["policy"])
+        engine.optim_step(before_change)
         return {
             "calls": calls,
             "changed": changed(),
             "published": list(dict.fromkeys(name for name, _ in live)),
-            "error": error,
             "step": engine.step,
         }
 
@@ -327,21 +265,11 @@ class Worker(LoraCommands, StateCommands):
             different.append([name for name, left, right in bits if not torch.equal(left, right)])
         return different
 
-    def limit_files(self, size: int | None) -> None:
-        """Make writes beyond `size` bytes of a file fail; None lifts the limit."""
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard if size is None else size, hard))
-
     def group_timeouts(self) -> list[float]:
         """Seconds until a collective fails, in the group of all ranks and in those of an fsdp2 engine over tensor parallelism."""
         mesh = self._engine._mesh
         groups: list[Any] = [dist.group.WORLD, mesh.data.get_group(), mesh.tensor.get_group()]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
-
-    def gloo_threads(self) -> int:
-        """How many threads work for process groups."""
-        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
-        return sum("gloo" in name for name in names)
 
     def close(self) -> None:
         for engine in filter(None, (self._engine, self._first)):

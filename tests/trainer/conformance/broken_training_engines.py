@@ -1,0 +1,374 @@
+"""Training engines that are wrong in one way each: the template with one planted fault."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from weightlane_training_engine_template import TemplateTrainingEngine
+
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import LocalShard, TensorSpec
+from weightlane.trainer import engine_toolkit as toolkit
+
+Fence = Callable[[Collection[str]], None]
+
+# --- outputs ---------------------------------------------------------------------------------------------------------
+
+
+class IgnoresTemperature(TemplateTrainingEngine):
+    """Logits are taken as they are."""
+
+    def _outputs(self, micro: toolkit.MicroBatch, top_k: int = 0) -> toolkit.ModelOutputs:
+        return super()._outputs(replace(micro, per_sequence={}), top_k)
+
+
+class TakesTheFirstLabel(TemplateTrainingEngine):
+    """Every label of a position gets the log-probability of the first."""
+
+    def _outputs(self, micro: toolkit.MicroBatch, top_k: int = 0) -> toolkit.ModelOutputs:
+        labels = micro.targets.view(len(micro.tokens), -1)
+        first = labels.masked_fill(labels != toolkit.IGNORED, 0) + labels.clamp(min=0).amax(1, keepdim=True)
+        return super()._outputs(replace(micro, targets=first.clamp(max=60).view(micro.targets.shape)), top_k)
+
+
+class CountsByRank(TemplateTrainingEngine):
+    """Outputs beside a gradient come under their number in the rank's share."""
+
+    def forward_backward(self, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
+        result = super().forward_backward(*arguments, **named)
+        return replace(result, outputs=dict(enumerate(result.outputs.values())))
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+class AveragesOverRanks(TemplateTrainingEngine):
+    """Gradients are averaged over the ranks, as DistributedDataParallel does by default."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        for parameter in self._trained.values():
+            parameter.grad /= self.world
+        return super().optim_step(before_change)
+
+
+class DividesByTheBatch(TemplateTrainingEngine):
+    """Each call divides by its own tokens and sequences."""
+
+    def _same_mini_batch(
+        self, begun: toolkit.MiniBatch | None, batch: toolkit.TokenBatch, mini_batch: toolkit.MiniBatch | None
+    ) -> toolkit.MiniBatch:
+        return toolkit.MiniBatch.of(batch)
+
+
+class ForgetsEarlierCalls(TemplateTrainingEngine):
+    """Each call begins with gradients of 0."""
+
+    def forward_backward(self, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
+        for parameter in self._trained.values():
+            parameter.grad.zero_()
+        return super().forward_backward(*arguments, **named)
+
+
+class IsNoNumberWithoutTargets(TemplateTrainingEngine):
+    """A mean over no targets."""
+
+    def _outputs(self, micro: toolkit.MicroBatch, top_k: int = 0) -> toolkit.ModelOutputs:
+        found = super()._outputs(micro, top_k)
+        count = micro.mask.sum()
+        return replace(found, logprobs=found.required("logprobs") * count / count)
+
+
+class RoundsItsWeights(TemplateTrainingEngine):
+    """Master weights are as narrow as the computation."""
+
+    def setup(self, model_dir: Path, seed: int) -> None:
+        super().setup(model_dir, seed)
+        for parameter in self._trained.values():
+            parameter.data.copy_(parameter.data.to(self._compute_dtype))
+
+
+class TakesAnyToken(TemplateTrainingEngine):
+    """A token that the model does not have counts as its last one."""
+
+    def forward_backward(self, batch: toolkit.TokenBatch, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
+        return super().forward_backward(_known(batch), *arguments, **named)
+
+
+class KeepsTheGradientOfFailedCalls(TemplateTrainingEngine):
+    """A call that fails leaves what the calls before it added."""
+
+    def forward_backward(self, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
+        kept = [parameter.grad.clone() for parameter in self._trained.values()]
+        try:
+            return super().forward_backward(*arguments, **named)
+        except ValueError:
+            for parameter, gradient in zip(self._trained.values(), kept, strict=True):
+                parameter.grad.copy_(gradient)
+            raise
+
+
+class TakesAnyMiniBatch(TemplateTrainingEngine):
+    """The latest one is used."""
+
+    def _same_mini_batch(
+        self, begun: toolkit.MiniBatch | None, batch: toolkit.TokenBatch, mini_batch: toolkit.MiniBatch | None
+    ) -> toolkit.MiniBatch:
+        return mini_batch or toolkit.MiniBatch.of(batch)
+
+
+def _known(batch: toolkit.TokenBatch) -> toolkit.TokenBatch:
+    return toolkit.TokenBatch(
+        tuple(
+            replace(each, tokens=each.tokens.clamp(max=60), targets=each.targets.clamp(max=60))
+            for each in batch.sequences
+        )
+    )
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+class AddsDecayToTheGradient(TemplateTrainingEngine):
+    """Adam with L2 regularisation in the place of AdamW."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        for group in self._optimizer.param_groups:
+            group["decoupled_weight_decay"] = False
+        return super().optim_step(before_change)
+
+
+class ClipsByRank(TemplateTrainingEngine):
+    """Each rank clips its own part of the gradient, before they are added up."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        torch.nn.utils.clip_grad_norm_(self._trained.values(), self.config.max_grad_norm)
+        return super().optim_step(before_change)
+
+
+class AsksTheFenceAfterwards(TemplateTrainingEngine):
+    """The weights have changed when the fence is told."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        told: list[Collection[str]] = []
+        norm = super().optim_step(told.append)
+        for names in told:
+            before_change(names)
+        return norm
+
+
+class NamesTiedTensorsTwice(TemplateTrainingEngine):
+    """The fence is told of the head, too, which is the embedding."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        return super().optim_step(lambda names: before_change([*names, "lm_head.weight"]))
+
+
+class StepsInAnyCase(TemplateTrainingEngine):
+    """An error of the fence is raised when the step is done."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        errors: list[WeightlaneError] = []
+
+        def guarded(names: Collection[str]) -> None:
+            try:
+                before_change(names)
+            except WeightlaneError as error:
+                errors.append(error)
+
+        norm = super().optim_step(guarded)
+        for error in errors:
+            raise error
+        return norm
+
+
+class TrainsOnAfterHalfAStep(TemplateTrainingEngine):
+    """It steps in two parts, and forgets that it took one of them only."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+        first = len(self._runs) // 2
+
+        def in_parts(names: Collection[str]) -> None:
+            listed = list(names)
+            before_change(listed[:first])
+            next(iter(self._trained.values())).data.add_(1.0)
+            before_change(listed[first:])
+
+        return super().optim_step(in_parts)
+
+
+class StepsByWhateverThereIs(TemplateTrainingEngine):
+    """Nobody looks at the gradient norm."""
+
+    def _refuse_not_finite(self, norm: float, step: int, clear: Callable[[], None]) -> None:
+        pass
+
+
+class StepsWithoutAGradient(TemplateTrainingEngine):
+    """A step whose gradient is zeros still moves weights, by their decay."""
+
+    def _require_gradient(self, begun: toolkit.MiniBatch | None, step: int) -> None:
+        pass
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+class PublishesTiedTensorsTwice(TemplateTrainingEngine):
+    """The head is published beside the embedding, which it is."""
+
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        shards = super().local_shards(wire_dtype)
+        embedding = next(shard for shard in shards if "embed_tokens" in shard.spec.name)
+        spec = TensorSpec("lm_head.weight", embedding.spec.shape, embedding.spec.dtype)
+        return [*shards, LocalShard.whole(spec, embedding.data)]
+
+
+class PublishesHalf(TemplateTrainingEngine):
+    """Each rank publishes the first half of the tensors, for its own."""
+
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        shards = super().local_shards(wire_dtype)
+        return shards[: len(shards) // 2]
+
+
+class MovesOnLoading(TemplateTrainingEngine):
+    """Loaded weights are new tensors."""
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        for parameter in self._trained.values():
+            parameter.data = parameter.data.clone()
+        self._tensors = toolkit.checkpoint_tensors(self._model)
+
+
+class OutlinesForOneRank(TemplateTrainingEngine):
+    """The outline of every rank but the first has no tensor."""
+
+    def outline(self, model_dir: Path) -> None:
+        model = toolkit.whole_model(model_dir)
+        self._tensors = toolkit.checkpoint_tensors(model)
+        self._runs = toolkit.checkpoint_runs(model, self._tensors) if self.rank == 0 else []
+        self._kept = toolkit.kept_types(model_dir, (run.name for run in self._runs))
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+class KeepsItsMoments(TemplateTrainingEngine):
+    """A state is loaded without the optimizer's part of it."""
+
+    def load(self, directory: Path) -> None:
+        moments = {name: {key: value.clone() for key, value in each.items()} for name, each in self._moments()}
+        super().load(directory)
+        for name, state in self._moments():
+            for key, value in state.items():
+                value.copy_(moments[name][key])
+
+    def _moments(self) -> list[tuple[str, dict[str, torch.Tensor]]]:
+        return list(self._optimizer_state().items())
+
+
+class DropsTheRandomState(TemplateTrainingEngine):
+    """A random number after loading depends on those before."""
+
+    def load(self, directory: Path) -> None:
+        state = torch.get_rng_state()
+        super().load(directory)
+        torch.set_rng_state(state)
+
+
+class ForgetsMomentsOfOtherRanks(TemplateTrainingEngine):
+    """Moments of a state that another number of ranks saved are 0."""
+
+    def save(self, directory: Path) -> None:
+        super().save(directory)
+        if self.rank == 0:
+            (directory / "ranks.txt").write_text(str(self.world))
+        dist.barrier()
+
+    def load(self, directory: Path) -> None:
+        super().load(directory)
+        if int((directory / "ranks.txt").read_text()) != self.world:
+            for state in self._optimizer_state().values():
+                state["exp_avg"].zero_()
+
+
+class WritesIntoWhatIsThere(TemplateTrainingEngine):
+    """A directory that exists gets a file more."""
+
+    def save(self, directory: Path) -> None:
+        if self.rank == 0 and directory.is_dir():
+            (directory / "lock").touch()
+        super().save(directory)
+
+
+class LoadsNothing(TemplateTrainingEngine):
+    """A directory without a state is as good as the state that there is."""
+
+    def load(self, directory: Path) -> None:
+        if directory.is_dir():
+            super().load(directory)
+
+
+class ExportsWhatItHas(TemplateTrainingEngine):
+    """Exports are float32 whatever is asked for."""
+
+    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        super().export_hf(directory, torch.float32)
+
+
+class ForgetsGradientsThatAreAway(TemplateTrainingEngine):
+    """Gradients come back as zeros."""
+
+    def onload(self, parts: Collection[toolkit.StatePart] = toolkit.STATE_PARTS) -> None:
+        away = self.offloaded
+        super().onload(parts)
+        if "gradients" in away and "gradients" in parts:
+            for parameter in self._trained.values():
+                parameter.grad.zero_()
+
+
+# --- ends ------------------------------------------------------------------------------------------------------------
+
+
+class RaisesWhatTorchRaises(TemplateTrainingEngine):
+    """Errors of torch.distributed come out as they are."""
+
+    def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class WaitsForeverForRanks(TemplateTrainingEngine):
+    """The timeout is for collectives, and not for joining."""
+
+    def _join(self, model_dir: Path, seed: int) -> None:
+        time.sleep(self.config.collective_timeout_s + 3600)
+        super()._join(model_dir, seed)
+
+
+class RaisesOnTheSecondClose(TemplateTrainingEngine):
+    """An engine that is gone cannot be closed."""
+
+    _closed = False
+
+    def close(self) -> None:
+        super().close()
+        if self._closed:
+            raise RuntimeError("closed already")
+        self._closed = True
+
+
+class LeavesAThread(TemplateTrainingEngine):
+    """One for each engine, which nobody ends."""
+
+    def setup(self, model_dir: Path, seed: int) -> None:
+        super().setup(model_dir, seed)
+        threading.Thread(target=time.sleep, args=(3600,), daemon=True).start()

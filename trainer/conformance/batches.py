@@ -1,0 +1,103 @@
+"""Batches and losses of the checks, made from a seed: the same in the process of a check and in every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..data.batch import IGNORED, TEMPERATURE, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from ..objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
+from .models import VOCABULARY
+
+WEIGHTS = "weights"
+"""The per-token value of every batch: the weight of each target in the loss."""
+CONSTANT = 50.0
+"""The constant by which the loss divides its third term."""
+_LENGTHS = (3, 12, 1, 7, 2, 9, 5)
+"""Tokens of the sequences: one has a single token, and none divides the budget of a micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSpec:
+    """A mini-batch, described for another process.
+
+    `rows` sequences are made from `seed`. Each of `calls` names those that one call gets; sequences in none of them are left
+    out, and count in the mini-batch. `labels` above 1 gives targets that many columns. `wrong` puts a token, or a target, into
+    the last sequence that no model has.
+    """
+
+    seed: int = 0
+    rows: int = len(_LENGTHS)
+    calls: tuple[tuple[int, ...], ...] = ()
+    labels: int = 1
+    wrong: str = ""
+
+    def to_plain(self) -> dict[str, Any]:
+        """The description as JSON."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> BatchSpec:
+        """The description that `to_plain` wrote."""
+        return cls(**{**plain, "calls": tuple(map(tuple, plain["calls"]))})
+
+    def sequences(self) -> list[TokenSequence]:
+        """All sequences. Some positions have no target, and temperatures differ."""
+        source = random.Random(self.seed)  # noqa: S311 - to be the same everywhere
+        return [self._sequence(source, row) for row in range(self.rows)]
+
+    def batches(self) -> list[TokenBatch]:
+        """The batch of each call; all sequences in one call if there are none."""
+        made = self.sequences()
+        calls = self.calls or (tuple(range(self.rows)),)
+        return [TokenBatch(tuple(made[row] for row in call)) for call in calls]
+
+    def mini_batch(self) -> MiniBatch:
+        """The tokens and sequences of the whole mini-batch."""
+        return MiniBatch.of_sequences(self.sequences())
+
+    def _sequence(self, source: random.Random, row: int) -> TokenSequence:
+        length = _LENGTHS[row % len(_LENGTHS)]
+        shape = (length,) if self.labels == 1 else (length, self.labels)
+        tokens = torch.tensor([source.randrange(VOCABULARY) for _ in range(length)])
+        targets = torch.tensor([source.randrange(VOCABULARY) for _ in range(length * self.labels)]).view(shape)
+        if length > 2:  # noqa: PLR2004 - a prompt, and a gap, as turns of a conversation make one
+            targets[[0, length // 2]] = IGNORED
+        if self.labels > 1 and length > 1:
+            targets[-1, 0] = IGNORED  # this position has a target, but not every label
+        if self.wrong and row == self.rows - 1:
+            (tokens if self.wrong == "token" else targets)[-1] = VOCABULARY + 9
+        weights = torch.tensor([source.gauss(0.0, 1.0) for _ in range(length)])
+        return TokenSequence(tokens, targets, {WEIGHTS: weights}, {TEMPERATURE: source.choice((0.75, 1.0, 1.5))})
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """The suite's loss, described for another process: each of its sums times `scale`."""
+
+    scale: float = 1.0
+    metrics: Sequence[str] = field(default=("loss", "loss/weighted", "loss/square", "loss/entropy"))
+
+    def loss(self) -> Loss:
+        """The loss: three terms, which are divided by tokens, by sequences, and by `CONSTANT`."""
+
+        @needs("logprobs", "entropy")
+        def three_terms(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+            logprobs, entropy = outputs.required("logprobs"), outputs.required("entropy")
+            by_token = logprobs if logprobs.ndim == 1 else logprobs.sum(1)
+            squares = logprobs.square() if logprobs.ndim == 1 else logprobs.square().sum(1)
+            lengths = micro.sum_by_sequence(micro.mask.float()).clamp(min=1)
+            squares = micro.sum_by_sequence(squares) / lengths
+            return LossOutput(
+                {
+                    "weighted": LossTerm(-(micro.per_token[WEIGHTS] * by_token).sum() * self.scale),
+                    "square": LossTerm(squares.sum() * self.scale, "sequences"),
+                    "entropy": LossTerm(-entropy.sum() * self.scale, CONSTANT),
+                }
+            )
+
+        return three_terms

@@ -1,0 +1,32 @@
+"""The suites that ``weightlane conformance`` runs for the built-in training engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from .suite import TrainingEngineConformance
+
+
+class Fsdp2Conformance(TrainingEngineConformance):
+    """The suite for `fsdp2`, in the ways in which it splits a model."""
+
+    engine: ClassVar[str] = "fsdp2"
+    preload: ClassVar[Sequence[str]] = ("weightlane.trainer.engines.fsdp2.engine",)
+    layouts: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "one rank": {"ranks": 1},
+        "two ranks": {"ranks": 2},
+        "tensor parallel": {"ranks": 2, "fsdp2": {"tensor_parallel": 2}},
+    }
+
+
+class MegatronConformance(TrainingEngineConformance):
+    """The suite for `megatron`, in some of the ways in which it splits a model."""
+
+    engine: ClassVar[str] = "megatron"
+    preload: ClassVar[Sequence[str]] = ("weightlane.trainer.engines.megatron.engine",)
+    layouts: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+        "one rank": {"ranks": 1},
+        "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
+        "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}},
+    }

@@ -1,0 +1,178 @@
+"""The fixtures and helpers that all checks of the suite share."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from weightlane.ckpt_engines.conformance.processes.pool import Pool
+
+from ..models import MODELING, MODELS, make_model
+from ..processes.team import MODULE, Team
+
+POOL = pytest.StashKey[Pool]()
+"""Key of the processes that a pytest session keeps."""
+MODEL_FILES = pytest.StashKey[dict[str, Path]]()
+"""Key of the models that a pytest session has made, by name."""
+SPLIT = ((0,), (3, 1, 2, 4), (6, 5))
+"""Three uneven calls of a mini-batch of seven sequences."""
+
+TeamMaker = Callable[..., Team]
+
+
+class TrainingConformanceBase:
+    """Fixtures of the suite. Its user sets `engine`, and `layouts` and `models` as far as the engine takes others."""
+
+    engine: ClassVar[str] = ""
+    """Name of the engine under test: an installed one, ``module:Class``, or ``path/to/file.py:Class``."""
+    layouts: ClassVar[Mapping[str, Mapping[str, Any]]] = {"one rank": {"ranks": 1}, "two ranks": {"ranks": 2}}
+    """Ways to split a model and its batches over ranks: settings of `TrainerConfig` by name, ``ranks`` among them."""
+    models: ClassVar[Sequence[str]] = MODELS
+    """The suite's models that the engine can train, of `conformance.models`. Checks that need one take the first."""
+    expected_failures: ClassVar[Mapping[str, str]] = {}
+    """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
+    deadline_s: ClassVar[float] = 120.0
+    """Seconds for an operation that is expected to succeed. A collective between ranks has half of it."""
+    missing_s: ClassVar[float] = 1.0
+    """Timeout of collectives, in seconds, where a rank never comes."""
+    slack_s: ClassVar[float] = 10.0
+    """Seconds by which an operation may end after such a timeout, and that threads have to end after `close`."""
+    prompt_s: ClassVar[float] = 20.0
+    """Seconds within which the ranks must notice the death of one of them."""
+    grace_s: ClassVar[float] = 15.0
+    """Seconds after its deadline at which an operation counts as hanging and its process is killed."""
+    preload: ClassVar[Sequence[str]] = ()
+    """Modules that are imported once for all processes, to save time. Importing them must not start a thread."""
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Run each check in every layout, and on every model if it asks for `each_model`."""
+        if "layout" in metafunc.fixturenames:
+            metafunc.parametrize("layout", self.layouts.values(), ids=self.layouts, scope="class")
+        if "each_model" in metafunc.fixturenames:
+            metafunc.parametrize("model", self.models)
+
+    @pytest.fixture(autouse=True)
+    def _known_limit(self, request: pytest.FixtureRequest) -> None:
+        name = getattr(request.node, "originalname", None) or request.node.name
+        if reason := self.expected_failures.get(name):
+            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+
+    @pytest.fixture(autouse=True)
+    def _one_thread(self) -> Iterator[None]:
+        """The reference's many small operations take several times longer with threads, beside the processes of the ranks."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        yield
+        torch.set_num_threads(threads)
+
+    @pytest.fixture
+    def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:
+        """The session's processes. Those lent to a check are taken back after it."""
+        stash = request.config.stash
+        if POOL not in stash:
+            stash[POOL] = Pool(MODULE)
+            request.config.add_cleanup(stash[POOL].close)
+        stash[POOL].preload((*MODELING, *self.preload))
+        yield stash[POOL]
+        stash[POOL].take_back()
+
+    @pytest.fixture
+    def model_dir(self, request: pytest.FixtureRequest) -> Callable[[str], Path]:
+        """A function that makes a model of the suite, by name, and returns its directory."""
+        stash = request.config.stash
+        if MODEL_FILES not in stash:
+            folder = tempfile.TemporaryDirectory(prefix="conformance-models-")
+            request.config.add_cleanup(folder.cleanup)
+            stash[MODEL_FILES] = {"": Path(folder.name)}
+        made = stash[MODEL_FILES]
+
+        def directory(name: str) -> Path:
+            if name not in made:
+                made[name] = make_model(name, made[""])
+            return made[name]
+
+        return directory
+
+    @pytest.fixture
+    def each_model(self, model: str, model_dir: Callable[[str], Path], team: Team) -> Path:
+        """Directory of each of `models`. Skips a check where the engine says that it does not train it in this layout."""
+        path = model_dir(model)
+        if model != self.models[0] and (reason := team.refusal(path)):
+            pytest.skip(f"the engine refuses {model} in this layout: {reason}")
+        return path
+
+    @pytest.fixture
+    def first_model(self, model_dir: Callable[[str], Path]) -> Path:
+        """Directory of the first of `models`."""
+        return model_dir(self.models[0])
+
+    @pytest.fixture
+    def teams(self, pool: Pool, tmp_path: Path) -> TeamMaker:
+        """A function that makes the ranks of a layout: ``teams(layout)``, or some of them: ``teams(layout, ranks=1)``."""
+
+        def make(layout: Mapping[str, Any], **more: Any) -> Team:
+            trainer = {"engine": self.engine, "device": "cpu", "collective_timeout_s": self.deadline_s / 2, **layout}
+            files = tmp_path / "files"
+            files.mkdir(exist_ok=True)
+            limits = {"deadline_s": self.deadline_s, "grace_s": self.grace_s}
+            return Team(pool, self.engine, trainer, files, **{**limits, **more})
+
+        return make
+
+    @pytest.fixture
+    def team(self, teams: TeamMaker, layout: Mapping[str, Any]) -> Team:
+        """The ranks of the layout, in which no engine is set up yet."""
+        return teams(layout)
+
+
+def expect_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], what: str) -> None:
+    """Check that two sets of tensors are the same bit for bit, names included."""
+    assert found.keys() == wanted.keys(), (
+        f"expected {what} by the same names, they differ in {sorted(found.keys() ^ wanted.keys())}"
+    )
+    other = [name for name, tensor in wanted.items() if not _same_bits(found[name], tensor)]
+    assert not other, f"expected {what} bit for bit, other are {', '.join(other)}"
+
+
+def _same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(found, wanted)
+
+
+def expect_close(found: torch.Tensor, wanted: torch.Tensor, limit: float, what: str) -> None:
+    """Check shape and values, float32 against float64, within `limit`."""
+    assert found.shape == wanted.shape, f"expected {what} of shape {list(wanted.shape)}, it is {list(found.shape)}"
+    assert found.dtype == torch.float32, f"expected {what} in float32, it is {found.dtype}"
+    difference = float((found.double() - wanted).abs().max())
+    assert difference <= limit, f"expected {what} within {limit:g} of the reference, it is {difference:.2g} off"
+
+
+def expect_same_change(
+    found: Mapping[str, torch.Tensor],
+    wanted: Mapping[str, torch.Tensor],
+    start: Mapping[str, torch.Tensor],
+    limit: float,
+    what: str,
+) -> None:
+    """Check that weights moved from `start` as the reference's did, relative to the length of the whole move."""
+    distance(
+        {name: found[name].double() - start[name].double() for name in wanted},
+        {name: wanted[name].double() - start[name].double() for name in wanted},
+        limit,
+        what,
+    )
+
+
+def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], limit: float, what: str) -> None:
+    """Check that the difference of all tensors together is at most `limit` times the length of `wanted`."""
+    apart = {name: float((found[name].double() - wanted[name]).norm()) for name in wanted}
+    length = float(torch.stack([tensor.double().norm() for tensor in wanted.values()]).norm())
+    relative = sum(each**2 for each in apart.values()) ** 0.5 / length
+    worst = max(apart, key=lambda name: apart[name])
+    assert relative <= limit, (  # also where it is not a number
+        f"expected {what} within {limit:g} of the reference, it is {relative:.2g} off, most in {worst}"
+    )

@@ -1,0 +1,117 @@
+"""Checks of gradients. The contract has no way to read one, so a check takes a step from which it can be told.
+
+With both decay rates 0, AdamW changes a weight by the learning rate times ``u = g / (|g| + eps)``, so that
+``g = eps * u / (1 - |u|)``. A loss that is scaled down makes every ``g`` small beside ``eps``, which is torch's 1e-8, and a
+learning rate that is very large makes the change large beside the weight: the change tells ``g`` to float32's full precision.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weightlane.ckpt_engines import ProtocolError
+
+from ..batches import BatchSpec
+from ..processes.team import Team
+from ..reference import Reference, checkpoint
+from .base import SPLIT, TrainingConformanceBase, distance, expect_equal
+
+GRADIENT_LIMIT = 1e-6
+"""How far a gradient may be from float64's, relative to its length: what is lost in float32."""
+HALF_LIMIT = 0.05
+"""The same where forward and backward are bfloat16."""
+_EPS = 1e-8
+_SCALE = 1e-10
+_RATE = 1e9
+READABLE: dict[str, Any] = {
+    "learning_rate": _RATE,
+    "betas": (0.0, 0.0),
+    "weight_decay": 0.0,
+    "max_grad_norm": 1e9,
+    "micro_batch_tokens": 20,
+}
+"""Settings with which a step tells the gradient."""
+
+
+class GradientChecks(TrainingConformanceBase):
+    """See the module."""
+
+    @pytest.mark.parametrize(
+        "calls",
+        [((0, 1, 2, 3, 4, 5, 6),), ((2, 5), (4, 0, 6))],
+        ids=["one call", "some left out"],
+    )
+    def test_the_gradient_of_a_mini_batch_is_that_of_one_process(
+        self, team: Team, first_model: Path, calls: tuple[tuple[int, ...], ...]
+    ) -> None:
+        """Its three terms are means over tokens, over sequences, and by a constant, of the whole mini-batch."""
+        team.setup(first_model, **READABLE)
+        expect_gradient(team, first_model, BatchSpec(calls=calls))
+
+    def test_the_gradient_does_not_depend_on_the_split_into_calls_and_micro_batches(
+        self, team: Team, each_model: Path
+    ) -> None:
+        """Three uneven calls, on every model."""
+        team.setup(each_model, **READABLE)
+        expect_gradient(team, each_model, BatchSpec(calls=SPLIT))
+
+    def test_a_rank_without_a_sequence_takes_part(self, team: Team, first_model: Path) -> None:
+        """A mini-batch of one sequence, and several labels for each of its positions."""
+        team.setup(first_model, **READABLE)
+        expect_gradient(team, first_model, BatchSpec(rows=1, labels=2))
+
+    def test_half_precision_is_for_computing_only(self, team: Team, first_model: Path) -> None:
+        """With ``compute_dtype = "bfloat16"`` the weights stay float32, and the gradient is that of rounded weights."""
+        team.setup(first_model, **READABLE, compute_dtype="bfloat16")
+        expect_equal(team.tensors(), checkpoint(first_model), "float32 weights of an engine that computes in bfloat16")
+        expect_gradient(team, first_model, BatchSpec(calls=SPLIT), HALF_LIMIT)
+
+    @pytest.mark.parametrize("wrong", ["token", "target"])
+    def test_what_the_model_does_not_have_is_refused_and_leaves_no_gradient(
+        self, team: Team, first_model: Path, wrong: str
+    ) -> None:
+        """A token or target beyond the vocabulary, in the second call of a mini-batch: nothing of the first is left, either."""
+        team.setup(first_model, **READABLE)
+        broken = BatchSpec(seed=1, calls=((0, 1, 2, 3), (4, 5, 6)), wrong=wrong).to_plain()
+        team.all_fail(ProtocolError, "forward_backward", batch=broken)
+        for rank in team.ranks:
+            team.start(rank, "forward", batch=broken, outputs=["logprobs"], file="")
+        for rank in team.ranks:
+            team.failure(rank, "forward", ProtocolError)
+        expect_gradient(team, first_model, BatchSpec())
+
+    def test_a_mini_batch_is_fixed_until_the_step(self, team: Team, first_model: Path) -> None:
+        """Another one is refused on every rank."""
+        team.setup(first_model)
+        team.forward_backward(BatchSpec())
+        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(seed=1, rows=3).to_plain())
+
+
+def expect_gradient(team: Team, path: Path, spec: BatchSpec, limit: float = GRADIENT_LIMIT) -> None:
+    """Check loss and gradient of a mini-batch, in an engine that was set up with `READABLE`."""
+    losses, wanted = Reference(path).gradient(spec)
+    before = team.tensors()
+    metrics = team.forward_backward(spec, scale=_SCALE)
+    reports = team.all("optim_step")
+    assert not any(report["error"] for report in reports), f"expected a step, it raised {reports[0]['error']}"
+    after = team.tensors()
+    size = sum(abs(value) for value in losses.values())
+    for name, value in losses.items():
+        found = sum(each.get(name, float("nan")) for each in metrics) / _SCALE
+        assert abs(found - value) <= max(limit, 2e-6) * size, (
+            f"expected {value:.7g} as {name} of all calls, it is {found:.7g}"
+        )
+    tokens = float(sum(batch.target_tokens for batch in spec.batches()))
+    told = sum(each.get("tokens", 0.0) for each in metrics)
+    assert told == tokens, f"expected {tokens:g} tokens in the metrics of all calls, they are {told:g}"
+    gradient = {}
+    for name in wanted:
+        update = (before[name].double() - after[name].double()) / _RATE
+        gradient[name] = _EPS * update / (1 - update.abs()) / _SCALE
+    distance(gradient, wanted, limit, "the gradient")
+    length = float(sum(tensor.square().sum() for tensor in wanted.values())) ** 0.5
+    norm = reports[0]["norm"] / _SCALE
+    assert abs(norm - length) <= max(limit, 1e-5) * length, f"expected the gradient norm {length:.7g}, it is {norm:.7g}"

@@ -1,0 +1,66 @@
+"""Checks of outputs: log-probabilities and entropies, without and beside a gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from ..batches import BatchSpec
+from ..processes.team import Team
+from ..reference import TOP_K, Reference, checkpoint
+from .base import SPLIT, TrainingConformanceBase, expect_close, expect_equal
+
+OUTPUT_LIMIT = 1e-5
+"""How far a log-probability or an entropy may be from float64's: what a tiny model loses in float32, several times over."""
+
+ALL = ("logprobs", "entropy", "hidden")
+"""All outputs of a model with its own head."""
+
+
+class OutputChecks(TrainingConformanceBase):
+    """See the module."""
+
+    def test_outputs_are_those_of_transformers(self, team: Team, each_model: Path) -> None:
+        """Sequences of several lengths, temperatures and gaps; each comes back once over all ranks, under its index."""
+        spec = BatchSpec(calls=SPLIT)
+        team.setup(each_model, micro_batch_tokens=20)
+        expect_outputs(
+            team.forward(spec, ALL, TOP_K), spec, Reference(each_model), OUTPUT_LIMIT, (*ALL, "top_logprobs")
+        )
+        expect_equal(team.tensors(), checkpoint(each_model), "weights after a forward pass")
+
+    def test_every_label_of_a_position_has_its_log_probability(self, team: Team, first_model: Path) -> None:
+        """Targets are [T, 3]; some positions lack a label."""
+        spec = BatchSpec(labels=3)
+        team.setup(first_model, micro_batch_tokens=20)
+        expect_outputs(team.forward(spec), spec, Reference(first_model), OUTPUT_LIMIT)
+
+    def test_outputs_beside_a_gradient_are_those_of_forward(self, team: Team, first_model: Path) -> None:
+        """``forward_backward`` returns what it is asked for of its own forward pass."""
+        spec = BatchSpec(calls=SPLIT)
+        team.setup(first_model, micro_batch_tokens=20)
+        expect_outputs(team.outputs_beside_gradient(spec), spec, Reference(first_model), OUTPUT_LIMIT)
+
+
+def expect_outputs(
+    found: Sequence[dict[str, torch.Tensor]],
+    spec: BatchSpec,
+    reference: Reference,
+    limit: float,
+    names: Sequence[str] = ALL[:2],
+) -> None:
+    """Check the outputs `names` of every call of `spec`."""
+    with torch.no_grad():
+        for named, batch in zip(found, spec.batches(), strict=True):
+            for index, sequence in enumerate(batch.sequences):
+                outputs = reference.outputs(sequence)
+                for name in names:
+                    what = f"{name} of a sequence of {sequence.length} tokens"
+                    assert f"{index}/{name}" in named, f"expected {what}, there is none"
+                    if name == "top_logprobs":
+                        tokens = named[f"{index}/top_tokens"].tolist()
+                        best = outputs["top_tokens"].tolist()
+                        assert tokens == best, f"expected {best} as the most probable tokens, they are {tokens}"
+                    expect_close(named[f"{index}/{name}"], outputs[name], limit, what)

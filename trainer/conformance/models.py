@@ -1,0 +1,91 @@
+"""Tiny Hugging Face models with random weights, which the suite makes and engines train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 61
+"""Tokens of every model: odd, so that the rows of the embedding do not divide by two ranks."""
+_END = 3
+_ARCHITECTURES = {
+    "qwen3": ("Qwen3Config", "tied embeddings"),
+    "llama": ("LlamaConfig", "a head of its own"),
+    "qwen3_moe": ("Qwen3MoeConfig", "experts, one parameter of which is many tensors on disk"),
+    "deepseek_v3": ("DeepseekV3Config", "a tensor that stays float32 and that no optimizer changes"),
+}
+"""The class of each model's configuration, and why the suite has it, by name."""
+MODELS = tuple(_ARCHITECTURES)
+"""Names of the models, as `transformers` names their architectures."""
+MODELING = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODELS)
+"""Modules of these architectures, which take a second to import."""
+
+
+def make_model(name: str, directory: Path) -> Path:
+    """Write the model `name`, one of `MODELS`, with a tokenizer, to ``directory/name``, and return that path.
+
+    Models have 2 layers, 4 attention heads, 2 of keys and values, and 4 experts if they have any: enough for layouts that
+    split each of these by two. Their weights are float32, from a fixed seed, and so large that attention is not uniform.
+    """
+    import transformers  # noqa: PLC0415 - an extra
+    from tokenizers import Tokenizer  # noqa: PLC0415 - as above
+    from tokenizers.models import WordLevel  # noqa: PLC0415 - as above
+
+    transformers.utils.logging.disable_progress_bar()
+    config = getattr(transformers, _ARCHITECTURES[name][0])(**_settings(name))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(MODELS.index(name))
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        for key, tensor in model.state_dict().items():
+            if key.endswith("bias"):  # made as zeros, which would be right also where one is forgotten
+                tensor.uniform_(0.1, 0.9)
+    words = {f"t{token}": token for token in range(VOCABULARY)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, unk_token="t0")),  # noqa: S106 - no password
+        eos_token=f"t{_END}",
+    )
+    path = directory / name
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def _settings(name: str) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": None,
+        "eos_token_id": _END,
+        "initializer_range": 0.2,
+        "tie_word_embeddings": name == "qwen3",
+    }
+    match name:
+        case "qwen3":
+            return {**settings, "head_dim": 8}
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+            return {**settings, **experts, "head_dim": 8, "norm_topk_prob": True}
+        case "deepseek_v3":
+            attention = {
+                "kv_lora_rank": 8,
+                "q_lora_rank": 6,
+                "qk_nope_head_dim": 6,
+                "qk_rope_head_dim": 4,
+                "v_head_dim": 10,
+            }
+            experts = {
+                "n_routed_experts": 4,
+                "n_shared_experts": 2,
+                "moe_intermediate_size": 12,
+                "num_experts_per_tok": 2,
+            }
+            groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+            return {**settings, **attention, **experts, **groups, "num_key_value_heads": 4}
+    return settings

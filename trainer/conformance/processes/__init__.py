@@ -1,0 +1,1 @@
+"""The processes in which the suite runs the ranks of a training engine."""

@@ -1,0 +1,29 @@
+"""Finds the training engine that a suite's user names: an installed one, or a class in a file that is not installed yet."""
+
+from __future__ import annotations
+
+from weightlane.ckpt_engines import EngineContractError
+from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
+
+from ...engines.contract import TrainingEngine
+from ...engines.registry import training_engine_class
+
+
+def engine_class(name: str) -> type[TrainingEngine]:
+    """Return the engine class that `name` names.
+
+    Args:
+        name: Name of an installed training engine, or ``module:Class``, or ``path/to/file.py:Class``.
+
+    Raises:
+        ConfigError: There is no such engine, or it cannot be used.
+        RegistryError: The class cannot be loaded, or is not a complete `TrainingEngine`.
+    """
+    if not is_place(name):
+        return training_engine_class(name)
+    loaded = loaded_from(name)
+    if not (isinstance(loaded, type) and issubclass(loaded, TrainingEngine)):
+        raise EngineContractError(f"{name} is not a TrainingEngine class.", part="conformance")
+    if missing := sorted(loaded.__abstractmethods__):
+        raise EngineContractError(f"{name} does not implement {', '.join(missing)}.", part="conformance")
+    return loaded

@@ -1,0 +1,58 @@
+"""Parts for training engines of other distributions: what engines on torch.distributed and transformers share.
+
+`TorchEngine` joins the ranks and counts steps; the rest works on whole parameters and on ``DTensor``s alike. The package
+``weightlane-training-engine-template`` is an engine that is made of these parts.
+
+>>> from weightlane.trainer import engine_toolkit as toolkit
+>>> issubclass(toolkit.TorchEngine, toolkit.TrainingEngine)
+True
+"""
+
+from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch
+from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
+from .engines.fsdp2.loading import whole_model
+from .engines.fsdp2.shards import checkpoint_tensors, local_shards
+from .engines.fsdp2.state import export_model, init_optimizer_state, load_state, save_state
+from .engines.hf.export import ExportedModel
+from .engines.hf.model_dir import check_model_dir, kept_types
+from .engines.hf.names import CheckpointRun, checkpoint_runs
+from .engines.rank_collectives import on_every_rank, on_rank_zero, require_open, share_json
+from .engines.torch_engine import TOP, TorchEngine, outputs_by_sequence
+from .objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
+
+__all__ = [
+    "IGNORED",
+    "LOGPROBS",
+    "STATE_PARTS",
+    "TOP",
+    "BackwardResult",
+    "CheckpointRun",
+    "ExportedModel",
+    "Loss",
+    "LossSums",
+    "MicroBatch",
+    "MiniBatch",
+    "ModelOutputs",
+    "OutputName",
+    "SequenceOutputs",
+    "StatePart",
+    "TokenBatch",
+    "TorchEngine",
+    "TrainingEngine",
+    "check_model_dir",
+    "checkpoint_runs",
+    "checkpoint_tensors",
+    "export_model",
+    "init_optimizer_state",
+    "kept_types",
+    "load_state",
+    "local_shards",
+    "needed_outputs",
+    "on_every_rank",
+    "on_rank_zero",
+    "outputs_by_sequence",
+    "require_open",
+    "save_state",
+    "share_json",
+    "whole_model",
+]
