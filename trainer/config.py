@@ -156,6 +156,10 @@ class TrainerConfig(BaseModel):
         description="Train a low-rank adapter instead of the model's own weights, which stay as they are; what is published and"
         " exported are the weights with the adapter added. None: train the weights themselves.",
     )
+    frozen: bool = Field(
+        default=False,
+        description="Only run the model forward, as a reference is run: no gradients, and no optimizer state.",
+    )
     cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
     gpus_per_rank: float | None = Field(
         default=None,
@@ -191,6 +195,8 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _a_new_head_is_trained(self) -> Self:
+        if self.lora is not None and self.frozen:
+            raise ValueError("frozen is true, and lora would train an adapter")
         if self.lora is not None and self.head == "value":
             raise ValueError("head is value, which lora would leave as it is: an adapter is beside decoder layers only")
         return self
@@ -202,6 +208,11 @@ class TrainerConfig(BaseModel):
                 f"lr_schedule is {self.lr_schedule}, which needs lr_decay_steps, the steps over which it falls"
             )
         return self
+
+    @property
+    def trains_weights(self) -> bool:
+        """Whether the model's own weights are trained."""
+        return self.lora is None and not self.frozen
 
 
 class AlgorithmConfig(BaseModel):
@@ -248,7 +259,8 @@ class AlgorithmConfig(BaseModel):
     kl_estimator: KlEstimator = Field(
         default="k2",
         description="How that divergence is estimated from samples. On average, the gradient of k2 is that of the reverse KL,"
-        " KL(policy || reference); k3, GRPO's, has that of the forward KL; k1 has none, and only adds noise.",
+        " KL(policy || reference); k3, GRPO's, has that of the forward KL; k1 has none, and only adds noise. ppo's penalty is k1,"
+        " whose gradient in rewards is the right one.",
     )
     entropy_coefficient: float = Field(
         default=0.0, ge=0, description="Weight of an entropy bonus in the loss, whichever it is; 0 for none."
@@ -256,8 +268,9 @@ class AlgorithmConfig(BaseModel):
     value_clip: float | None = Field(
         default=None,
         gt=0,
-        description="In the loss of ppo's critic (weightlane.trainer.value_loss), how far a value can move from the one before"
-        " the step and still lower its error; not set for no such clip.",
+        description="In a critic's loss (weightlane.trainer.value_loss), how far a value can move from the one before the first"
+        " step on a batch and still lower its error; not set for no such clip. weightlane train takes one step on a batch, where"
+        " it changes nothing.",
     )
     gamma: float = Field(default=1.0, ge=0, le=1, description="ppo: discount of rewards, by token.")
     gae_lambda: float = Field(

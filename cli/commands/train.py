@@ -15,8 +15,9 @@ from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
-from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
-from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.algorithms.composition import algorithm_over, role_names, role_specs
+from weightlane.trainer.algorithms.ppo import critic_state
+from weightlane.trainer.algorithms.roles import CRITIC, POLICY
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.data.tasks import Task, TaskStream
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
@@ -228,6 +229,12 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
             f"the run in {run_dir.path} is complete: it has taken {state.step} of {config.loop.steps} steps.",
             part="resume",
             hint="Raise loop.steps to continue it.",
+        )
+    if CRITIC in role_names(config.algorithm) and not critic_state(run_dir.trainer_state(step)).is_dir():
+        raise ConfigError(
+            f"the run in {run_dir.path} was saved without a critic, which algorithm.objective = ppo needs.",
+            part="resume",
+            hint="Resume it with the objective that it had, or begin a new run from its model.",
         )
     TaskStream(train_tasks, config.run.seed).restore(state.stream)
     return state

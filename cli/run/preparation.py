@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names
+from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
 from weightlane.trainer.data.rewards import Reward
 from weightlane.trainer.data.tasks import Task, load_splits
@@ -42,15 +42,15 @@ def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     if not config.ray.address:  # with an address, its processes run on other machines
         check_engine(config)
     model = check_model_dir(find_model(config.model.path))
-    training_engine.check(config.trainer, model.path)
+    role_models = _role_models(config, model)
+    for role, role_model in role_models.items():
+        training_engine.check(role_trainer(role, config.trainer, config.critic), role_model)
     tokenizer = HfTokenizer(model.path)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     objective = Objective(policy_objective(config.algorithm), own_modules)
-    return Preparation(
-        config, model, _role_models(config, model), tokenizer, train_tasks, heldout_tasks, reward, objective
-    )
+    return Preparation(config, model, role_models, tokenizer, train_tasks, heldout_tasks, reward, objective)
 
 
 def _role_models(config: RunConfig, model: ModelInfo) -> dict[str, Path]:

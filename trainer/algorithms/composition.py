@@ -10,6 +10,7 @@ from weightlane.ckpt_engines import ConfigError
 from ..config import AlgorithmConfig, CriticConfig, TrainerConfig
 from ..dispatch.dispatch import WorkerDispatch
 from ..dispatch.role import RoleSpec
+from ..objectives.loss import Loss
 from ..objectives.named import Objective
 from ..objectives.value import value_loss
 from .policy_gradient import PolicyGradient
@@ -26,6 +27,10 @@ def role_names(algorithm: AlgorithmConfig) -> list[str]:
 def check_roles(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
     """Raise `ConfigError` where the ranks of `trainer` cannot host all roles that `algorithm` needs, or the policy is none."""
     names = role_names(algorithm)
+    if trainer.frozen:
+        raise ConfigError(
+            "trainer.frozen is true, and this run would train nothing.", part="algorithm", hint="Leave it out."
+        )
     if trainer.head != "tokens":
         raise ConfigError(
             f"the policy has trainer.head = {trainer.head}, and could not generate.",
@@ -56,26 +61,38 @@ def role_specs(
         algorithm: The objective and its settings.
         trainer: Engine and ranks of every role.
         critic: Settings that the critic has of its own.
-        models: A model directory for each of `role_names`.
+        models: Model directories by role; those that are not named begin with the policy's.
         objective: The policy's loss.
         seed: Seed of every rank.
         state: The policy's saved training state to resume from; that of the critic lies beside it.
     """
-    whole = trainer.model_copy(update={"lora": None})  # the adapter is the policy's
-    valued = whole.model_copy(update={"head": "value", "learning_rate": critic.learning_rate})
-    specs = {
-        POLICY: RoleSpec(POLICY, trainer, models[POLICY], {OBJECTIVE: objective}, seed, state=state),
-        CRITIC: RoleSpec(
-            CRITIC,
-            valued,
-            models.get(CRITIC, models[POLICY]),
-            {OBJECTIVE: value_loss(algorithm)},
-            seed,
-            state=None if state is None else critic_state(state),
-        ),
-        REFERENCE: RoleSpec(REFERENCE, whole, models.get(REFERENCE, models[POLICY]), seed=seed, trained=False),
+    losses: dict[str, dict[str, Loss]] = {
+        POLICY: {OBJECTIVE: objective},
+        CRITIC: {OBJECTIVE: value_loss(algorithm)},
+        REFERENCE: {},
     }
-    return [specs[name] for name in role_names(algorithm)]
+    states = {POLICY: state, CRITIC: None if state is None else critic_state(state), REFERENCE: None}
+    return [
+        RoleSpec(
+            name,
+            role_trainer(name, trainer, critic),
+            models.get(name, models[POLICY]),
+            losses[name],
+            seed,
+            state=states[name],
+            trained=name != REFERENCE,
+        )
+        for name in role_names(algorithm)
+    ]
+
+
+def role_trainer(role: str, trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
+    """The engine settings of a role, on the ranks of `trainer`."""
+    if role == POLICY:
+        return trainer
+    whole = trainer.model_copy(update={"lora": None})  # the adapter is the policy's
+    own = {"head": "value", "learning_rate": critic.learning_rate} if role == CRITIC else {"frozen": True}
+    return whole.model_copy(update=own)
 
 
 def policy_objective(algorithm: AlgorithmConfig) -> AlgorithmConfig:

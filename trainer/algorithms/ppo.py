@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from weightlane.ckpt_engines import GradientError
+
 from ..config import AlgorithmConfig
 from ..data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
 from ..dispatch.dispatch import WorkerDispatch
@@ -16,12 +18,14 @@ from ..loop.protocols import StepReport
 from ..objectives.advantages import gae, whiten
 from ..objectives.loss import OutputName
 from ..objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
-from ..objectives.reference_kl import kl_penalised_rewards
+from ..objectives.reference_kl import kl_estimate, kl_penalised_rewards
 from ..objectives.value import OLD_VALUES, RETURNS, explained_variance
 from .policy_gradient import PolicyGradient
 from .roles import CRITIC, OBJECTIVE, REFERENCE
 from .step import take_step, with_reference
 
+_MOST_SKIPS = 10
+"""Batches in a row on which a critic's gradient may be no number."""
 _VALUES: tuple[OutputName, ...] = ("values",)
 
 
@@ -40,9 +44,13 @@ class Ppo(PolicyGradient):
     def __init__(self, dispatch: WorkerDispatch, config: AlgorithmConfig) -> None:
         super().__init__(dispatch)
         self._critic, self._config = dispatch[CRITIC], config
+        self._critic_skips = 0
 
     async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
-        """See `Trainers.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``."""
+        """See `Trainers.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``.
+
+        It takes a step also where the policy's gradient is no number. Raises `GradientError` when its own was none for long.
+        """
         valuing = self._critic.forward(batch, _VALUES)
         if REFERENCE in self._dispatch:
             batch = await with_reference(batch, self._dispatch[REFERENCE])
@@ -53,7 +61,16 @@ class Ppo(PolicyGradient):
             take_step(self._critic, judged, OBJECTIVE, mini_batch),
         )
         metrics = {f"critic/{name}": value for name, value in critic.metrics.items()}
+        if REFERENCE in self._dispatch:
+            metrics["reference_kl"] = _reference_kl(judged)
         metrics |= {"critic/grad_norm": critic.grad_norm, "critic/skipped": float(bool(critic.skipped))}
+        self._critic_skips = self._critic_skips + 1 if critic.skipped else 0
+        if self._critic_skips >= _MOST_SKIPS:
+            raise GradientError(
+                f"the critic took no step on {_MOST_SKIPS} batches in a row: {critic.skipped}",
+                part="ppo",
+                hint="Lower critic.learning_rate, or begin with another critic.",
+            )
         if math.isfinite(explained := explained_variance(critic.metrics)):  # it isn't where all returns are equal
             metrics["critic/explained_variance"] = explained
         return StepReport(
@@ -81,7 +98,7 @@ def with_advantages(batch: TokenBatch, values: Sequence[torch.Tensor], config: A
     Args:
         batch: Sequences with `REWARD`, `ROLLOUT_LOGPROBS` and, for a penalty, `REFERENCE_LOGPROBS`.
         values: float32 [T] for each sequence: the critic's.
-        config: Discount, lambda, and the penalty's coefficient and estimator.
+        config: Discount, lambda, and the penalty's coefficient; its estimator is k1, which is right in rewards.
     """
     advantages, returns = [], []
     for sequence, value in zip(batch.sequences, values, strict=True):
@@ -95,6 +112,13 @@ def with_advantages(batch: TokenBatch, values: Sequence[torch.Tensor], config: A
     whitened = batch.packed.split(whiten(torch.cat(advantages), batch.packed.mask))
     judged = batch.with_values(ADVANTAGES, whitened).with_values(RETURNS, returns)
     return judged.with_values(OLD_VALUES, values)
+
+
+def _reference_kl(batch: TokenBatch) -> float:
+    """The mean estimate k3 of the KL from the reference to the policy that sampled, over targets."""
+    packed = batch.packed
+    drawn, reference = (packed.per_token[name][packed.mask] for name in (ROLLOUT_LOGPROBS, REFERENCE_LOGPROBS))
+    return float(kl_estimate(drawn, reference, "k3").mean()) if len(drawn) else 0.0
 
 
 def _rewards(sequence: TokenSequence, mask: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:

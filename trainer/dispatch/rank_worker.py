@@ -30,10 +30,13 @@ class _Hosted:
 
     engine: TrainingEngine
     losses: Mapping[str, Loss]
-    trained: bool
     publisher: Publisher | None = None
     computed_s: float = 0.0
     """Seconds of forward and backward passes since the last optimizer step."""
+    fence_s: float = 0.0
+    """Seconds in which moves waited for the publisher since then."""
+    failed: str = ""
+    """Why a part of the mini-batch has no gradient; empty if none failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +76,9 @@ class RankWorker:
         """
         if spec.config.niceness and not self._roles:
             os.nice(spec.config.niceness)
-        engine = training_engine_class(spec.config.engine)(spec.config, self._rank, self._world, rendezvous)
-        self._roles[spec.name] = _Hosted(engine, spec.losses, spec.trained)
+        config = spec.config if spec.trained else spec.config.model_copy(update={"frozen": True})
+        engine = training_engine_class(config.engine)(config, self._rank, self._world, rendezvous)
+        self._roles[spec.name] = _Hosted(engine, spec.losses)
         try:
             engine.setup(spec.model_dir, spec.seed)
         finally:
@@ -82,8 +86,6 @@ class RankWorker:
                 self._reserved.close()
         if spec.state is not None:
             engine.load(spec.state)
-        if not spec.trained:
-            engine.offload(("gradients", "optimizer"))
         return engine.step
 
     def call(self, role: str, moves: Moves, method: str, *args: Any) -> Answer:
@@ -159,20 +161,31 @@ class RankWorker:
     ) -> tuple[Mapping[str, float], RankOutputs]:
         """Add the gradient of a loss: itself, or the name of one that the role has. Collective.
 
+        Where it fails, the whole mini-batch does: further parts of it, and its step, raise `ProtocolError`.
+
         Returns:
             Metrics, and outputs of this rank's share.
         """
         started, hosted = time.perf_counter(), self._hosted(role)
-        if not hosted.trained:
-            raise ProtocolError(f"the role {role!r} is not trained.", part=publisher_name(self._rank))
-        found = self._loss(role, loss)
-        result = hosted.engine.forward_backward(batch, found, mini_batch, outputs)
+        if hosted.failed:
+            raise self._incomplete(hosted)
+        try:
+            chosen = self._loss(role, loss)
+            result = hosted.engine.forward_backward(batch, chosen, mini_batch, outputs)
+        except Exception as error:
+            hosted.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
+            raise
         hosted.computed_s += time.perf_counter() - started
         return result.metrics, RankOutputs.of(result.outputs)
 
     def optim_step(self, role: str) -> StepResult:
         """Fence, then optimizer step. Collective. A gradient that is not finite changes nothing."""
-        started, hosted, fence_s = time.perf_counter(), self._hosted(role), 0.0
+        started, hosted = time.perf_counter(), self._hosted(role)
+        fence_s, hosted.fence_s = hosted.fence_s, 0.0
+        if hosted.failed:
+            incomplete, hosted.failed, hosted.computed_s = self._incomplete(hosted), "", 0.0
+            hosted.engine.zero_grad()
+            raise incomplete
 
         def before_change(names: Collection[str]) -> None:
             nonlocal fence_s
@@ -191,7 +204,7 @@ class RankWorker:
             "seconds": computed_s + stepped_s,
             "forward_backward_s": computed_s,
             "fence_s": fence_s,
-            "optimizer_s": stepped_s - fence_s,
+            "optimizer_s": max(0.0, stepped_s - fence_s),
         }
         process_hooks().rank_stepped(rank=self._rank, step=hosted.engine.step, facts=facts)
         return StepResult(hosted.engine.step, grad_norm, fence_s, computed_s + stepped_s)
@@ -228,8 +241,15 @@ class RankWorker:
 
     def _offload(self, hosted: _Hosted, parts: Collection[StatePart]) -> None:
         if hosted.publisher is not None and "parameters" in parts and "parameters" not in hosted.engine.offloaded:
-            hosted.publisher.fence()
+            hosted.fence_s += hosted.publisher.fence()
         hosted.engine.offload(parts)
+
+    def _incomplete(self, hosted: _Hosted) -> ProtocolError:
+        return ProtocolError(
+            f"a part of the mini-batch has no gradient: {hosted.failed}",
+            part=publisher_name(self._rank),
+            hint="optim_step ends the mini-batch, and changes nothing; then begin it anew.",
+        )
 
     def _loss(self, role: str, loss: str | Loss) -> Loss:
         if not isinstance(loss, str):

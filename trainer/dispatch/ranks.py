@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
 from weightlane.ckpt_engines import DeadlineExceededError, as_weightlane_error
 
 from .rank_worker import RankWorker
+
+_CLOSE_S = 10.0
 
 
 class Ranks(Protocol):
@@ -38,6 +41,8 @@ class Ranks(Protocol):
 class LocalRanks:
     """One rank in this process, on a thread of its own: for programs without a cluster, and for tests.
 
+    Several of them in one process share torch's process group, which ends with the one that began first.
+
     Args:
         timeout_s: Longest time of a call. One that takes longer raises, and goes on in its thread.
     """
@@ -46,7 +51,7 @@ class LocalRanks:
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
         self._worker = RankWorker(0, 1)
-        self._timeout_s = timeout_s
+        self._timeout_s, self._closed = timeout_s, False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-rank")
 
     async def rendezvous(self) -> tuple[str, int]:
@@ -68,7 +73,13 @@ class LocalRanks:
 
     async def close(self) -> None:
         """See `Ranks.close`."""
-        await asyncio.wrap_future(self._thread.submit(self._worker.close))
+        if self._closed:
+            return
+        self._closed = True
+        closing = asyncio.wrap_future(self._thread.submit(self._worker.close))
+        with suppress(Exception):  # a call that hangs is in front of it
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.shield(closing)
         self._thread.shutdown(wait=False)
 
     async def _answer(self, running: Any, method: str) -> list[Any]:

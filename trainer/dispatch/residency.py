@@ -11,6 +11,8 @@ NEEDS: Mapping[str, frozenset[StatePart]] = {
     "forward": frozenset({"parameters"}),
     "forward_backward": frozenset({"parameters", "gradients"}),
     "optim_step": frozenset(STATE_PARTS),
+    "placement": frozenset({"parameters"}),
+    "connect": frozenset({"parameters"}),
     "publish": frozenset({"parameters"}),
     "save": frozenset({"parameters", "optimizer"}),
     "load": frozenset({"parameters", "optimizer"}),

@@ -31,7 +31,7 @@ class RoleSpec:
     state: Path | None = None
     """A saved training state to begin with."""
     trained: bool = True
-    """Whether it is trained. The optimizer of one that isn't stays off the device."""
+    """Whether it is trained; see ``TrainerConfig.frozen``."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,10 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
+    def zero_grad(self) -> None:
+        """Drop the gradients of mini-batches that were begun, of adapters, too. Not collective."""
+
+    @abstractmethod
     def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
         """Clip the gradients over all parameters, then change these part by part, and clear the gradients.
 
@@ -275,8 +279,8 @@ class TrainingEngine(ABC):
 
         Parameters must not be read by anybody: their readers are waited for as before a step, see `optim_step`. Meanwhile, the
         tensors behind `local_shards` have no memory. Whatever needs a part that is away raises `ProtocolError`: `forward` and
-        `export_hf` the parameters, `forward_backward` the gradients, too, `save` and `load` parameters and optimizer,
-        `optim_step` all three.
+        `export_hf` the parameters, `forward_backward` the gradients, too, `save`, `load` and `export_adapter` parameters and
+        optimizer, `optim_step` all three.
         On the CPU the same happens, which frees nothing. Parts that are away already stay there.
 
         Raises `ConfigError` in an engine that can't.

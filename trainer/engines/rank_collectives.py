@@ -6,6 +6,7 @@ import ipaddress
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import conne
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
 
+_ONE_AT_A_TIME = threading.Lock()
 _RETRY_S = 0.05
 _HINT = "Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s."
 
@@ -49,6 +51,11 @@ def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch
 
     Raises `AddressInUseError` when the port is taken, `DeadlineExceededError` or `PeerLostError` when ranks do not turn up.
     """
+    with _ONE_AT_A_TIME:  # the group is one for the process, and engines may be in several of its threads
+        return _join(rank, world, rendezvous, device, timeout_s)
+
+
+def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:
     part = f"trainer rank {rank}"
     if dist.is_initialized():
         if (dist.get_rank(), dist.get_world_size()) != (rank, world):

@@ -63,6 +63,10 @@ class TorchEngine(TrainingEngine):
         """See `TrainingEngine.step`."""
         return self._step
 
+    def zero_grad(self) -> None:
+        """See `TrainingEngine.zero_grad`."""
+        self._clear_gradients()
+
     def train(self, mode: bool) -> None:
         """See `TrainingEngine.train`."""
         self._dropout = mode
@@ -84,7 +88,8 @@ class TorchEngine(TrainingEngine):
         self._check_parts(parts)
         for part in parts:
             if part in self._away:
-                self._away.pop(part).restore()
+                self._away[part].restore()  # where there is no room for it, it stays away
+                del self._away[part]
 
     @abstractmethod
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:

@@ -133,7 +133,8 @@ def test_ppo_trains_a_policy_and_a_critic_keeps_the_reference_and_goes_on_bit_fo
     assert [report.step for report in reports] == list(range(1, 15))
     errors = [report.metrics["critic/value_error_square"] for report in reports[:12]]
     assert errors[-1] < 0.3 * errors[0], "the critic learns the returns of one batch"
-    assert "reference_kl" not in reports[0].metrics, "the penalty is in the rewards, not in the loss, too"
+    assert "loss/reference_kl" not in reports[0].metrics, "the penalty is in the rewards, not in the loss, too"
+    assert reports[0].metrics["reference_kl"] > 0.0
     assert critic_state(tmp_path / "state" / "trainer").is_dir()
     resumed = in_dispatch(roles(tmp_path / "state" / "trainer"), go_on)
     for left, right in zip(resumed, reports[12:], strict=True):

@@ -22,6 +22,7 @@ from transformers import AutoModelForTokenClassification
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
+from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
 from weightlane.trainer import MicroBatch, MiniBatch, TrainerConfig, sft
 from weightlane.trainer.dispatch.dispatch import Role, StagedBatch, WorkerDispatch, _joined
 from weightlane.trainer.dispatch.ranks import LocalRanks
@@ -274,6 +275,45 @@ def test_a_role_is_saved_and_loaded_whatever_was_away(
     assert AutoModelForTokenClassification.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
 
 
+def test_a_role_that_takes_turns_is_published_and_one_that_is_frozen_cannot_be_trained(
+    ahead: Ahead, models: dict[str, Path]
+) -> None:
+    policy, _, reference = specs(models)
+    experts = replace(policy, model_dir=models["qwen3-moe"])
+    dispatch = WorkerDispatch([experts, replace(reference, trained=False)], {"trainer": LocalRanks(HANG_S)})
+    rendezvous = Rendezvous.host("127.0.0.1", 0, HANG_S)
+
+    async def use() -> None:
+        await dispatch.start()
+        role = dispatch["policy"]
+        said = await dispatch["reference"].forward(BATCHES[0])
+        await role.connect(
+            rendezvous.address.to_plain(),
+            CheckpointEngineConfig(backend="shm"),
+            SyncConfig(deadline_s=HANG_S),
+            torch.bfloat16,
+        )
+        assert role.publisher_names() == ["trainer-0"]
+        for version in range(2):
+            await role.publish(version)
+            assert role.on_device == {"parameters"}
+            await dispatch["reference"].forward(BATCHES[0])
+            await role.forward_backward(BATCHES[0], "loss")
+            assert (await role.optim_step()).step == version + 1
+        with pytest.raises(WeightlaneError, match=r"frozen, since trainer\.frozen is true"):
+            await dispatch["reference"].forward_backward(BATCHES[0], sft)
+        with pytest.raises(ProtocolError, match="a part of the mini-batch has no gradient"):
+            await dispatch["reference"].optim_step()
+        assert plain_data(await dispatch["reference"].forward(BATCHES[0])) == plain_data(said)
+
+    try:
+        ahead.run(use)
+    finally:
+        ahead.run(dispatch.close)
+        ahead.run(dispatch.close)
+        rendezvous.close()
+
+
 def test_calls_to_roles_on_other_ranks_overlap_and_a_batch_travels_once_to_each(
     ahead: Ahead, models: dict[str, Path]
 ) -> None:
@@ -331,7 +371,7 @@ def test_a_call_that_fails_ends_with_its_error_and_the_step_after_it_changes_not
         failing, stepping = policy.forward_backward(BATCHES[0], broken), policy.optim_step()
         with pytest.raises(WeightlaneError, match="the loss failed"):
             await failing
-        with pytest.raises(ProtocolError, match="Call forward_backward before optim_step"):
+        with pytest.raises(ProtocolError, match=r"a part of the mini-batch has no gradient: .*the loss failed"):
             await stepping
         assert plain_data(await policy.forward(BATCHES[0])) == plain_data(before)
 

@@ -19,9 +19,9 @@ from weightlane.trainer.engines.contract import BackwardResult
 BATCH = TokenBatch((TokenSequence.of_completion([1], [2]),))
 
 
-def hosting(engine: Any, publisher: Any = None, *, trained: bool = True) -> RankWorker:
+def hosting(engine: Any, publisher: Any = None) -> RankWorker:
     worker = RankWorker(0, 1)
-    worker._roles["policy"] = _Hosted(engine, {"loss": sft}, trained, publisher)
+    worker._roles["policy"] = _Hosted(engine, {"loss": sft}, publisher)
     return worker
 
 
@@ -92,6 +92,7 @@ def test_parameters_are_moved_and_a_state_is_loaded_only_once_the_publisher_has_
     done.clear()
     answer = worker.call("policy", Moves({"policy": frozenset({"parameters"})}), "rest")
     assert done == [("read", []), ("offload", ["parameters"])]
+    assert worker._roles["policy"].fence_s == 0.25, "the next step reports it"
     assert answer.offloaded == {"policy": {"parameters"}}
     done.clear()
     moves = Moves(here={"policy": frozenset({"parameters", "optimizer"})})
@@ -110,6 +111,35 @@ def test_a_gradient_that_is_not_finite_is_a_step_that_was_skipped() -> None:
     assert (result.step, result.skipped) == (7, "trainer rank 0: the gradient norm is nan.")
 
 
+def test_a_mini_batch_of_which_a_part_failed_ends_with_its_step_and_changes_nothing() -> None:
+    done: list[str] = []
+
+    class Engine:
+        step = 4
+
+        def forward_backward(self, *_: Any) -> BackwardResult:
+            done.append("forward_backward")
+            return BackwardResult({"loss": 0.5})
+
+        def zero_grad(self) -> None:
+            done.append("zero_grad")
+
+        def optim_step(self, _: Any) -> float:
+            done.append("optim_step")
+            return 1.0
+
+    worker = hosting(Engine())
+    worker.forward_backward("policy", BATCH, "loss")
+    with pytest.raises(ProtocolError, match="no loss called 'los'"):
+        worker.forward_backward("policy", BATCH, "los")
+    for call in (lambda: worker.forward_backward("policy", BATCH, "loss"), lambda: worker.optim_step("policy")):
+        with pytest.raises(ProtocolError, match=r"a part of the mini-batch has no gradient: .*no loss called 'los'"):
+            call()
+    assert done == ["forward_backward", "zero_grad"]
+    worker.forward_backward("policy", BATCH, "loss")
+    assert worker.optim_step("policy").grad_norm == 1.0
+
+
 def test_a_role_a_loss_or_a_publisher_that_is_not_there_is_named() -> None:
     worker = hosting(None)
     with pytest.raises(ProtocolError, match=r"no loss called 'los'.*It has loss"):
@@ -118,5 +148,3 @@ def test_a_role_a_loss_or_a_publisher_that_is_not_there_is_named() -> None:
         worker.optim_step("critic")
     with pytest.raises(ProtocolError, match="publish was called before connect"):
         worker.publish("policy", 1)
-    with pytest.raises(ProtocolError, match="role 'policy' is not trained"):
-        hosting(None, trained=False).forward_backward("policy", BATCH, sft)

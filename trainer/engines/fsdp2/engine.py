@@ -71,7 +71,7 @@ class Fsdp2Engine(AdaptedEngine):
             read_values(model)
         else:
             self._vocabulary = replace_head(model)
-        model.requires_grad_(self.config.lora is None)
+        model.requires_grad_(self.config.trains_weights)
         self._shard(model, model_dir)
         if sliced:
             materialise(model, self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..hf.stored_slices import Shelf, hf_tensors
 from ..hf.value_head import unused_heads, value_head
 from .shards import local_shards
 
+_ONE_AT_A_TIME = threading.Lock()
 _SETTINGS: dict[str, dict[str, Any]] = {"tokens": {}, "value": {"num_labels": 1}}
 """Settings beside those of ``config.json``, by head."""
 
@@ -96,7 +98,15 @@ def materialise(model: torch.nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Have modules that are made here put their parameters on the meta device; buffers stay as they are computed."""
+    """Have modules that are made here put their parameters on the meta device; buffers stay as they are computed.
+
+    Meanwhile it is so for every thread of this process; two of them must not build models like this at once.
+    """
+    with _ONE_AT_A_TIME:
+        yield from _registering_on_meta()
+
+
+def _registering_on_meta() -> Iterator[None]:
     register = torch.nn.Module.register_parameter
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
@@ -131,10 +141,10 @@ def whole_model(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
         own, module = value_head(model)
         unused = unused_heads(map(str, report["unexpected_keys"]), model, own)
         report["unexpected_keys"] = set(report["unexpected_keys"]) - unused
-        if any(str(name).startswith(f"{own}.") for name in report["missing_keys"]):
-            report["missing_keys"] = {name for name in report["missing_keys"] if not str(name).startswith(f"{own}.")}
-            for parameter in module.parameters():
+        for name, parameter in module.named_parameters():
+            if f"{own}.{name}" in report["missing_keys"]:
                 torch.nn.init.zeros_(parameter)
+        report["missing_keys"] = {name for name in report["missing_keys"] if not str(name).startswith(f"{own}.")}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(str(item) for item in report.get(kind) or ()):
             raise ConfigError(

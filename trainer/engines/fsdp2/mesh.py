@@ -25,6 +25,8 @@ from ...config import TrainerConfig
 
 _PART = "fsdp2 engine"
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_REFUSED = {"mla_kv_a_proj"}
+"""Styles in transformers' plans whose gradients are partial in a way that isn't completed here."""
 _REDUCED = "replicated_with_grad_allreduce"
 """transformers' name for a replicated parameter whose gradient is partial on each rank and must be all-reduced."""
 
@@ -135,6 +137,13 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> flo
 
 def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
     """Divide linear layers by transformers' own plan for the architecture; experts and the rest stay whole."""
+    odd = [name for name, module in model.named_modules() if _style(model, name) in _REFUSED]
+    if odd:
+        raise ConfigError(
+            f"{type(model).__name__} divides {odd[0]} in a way that fsdp2 doesn't know.",
+            part=_PART,
+            hint="Set trainer.fsdp2.tensor_parallel to 1, or trainer.engine to megatron.",
+        )
     styles = {
         name: _STYLES[style]()
         for name, module in model.named_modules()

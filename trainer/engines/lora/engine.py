@@ -55,7 +55,7 @@ class AdaptedEngine(TorchEngine):
     def export_adapter(self, directory: Path, name: str = DEFAULT) -> None:
         """See `TrainingEngine.export_adapter`."""
         adapters = self._open_adapters()
-        self._require_here("parameters")
+        self._require_here("parameters", "optimizer")
         adapter = adapters.chosen(name)
         if adapter is None:
             raise ConfigError("the model's own weights are no adapter.", part=PART, hint="Call export_hf for them.")
@@ -66,6 +66,14 @@ class AdaptedEngine(TorchEngine):
                 write_peft(directory, tensors, adapter.config, targets, self._model_dir)
 
             write_on_rank_zero(write, directory, self.rank, self._device)
+
+    def zero_grad(self) -> None:
+        """See `TrainingEngine.zero_grad`."""
+        super().zero_grad()
+        for name in self.adapters:
+            adapter = self._open_adapters().chosen(name)
+            assert adapter is not None
+            adapter.clear_gradients()
 
     def _make_adapters(self, model: AdaptedModel) -> None:
         """Let `model` have adapters, and make the one of ``trainer.lora``."""
@@ -80,12 +88,11 @@ class AdaptedEngine(TorchEngine):
     def _trained(self, name: str | None) -> Adapter | None:
         """The adapter `name`, or None for the model's own weights; refuses these where they are frozen."""
         adapter = self._open_adapters().chosen(name)
-        if adapter is None and self.config.lora is not None:
-            raise ConfigError(
-                "the model's own weights are frozen, since trainer.lora is set.",
-                part=self._part,
-                hint=f"Train the adapter {DEFAULT!r}, or leave out trainer.lora.",
-            )
+        if adapter is None and not self.config.trains_weights:
+            by, hint = "frozen is true", "Leave trainer.frozen out for a model that is trained."
+            if self.config.lora is not None:
+                by, hint = "lora is set", f"Train the adapter {DEFAULT!r}, or leave out trainer.lora."
+            raise ConfigError(f"the model's own weights are frozen, since trainer.{by}.", part=self._part, hint=hint)
         return adapter
 
     def _begin_for(self, adapter: Adapter | None, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:

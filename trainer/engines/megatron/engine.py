@@ -312,9 +312,9 @@ class MegatronEngine(AdaptedEngine):
             placed = chunk.to(self._device)
             wrapped = Float16Module(config, placed) if config.bf16 else placed
             keep_expert_bias(wrapped)
-            wrapped.requires_grad_(settings.lora is None)
+            wrapped.requires_grad_(settings.trains_weights)
             chunks.append(DistributedDataParallel(config, buffers, wrapped))
-        if settings.lora is None:
+        if settings.trains_weights:
             self._optimizer = megatron_optimizer(settings, config, chunks)
         else:
             self._optimizer = FrozenWeights(chunks)
