@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engine_batches import LOSSES, batch_of, make_batch, make_samples
+from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from engine_state_commands import StateCommands
 from lora_commands import LoraCommands
 from torch.distributed.tensor import DTensor
 
+from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch
@@ -210,8 +211,16 @@ class Worker(LoraCommands, StateCommands):
     def export(self, directory: str, dtype: str = "float32") -> None:
         self._engine.export_hf(Path(directory), getattr(torch, dtype))
 
-    def fence(self) -> dict[str, Any]:
-        """One step that notes, at every call of the fence, what it names and what has changed by then."""
+    def addresses(self) -> list[int]:
+        """Where the storage behind each shard is."""
+        return [shard.data.untyped_storage().data_ptr() for shard in self._engine.local_shards(torch.float32)]
+
+    def fence(self, fail_at: int | None = None, *, overflow: bool = False) -> dict[str, Any]:
+        """One step that notes, at every call of the fence, what it names and what has changed by then.
+
+        With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
+        """
+        batch = batch_of([Sample((1,), (2, 3), (-4.0, -4.0), 3e38)] * 4) if overflow else make_batch(0)
         engine = self._engine
         live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
         before = [data.clone() for _, data in live]
@@ -224,13 +233,20 @@ class Worker(LoraCommands, StateCommands):
 
         def before_change(names: Collection[str]) -> None:
             calls.append({"named": list(names), "changed_before": changed()})
+            if len(calls) - 1 == fail_at:
+                raise WeightlaneError("the fence failed.", part="test")
 
-        engine.forward_backward(make_batch(0), LOSSES["policy"])
-        engine.optim_step(before_change)
+        engine.forward_backward(batch, LOSSES["policy"])
+        error = ""
+        try:
+            engine.optim_step(before_change)
+        except WeightlaneError as cause:
+            error = cause.message
         return {
             "calls": calls,
             "changed": changed(),
             "published": list(dict.fromkeys(name for name, _ in live)),
+            "error": error,
             "step": engine.step,
         }
 
