@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from ahead import Ahead
 from engine_batches import LOSSES, make_batch
 from engine_ranks import TRAINER, make_models
 from hypothesis import settings
@@ -43,28 +44,6 @@ ROLES = list(LOSS)
 ASKED = {"policy": ("logprobs", "entropy"), "critic": ("values",), "reference": ("logprobs",)}
 BATCHES = [make_batch(step) for step in range(3)]
 MINI_BATCH = MiniBatch.of(*BATCHES)
-
-
-class Ahead:
-    """An event loop in a thread, in which dispatches live."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def run(self, begin: Callable[[], Any]) -> Any:
-        """The result of an awaitable that `begin` makes in the loop."""
-
-        async def begun() -> Any:
-            return await begin()
-
-        return asyncio.run_coroutine_threadsafe(begun(), self.loop).result(HANG_S)
-
-    def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(HANG_S)
-        self.loop.close()
 
 
 def specs(models: dict[str, Path]) -> list[RoleSpec]:

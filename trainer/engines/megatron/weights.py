@@ -133,11 +133,11 @@ def megatron_optimizer(
         config_overrides={},  # megatron-core's own would exempt norms from weight decay
         use_gloo_process_groups=False,
     )
-    _init_moments(optimizer)
+    init_moments(optimizer)
     return optimizer
 
 
-def _init_moments(optimizer: MegatronOptimizer) -> None:
+def init_moments(optimizer: MegatronOptimizer) -> None:
     """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
