@@ -81,7 +81,7 @@ async def train(how: str, folder: Path, steps: int) -> tuple[float, float]:
     loss = sft if how == "sft" else dpo(beta=0.3)
     roles = [RoleSpec(POLICY, config, folder / "model", {OBJECTIVE: loss})]
     if how == "dpo":
-        roles.append(RoleSpec(REFERENCE, config, folder / "model", trained=False))
+        roles.append(RoleSpec(REFERENCE, TrainerConfig(frozen=True), folder / "model"))
     dispatch = WorkerDispatch(roles, {"trainer": LocalRanks()})
     try:
         await dispatch.start()

@@ -139,6 +139,34 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_
     check_optimizer(*(saved_state(run_dir, step, tmp_path) for step in (4, 6)))
 
 
+@pytest.mark.exhaustive
+def test_a_run_with_an_adapter_a_critic_and_a_reference_that_take_turns_ends_well_and_is_resumed(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    """PPO with everything that it can have, on one rank, whose device has room for one role at a time."""
+    run_dir = tmp_path / "run"
+    config = material.write_config(
+        tmp_path / "config",
+        run_dir,
+        loop={"save_every": 2},
+        algorithm={"objective": "ppo", "kl_coefficient": 0.05},
+        critic={"learning_rate": 1e-3},
+        trainer={"offload_roles": True, "lora.rank": 4},
+    )
+    for steps in (2, 4):
+        more = ["--resume", "--set", "loop.steps=4"] if steps > 2 else ["--set", "loop.steps=2"]
+        ended = start_run(["train", str(config), "--plain", *more]).end()
+        assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    events = metrics_of(run_dir, "training_step")
+    assert [event["step"] for event in events] == [1, 2, 3, 4]
+    assert all({"critic/value", "reference_kl", "critic/loss"} <= event.keys() for event in events)
+    assert metrics_of(run_dir, "version_committed")[-1]["version"] == 4
+    assert sorted(path.name for path in (run_dir / "state" / "step-4").iterdir()) == ["critic", "loop.json", "trainer"]
+    before, after = (load_file(path / "model.safetensors") for path in (material.model, run_dir / "model"))
+    changed = {name.split(".")[-2] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}, "those with an adapter"
+
+
 def run_command(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 

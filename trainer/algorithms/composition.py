@@ -80,7 +80,6 @@ def role_specs(
             losses[name],
             seed,
             state=states[name],
-            trained=name != REFERENCE,
         )
         for name in role_names(algorithm)
     ]

@@ -209,13 +209,13 @@ class WorkerDispatch:
 
     Roles of one group share its processes and devices. With `shares_device`, there is room for one of them at a time: before a
     call, the parts of its state that it needs are brought onto the device, and those of the other roles are moved to the host's
-    memory; while a version is published, neither gradients nor optimizer state stay on it. This is the default for groups with
-    several roles.
+    memory; while a version is published, neither gradients nor optimizer state stay on it.
 
     Args:
         roles: The roles.
         groups: Groups of ranks by the names that roles give.
-        shares_device: Whether roles take turns on the device, by group; or rollouts do with a group's only role.
+        shares_device: Whether roles take turns on the device, by group; or rollouts do with a group's only role. By default,
+            everything stays on it.
 
     Raises:
         ConfigError: Two roles have one name, a group is missing, has another number of ranks than a role, or cannot host its
@@ -232,8 +232,7 @@ class WorkerDispatch:
         self._groups = {}
         for name, ranks in groups.items():
             hosted = [spec.name for spec in roles if spec.group == name]
-            shares = (shares_device or {}).get(name, len(hosted) > 1)
-            self._groups[name] = _Group(ranks, hosted, shares_device=shares)
+            self._groups[name] = _Group(ranks, hosted, shares_device=(shares_device or {}).get(name, False))
         self._roles = {spec.name: Role(spec, self._groups[spec.group]) for spec in roles}
 
     def __getitem__(self, role: str) -> Role:
@@ -258,8 +257,13 @@ class WorkerDispatch:
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""
-        await asyncio.gather(*(group.ranks.watch() for group in self._groups.values()))
-        raise AssertionError
+        watching = [asyncio.create_task(group.ranks.watch()) for group in self._groups.values()]
+        try:
+            await asyncio.gather(*watching)
+            raise AssertionError
+        finally:
+            for each in watching:
+                each.cancel()
 
     async def close(self) -> None:
         """End every rank. Never raises."""

@@ -76,8 +76,7 @@ class RankWorker:
         """
         if spec.config.niceness and not self._roles:
             os.nice(spec.config.niceness)
-        config = spec.config if spec.trained else spec.config.model_copy(update={"frozen": True})
-        engine = training_engine_class(config.engine)(config, self._rank, self._world, rendezvous)
+        engine = training_engine_class(spec.config.engine)(spec.config, self._rank, self._world, rendezvous)
         self._roles[spec.name] = _Hosted(engine, spec.losses)
         try:
             engine.setup(spec.model_dir, spec.seed)
@@ -219,6 +218,7 @@ class RankWorker:
         if hosted.publisher is not None:
             hosted.publisher.fence()
         hosted.engine.load(directory)
+        hosted.failed, hosted.computed_s = "", 0.0  # no mini-batch is begun any more
         return hosted.engine.step
 
     def export_hf(self, role: str, directory: Path, dtype: str) -> None:

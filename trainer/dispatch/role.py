@@ -20,7 +20,7 @@ class RoleSpec:
     name: str
     """Such as ``policy``, ``critic`` or ``reference``."""
     config: TrainerConfig
-    """Its training engine. Roles of one group have the same number of ranks."""
+    """Its training engine; ``frozen`` for a role that is not trained. Roles of one group have the same number of ranks."""
     model_dir: Path
     """A directory that `check_model_dir` accepts, readable on every rank."""
     losses: Mapping[str, Loss] = field(default_factory=dict)
@@ -30,8 +30,6 @@ class RoleSpec:
     """The group of ranks that hosts it. Roles of one group share processes and devices."""
     state: Path | None = None
     """A saved training state to begin with."""
-    trained: bool = True
-    """Whether it is trained; see ``TrainerConfig.frozen``."""
 
 
 @dataclass(frozen=True, slots=True)

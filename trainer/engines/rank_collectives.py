@@ -51,8 +51,17 @@ def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch
 
     Raises `AddressInUseError` when the port is taken, `DeadlineExceededError` or `PeerLostError` when ranks do not turn up.
     """
-    with _ONE_AT_A_TIME:  # the group is one for the process, and engines may be in several of its threads
+    # The group is one for the process, and engines may be in several of its threads.
+    if not _ONE_AT_A_TIME.acquire(timeout=timeout_s):
+        raise DeadlineExceededError(
+            f"another thread of this process did not join its ranks within {timeout_s:g} s.",
+            part=f"trainer rank {rank}",
+            hint=_HINT,
+        )
+    try:
         return _join(rank, world, rendezvous, device, timeout_s)
+    finally:
+        _ONE_AT_A_TIME.release()
 
 
 def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:

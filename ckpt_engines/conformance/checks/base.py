@@ -14,7 +14,6 @@ from ...errors import WeightlaneError
 from ...registry import why_unavailable
 from ...runtime.devices import is_available
 from ..processes.connection import DEADLINE_S, Connection, waits_for_receivers
-from ..processes.errors_as_json import UntypedError
 from ..processes.pool import GRACE_S, Pool, RemoteHalf, first_answers
 from ..processes.resolve import engine_class
 
@@ -139,16 +138,8 @@ class ConformanceBase:
     ) -> WeightlaneError:
         """Return the error of `half`'s oldest operation. It must be one of `types`, name the peer `names`, and be in time."""
         expected = f"expected {' or '.join(cls.__name__ for cls in types)} from {half.name}"
-        try:
-            answer = half.result()
-        except WeightlaneError as raised:
-            error = raised
-        except UntypedError as untyped:
-            raise AssertionError(f"{expected}, {untyped.said}") from untyped
-        else:
-            raise AssertionError(f"{expected}, it returned {answer!r}")
+        error = half.failure(types, expected)
         said = f"it raised {type(error).__name__}"
-        assert isinstance(error, types), f"{expected}, {said}: {error}"
         assert names in f"{error.peer} {error}", f"{expected} that names {names}, {said}: {error}"
         earliest_s, latest_s = between_s
         after = f"{said} after {half.seconds:.2f} s: {error}"
@@ -170,22 +161,42 @@ class ConformanceBase:
 
     def no_more_than(self, before: Sequence[Mapping[str, int]], connection: Connection, when: str) -> None:
         """Check that the processes hold no more resources than `before`; threads may need a moment to end."""
-        end = time.monotonic() + self.slack_s
-        while True:
-            found = [
-                grown(earlier, half.call("resources")) for half, earlier in zip(connection.halves, before, strict=True)
-            ]
-            if not any(found) or time.monotonic() > end:
-                break
-            time.sleep(_PAUSE_S)
-        more = [f"{half.name} has {text}" for half, text in zip(connection.halves, found, strict=True) if text]
-        assert not more, f"expected nothing to be left {when}, {'; '.join(more)}"
+        names = [half.name for half in connection.halves]
+        expect_no_more(
+            names, before, lambda: [half.call("resources") for half in connection.halves], when, self.slack_s
+        )
 
     @staticmethod
     def needs_waiting_sender(capabilities: Capabilities) -> None:
         """Skip the check for engines whose sender does not wait for receivers."""
         if not waits_for_receivers(capabilities):
             pytest.skip("the sender of a store does not wait for receivers")
+
+
+def expect_no_more(
+    names: Sequence[str],
+    before: Sequence[Mapping[str, int]],
+    count: Callable[[], Sequence[Mapping[str, int]]],
+    when: str,
+    slack_s: float,
+) -> None:
+    """Check that processes come to hold no more resources than `before` within `slack_s`, since threads may need a moment to end.
+
+    Args:
+        names: Name of each process.
+        before: What each held.
+        count: Returns what each holds now.
+        when: What is said after "nothing to be left" otherwise.
+        slack_s: Seconds.
+    """
+    end = time.monotonic() + slack_s
+    while True:
+        found = [grown(earlier, now) for earlier, now in zip(before, count(), strict=True)]
+        if not any(found) or time.monotonic() > end:
+            break
+        time.sleep(_PAUSE_S)
+    more = [f"{name} has {text}" for name, text in zip(names, found, strict=True) if text]
+    assert not more, f"expected nothing to be left {when}, {'; '.join(more)}"
 
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> str:

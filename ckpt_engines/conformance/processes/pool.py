@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import WeightlaneError
 from ...runtime.fork_server import ForkedProcess, ForkServer
-from .errors_as_json import error_from_json
+from .errors_as_json import UntypedError, error_from_json
 
 GRACE_S = 10.0
 """Seconds after its deadline at which a call counts as hanging."""
@@ -93,6 +94,19 @@ class RemoteHalf:
         """`start` an operation and return its `result`."""
         self.start(op, **arguments)
         return self.result()
+
+    def failure(self, types: tuple[type[WeightlaneError], ...], expected: str) -> WeightlaneError:
+        """Return the error of the oldest operation, which must be one of `types`; `expected` begins what is said otherwise."""
+        try:
+            answer = self.result()
+        except WeightlaneError as raised:
+            error = raised
+        except UntypedError as untyped:
+            raise AssertionError(f"{expected}, {untyped.said}") from untyped
+        else:
+            raise AssertionError(f"{expected}, it returned {answer!r}")
+        assert isinstance(error, types), f"{expected}, it raised {type(error).__name__}: {error}"
+        return error
 
     def stop(self) -> None:
         """Freeze the process. It neither answers its peers nor dies."""

@@ -173,7 +173,7 @@ def test_dpo_and_sft_learn_what_they_are_shown(models: dict[str, Path]) -> None:
     pairs = TokenBatch(tuple(sequences), together=2)
     roles = [
         RoleSpec(POLICY, TRAINER, models["qwen3-untied"], {OBJECTIVE: dpo(beta=0.5)}),
-        RoleSpec(REFERENCE, TRAINER, models["qwen3-untied"], trained=False),
+        RoleSpec(REFERENCE, TRAINER.model_copy(update={"frozen": True}), models["qwen3-untied"]),
     ]
 
     async def prefer(dispatch: WorkerDispatch) -> Any:

@@ -218,6 +218,13 @@ class StepsWithoutAGradient(TemplateTrainingEngine):
         pass
 
 
+class KeepsWhatWasDropped(TemplateTrainingEngine):
+    """``zero_grad`` does nothing."""
+
+    def zero_grad(self) -> None:
+        pass
+
+
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 

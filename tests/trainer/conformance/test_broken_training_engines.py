@@ -106,6 +106,10 @@ FURTHER: dict[str, tuple[str, str]] = {
         "what_the_model_does_not_have_is_refused_and_leaves_no_gradient[as set-target]",
         "the gradient within .* off",
     ),
+    "KeepsWhatWasDropped": (
+        "a_step_without_a_gradient_is_refused[as set]",
+        "ProtocolError from rank 0, it raised noth",
+    ),
     "ClipsByRank": ("steps_are_those_of_adamw[as set]", "the norm before clipping"),
     "NamesTiedTensorsTwice": (
         "the_fence_is_told_of_each_tensor_once_before_it_changes[as set]",

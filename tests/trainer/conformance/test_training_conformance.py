@@ -5,11 +5,20 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
+from waiting import HANG_S
 
+from weightlane.trainer.conformance import TrainingEngineConformance
 from weightlane.trainer.conformance.builtin import Fsdp2Conformance, MegatronConformance
 
 
-class TestFsdp2(Fsdp2Conformance):
+class Patient(TrainingEngineConformance):
+    """However busy the machine is: an engine that waits for its timeout, or for ever, fails all the same."""
+
+    deadline_s = prompt_s = grace_s = HANG_S
+    slack_s = 25.0
+
+
+class TestFsdp2(Patient, Fsdp2Conformance):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "two ranks": {"ranks": 2},
         "tensor parallel": {"ranks": 2, "fsdp2": {"tensor_parallel": 2}},
@@ -17,7 +26,7 @@ class TestFsdp2(Fsdp2Conformance):
 
 
 @pytest.mark.exhaustive
-class TestFsdp2InMoreLayouts(Fsdp2Conformance):
+class TestFsdp2InMoreLayouts(Patient, Fsdp2Conformance):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "one rank": {"ranks": 1},
         "four ranks, two by two": {"ranks": 4, "fsdp2": {"tensor_parallel": 2}},
@@ -26,7 +35,7 @@ class TestFsdp2InMoreLayouts(Fsdp2Conformance):
 
 
 @pytest.mark.megatron
-class TestMegatron(MegatronConformance):
+class TestMegatron(Patient, MegatronConformance):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}},
@@ -35,7 +44,7 @@ class TestMegatron(MegatronConformance):
 
 @pytest.mark.megatron
 @pytest.mark.exhaustive
-class TestMegatronInMoreLayouts(MegatronConformance):
+class TestMegatronInMoreLayouts(Patient, MegatronConformance):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "one rank": {"ranks": 1},
         "sequence parallel": {"ranks": 2, "megatron": {"tensor_parallel": 2, "sequence_parallel": True}},

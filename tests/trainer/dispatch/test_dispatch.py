@@ -259,7 +259,8 @@ def test_a_role_that_takes_turns_is_published_and_one_that_is_frozen_cannot_be_t
 ) -> None:
     policy, _, reference = specs(models)
     experts = replace(policy, model_dir=models["qwen3-moe"])
-    dispatch = WorkerDispatch([experts, replace(reference, trained=False)], {"trainer": LocalRanks(HANG_S)})
+    still = replace(reference, config=reference.config.model_copy(update={"frozen": True}))
+    dispatch = WorkerDispatch([experts, still], {"trainer": LocalRanks(HANG_S)}, {"trainer": True})
     rendezvous = Rendezvous.host("127.0.0.1", 0, HANG_S)
 
     async def use() -> None:

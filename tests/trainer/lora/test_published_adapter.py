@@ -110,7 +110,7 @@ def test_the_fence_names_exactly_what_changes_and_a_step_that_fails_before_chang
     ranks, start = setup(), checkpoint(models[MODEL])
     before = state(ranks)
     for report in ranks.all("fence", fail_at=0):
-        assert (report["changed"], report["error"], report["step"]) == ([], "the fence failed.", 0)
+        assert (report["changed"], report["error"], report["step"]) == ([], "WeightlaneError: the fence failed.", 0)
     for report in ranks.all("fence", overflow=True):
         assert (report["changed"], report["calls"], report["step"]) == ([], [], 0)
         assert "gradient norm" in report["error"]

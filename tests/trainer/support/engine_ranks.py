@@ -275,7 +275,7 @@ def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[
         assert report["changed"] == published
         may_change: set[str] = set()
         for call in report["calls"]:
-            assert set(call["changed_before"]) == may_change & set(published)
+            assert set(call["changed"]) == may_change & set(published)
             may_change |= set(call["named"])
         assert report["step"] == 1
     return order[0]

@@ -25,9 +25,9 @@ from engine_state_commands import StateCommands
 from lora_commands import LoraCommands
 from torch.distributed.tensor import DTensor
 
-from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
+from weightlane.trainer.conformance.processes.rank_process import noted_step
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch
 from weightlane.trainer.dispatch.planned_placements import _outline_all
 from weightlane.trainer.engines.contract import TrainingEngine
@@ -215,40 +215,16 @@ class Worker(LoraCommands, StateCommands):
         """Where the storage behind each shard is."""
         return [shard.data.untyped_storage().data_ptr() for shard in self._engine.local_shards(torch.float32)]
 
-    def fence(self, fail_at: int | None = None, *, overflow: bool = False) -> dict[str, Any]:
+    def fence(self, fail_at: int = -1, *, overflow: bool = False) -> dict[str, Any]:
         """One step that notes, at every call of the fence, what it names and what has changed by then.
 
         With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
         """
         batch = batch_of([Sample((1,), (2, 3), (-4.0, -4.0), 3e38)] * 4) if overflow else make_batch(0)
         engine = self._engine
-        live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
-        before = [data.clone() for _, data in live]
-
-        def changed() -> list[str]:
-            pairs = zip(live, before, strict=True)
-            return list(dict.fromkeys(name for (name, data), old in pairs if not torch.equal(data, old)))
-
-        calls: list[dict[str, list[str]]] = []
-
-        def before_change(names: Collection[str]) -> None:
-            calls.append({"named": list(names), "changed_before": changed()})
-            if len(calls) - 1 == fail_at:
-                raise WeightlaneError("the fence failed.", part="test")
-
+        published = [shard.spec.name for shard in engine.local_shards(torch.float32) if shard.data.numel()]
         engine.forward_backward(batch, LOSSES["policy"])
-        error = ""
-        try:
-            engine.optim_step(before_change)
-        except WeightlaneError as cause:
-            error = cause.message
-        return {
-            "calls": calls,
-            "changed": changed(),
-            "published": list(dict.fromkeys(name for name, _ in live)),
-            "error": error,
-            "step": engine.step,
-        }
+        return {**noted_step(engine, fail_at), "published": list(dict.fromkeys(published))}
 
     def train_beside_one_whole_step(self, count: int) -> list[list[str]]:
         """Train, and step a copy of the parameters by one AdamW over all of them with the same, clipped gradients.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,15 +14,12 @@ from weightlane.ckpt_engines import (
     TransportError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.conformance.checks.base import grown
+from weightlane.ckpt_engines.conformance.checks.base import expect_no_more
 from weightlane.ckpt_engines.conformance.processes.pool import first_answers
 
 from ..batches import BatchSpec
 from ..processes.team import Team
 from .base import TeamMaker, TrainingConformanceBase
-
-_PAUSE_S = 0.05
-"""Seconds between two counts of a process's resources."""
 
 
 class EndChecks(TrainingConformanceBase):
@@ -87,11 +83,5 @@ class EndChecks(TrainingConformanceBase):
             live()
         before = team.all("resources")
         live()
-        end = time.monotonic() + self.slack_s
-        while True:  # threads may need a moment to end
-            found = [grown(old, new) for old, new in zip(before, team.all("resources"), strict=True)]
-            if not any(found) or time.monotonic() > end:
-                break
-            time.sleep(_PAUSE_S)
-        more = [f"{rank.name} has {text}" for rank, text in zip(team.ranks, found, strict=True) if text]
-        assert not more, f"expected nothing to be left of a closed engine, {'; '.join(more)}"
+        names = [rank.name for rank in team.ranks]
+        expect_no_more(names, before, lambda: team.all("resources"), "of a closed engine", self.slack_s)

@@ -80,11 +80,14 @@ class StepChecks(TrainingConformanceBase):
         assert changed == set(named), f"expected every named tensor to change, {set(named) - changed} did not"
 
     def test_a_step_without_a_gradient_is_refused(self, team: Team, first_model: Path) -> None:
-        """`ProtocolError` on every rank, before the fence: before the first gradient, and after one whose batch was wrong."""
+        """`ProtocolError` on every rank, before the fence: there was no gradient, its batch was wrong, or it was dropped."""
         team.setup(first_model, **SMOOTH)
-        for wrong in ("", "token"):
-            if wrong:
-                team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(wrong=wrong).to_plain())
+        for before in ("nothing", "a wrong token", "zero_grad"):
+            if before == "a wrong token":
+                team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(wrong="token").to_plain())
+            elif before == "zero_grad":
+                team.forward_backward(BatchSpec(1))
+                team.all("zero_grad")
             reports = team.all("optim_step")
             expect_nothing_changed(reports, "ProtocolError")
             assert not any(report["calls"] for report in reports), "expected no call of the fence, there was one"

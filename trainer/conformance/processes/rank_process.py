@@ -107,27 +107,11 @@ class RankProcess:
 
     def optim_step(self, fail_at: int = -1) -> dict[str, Any]:
         """Step, and note at every call of the fence what it names and what has changed by then. Call `fail_at` raises."""
-        engine = self.engine
-        live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
-        before = [data.clone() for _, data in live]
+        return noted_step(self.engine, fail_at)
 
-        def changed() -> list[str]:
-            pairs = zip(live, before, strict=True)
-            return list(dict.fromkeys(name for (name, data), old in pairs if not torch.equal(data, old)))
-
-        calls: list[dict[str, list[str]]] = []
-
-        def before_change(names: Collection[str]) -> None:
-            calls.append({"named": list(names), "changed": changed()})
-            if len(calls) - 1 == fail_at:
-                raise WeightlaneError(FENCE_FAILED, part="conformance")
-
-        error, norm = "", 0.0
-        try:
-            norm = engine.optim_step(before_change)
-        except WeightlaneError as cause:
-            error = f"{type(cause).__name__}: {cause.message}"
-        return {"norm": norm, "error": error, "calls": calls, "changed": changed(), "step": engine.step}
+    def zero_grad(self) -> None:
+        """Drop the gradients of a mini-batch that was begun."""
+        self.engine.zero_grad()
 
     def shards(self, wire_dtype: str, file: str) -> list[dict[str, Any]]:
         """Write the data of every shard under its number to `file`; returns what else a shard says."""
@@ -204,6 +188,30 @@ class RankProcess:
     def resources(self) -> dict[str, int]:
         """Return counts of everything that could leak from this process."""
         return leftovers.of_this_process()
+
+
+def noted_step(engine: TrainingEngine, fail_at: int = -1) -> dict[str, Any]:
+    """Step, and note at every call of the fence what it names and what has changed by then. Call `fail_at` raises."""
+    live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
+    before = [data.clone() for _, data in live]
+
+    def changed() -> list[str]:
+        pairs = zip(live, before, strict=True)
+        return list(dict.fromkeys(name for (name, data), old in pairs if not torch.equal(data, old)))
+
+    calls: list[dict[str, list[str]]] = []
+
+    def before_change(names: Collection[str]) -> None:
+        calls.append({"named": list(names), "changed": changed()})
+        if len(calls) - 1 == fail_at:
+            raise WeightlaneError(FENCE_FAILED, part="conformance")
+
+    error, norm = "", 0.0
+    try:
+        norm = engine.optim_step(before_change)
+    except WeightlaneError as cause:
+        error = f"{type(cause).__name__}: {cause.message}"
+    return {"norm": norm, "error": error, "calls": calls, "changed": changed(), "step": engine.step}
 
 
 def _write_outputs(found: Sequence[Mapping[int, SequenceOutputs]], file: str) -> list[list[int]]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.ckpt_engines.conformance.processes.errors_as_json import UntypedError
 from weightlane.ckpt_engines.conformance.processes.pool import Pool, RemoteHalf
 
 from ..batches import BatchSpec
@@ -91,16 +90,7 @@ class Team:
         """Return the error of the rank's oldest operation, `op`, which must be one of `types`."""
         wanted = types if isinstance(types, tuple) else (types,)
         expected = f"expected {' or '.join(cls.__name__ for cls in wanted)} from {op} of {rank.name}"
-        try:
-            answer = rank.result()
-        except WeightlaneError as raised:
-            error = raised
-        except UntypedError as untyped:
-            raise AssertionError(f"{expected}, {untyped.said}") from untyped
-        else:
-            raise AssertionError(f"{expected}, it returned {answer!r}")
-        assert isinstance(error, wanted), f"{expected}, it raised {type(error).__name__}: {error}"
-        return error
+        return rank.failure(wanted, expected)
 
     def setup(self, model: Path, **trainer: Any) -> None:
         """Close the engines that are there, and set up new ones with further settings."""

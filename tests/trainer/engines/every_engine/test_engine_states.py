@@ -114,6 +114,33 @@ def test_an_output_that_a_head_does_not_have_is_refused(teams: Teams, settings: 
     ranks.all_fail("ConfigError", "Qwen3ForTokenClassification", "setup", **wrong)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [{}, pytest.param(megatron({"tensor_parallel": 2}, compute_dtype="bfloat16"), marks=pytest.mark.megatron)],
+    ids=["fsdp2", "megatron"],
+)
+def test_a_frozen_model_computes_is_saved_and_exported_but_never_trained(
+    teams: Teams, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    ranks, start = teams.of(2), checkpoint(teams.models["qwen3-untied"])
+    ranks.setup("qwen3-untied", **settings)
+    trainable = ranks.all("logprobs")
+    ranks.setup("qwen3-untied", frozen=True, **settings)
+    for mine, found in zip(trainable, ranks.all("try_to_train"), strict=True):
+        assert (found["said"], found["moments"]) == (
+            ["the model's own weights are frozen, since trainer.frozen is true."],
+            0,
+        )
+        assert found["logprobs"].keys() == mine.keys()
+        for index, values in mine.items():
+            np.testing.assert_array_equal(found["logprobs"][index], values)
+    ranks.all("export", directory=tmp_path / "exported")
+    assert_same(checkpoint(tmp_path / "exported"), start)
+    ranks.all("save", directory=tmp_path / "state")
+    ranks.all("load", directory=tmp_path / "state")
+    assert_same(gathered(ranks), start)
+
+
 def test_dropout_is_applied_in_training_mode_and_never_by_forward(teams: Teams) -> None:
     ranks = teams.of(1)
     found = {}
