@@ -53,7 +53,7 @@ def test_a_killed_trainer_rank_ends_its_run_and_is_named(endless: Callable[..., 
     run.kill_process(victim)
     ended = run.end()
     assert ended.code == 3
-    assert only_line(ended).startswith("error: trainer group (peer trainer-")
+    assert only_line(ended).startswith("error: trainer ranks (peer trainer-")
     assert f"(process {victim}) died" in only_line(ended)
     logs = tmp_path / "run" / "logs"
     assert f"logs of the run's processes: {logs}" in ended.out

@@ -121,7 +121,7 @@ class World:
 
     async def watch(self) -> NoReturn:
         await self.dies.wait()
-        raise WorkerDiedError("trainer rank 1 (process 7) died.", part="trainer group", peer="trainer-1")
+        raise WorkerDiedError("trainer rank 1 (process 7) died.", part="trainer ranks", peer="trainer-1")
 
     async def sync(self, version: int) -> SyncReport:
         await asyncio.sleep(0.002)
