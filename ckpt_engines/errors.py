@@ -159,6 +159,10 @@ class GradientError(WeightlaneError, ArithmeticError):
     """Raised when the gradient of a step is not finite; no parameter was changed."""
 
 
+class ForwardMemoryError(WeightlaneError, MemoryError):
+    """Raised when a forward pass would need more memory than there is; nothing of it was computed."""
+
+
 class TooManyFailuresError(WeightlaneError, RuntimeError):
     """Raised when more of the last samples or optimizer steps failed than the configuration allows; the run ends."""
 

@@ -75,9 +75,7 @@ def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.devi
             )
         return False
     host, port = rendezvous
-    if _is_loopback(host):
-        # Without this gloo advertises the address of the machine's host name, which need not be reachable.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    use_loopback(host)
     deadline = Deadline.after(timeout_s)
     with typed_collective_errors("the trainer ranks to join", part, timeout_s):
         store = host_store(host, port)[0] if rank == 0 else _await_store(host, port, deadline)
@@ -183,6 +181,15 @@ def require_open(is_open: bool, part: str) -> None:
     """Raise `ClosedError` unless the engine was set up and not closed."""
     if not is_open:
         raise ClosedError("the training engine is not set up, or was closed.", part=part, hint="Call setup first.")
+
+
+def use_loopback(host: str) -> None:
+    """Let gloo listen on the loopback interface where the ranks meet at `host`, if that is there.
+
+    It would advertise the address of the machine's host name, which need not be reachable.
+    """
+    if _is_loopback(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
 
 
 def _is_loopback(host: str) -> bool:

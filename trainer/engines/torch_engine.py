@@ -183,12 +183,12 @@ class TorchEngine(TrainingEngine):
                 hint="Load a saved state, or end this run; the error of that step says why it stopped.",
             )
 
-    def _refuse_not_finite(self, norm: float, step: int, clear: Callable[[], None]) -> None:
+    def _refuse_not_finite(self, norm: float, step: int, clear: Callable[[], None], of: str = "") -> None:
         """Raise, with the gradients gone that `clear` clears, unless the gradient norm at `step` is a number."""
         if not math.isfinite(norm):
             clear()
             raise GradientError(
-                f"the gradient norm is {norm} at step {step}; no parameter was changed.",
+                f"the gradient norm{of} is {norm} at step {step}; no parameter was changed.",
                 part=self._part,
                 hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
             )

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from engine_state_commands import StateCommands
 from lora_commands import LoraCommands
+from rank_commands import RankCommands
 from torch.distributed.tensor import DTensor
 
 from weightlane.sync import Placement
@@ -41,7 +42,7 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker(LoraCommands, StateCommands):
+class Worker(LoraCommands, RankCommands, StateCommands):
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:

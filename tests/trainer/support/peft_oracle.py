@@ -50,6 +50,12 @@ class Oracle:
         with torch.no_grad():
             return {row: _chosen(computed, sample)[0].numpy() for row, sample in enumerate(make_samples(0, rows))}
 
+    def all_logprobs(self, model: str, adapter: str | None, rows: int) -> dict[int, Any]:
+        """float64 log-probabilities of every token at each token of a completion, by sample."""
+        computed, _ = _adapted(model, adapter)
+        with torch.no_grad():
+            return {row: _chosen(computed, sample)[1].numpy() for row, sample in enumerate(make_samples(0, rows))}
+
     def gradient(self, model: str, adapter: str, rows: int) -> tuple[float, dict[str, Any]]:
         """Loss of a mini-batch by `engine_batches.mixed`, written out once more; gradients by ``module|A`` or ``module|B``."""
         computed, matrices = _adapted(model, adapter)

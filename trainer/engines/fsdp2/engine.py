@@ -22,6 +22,7 @@ from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
+from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, outputs_by_sequence
 from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
@@ -270,13 +271,32 @@ class Fsdp2Engine(AdaptedEngine):
         self._refuse_torn()
         return self._loaded_model()
 
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """See `AdaptedEngine.data_share`."""
+        return self._mesh.data_rank, self._mesh.data_world
+
+    @property
+    def _modules(self) -> Iterable[torch.nn.Module]:
+        return self._open_model().modules()
+
+    def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+        model = self._open_model()
+        model.train(self._dropout and torch.is_grad_enabled())
+        return self._answer(model, micro, query)
+
     def _outputs(
         self, model: torch.nn.Module, micro: MicroBatch, wanted: Collection[OutputName], top_k: int = 0
     ) -> ModelOutputs:
-        """Run the model on a micro-batch."""
+        """Run the model on a micro-batch, and its head on the tokens with targets."""
         rows = micro.mask.nonzero().squeeze(1)
+        query = PassQuery(rows, "logprobs" in wanted, "entropy" in wanted, top_k, "hidden" in wanted)
+        return ModelOutputs.at(rows, micro, self._answer(model, micro, query))
+
+    def _answer(self, model: torch.nn.Module, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+        """Run the model on a micro-batch; returns what `query` asks for by the names of `ModelOutputs`, and ``logits``."""
         if self._packs:
-            places, all_places = rows, torch.arange(len(micro.tokens), device=rows.device)
+            places = torch.arange(len(micro.tokens), device=micro.tokens.device)
             inputs = {
                 "input_ids": micro.tokens[None],
                 "position_ids": micro.positions[None],
@@ -284,18 +304,20 @@ class Fsdp2Engine(AdaptedEngine):
             }
         else:
             # No mask: attention is causal, and padding is on the right, where no token sees it.
-            tokens, all_places = micro.padded()
-            inputs, places = {"input_ids": tokens}, all_places[rows]
-        temperatures = micro.temperatures
-        query = HeadQuery(
-            places,
-            micro.targets[rows] if top_k or {"logprobs", "entropy"} & set(wanted) else None,
+            tokens, places = micro.padded()
+            inputs = {"input_ids": tokens}
+        rows, temperatures = query.rows, micro.temperatures
+        asked = HeadQuery(
+            places[rows],
+            micro.targets[rows] if query.asks_head else None,
             None if temperatures is None else temperatures[rows],
-            "entropy" in wanted,
-            top_k,
-            hidden_rows=all_places if "hidden" in wanted else None,
+            query.entropy,
+            query.top_k,
+            hidden_rows=places if query.hidden else None,
+            logit_rows=None if query.logit_rows is None else places[query.logit_rows],
         )
-        return ModelOutputs.at(rows, micro, model(query, **inputs))
+        answer: dict[str, torch.Tensor] = model(asked, **inputs)
+        return answer
 
     def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
         return {

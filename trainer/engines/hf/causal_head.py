@@ -22,7 +22,7 @@ class HeadQuery:
     rows: torch.Tensor
     """int64 [R]: positions, in the flattened rows of tokens."""
     labels: torch.Tensor | None
-    """int64 [R] or [R, K]: tokens whose log-probability is wanted there; None if only hidden states are."""
+    """int64 [R] or [R, K]: tokens whose log-probability is wanted there; None if only hidden states or logits are."""
     temperatures: torch.Tensor | None = None
     """float32 [R], by which logits are divided."""
     entropy: bool = False
@@ -31,6 +31,8 @@ class HeadQuery:
     """How many of the most probable tokens are wanted."""
     hidden_rows: torch.Tensor | None = None
     """int64 [N]: positions of which what the head reads is wanted; None for none."""
+    logit_rows: torch.Tensor | None = None
+    """int64 [L]: positions whose logits are wanted, without temperature; None for none."""
 
 
 def replace_head(model: torch.nn.Module) -> int:
@@ -89,6 +91,9 @@ class _Head:
         flat, found = hidden.flatten(0, -2), {}
         if query.hidden_rows is not None:
             found["hidden"] = flat[query.hidden_rows]
+        if query.logit_rows is not None:
+            logits = torch.nn.functional.linear(flat[query.logit_rows], self._head.weight, self._head.bias)
+            found["logits"] = self._transform(logits.float())
         if query.labels is None:
             return found
         outputs = head_outputs(

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
 
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import MiniBatch
 from ..contract import StatePart
 from ..learning_rate import learning_rate
-from .sites import MATRICES, LoraSite, initial_a
+from .sites import MATRICES, PART, LoraSite, initial_a
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of a parameter, as torch names them."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """One step of AdamW, as a program that drives it says."""
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moment averages."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """An adapter's gradient is scaled down to this L2 norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +92,7 @@ class Adapter:
         sites: The layers.
         values: Whole A and B of every layer by ``module|A`` and ``module|B``; None for an adapter's first values.
         device: Where the parameters are.
+        trained: Whether they have gradients and an optimizer.
     """
 
     def __init__(
@@ -86,8 +103,10 @@ class Adapter:
         sites: Sequence[LoraSite],
         values: Mapping[str, torch.Tensor] | None,
         device: torch.device,
+        *,
+        trained: bool = True,
     ) -> None:
-        self.name, self.config = name, config
+        self.name, self.config, self.trained = name, config, trained
         self.step = 0
         """Optimizer steps taken."""
         self.mini_batch: MiniBatch | None = None
@@ -103,25 +122,29 @@ class Adapter:
                 else:
                     whole = initial_a(name, config, site) if matrix == "A" else torch.zeros(site.rows, config.rank)
                 held = whole[site.box(matrix, config.rank).index].to(device, torch.float32, copy=True)
-                matrices[matrix] = torch.nn.Parameter(held.contiguous())
+                matrices[matrix] = torch.nn.Parameter(held.contiguous(), requires_grad=trained)
             self.pairs[site.module] = LoraPair(site, matrices, config.scale)
         self.parameters = [parameter for pair in self.pairs.values() for parameter in pair.matrices.values()]
+        self._state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        """Moments and steps of each parameter, which are the optimizer's."""
+        if not trained:
+            return
         self._optimizer = torch.optim.AdamW(
             self.parameters, lr=0.0, betas=trainer.betas, weight_decay=trainer.weight_decay, fused=True
         )
         for parameter in self.parameters:
-            self._optimizer.state[parameter] = {
+            self._optimizer.state[parameter] = self._state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
                 **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
             }
 
     def slices(self) -> Iterator[AdapterSlice]:
-        """This rank's parts of all tensors of the adapter, moments included."""
+        """This rank's parts of all tensors of the adapter, moments included if it has any."""
         for module, pair in self.pairs.items():
             for matrix, parameter in pair.matrices.items():
-                rank, state = self.config.rank, self._optimizer.state[parameter]
+                rank, state = self.config.rank, self._state.get(parameter, {})
                 shape, box = pair.site.shape(matrix, rank), pair.site.box(matrix, rank)
-                for kind, data in (("weight", parameter.detach()), *((key, state[key]) for key in MOMENTS)):
+                for kind, data in (("weight", parameter.detach()), *((key, state[key]) for key in MOMENTS if state)):
                     yield AdapterSlice(f"{module}|{matrix}|{kind}", shape, box, data)
 
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
@@ -130,15 +153,16 @@ class Adapter:
             return list(self.parameters)
         if part == "gradients":
             return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return [tensor for parameter in self.parameters for tensor in self._optimizer.state[parameter].values()]
+        return [tensor for state in self._state.values() for tensor in state.values()]
 
     def clear_gradients(self) -> None:
         """Drop the gradients of a mini-batch that was begun."""
         self.mini_batch = None
-        self._optimizer.zero_grad()
+        for parameter in self.parameters:
+            parameter.grad = None
 
-    def complete_gradients(self, groups: LoraGroups) -> float:
-        """Add the gradients up over the ranks, once; returns the L2 norm of the whole adapter's gradient. Collective."""
+    def complete_gradients(self, groups: LoraGroups, scale: float = 1.0) -> float:
+        """Add the gradients up over the ranks, once, times `scale`; returns the whole adapter's L2 norm of them. Collective."""
         for parameter in self.parameters:
             if parameter.grad is None:  # a rank without any sequence
                 parameter.grad = torch.zeros_like(parameter)
@@ -156,21 +180,34 @@ class Adapter:
             square += gradient.square().sum()
         if groups.model is not None:
             dist.all_reduce(square, group=groups.model)
-        return float(square.sqrt())
-
-    def change(self, norm: float, before_change: Callable[[], None]) -> None:
-        """Take one step with gradients of L2 norm `norm`, which are scaled down first, and drop them.
-
-        `before_change` is called directly before anything changes; where it raises, the gradients are gone.
-        """
-        try:
-            before_change()
-            scale = min(1.0, self._trainer.max_grad_norm / (norm + 1e-6))  # torch's own formula
+        if scale != 1.0:
             for parameter in self.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(scale)
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate(self._trainer, self.step)
+        return float(square.sqrt()) * abs(scale)
+
+    def change(self, norm: float, before_change: Callable[[], None], params: AdamParams | None = None) -> None:
+        """Take one step with gradients of L2 norm `norm`, which are scaled down first, and drop them.
+
+        `before_change` is called directly before anything changes; where it raises, the gradients are gone. Without `params`,
+        AdamW is as the configurations say.
+        """
+        trainer = self._trainer
+        params = params or AdamParams(
+            learning_rate(trainer, self.step),
+            trainer.betas,
+            weight_decay=trainer.weight_decay,
+            max_grad_norm=trainer.max_grad_norm,
+        )
+        try:
+            before_change()
+            scale = min(1.0, params.max_grad_norm / (norm + 1e-6))  # torch's own formula
+            for parameter in self.parameters:
+                assert parameter.grad is not None
+                parameter.grad.mul_(scale)
+            self._optimizer.param_groups[0].update(
+                lr=params.learning_rate, betas=params.betas, eps=params.eps, weight_decay=params.weight_decay
+            )
             self._optimizer.step()
             self.step += 1
         finally:
@@ -179,8 +216,25 @@ class Adapter:
     def set_step(self, step: int) -> None:
         """Say how many steps the moments, which were loaded, have seen."""
         self.step = step
-        for parameter in self.parameters:
-            self._optimizer.state[parameter]["step"].fill_(step)
+        for state in self._state.values():
+            state["step"].fill_(step)
+
+    def resume(self, saved: tuple[Mapping[str, torch.Tensor], int] | None, directory: Path) -> None:
+        """Take over the moments and steps that were saved in `directory`, see `read_optimizer`; None for none."""
+        if saved is None:
+            return
+        moments, step = saved
+        for piece in self.slices():
+            if piece.key.endswith(MOMENTS):
+                whole = moments.get(piece.key)
+                if whole is None or tuple(whole.shape) != piece.shape:
+                    raise ConfigError(
+                        f"the optimizer in {directory} lacks {piece.key} of shape {list(piece.shape)}.",
+                        part=PART,
+                        hint="Load the directory as the one who saved it left it, or without its optimizer.",
+                    )
+                piece.data.copy_(whole[piece.box.index])
+        self.set_step(step)
 
 
 def _add_up(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:

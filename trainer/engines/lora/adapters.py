@@ -73,6 +73,11 @@ class Adapters:
         """Names in the order in which adapters were added."""
         return tuple(self._adapters)
 
+    @property
+    def _trained(self) -> dict[str, Adapter]:
+        """The adapters that have an optimizer."""
+        return {name: adapter for name, adapter in self._adapters.items() if adapter.trained}
+
     def chosen(self, name: str | None) -> Adapter | None:
         """The adapter `name`; None for the model's own weights, which "" is.
 
@@ -90,16 +95,18 @@ class Adapters:
             )
         return self._adapters[name]
 
-    def make(self, name: str, config: LoraConfig, source: Path | None) -> Adapter:
-        """An adapter as `TrainingEngine.add_adapter` says, which is not one of these yet."""
+    def make(
+        self, name: str, config: LoraConfig, source: Path | None, *, trained: bool = True, replacing: bool = False
+    ) -> Adapter:
+        """An adapter as `AdaptedEngine.replace_adapter` says, which is not one of these yet."""
         check_name(name)
-        if name in self._adapters:
+        if name in self._adapters and not replacing:
             raise ConfigError(f"there is an adapter {name!r} already.", part=PART, hint="Remove it, or choose a name.")
         if self._layers is None:
             self._layers = self._model.install(self._pair)
         sites = chosen_sites(self._layers[0], config)
         values = None if source is None else read_peft(source, config, sites, self._layers[1])
-        return Adapter(name, config, self._trainer, sites, values, self._device)
+        return Adapter(name, config, self._trainer, sites, values, self._device, trained=trained)
 
     def keep(self, adapter: Adapter) -> None:
         """Make `adapter` one of these."""
@@ -139,9 +146,9 @@ class Adapters:
         published = self._merged.slices if self._merged is not None and part == "parameters" else ()
         return [*found, *(piece.merged for piece in published)]
 
-    def complete_gradients(self, adapter: Adapter) -> float:
+    def complete_gradients(self, adapter: Adapter, scale: float = 1.0) -> float:
         """See `Adapter.complete_gradients`."""
-        return adapter.complete_gradients(self._model.groups)
+        return adapter.complete_gradients(self._model.groups, scale)
 
     def refresh(self) -> None:
         """Add the published adapter to the model's weights again, after either changed."""
@@ -158,15 +165,16 @@ class Adapters:
 
     def to_save(self) -> SavedAdapters:
         """Everything that a saved state has of adapters; tensors on rank 0 only. Collective."""
+        trained = self._trained
         return SavedAdapters(
-            {name: (adapter.config, adapter.step) for name, adapter in self._adapters.items()},
-            {f"{name}|{key}": tensor for name in self._adapters for key, tensor in self.gathered(name).items()},
+            {name: (adapter.config, adapter.step) for name, adapter in trained.items()},
+            {f"{name}|{key}": tensor for name in trained for key, tensor in self.gathered(name).items()},
             DEFAULT if self._merged is not None else "",
         )
 
     def check(self, saved: SavedAdapters, directory: Path) -> None:
         """Raise `ConfigError` unless `saved`, which was read from `directory`, is about exactly these adapters."""
-        ours = {name: adapter.config for name, adapter in self._adapters.items()}
+        ours = {name: adapter.config for name, adapter in self._trained.items()}
         theirs = {name: config for name, (config, _) in saved.about.items()}
         for name in sorted({*ours, *theirs}):
             if name not in theirs or name not in ours:
@@ -189,7 +197,7 @@ class Adapters:
                 part=PART,
                 hint="Set trainer.lora as it was.",
             )
-        for name, adapter in self._adapters.items():
+        for name, adapter in self._trained.items():
             for piece in adapter.slices():
                 whole = saved.tensors.get(f"{name}|{piece.key}")
                 if whole is None or tuple(whole.shape) != piece.shape:
@@ -201,7 +209,7 @@ class Adapters:
 
     def restore(self, saved: SavedAdapters) -> None:
         """Take values, moments and steps from `saved`, which `check` accepted; drop gradients."""
-        for name, adapter in self._adapters.items():
+        for name, adapter in self._trained.items():
             for piece in adapter.slices():
                 piece.data.copy_(saved.tensors[f"{name}|{piece.key}"][piece.box.index])
             adapter.set_step(saved.about[name][1])

@@ -2,27 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+
+import torch
 
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
-from ...data.batch import MiniBatch, TokenBatch
+from ...data.batch import MicroBatch, MiniBatch, TokenBatch
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TorchEngine
-from .adapter import Adapter
+from .adapter import AdamParams, Adapter
 from .adapters import DEFAULT, AdaptedModel, Adapters
-from .peft_files import write_peft
+from .peft_files import read_optimizer, write_peft
+from .rank_pass import PassQuery
 from .saved import SavedAdapters
 from .sites import PART
 
 
 class AdaptedEngine(TorchEngine):
-    """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights."""
+    """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights.
+
+    Beside the contract's calls it has some for a program that drives every rank itself, such as `TrainerRank`: `run_pass`,
+    `run_backward` and `step_adapters`.
+    """
 
     has_adapters = True
 
@@ -48,12 +56,32 @@ class AdaptedEngine(TorchEngine):
             on_every_rank(lambda: made.append(adapters.make(name, config, source)), self._device, PART)
         adapters.keep(made[0])
 
+    def replace_adapter(self, name: str, config: LoraConfig, source: Path | None, *, trained: bool) -> None:
+        """Like `add_adapter`, but in place of an adapter of that name, if there is one; it stays where this fails. Collective.
+
+        Args:
+            name: See there.
+            config: See there.
+            source: See there. An adapter that is trained goes on with the optimizer that `export_adapter` wrote there, if any.
+            trained: Whether it can be trained. One that isn't has no optimizer, and is no part of a saved state.
+        """
+        adapters, made = self._open_adapters(), []
+
+        def make() -> None:
+            made.append(adapters.make(name, config, source, trained=trained, replacing=True))
+            if trained and source is not None:
+                made[0].resume(read_optimizer(source), source)
+
+        with self._collective("the trainer ranks to make an adapter"):
+            on_every_rank(make, self._device, PART)
+        adapters.keep(made[0])
+
     def remove_adapter(self, name: str) -> None:
         """See `TrainingEngine.remove_adapter`."""
         self._open_adapters().remove(name)
 
-    def export_adapter(self, directory: Path, name: str = DEFAULT) -> None:
-        """See `TrainingEngine.export_adapter`."""
+    def export_adapter(self, directory: Path, name: str = DEFAULT, *, with_optimizer: bool = False) -> None:
+        """See `TrainingEngine.export_adapter`; `with_optimizer`, moments and steps are in a file of their own beside it."""
         adapters = self._open_adapters()
         self._require_here("parameters", "optimizer")
         adapter = adapters.chosen(name)
@@ -63,7 +91,8 @@ class AdaptedEngine(TorchEngine):
             tensors, targets = adapters.gathered(name), adapters.targets(name)
 
             def write() -> None:
-                write_peft(directory, tensors, adapter.config, targets, self._model_dir)
+                step = adapter.step if with_optimizer and adapter.trained else None
+                write_peft(directory, tensors, adapter.config, targets, self._model_dir, step)
 
             write_on_rank_zero(write, directory, self.rank, self._device)
 
@@ -74,6 +103,94 @@ class AdaptedEngine(TorchEngine):
             adapter = self._open_adapters().chosen(name)
             assert adapter is not None
             adapter.clear_gradients()
+
+    @property
+    @abstractmethod
+    def data_share(self) -> tuple[int, int]:
+        """Which share of the samples this rank computes, and how many there are. Ranks of one share hold parts of a model."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._device
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the model."""
+        return self._vocabulary
+
+    @property
+    def layer_widths(self) -> list[int]:
+        """Inputs and outputs, added up, of every matrix in the model whose outputs are no vocabulary."""
+        shapes = [each.shape for module in self._modules for each in module.parameters(recurse=False)]
+        return [sum(shape) for shape in shapes if len(shape) > 1 and shape[0] < self._vocabulary]
+
+    @property
+    def bytes_per_activation(self) -> int:
+        """Bytes of a number in a forward pass."""
+        return self._compute_dtype.itemsize
+
+    def run_pass(self, micro: MicroBatch, query: PassQuery, adapter: str) -> dict[str, torch.Tensor]:
+        """Run the model once on this rank's own micro-batch, with gradient where torch's grad mode is on.
+
+        All ranks call it together, with any adapters; those that hold parts of one model, with the same micro-batch.
+
+        Args:
+            micro: Of any size, on any device.
+            query: What is wanted of it.
+            adapter: Which one the model computes with; "" for none.
+
+        Returns:
+            Outputs by the names of `ModelOutputs`, for the tokens that `query` has them for, and float32 ``logits``.
+        """
+        chosen = self._open_adapters().chosen(adapter)
+        self._require_here("parameters")
+        with self._computing("the activations of the other ranks"), self._open_adapters().active(chosen):
+            return self._run_pass(micro.to(self._device), query.to(self._device))
+
+    def run_backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], adapter: str) -> None:
+        """Add gradients of an adapter, from those by `outputs` of `run_pass`. All ranks call it together, as often."""
+        adapters = self._open_adapters()
+        # Layers may be computed anew, and with the same adapter.
+        with self._computing("the gradients of the other ranks"), adapters.active(adapters.chosen(adapter)):
+            torch.autograd.backward(outputs, gradients)
+
+    def step_adapters(self, names: Sequence[str], params: AdamParams, scale: float) -> dict[str, float]:
+        """Step adapters of which any rank has gradients, added up over the ranks and times `scale`. Collective.
+
+        Where one of them is not finite, none is stepped, and `GradientError` names it; the gradients of all are gone.
+
+        Returns:
+            The L2 norm of each adapter's gradient, after `scale` and before clipping.
+        """
+        adapters, norms = self._open_adapters(), {}
+        chosen = {name: adapter for name in names if (adapter := self._trained(name)) is not None}
+
+        def clear() -> None:
+            for adapter in chosen.values():
+                adapter.clear_gradients()
+
+        with self._collective("the gradients of the other ranks"):
+            for name, adapter in chosen.items():
+                norms[name] = adapters.complete_gradients(adapter, scale)
+        for name, adapter in chosen.items():
+            self._refuse_not_finite(norms[name], adapter.step, clear, f" of {name!r}")
+        for name, adapter in chosen.items():
+            adapter.change(norms[name], lambda: None, params)
+        return norms
+
+    @property
+    @abstractmethod
+    def _modules(self) -> Iterable[torch.nn.Module]:
+        """The modules of the model on this rank."""
+
+    @abstractmethod
+    def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+        """See `run_pass`."""
+
+    def _computing(self, waiting_for: str) -> AbstractContextManager[None]:
+        """Around everything that computes with the model."""
+        return self._collective(waiting_for)
 
     def _make_adapters(self, model: AdaptedModel) -> None:
         """Let `model` have adapters, and make the one of ``trainer.lora``."""
@@ -93,6 +210,12 @@ class AdaptedEngine(TorchEngine):
             if self.config.lora is not None:
                 by, hint = "lora is set", f"Train the adapter {DEFAULT!r}, or leave out trainer.lora."
             raise ConfigError(f"the model's own weights are frozen, since trainer.{by}.", part=self._part, hint=hint)
+        if adapter is not None and not adapter.trained:
+            raise ConfigError(
+                f"adapter {adapter.name!r} only computes: it was added without an optimizer.",
+                part=self._part,
+                hint="Add it as one that is trained.",
+            )
         return adapter
 
     def _begin_for(self, adapter: Adapter | None, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError
 
@@ -17,6 +18,8 @@ from ..hf.partial_dir import discard_partial, make_partial, storage_error
 from .sites import PART, LoraSite
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
+"""Beside PEFT's own files: AdamW's moments by `AdapterSlice.key`, and the steps that they have seen."""
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 _HARMLESS = {
@@ -85,16 +88,22 @@ def read_peft(
 
 
 def write_peft(
-    directory: Path, tensors: Mapping[str, torch.Tensor], config: LoraConfig, targets: Collection[str], model_dir: Path
+    directory: Path,
+    tensors: Mapping[str, torch.Tensor],
+    config: LoraConfig,
+    targets: Collection[str],
+    model_dir: Path,
+    step: int | None = None,
 ) -> None:
     """Write an adapter under a temporary name beside `directory`, then rename it.
 
     Args:
         directory: Must not exist.
-        tensors: Whole tensors by ``module|A|weight`` and ``module|B|weight``; those of other kinds are left out.
+        tensors: Whole tensors by `AdapterSlice.key`.
         config: The adapter's.
         targets: Last parts of the names of its layers.
         model_dir: The model that it is for.
+        step: How many steps it has taken, for moments to be written, too; None for none.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
@@ -115,15 +124,19 @@ def write_peft(
         "use_dora": False,
         "use_rslora": False,
     }
-    named = {}
+    named, moments = {}, {}
     for key, tensor in tensors.items():
         module, matrix, kind = key.split("|")
         if kind == "weight":
             named[f"{_PREFIX}{module}.lora_{matrix}.weight"] = tensor.contiguous()
+        else:
+            moments[key] = tensor.contiguous()
     partial = make_partial(directory)
     try:
         try:
             save_file(named, partial / _TENSORS, metadata={"format": "pt"})
+            if step is not None:
+                save_file(moments, partial / _OPTIMIZER, metadata={"step": str(step)})
         except SafetensorError as cause:  # what a full disk looks like from there
             raise storage_error("written", directory, cause) from cause
         (partial / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
@@ -131,6 +144,35 @@ def write_peft(
     except BaseException:
         discard_partial(directory)
         raise
+
+
+def saved_config(directory: Path) -> LoraConfig:
+    """The configuration of the adapter in `directory`. Raises as `read_peft`."""
+    found = _read_config(directory)
+    targets = found.get("target_modules")
+    names = {str(each).rpartition(".")[2] for each in targets} if isinstance(targets, list) else set()
+    try:
+        return LoraConfig.model_validate(
+            {"rank": found.get("r"), "alpha": found.get("lora_alpha"), "targets": tuple(sorted(names))}
+        )
+    except ValidationError as cause:
+        raise _error(f"{directory / _CONFIG} has no valid r and lora_alpha: {cause.errors()[0]['msg']}.") from cause
+
+
+def read_optimizer(directory: Path) -> tuple[dict[str, torch.Tensor], int] | None:
+    """Moments by `AdapterSlice.key`, and steps, that `write_peft` wrote beside an adapter; None where there are none."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+
+    path = directory / _OPTIMIZER
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key) for key in list(file.keys())}, int((file.metadata() or {})["step"])
+    except (SafetensorError, OSError) as cause:
+        raise storage_error("read", path, cause) from cause
+    except (KeyError, ValueError) as cause:
+        raise _error(f"{path} does not say how many steps its moments have seen.") from cause
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, 
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
 from ..lora.engine import AdaptedEngine
+from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, outputs_by_sequence
 from .checkpoint_names import HEAD, VALUE_HEAD, checkpoint_shapes
@@ -36,10 +37,10 @@ with warnings.catch_warnings():
     from megatron.core.transformer.module import Float16Module
 
     from .groups import destroy_parallel_groups, join_parallel_groups, parallel_groups
-    from .head import head_of, model_outputs
+    from .head import head_answer, head_of, model_outputs
     from .lora import MegatronAdapted, check_lora, frozen
     from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
-    from .schedule import Part, run_schedule
+    from .schedule import Part, run_chunk, run_schedule
     from .state import export_model, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
@@ -68,6 +69,10 @@ class MegatronEngine(AdaptedEngine):
         """The slices as they are published, with the adapter of ``trainer.lora`` added."""
         self._optimizer: Any = None
         self._groups: list[Any] | None = None
+        layout = config.megatron
+        self._multiple = (
+            layout.tensor_parallel if layout.sequence_parallel else 1
+        )  # of which are tokens in a micro-batch
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
@@ -82,7 +87,7 @@ class MegatronEngine(AdaptedEngine):
         check_model_dir(model_dir, self.config.head)
         self._read(model_dir)
         self._join(model_dir, seed)
-        with self._megatron("the trainer ranks to build the model"):
+        with self._computing("the trainer ranks to build the model"):
             self._build(seed)
             valued, tied = self._facts.shape.valued, self._facts.shape.tied
             unused, new = HEAD if tied or valued else "", VALUE_HEAD if valued else ""
@@ -99,7 +104,7 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.outline`."""
         self._read(model_dir)
         self._device = torch.device("meta")
-        with self._megatron("the trainer ranks to build the model"):
+        with self._computing("the trainer ranks to build the model"):
             self._build(seed=0)
 
     def forward(
@@ -121,7 +126,7 @@ class MegatronEngine(AdaptedEngine):
             return torch.zeros((), device=self._device)
 
         with (
-            self._megatron("the activations of the other ranks"),
+            self._computing("the activations of the other ranks"),
             self._computing_with(chosen, gradients=False),
             torch.no_grad(),
         ):
@@ -148,7 +153,7 @@ class MegatronEngine(AdaptedEngine):
             return sums.add(loss(computed, micro))
 
         with (
-            self._megatron("the activations and gradients of the other ranks"),
+            self._computing("the activations and gradients of the other ranks"),
             self._computing_with(chosen, gradients=True),
             nullcontext() if chosen is None else frozen(self._chunks),
         ):
@@ -169,7 +174,7 @@ class MegatronEngine(AdaptedEngine):
         if (chosen := self._trained(adapter)) is not None:
             return self._step_adapter(chosen, before_change)
         self._require_gradient(self._mini_batch, self._step)
-        with self._megatron("the gradients of the other ranks"):
+        with self._computing("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.get_grad_norm())
@@ -183,7 +188,7 @@ class MegatronEngine(AdaptedEngine):
             self._clear_gradients()  # they were summed over the ranks already, and nothing may be added to that
             raise
         self._torn = True
-        with self._megatron("the parameters of the other ranks"):
+        with self._computing("the parameters of the other ranks"):
             for optimizer in inner:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
             self._optimizer.step_with_ready_grads()
@@ -225,7 +230,7 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
         self._require_open()
         self._require_here("parameters", "optimizer")
-        with self._megatron("the trainer ranks to load"):
+        with self._computing("the trainer ranks to load"):
             adapters = self._saved_adapters(directory)
             try:
                 self._step = load_state(directory, self._slices, self.rank, self._device)
@@ -265,6 +270,15 @@ class MegatronEngine(AdaptedEngine):
         forget_rotary_tables()
         self._leave()
 
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """See `AdaptedEngine.data_share`."""
+        return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    @property
+    def _modules(self) -> Iterable[torch.nn.Module]:
+        return (module for chunk in self._chunks for module in chunk.modules())
+
     def _choose_device(self) -> torch.device:
         if self.config.device == "cpu" and torch.cuda.is_available():
             raise ConfigError(
@@ -282,8 +296,8 @@ class MegatronEngine(AdaptedEngine):
         self._refuse_torn()
 
     @contextmanager
-    def _megatron(self, waiting_for: str) -> Iterator[None]:
-        """Around every call into megatron-core."""
+    def _computing(self, waiting_for: str) -> Iterator[None]:
+        """See `AdaptedEngine._computing`; around every call into megatron-core."""
         answered: AbstractContextManager[None] = nullcontext()
         if self._device.type != "cuda":
             from .without_gpu import cuda_calls_on  # noqa: PLC0415 - not where there is a GPU
@@ -314,17 +328,13 @@ class MegatronEngine(AdaptedEngine):
             keep_expert_bias(wrapped)
             wrapped.requires_grad_(settings.trains_weights)
             chunks.append(DistributedDataParallel(config, buffers, wrapped))
-        if settings.trains_weights:
-            self._optimizer = megatron_optimizer(settings, config, chunks)
-        else:
-            self._optimizer = FrozenWeights(chunks)
+        trained = settings.trains_weights
+        self._optimizer = megatron_optimizer(settings, config, chunks) if trained else FrozenWeights(chunks)
         self._slices = self._published = weight_slices(chunks, self._optimizer, self._facts.shape, self._coordinates)
         self._chunks = chunks
         self._clear_gradients()
 
-    def train(self, mode: bool) -> None:
-        """See `TrainingEngine.train`."""
-        TrainingEngine.train(self, mode)
+    train = TrainingEngine.train  # it has no dropout
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
         self._require_whole()
@@ -362,20 +372,22 @@ class MegatronEngine(AdaptedEngine):
         On the last pipeline stage, `use` gets the indices of a micro-batch's sequences, itself and what the model says about it,
         and returns its part of the loss.
         """
-        multiple = self.config.megatron.tensor_parallel if self.config.megatron.sequence_parallel else 1
 
         def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
-            indices, micro = part
-            return use(
-                indices, micro, model_outputs(hidden, head_of(chunk), micro, wanted, self._facts.shape.vocab, top_k)
-            )
+            micro, head = part[1], head_of(chunk)
+            return use(*part, model_outputs(hidden, head, micro, wanted, self._facts.shape.vocab, top_k))
 
-        run_schedule(self._chunks, self._micro_batches(batch), finish, multiple=multiple, forward_only=forward_only)
+        share = self._micro_batches(batch)
+        run_schedule(self._chunks, share, finish, multiple=self._multiple, forward_only=forward_only)
+
+    def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+        (chunk,) = self._chunks
+        hidden = run_chunk(chunk, micro, self._multiple)[0]
+        return head_answer(hidden, head_of(chunk), micro, query, self._facts.shape.vocab)
 
     def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
         """This rank's share of the batch, the same on all stages of its pipeline."""
-        data_rank = parallel_state.get_data_parallel_rank()
-        share = self._share(batch, data_rank, parallel_state.get_data_parallel_world_size(), padded=False)
+        share = self._share(batch, *self.data_share, padded=False)
         if self.config.megatron.virtual_pipeline > 1:
             # Its stages take turns by as many micro-batches as there are ranks.
             nothing = MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
@@ -384,5 +396,4 @@ class MegatronEngine(AdaptedEngine):
 
     def _answers(self) -> bool:
         """Whether this rank returns the outputs of its share, which the ranks that share its matrices compute, too."""
-        last = bool(parallel_state.is_pipeline_last_stage())
-        return last and parallel_state.get_tensor_model_parallel_rank() == 0
+        return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0

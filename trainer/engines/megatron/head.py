@@ -12,11 +12,13 @@ from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
 )
 
 from ...data.batch import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..head import VocabularyShare, head_outputs
+from ..lora.rank_pass import PassQuery
 
 
 class ValueHead(torch.nn.Module):
@@ -86,29 +88,42 @@ def model_outputs(
         top_k: How many of the most probable tokens are wanted.
     """
     rows = micro.mask.nonzero().squeeze(1)
+    query = PassQuery(rows, "logprobs" in wanted, "entropy" in wanted, top_k, "hidden" in wanted)
+    return ModelOutputs.at(rows, micro, head_answer(hidden, head, micro, query, vocabulary))
+
+
+def head_answer(
+    hidden: torch.Tensor, head: torch.Tensor | ValueHead, micro: MicroBatch, query: PassQuery, vocabulary: int
+) -> dict[str, torch.Tensor]:
+    """Compute what `query` asks for, by the names of `ModelOutputs`, and ``logits``; for the arguments, see `model_outputs`."""
+    rows = query.rows
     found: dict[str, torch.Tensor] = {}
-    if "hidden" in wanted:
+    if query.hidden:
         found["hidden"] = _read_by_all(hidden)[: len(micro.tokens)]
     if isinstance(head, ValueHead):
         found["values"] = head.values(_read_by_all(hidden)[rows])
-    elif top_k or {"logprobs", "entropy"} & set(wanted):
+        return found
+    if query.logit_rows is not None:
+        mine = torch.nn.functional.linear(hidden[query.logit_rows].to(head.dtype), head).float()
+        found["logits"] = gather_from_tensor_model_parallel_region(mine)[:, :vocabulary]
+    if query.asks_head:
         ranks, temperatures = parallel_state.get_tensor_model_parallel_world_size(), micro.temperatures
         first = parallel_state.get_tensor_model_parallel_rank() * len(head)
         outputs = head_outputs(
             hidden[rows].to(head.dtype),
             head[: max(0, vocabulary - first)],
             micro.targets[rows],
-            entropy="entropy" in wanted,
+            entropy=query.entropy,
             temperatures=None if temperatures is None else temperatures[rows],
-            top_k=top_k,
+            top_k=query.top_k,
             share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None,
         )
         found["logprobs"] = outputs.logprobs
-        if "entropy" in wanted:
+        if query.entropy:
             found["entropy"] = outputs.entropy
-        if top_k:
+        if query.top_k:
             found |= {"top_tokens": outputs.top_tokens, "top_logprobs": outputs.top_logprobs}
-    return ModelOutputs.at(rows, micro, found)
+    return found
 
 
 def _read_by_all(hidden: torch.Tensor) -> torch.Tensor:

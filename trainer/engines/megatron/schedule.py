@@ -36,17 +36,11 @@ def run_schedule(
 
     def forward(parts: Iterator[Part], chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         part = next(parts)
-        micro = part[1]
-        padding = -len(micro.tokens) % multiple
-        tokens, positions = (functional.pad(each, (0, padding)) for each in (micro.tokens, micro.positions))
-        offsets = torch.cat([micro.offsets, micro.offsets[-1:] + padding]) if padding else micro.offsets
-        longest = int(offsets.diff().max())
-        packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
 
         def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             return use(chunk, part, hidden[0]), torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
-        return chunk(tokens[None], positions[None], None, packed_seq_params=packed), finish
+        return run_chunk(chunk, part[1], multiple), finish
 
     get_forward_backward_func()(
         forward_step_func=forward,
@@ -57,3 +51,14 @@ def run_schedule(
         micro_batch_size=1,
         forward_only=forward_only,
     )
+
+
+def run_chunk(chunk: Any, micro: MicroBatch, multiple: int) -> torch.Tensor:
+    """Run a chunk on a micro-batch, see `run_schedule`; the last one returns what its head reads, [1, tokens, width]."""
+    padding = -len(micro.tokens) % multiple
+    tokens, positions = (functional.pad(each, (0, padding)) for each in (micro.tokens, micro.positions))
+    offsets = torch.cat([micro.offsets, micro.offsets[-1:] + padding]) if padding else micro.offsets
+    longest = int(offsets.diff().max())
+    packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+    output: torch.Tensor = chunk(tokens[None], positions[None], None, packed_seq_params=packed)
+    return output

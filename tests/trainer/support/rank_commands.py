@@ -1,0 +1,228 @@
+"""Commands of `engine_worker` that are about `TrainerRank`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from engine_batches import TEMPERATURE, VOCAB, make_samples
+
+from weightlane.trainer.config import LoraConfig, TrainerConfig
+from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.torchrun import AdamParams, ForwardInput, ForwardOutput, TrainerRank
+
+
+def sample_input(sample: Any, **asked: Any) -> ForwardInput:
+    """A sample, of whose completion log-probabilities are wanted."""
+    before = len(sample.prompt_ids) - 1
+    return ForwardInput(
+        input_tokens=sample.prompt_ids + sample.completion_ids[:-1],
+        target_tokens=[IGNORED] * before + list(sample.completion_ids),
+        temperature=TEMPERATURE,
+        **asked,
+    )
+
+
+class RankCommands:
+    """A part of the worker."""
+
+    _rank: int
+    _world: int
+    _timeout_s: float
+    _api: TrainerRank | None = None
+    _kept: Any = None
+    _first: Any
+    setup: Callable[[str, dict[str, Any]], None]
+
+    def own_the_group(self, model: str) -> None:
+        """Set up an engine, if there is none, whose process group is that of all that follow."""
+        if self._first is None:
+            self.setup(model, {})
+
+    def open_rank(self, model: str, trainer: dict[str, Any], limit: int | None = None) -> tuple[int, int]:
+        """Make the `TrainerRank` of this process; returns its data parallel share."""
+        if self._api is not None:
+            self._api.close()
+        config = TrainerConfig(device="cpu", collective_timeout_s=self._timeout_s, **trainer)
+        self._kept = None
+        self._api = TrainerRank(model, config, memory_limit_bytes=limit)
+        return self._api.data_share
+
+    @property
+    def _open_api(self) -> TrainerRank:
+        assert self._api is not None
+        return self._api
+
+    def load_slot(self, kind: str, name: str, source: str | None = None, **config: Any) -> list[str]:
+        if kind == "lora":
+            assert source is not None
+            self._open_api.load_lora(name, source)
+        else:
+            self._open_api.load_checkpoint(name, source, LoraConfig(**config) if config else None)
+        return list(self._open_api.engine.adapters)
+
+    def save_slot(self, name: str, directory: str) -> None:
+        self._open_api.save(name, directory)
+
+    def slot_state(self, name: str) -> list[tuple[Any, ...]]:
+        """Every tensor of a slot's adapter on this rank, moments included."""
+        lora = self._open_api.engine._lora
+        assert lora is not None
+        adapter = lora.chosen(name)
+        assert adapter is not None
+        return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in adapter.slices()]
+
+    def slot_logprobs(self, slots: list[Any], rows: int, limit: int | None = None) -> dict[Any, Any]:
+        """Of each row, by each slot, everything that a forward pass says about its completion; in mixed micro-batches."""
+        api, samples = self._open_api, make_samples(0, rows)
+        asked = {"top_k": 5, "entropy": True, "logits": True, "hidden_states": True}
+        items = [[sample_input(sample, **asked, **each) for each in slots] for sample in samples]
+        found = {}
+        with torch.no_grad():
+            for micro in api.forward_micro_batches(items):
+                for row, outputs in zip(micro.indices, micro.outputs, strict=True):
+                    for number, output in enumerate(outputs):
+                        start = len(samples[row].prompt_ids) - 1
+                        found[row, number] = {name: each[start:] for name, each in _plain(output).items()}
+        return found
+
+    def slot_gradients(self, losses: dict[str, list[int]], rows: int, how: str) -> list[Any]:
+        """Take a step of checkpoints with gradients of `engine_batches.mixed`, each with that of the rows that it is given.
+
+        Returns the norms, how many items each micro-batch had on this rank, and the loss of each checkpoint on this rank.
+        """
+        api, samples = self._open_api, make_samples(0, rows)
+        items = [
+            sample_input(sample, entropy=True, checkpoint=name)
+            for row, sample in enumerate(samples)
+            for name, own in losses.items()
+            if row in own
+        ]
+        of_item = [(name, row) for row in range(rows) for name, own in losses.items() if row in own]
+        counts = {
+            name: (sum(len(samples[row].completion_ids) for row in own), len(own)) for name, own in losses.items()
+        }
+        totals, sizes = dict.fromkeys(losses, 0.0), []
+        calls = [[item] for item in range(len(items))] if how == "one by one" else [list(range(len(items)))]
+        found = ((call, micro) for call in calls for micro in api.forward_micro_batches([items[each] for each in call]))
+        for call, micro in found:
+            loss: Any = 0.0
+            for (name, row), output in zip(micro.select([of_item[each] for each in call]), micro.outputs, strict=True):
+                mine = _mixed(output, samples[row], *counts[name])
+                totals[name] += float(mine.detach())
+                loss = loss + mine
+            if how == "plain backward":
+                loss.backward()
+            else:
+                api.backward(loss)
+            sizes.append(len(micro.indices))
+        return [api.optim_step(AdamParams(1e-3, betas=(0.0, 0.999), max_grad_norm=1e9)), sizes, totals]
+
+    def slot_steps(self, name: str, first: int, count: int, *, spoil: bool = False) -> dict[str, float]:
+        """Steps of one checkpoint on the samples of numbered steps; with `spoil`, the last loss is no number."""
+        api, norms = self._open_api, {}
+        for number in range(first, first + count):
+            for micro in api.forward_micro_batches([sample_input(each) for each in make_samples(number)]):
+                loss = sum((-output.target_logprobs.sum() for output in micro.outputs), 0.0)
+                api.backward(loss * torch.nan if spoil else loss)
+            norms = api.optim_step(AdamParams(3e-3, weight_decay=0.1), scale_grads=0.1)
+        return norms
+
+    def keep_forward(self, rows: list[int], asked: dict[str, Any], *, grad: bool = True) -> int:
+        """Compute samples of this rank's own, and keep the outputs; returns how many there are."""
+        samples = make_samples(0, 9)
+        with nullcontext() if grad else torch.no_grad():
+            self._kept = self._open_api.dp_rank_forward([[sample_input(samples[row], **asked)] for row in rows])
+        return len(self._kept)
+
+    def drop_kept(self, ranks: list[int]) -> None:
+        if self._rank in ranks:
+            self._kept = None
+
+    def backward_kept(self) -> None:
+        outputs = [output for (output,) in self._kept or []]
+        self._open_api.backward(sum((output.target_logprobs.sum() for output in outputs), 0.0))
+
+    def step_slots(self, checkpoints: list[str] | None = None) -> dict[str, float]:
+        return self._open_api.optim_step(AdamParams(1e-3), checkpoints=checkpoints)
+
+    def choose(self, calls: list[tuple[str, str | None]]) -> list[float]:
+        """Call `set_*`, `push_*` or ``pop`` in order; after each, a log-probability of an input that names no slot."""
+        api, found = self._open_api, []
+        for do, name in calls:
+            if do == "pop":
+                api.pop_pushed_lora_or_checkpoint()
+            else:
+                getattr(api, do)(name)
+            with torch.no_grad():
+                output = api.dp_rank_forward(sample_input(make_samples(0, 1)[0]))
+            assert isinstance(output, ForwardOutput)
+            assert output.target_logprobs is not None
+            found.append(float(output.target_logprobs.sum()))
+        return found
+
+    def inner_push(self, name: str) -> list[float]:
+        """The same before, inside and after a ``with`` block."""
+        api, found = self._open_api, []
+
+        def look() -> None:
+            with torch.no_grad():
+                output = api.dp_rank_forward([sample_input(make_samples(0, 1)[0])])
+            found.append(float(output[0].target_logprobs.sum()))  # type: ignore[index,union-attr]
+
+        look()
+        with api.push_lora(name):
+            look()
+        look()
+        return found
+
+    def sizes(self, lengths: list[int], limit: int) -> list[Any]:
+        """What micro-batches of sequences of such lengths are like, twice: the second time, one was measured."""
+        api = self._open_api
+        api._limit = limit
+        items = [ForwardInput(input_tokens=[1] * each, target_tokens=[2] * each) for each in lengths]
+        found = []
+        for _ in range(2):
+            for micro in api.forward_micro_batches(items):
+                stats = micro.stats
+                found.append(
+                    (stats.first, stats.items, list(micro.indices), stats.predicted_bytes, stats.measured_bytes)
+                )
+                api.backward(sum((output.target_logprobs.sum() for output in micro.outputs), 0.0))
+                del micro
+            api.zero_grad()
+        return found
+
+    def ask(self, **fields: Any) -> None:
+        """Compute one input that is made of `fields`."""
+        self._open_api.dp_rank_forward([ForwardInput(**fields)])
+
+    def ask_alike(self, inputs: list[dict[str, Any]]) -> None:
+        """Ask for micro-batches of inputs that are made of fields."""
+        list(self._open_api.forward_micro_batches([ForwardInput(**fields) for fields in inputs]))
+
+
+def _mixed(output: ForwardOutput, sample: Any, tokens: int, sequences: int) -> torch.Tensor:
+    """A sample's part of `engine_batches.mixed`."""
+    start = len(sample.prompt_ids) - 1
+    assert output.target_logprobs is not None
+    assert output.entropy is not None
+    chosen, entropy = output.target_logprobs[start:], output.entropy[start:]
+    return -sample.advantage * chosen.sum() / tokens + chosen.square().mean() / sequences - entropy.sum() / 50
+
+
+def _plain(output: ForwardOutput) -> dict[str, Any]:
+    assert output.top_k is not None
+    assert output.logits is not None
+    assert output.logits.shape[1] >= VOCAB
+    tensors = {
+        "logprobs": output.target_logprobs,
+        "entropy": output.entropy,
+        "logits": output.logits,
+        "hidden": output.hidden_states,
+        "top_tokens": output.top_k.tokens,
+        "top_logprobs": output.top_k.logprobs,
+    }
+    return {name: tensor.numpy() for name, tensor in tensors.items() if tensor is not None}

@@ -1,0 +1,271 @@
+"""A rank that a program drives computes and trains in its slots as PEFT does in float64, and refuses what would be wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import peft_oracle
+import pytest
+from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, checkpoint, megatron
+from lora_commands import whole
+
+pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
+
+ROWS = 7
+ADAPTERS = ("one", "two", "three")
+RECOMPUTED = {"activation_checkpointing": True}
+PADDED = {"fsdp2": {"packing": "off"}}
+MEGATRON = pytest.mark.megatron
+EXHAUSTIVE = (MEGATRON, pytest.mark.exhaustive)
+LAYOUTS = [
+    pytest.param(1, "qwen2", {}, id="fsdp2-1"),
+    pytest.param(2, "qwen2", {**PADDED, **RECOMPUTED}, id="fsdp2-2, padded, recomputed"),
+    pytest.param(2, "qwen2", FSDP2_TP2, id="fsdp2-tp2"),
+    pytest.param(2, "qwen2", megatron({}, **RECOMPUTED), id="megatron-dp2, recomputed", marks=MEGATRON),
+    pytest.param(
+        2, "qwen2", megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-sp2", marks=EXHAUSTIVE
+    ),
+]
+Opened = Callable[..., Ranks]
+
+
+@pytest.fixture(scope="module")
+def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
+    with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def made(oracle: Ranks, models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Adapters by PEFT, each with other values, rank and scale."""
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(ADAPTERS):
+        about = {"seed": seed, "r": 2 + seed, "lora_alpha": 5 + seed}
+        oracle.all("make", model=models["qwen2"], directory=root / name, **about)
+    return {name: root / name for name in ADAPTERS}
+
+
+@pytest.fixture
+def opened(teams: Teams) -> Opened:
+    """Opens `TrainerRank` on every rank of a team."""
+
+    def open_ranks(world: int = 2, settings: dict[str, Any] | None = None, limit: int | None = None) -> Ranks:
+        ranks = teams.of(world)
+        ranks.all("own_the_group", model=teams.models["qwen2"])
+        ranks.all("open_rank", model=teams.models["qwen2"], trainer=settings or {}, limit=limit)
+        return ranks
+
+    return open_ranks
+
+
+def relative(found: Any, wanted: Any) -> float:
+    difference = np.asarray(found, np.float64) - wanted
+    return float(np.sqrt(np.square(difference).sum() / np.square(wanted).sum()))
+
+
+def joined(answers: list[dict[Any, Any]]) -> dict[Any, Any]:
+    return {key: value for answer in answers for key, value in answer.items()}
+
+
+@pytest.mark.parametrize(("world", "model", "settings"), LAYOUTS)
+def test_every_output_of_every_slot_is_that_of_peft_in_one_mixed_batch(
+    opened: Opened, oracle: Ranks, teams: Teams, made: dict[str, Path], world: int, model: str, settings: dict[str, Any]
+) -> None:
+    """Log-probabilities, entropies, logits and the most probable tokens; the model's head makes logits of hidden states."""
+    ranks = opened(world, settings)
+    ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
+    ranks.all("load_slot", kind="lora", name="two", source=made["two"])
+    slots: list[dict[str, Any]] = [{"checkpoint": "one"}, {"lora": None}, {"lora": "two"}, {"checkpoint": None}]
+    found = joined(ranks.all("slot_logprobs", slots=slots, rows=ROWS))
+    assert sorted(found) == [(row, slot) for row in range(ROWS) for slot in range(4)]
+    head = checkpoint(teams.models[model])["model.embed_tokens.weight"].float().numpy()
+    for slot, directory in enumerate((made["one"], None, made["two"], None)):
+        path = teams.models[model]
+        (chosen,) = oracle.all("logprobs", model=path, adapter=directory, rows=ROWS)
+        (logs,) = oracle.all("all_logprobs", model=path, adapter=directory, rows=ROWS)
+        for row in range(ROWS):
+            mine = found[row, slot]
+            assert relative(mine["logprobs"], chosen[row]) < 1e-6
+            assert relative(mine["entropy"], -(np.exp(logs[row]) * logs[row]).sum(1)) < 1e-6
+            logits = mine["logits"].astype(np.float64) / peft_oracle.TEMPERATURE
+            assert relative(logits - np.log(np.exp(logits).sum(1, keepdims=True)), logs[row]) < 1e-6
+            assert relative(mine["hidden"] @ head.T, mine["logits"].astype(np.float64)) < 1e-6
+            order = np.argsort(-logs[row], 1)[:, :5]
+            assert (mine["top_tokens"] == order).all()
+            assert relative(mine["top_logprobs"], np.take_along_axis(logs[row], order, 1)) < 1e-6
+
+
+@pytest.mark.parametrize(("world", "model", "settings"), LAYOUTS)
+def test_gradients_of_several_checkpoints_are_those_of_peft_however_micro_batches_are_cut(
+    opened: Opened, oracle: Ranks, teams: Teams, made: dict[str, Path], world: int, model: str, settings: dict[str, Any]
+) -> None:
+    """Also where one rank has nothing in a micro-batch; a step of one checkpoint is alone in its gradient."""
+    own = {"one": list(range(ROWS)), "two": [0, 1, 2]}
+    wanted = {
+        name: oracle.all("gradient", model=teams.models[model], adapter=made[name], rows=len(rows))[0]
+        for name, rows in own.items()
+    }
+    shapes = set()
+    for limit, how in ((None, "at once"), (100_000, "at once"), (None, "plain backward"), (None, "one by one")):
+        ranks = opened(world, settings, limit)
+        for name in own:
+            ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])
+        answers = ranks.all("slot_gradients", losses=own, rows=ROWS, how=how)
+        shapes.add(tuple(tuple(answer[1]) for answer in answers))
+        shares = 1 if "parallel" in str(settings) else world
+        for name, (loss, gradient) in wanted.items():
+            assert sum(answer[2][name] for answer in answers[:shares]) == pytest.approx(loss, rel=1e-6)
+            norm = sum(float(np.square(each).sum()) for each in gradient.values()) ** 0.5
+            for answer in answers:
+                assert answer[0][name] == pytest.approx(norm, rel=1e-6)
+            held = whole(ranks.all("slot_state", name=name))
+            moments = {key.removesuffix("|exp_avg"): each for key, each in held.items() if key.endswith("|exp_avg")}
+            assert moments.keys() == gradient.keys()
+            flat = [np.concatenate([np.ravel(each[key]) for key in gradient]) for each in (moments, gradient)]
+            assert relative(*flat) < 1e-6
+    assert len(shapes) > 1, "a limit of memory cuts other micro-batches"
+    assert shares == 1 or any(0 in of_rank for shape in shapes for of_rank in shape)
+
+
+def test_what_an_input_names_comes_before_what_was_pushed_and_that_before_the_default(
+    opened: Opened, made: dict[str, Path]
+) -> None:
+    ranks = opened(1)
+    ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
+    ranks.all("load_slot", kind="lora", name="two", source=made["two"])
+    ((base, one, two),) = ranks.all(
+        "choose", calls=[("set_lora", None), ("set_checkpoint", "one"), ("set_lora", "two")]
+    )
+    assert len({base, one, two}) == 3
+    calls = [("push_checkpoint", "one"), ("push_lora", None), ("pop", None), ("pop", None), ("set_checkpoint", None)]
+    assert ranks.all("choose", calls=calls) == [[one, base, one, two, base]]
+    assert ranks.all("inner_push", name="two") == [[base, two, base]]
+    ranks.all_fail("ProtocolError", "no LoRA or checkpoint is pushed", "choose", calls=[("pop", None)])
+    ranks.all_fail("ConfigError", "'two' is a LoRA", "choose", calls=[("set_checkpoint", "two")])
+    ranks.all_fail(
+        "ConfigError", "there is no LoRA 'three'. Load it by load_lora", "choose", calls=[("push_lora", "three")]
+    )
+    ranks.all_fail("ConfigError", "'two' is the name of a lora", "load_slot", kind="checkpoint", name="two")
+
+
+def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened, made: dict[str, Path]) -> None:
+    """A graph waits on one rank only, and the refusal is on both; dropped outputs, and those without gradient, keep nothing."""
+    ranks = opened()
+    for name in ("one", "two"):
+        ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])
+    ranks.all_fail("ProtocolError", "there is no gradient to step with", "step_slots")
+    ranks.all("keep_forward", rows=[0, 1], asked={"checkpoint": "one"})
+    ranks.all("backward_kept")
+    before = whole(ranks.all("slot_state", name="one"))
+    ranks.all("keep_forward", rows=[2], asked={"checkpoint": "one"})
+    ranks.all("drop_kept", ranks=[0])
+    waits = ("ProtocolError", "a forward pass of 'one' waits for its backward pass")
+    ranks.all_fail(*waits, "step_slots")
+    ranks.all_fail(*waits, "load_slot", kind="checkpoint", name="one", source=made["one"])
+    assert_same(whole(ranks.all("slot_state", name="one")), before)
+    ranks.all_fail("ProtocolError", "the ranks keep 0, 1 forward passes", "backward_kept")
+    ranks.all_fail("ProtocolError", "there is no gradient of two", "step_slots", checkpoints=["two"])
+    ranks.all("drop_kept", ranks=[1])
+    ranks.all("keep_forward", rows=[2], asked={"checkpoint": "one"}, grad=False)
+    assert {tuple(norms) for norms in ranks.all("step_slots")} == {("one",)}
+    ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
+
+
+def test_ranks_may_have_other_inputs_of_other_slots_or_none(opened: Opened, made: dict[str, Path]) -> None:
+    """What a rank computes for the others' sake adds nothing to any gradient."""
+    ranks = opened(2, RECOMPUTED)
+    for name in ("one", "two"):
+        ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])
+    alone = []
+    for by_rank in ([([0, 1], "one"), ([], "two")], [([1], "one"), ([0], "one")]):
+        for rank, (rows, slot) in enumerate(by_rank):
+            ranks.tell(rank, "keep_forward", rows=rows, asked={"checkpoint": slot})
+        assert [ranks.answer(rank)["ok"] for rank in range(2)] == [len(rows) for rows, _ in by_rank]
+        ranks.all("backward_kept")
+        alone.append(ranks.all("step_slots")[0])
+        ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
+    assert alone[0] == {"one": pytest.approx(alone[1]["one"], rel=1e-6)}
+    for rank, (rows, slot) in enumerate((([2], "one"), ([3, 4], "two"))):
+        ranks.tell(rank, "keep_forward", rows=rows, asked={"checkpoint": slot})
+    assert [ranks.answer(rank)["ok"] for rank in range(2)] == [1, 2]
+    ranks.all("backward_kept")
+    assert [sorted(norms) for norms in ranks.all("step_slots")] == [["one", "two"]] * 2
+
+
+def test_a_saved_checkpoint_goes_on_bit_for_bit_and_a_gradient_that_is_no_number_changes_nothing(
+    opened: Opened, made: dict[str, Path], tmp_path: Path
+) -> None:
+    ranks = opened()
+    ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
+    ranks.all("choose", calls=[("set_checkpoint", "one")])
+    ranks.all("slot_steps", name="one", first=0, count=2)
+    ranks.all("save_slot", name="one", directory=tmp_path / "one")
+    before = whole(ranks.all("slot_state", name="one"))
+    ranks.all_fail(
+        "GradientError", "the gradient norm of 'one' is nan", "slot_steps", name="one", first=2, count=1, spoil=True
+    )
+    assert_same(whole(ranks.all("slot_state", name="one")), before)
+    ranks.all("slot_steps", name="one", first=2, count=2)
+    wanted = whole(ranks.all("slot_state", name="one"))
+    ranks.all("load_slot", kind="checkpoint", name="one", source=tmp_path / "one")
+    assert_same(whole(ranks.all("slot_state", name="one")), before)
+    ranks.all("slot_steps", name="one", first=2, count=2)
+    assert_same(whole(ranks.all("slot_state", name="one")), wanted)
+    ranks.all("load_slot", kind="lora", name="saved", source=tmp_path / "one")
+    ranks.all_fail("ConfigError", "there is no checkpoint 'x'", "save_slot", name="x", directory=tmp_path / "x")
+    ranks.all("load_slot", kind="checkpoint", name="fresh", rank=3, alpha=2.0, seed=4)
+    ranks.all_fail(
+        "ConfigError",
+        "has rank 2, the configuration 3",
+        "load_slot",
+        kind="checkpoint",
+        name="one",
+        source=made["one"],
+        rank=3,
+    )
+    assert_same(whole(ranks.all("slot_state", name="one")), wanted)
+
+
+def test_micro_batches_are_as_wide_as_memory_allows_and_what_was_measured_corrects_the_prediction(
+    opened: Opened,
+) -> None:
+    ranks = opened(2)
+    ranks.all("load_slot", kind="checkpoint", name="a", rank=2)
+    ranks.all("choose", calls=[("set_checkpoint", "a")])
+    lengths = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
+    first, second = ranks.all("sizes", lengths=lengths, limit=60_000)
+    assert [each[:2] for each in first] == [each[:2] for each in second]
+    order = [index for mine, theirs in zip(first, second, strict=True) for index in mine[2] + theirs[2]]
+    assert order == list(range(11)) * 2
+    assert all(predicted <= 60_000 for *_, predicted, _ in first)
+    again = next(number for number, each in enumerate(first) if number and each[0] == 0)
+    assert first[again][1] > first[0][1], "what was measured is less than the first guess, so more items fit"
+    measured = [each for each in (*first, *second) if each[4]]
+    assert measured
+    ranks.all_fail("ForwardMemoryError", "item 5 would take", "sizes", lengths=lengths, limit=30_000)
+
+
+def test_inputs_that_are_wrong_are_refused_by_name_on_every_rank(opened: Opened) -> None:
+    ranks = opened()
+    good = {"input_tokens": [1, 2], "target_tokens": [2, 3]}
+    for error, text, fields in (
+        ("ProtocolError", "at least one token", {"input_tokens": []}),
+        ("ProtocolError", "targets has shape [1, 1] beside 2 tokens", {**good, "target_tokens": [2]}),
+        ("ProtocolError", "names a LoRA and a checkpoint", {**good, "lora": None, "checkpoint": None}),
+        ("ProtocolError", "temperature is 0.0", {**good, "temperature": 0.0}),
+        ("ProtocolError", "top_k is -1", {**good, "top_k": -1}),
+    ):
+        ranks.all_fail(error, text, "ask", **fields)
+    bad = {"input_tokens": [1, 2], "target_tokens": [2, 99]}
+    ranks.all_fail("ProtocolError", "99", "ask_alike", inputs=[good, bad])
+    ranks.all_fail("ConfigError", "there is no checkpoint 'x'", "ask_alike", inputs=[good, {**good, "checkpoint": "x"}])
+    ranks.tell(0, "ask", **good)
+    ranks.tell(1, "ask", **bad)
+    for rank in range(2):
+        answer = ranks.answer(rank)
+        assert answer["error"] == "ProtocolError", answer
+        assert "99" in answer["message"]
+    ranks.all("ask", **good)

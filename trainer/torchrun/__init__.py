@@ -1,0 +1,25 @@
+"""Training programs of one's own under torchrun: every rank asks its model for outputs with gradient, and steps adapters.
+
+>>> from weightlane.trainer.torchrun import ForwardInput
+>>> ForwardInput(input_tokens=[5, 7, 9], target_tokens=[7, 9, -100]).target_tokens
+tensor([   7,    9, -100])
+"""
+
+from ..engines.lora.adapter import AdamParams
+from .inputs import UNSET, ForwardInput, ForwardInputs
+from .micro_batch import MicroBatch, MicroBatchStats
+from .outputs import ForwardOutput, ForwardOutputs, TopK
+from .trainer_rank import TrainerRank
+
+__all__ = [
+    "UNSET",
+    "AdamParams",
+    "ForwardInput",
+    "ForwardInputs",
+    "ForwardOutput",
+    "ForwardOutputs",
+    "MicroBatch",
+    "MicroBatchStats",
+    "TopK",
+    "TrainerRank",
+]

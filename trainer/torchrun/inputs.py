@@ -1,0 +1,133 @@
+"""`ForwardInput`: one sequence, and what a program wants to know about it; and sequences nested in lists."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, cast
+
+import torch
+
+from weightlane.ckpt_engines import ProtocolError
+
+from ..data.batch import IGNORED, TEMPERATURE, TokenBatch, TokenSequence
+
+PART = "trainer rank"
+
+
+class Unset(enum.Enum):
+    """The type of `UNSET`."""
+
+    UNSET = enum.auto()
+
+
+UNSET: Final = Unset.UNSET
+"""A slot that an input doesn't name: the one that was pushed last, or else the default, computes it."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ForwardInput:
+    """One sequence of a forward pass.
+
+    Raises `ProtocolError` when it has no token, or when lengths disagree, and when it names a LoRA and a checkpoint.
+    """
+
+    input_tokens: torch.Tensor | Sequence[int]
+    """int64 [T], T at least 1; any sequence of integers becomes such a tensor."""
+    target_tokens: torch.Tensor | Sequence[int] | None = None
+    """int64 [T, ...]: the tokens whose log-probability after each position is wanted, any number of them; -100 for none."""
+    top_k: int = 0
+    """How many of the most probable next tokens are wanted, at every position."""
+    entropy: bool = False
+    """Whether the entropy of the next token is wanted, at every position."""
+    logits: bool = False
+    """Whether logits over the whole vocabulary are wanted, at every position: float32, without temperature."""
+    hidden_states: bool = False
+    """Whether what the head reads is wanted, at every position."""
+    temperature: float | None = None
+    """Logits are divided by it for log-probabilities, entropy and top-k; None for 1."""
+    lora: str | Unset | None = UNSET
+    """The LoRA that computes it; None for the model's own weights."""
+    checkpoint: str | Unset | None = UNSET
+    """The checkpoint that computes it; None for the model's own weights."""
+
+    def __post_init__(self) -> None:
+        set_ = object.__setattr__
+        set_(self, "input_tokens", torch.as_tensor(self.input_tokens, dtype=torch.int64))
+        if self.target_tokens is not None:
+            set_(self, "target_tokens", torch.as_tensor(self.target_tokens, dtype=torch.int64))
+        if self.lora is not UNSET and self.checkpoint is not UNSET:
+            raise ProtocolError(
+                "an input names a LoRA and a checkpoint.", part=PART, hint="Name the slot that computes it, only one."
+            )
+        if self.temperature is not None and self.temperature <= 0:
+            raise ProtocolError(f"temperature is {self.temperature}.", part=PART, hint="Give a positive number.")
+        if self.top_k < 0:
+            raise ProtocolError(f"top_k is {self.top_k}.", part=PART, hint="Leave it out, or give a positive number.")
+        _ = self.sequence  # which checks the shapes
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`input_tokens`."""
+        return cast("torch.Tensor", self.input_tokens)
+
+    @property
+    def targets(self) -> torch.Tensor | None:
+        """`target_tokens`."""
+        return cast("torch.Tensor | None", self.target_tokens)
+
+    @property
+    def sequence(self) -> TokenSequence:
+        """The tokens with targets [T, K], K of them 1 where there are none."""
+        targets = self.targets
+        flat = self.tokens.new_full((len(self.tokens), 1), IGNORED) if self.tokens.ndim else self.tokens
+        if targets is not None and targets.ndim:
+            flat = targets.reshape(len(targets), -1)
+        return TokenSequence(
+            self.tokens, flat, {}, {TEMPERATURE: 1.0 if self.temperature is None else self.temperature}
+        )
+
+    @property
+    def labels(self) -> int:
+        """Targets of each position."""
+        return 0 if self.targets is None else self.targets[:1].numel()
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether anything is wanted through which a gradient can flow."""
+        return self.targets is not None or self.entropy or self.logits or self.hidden_states
+
+
+ForwardInputs = ForwardInput | Sequence["ForwardInputs"]
+"""An input, or a list of them, of lists of them, and so on; outputs come in the same form."""
+
+
+def flattened(inputs: ForwardInputs) -> Iterator[ForwardInput]:
+    """Every input in `inputs`, in order."""
+    if isinstance(inputs, ForwardInput):
+        yield inputs
+    elif isinstance(inputs, Sequence) and not isinstance(inputs, str):
+        for each in inputs:
+            yield from flattened(each)
+    else:
+        raise ProtocolError(
+            f"a {type(inputs).__name__} is among the inputs.",
+            part=PART,
+            hint="Give ForwardInput objects, or lists of them.",
+        )
+
+
+def check_tokens(inputs: Sequence[ForwardInput], vocabulary: int) -> None:
+    """Raise `ProtocolError`, which names the input and the position, for a token or target that the model doesn't have."""
+    if not inputs:
+        return
+    labels = max(1, *(each.labels for each in inputs))
+    TokenBatch(tuple(widened(each.sequence, labels) for each in inputs)).check_vocabulary(vocabulary)
+
+
+def widened(sequence: TokenSequence, labels: int) -> TokenSequence:
+    """The same sequence with so many targets at each position; the added ones are ignored."""
+    missing = labels - sequence.targets.shape[1]
+    targets = torch.nn.functional.pad(sequence.targets, (0, missing), value=IGNORED)
+    return TokenSequence(sequence.tokens, targets, sequence.per_token, sequence.per_sequence)

@@ -1,0 +1,135 @@
+"""What a forward pass takes of a device's memory: predicted before it, measured in it, and what there is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
+
+from .inputs import ForwardInput
+
+_SAFETY = 1.1
+"""Predictions are this many times what was measured."""
+_RESERVE = 0.03
+"""Share of the free memory that is left alone."""
+_PLENTY = 2**62
+_FLOAT32, _INT64 = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class PassKind:
+    """The property of a pass by which its memory for each token differs."""
+
+    gradient: bool
+    """Whether everything that a gradient needs is kept."""
+
+
+class MemoryEstimate:
+    """Bytes of forward passes on this rank.
+
+    The first guess is that a pass with gradient keeps every matrix's input and output twice, and one without has those of one
+    layer; every pass that is measured replaces it.
+
+    Args:
+        widths: Inputs and outputs of each matrix, added up.
+        itemsize: Bytes of a number in a forward pass.
+        vocabulary: Tokens of the model.
+        hidden: Numbers that the head reads of each token.
+    """
+
+    def __init__(self, widths: Sequence[int], itemsize: int, vocabulary: int, hidden: int) -> None:
+        self._itemsize, self._vocabulary, self._hidden = itemsize, vocabulary, hidden
+        kept = {True: 2 * sum(widths), False: 4 * max(widths, default=0)}
+        self.per_token = {PassKind(gradient): float(itemsize * kept[gradient]) for gradient in (True, False)}
+        """Bytes for each token, outputs not counted."""
+        self._measured: dict[PassKind, int] = {}
+
+    def of(self, each: ForwardInput, kind: PassKind) -> int:
+        """Bytes that an input is predicted to take."""
+        return round(_SAFETY * self.per_token[kind] * len(each.tokens)) + self.outputs_of(each, kind)
+
+    def outputs_of(self, each: ForwardInput, kind: PassKind) -> int:
+        """Bytes of the outputs of an input and, in a pass with gradient, of the gradients by them."""
+        floats = each.labels + each.entropy + each.logits * self._vocabulary
+        wide = each.hidden_states * self._hidden * self._itemsize
+        both = (floats * _FLOAT32 + wide) * (2 if kind.gradient else 1)
+        return len(each.tokens) * (both + each.top_k * (_FLOAT32 + _INT64))
+
+    def wants_measuring(self, kind: PassKind, tokens: int) -> bool:
+        """Whether a pass tells more than those before: a much longer one does, since something may not grow with the tokens."""
+        return tokens > 2 * self._measured.get(kind, 0)
+
+    def learn(self, kind: PassKind, tokens: int, measured: int, inputs: Collection[ForwardInput]) -> None:
+        """Note what a pass over so many tokens took, outputs included."""
+        if tokens and measured:
+            self._measured[kind] = max(tokens, self._measured.get(kind, 0))
+            self.per_token[kind] = max(0, measured - sum(self.outputs_of(each, kind) for each in inputs)) / tokens
+
+    def to_plain(self) -> list[float]:
+        """Bytes for each token by kind, for another rank's `raise_to`."""
+        return list(self.per_token.values())
+
+    def raise_to(self, others: Sequence[Sequence[float]]) -> None:
+        """Take the highest of all ranks, so that they plan alike."""
+        for number, kind in enumerate(self.per_token):
+            self.per_token[kind] = max(each[number] for each in others)
+
+
+class Meter:
+    """The memory that a pass takes, on a device as its allocator says, on a CPU what is kept for the gradient."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._before = 0
+        self.bytes = 0
+        """The most so far."""
+
+    @contextmanager
+    def forward(self, *, measured: bool) -> Iterator[None]:
+        """Around the forward pass. On a CPU a pass is only measured if it is to be: that takes time."""
+        if self._device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self._device)
+            with self.backward():
+                yield
+        elif measured and torch.is_grad_enabled():
+            kept: dict[int, int] = {}
+
+            def keep(tensor: torch.Tensor) -> torch.Tensor:
+                of = tensor if tensor._base is None else tensor._base
+                if not isinstance(of, torch.nn.Parameter):
+                    storage = tensor.untyped_storage()
+                    kept[storage.data_ptr()] = storage.nbytes()
+                return tensor.detach()  # the tensor itself could keep itself alive
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                yield
+            self.bytes = sum(kept.values())
+        else:
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around the backward pass, whose peak counts, too."""
+        if self._device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(self._device)
+        yield
+        self.bytes = max(self.bytes, torch.cuda.max_memory_allocated(self._device) - self._before)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that passes of this rank may take; on a CPU, its share of what the processes of the machine can."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = torch.cuda.mem_get_info(device)[0] + unused
+    else:
+        known = available_memory_bytes()
+        free = _PLENTY if known is None else known // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    left = int(free * (1 - _RESERVE))
+    return left & -(1 << max(0, left.bit_length() - 6))  # two figures, so that plans can be used again

@@ -1,0 +1,86 @@
+"""`OpenEngine`: the training engine of one rank of a program, on the ranks that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..config import TrainerConfig
+from ..engines.lora.engine import AdaptedEngine
+from ..engines.rank_collectives import leave_ranks, typed_collective_errors, use_loopback
+from ..engines.registry import training_engine_class
+from .inputs import PART
+
+
+class OpenEngine:
+    """An engine that was set up, whose model's own weights are frozen.
+
+    Args:
+        model_dir: The model.
+        config: The trainer's configuration, from which engine, layout, device and precision are taken.
+        seed: Seeds torch's generators.
+    """
+
+    def __init__(self, model_dir: Path, config: TrainerConfig, seed: int) -> None:
+        from transformers import AutoConfig  # noqa: PLC0415 - optional
+
+        found = training_engine_class(config.engine)
+        if not issubclass(found, AdaptedEngine):
+            raise ConfigError(
+                f"the training engine {config.engine!r} has no adapters, which slots are.",
+                part=PART,
+                hint="Choose trainer.engine=fsdp2 or megatron.",
+            )
+        if config.lora is not None or config.head != "tokens":
+            named = "lora" if config.lora is not None else f"head={config.head}"
+            raise ConfigError(
+                f"the configuration asks for {named}.",
+                part=PART,
+                hint="Leave it out: a TrainerRank has slots in the place of trainer.lora, beside a model with its vocabulary.",
+            )
+        if config.engine == "megatron" and config.megatron.pipeline_parallel > 1:
+            raise ConfigError(
+                "megatron.pipeline_parallel is above 1, and no graph leads from one stage to another.",
+                part=PART,
+                hint="Use tensor parallelism, or the engine's own forward_backward with a loss function.",
+            )
+        self._joined = not dist.is_initialized()
+        if self._joined:
+            _join(config)
+        rank, world = dist.get_rank(), dist.get_world_size()
+        settings = config.model_copy(update={"ranks": world, "frozen": True})
+        self.engine: AdaptedEngine = found(settings, rank, world, ("127.0.0.1", 0))
+        try:
+            found.check(settings, model_dir)
+            self.engine.setup(model_dir, seed)
+        except BaseException:
+            self.close()
+            raise
+        self.hidden = int(AutoConfig.from_pretrained(model_dir).get_text_config().hidden_size)
+        """Numbers that the head reads of each token."""
+
+    def close(self) -> None:
+        """Free the model, and leave the ranks if this joined them."""
+        self.engine.close()
+        if self._joined:
+            self._joined = False
+            leave_ranks()
+
+
+def _join(config: TrainerConfig) -> None:
+    """Join the ranks that torchrun names in the environment; alone without it."""
+    device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    timeout = timedelta(seconds=config.collective_timeout_s)
+    if "WORLD_SIZE" not in os.environ:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    use_loopback(os.environ.get("MASTER_ADDR", ""))
+    with typed_collective_errors("the ranks that torchrun started", PART, config.collective_timeout_s):
+        dist.init_process_group(backend, timeout=timeout)
