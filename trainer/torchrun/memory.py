@@ -1,4 +1,4 @@
-"""What a forward pass takes of a device's memory: predicted before it, measured in it, and what there is."""
+"""Memory that a forward pass takes of a device: predicted before it, measured in it; and how much there is."""
 
 from __future__ import annotations
 

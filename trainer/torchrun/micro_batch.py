@@ -43,5 +43,5 @@ class MicroBatch:
     stats: MicroBatchStats
 
     def select(self, values: Sequence[_Item]) -> list[_Item]:
-        """Those of `values`, one for each item that was given, that belong to this micro-batch."""
+        """Pick from `values`, one for each item that was given, those of this micro-batch."""
         return [values[index] for index in self.indices]

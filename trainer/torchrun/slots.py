@@ -18,7 +18,7 @@ class Slots:
 
     def __init__(self) -> None:
         self.kinds: dict[str, SlotKind] = {}
-        """What each name is, in the order in which they were loaded."""
+        """The kind of each name, in the order in which they were loaded."""
         self.default = BASE
         self._pushed: list[str] = []
 

@@ -75,7 +75,7 @@ class TrainerRank(SlotChoice):
 
     @property
     def data_share(self) -> tuple[int, int]:
-        """Which data parallel share this rank computes, and how many there are."""
+        """The data parallel share that this rank computes, and how many there are."""
         return self._engine.data_share
 
     def load_lora(self, name: str, source: str | Path) -> None:

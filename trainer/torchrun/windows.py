@@ -1,4 +1,4 @@
-"""Which items the data parallel ranks compute together: pure functions of what each of them costs."""
+"""Windows of items that the data parallel ranks compute together: pure functions of what each of them costs."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class RankCommands:
         return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in adapter.slices()]
 
     def slot_logprobs(self, slots: list[Any], rows: int, limit: int | None = None) -> dict[Any, Any]:
-        """Of each row, by each slot, everything that a forward pass says about its completion; in mixed micro-batches."""
+        """Everything that a forward pass says about each row's completion by each slot, in mixed micro-batches."""
         api, samples = self._open_api, make_samples(0, rows)
         asked = {"top_k": 5, "entropy": True, "logits": True, "hidden_states": True}
         items = [[sample_input(sample, **asked, **each) for each in slots] for sample in samples]
@@ -179,7 +179,7 @@ class RankCommands:
         return found
 
     def sizes(self, lengths: list[int], limit: int) -> list[Any]:
-        """What micro-batches of sequences of such lengths are like, twice: the second time, one was measured."""
+        """Micro-batches of sequences of such lengths, twice: the second time, one was measured."""
         api = self._open_api
         api._limit = limit
         items = [ForwardInput(input_tokens=[1] * each, target_tokens=[2] * each) for each in lengths]
@@ -194,6 +194,12 @@ class RankCommands:
                 del micro
             api.zero_grad()
         return found
+
+    def run_program(self, code: str, model: str) -> dict[str, float]:
+        """Run a program of the documentation; its norms."""
+        names: dict[str, Any] = {"model_dir": model}
+        exec(code, names)
+        return dict(names["norms"])
 
     def ask(self, **fields: Any) -> None:
         """Compute one input that is made of `fields`."""

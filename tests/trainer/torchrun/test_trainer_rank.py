@@ -175,7 +175,7 @@ def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened
 
 
 def test_ranks_may_have_other_inputs_of_other_slots_or_none(opened: Opened, made: dict[str, Path]) -> None:
-    """What a rank computes for the others' sake adds nothing to any gradient."""
+    """A pass that a rank computes for the others' sake adds nothing to any gradient."""
     ranks = opened(2, RECOMPUTED)
     for name in ("one", "two"):
         ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])

@@ -107,7 +107,7 @@ class AdaptedEngine(TorchEngine):
     @property
     @abstractmethod
     def data_share(self) -> tuple[int, int]:
-        """Which share of the samples this rank computes, and how many there are. Ranks of one share hold parts of a model."""
+        """The share of the samples that this rank computes, and how many there are. Ranks of one share hold parts of a model."""
 
     @property
     def device(self) -> torch.device:

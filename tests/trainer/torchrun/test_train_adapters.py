@@ -1,0 +1,72 @@
+"""The example of a training program of one's own, as a user starts it, and the one of its guide."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_ranks import Teams
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from waiting import HANG_S
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "torchrun" / "train_adapters.py"
+GUIDE = ROOT / "docs" / "guides" / "your-own-training-program.md"
+TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --rdzv-endpoint 127.0.0.1:0 --rdzv-backend c10d --master-port 0"
+ANSWERS = {"french": 5, "german": 9}
+
+
+def test_the_example_trains_two_adapters_at_once_each_on_its_own_data(
+    children: Any, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Merged by hand into transformers' model, each adapter knows its answer far better than the other one does."""
+    assert len(EXAMPLE.read_text().splitlines()) < 60
+    rng, model, flags = random.Random(0), models["llama-untied"], []
+    for name, answer in ANSWERS.items():
+        pairs = [{"prompt": f"t{rng.randrange(60)}", "completion": f"t{answer}"} for _ in range(12)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+        flags += ["--data", str(tmp_path / f"{name}.jsonl")]
+    settings = ["--trainer", json.dumps({"device": "cpu"}), "--steps", "30", "--out", str(tmp_path / "out")]
+    with (tmp_path / "log").open("w") as log:
+        process = children.start(
+            [*TORCHRUN.split(), str(EXAMPLE), "--model", str(model), *flags, *settings], stdout=log, stderr=log
+        )
+    assert process.wait(HANG_S) == 0, (tmp_path / "log").read_text()
+    losses = defaultdict(list)
+    for name, loss in re.findall(r"^step \d+ (\w+): loss ([\d.]+)", (tmp_path / "log").read_text(), re.MULTILINE):
+        losses[name].append(float(loss))
+    assert {name: len(found) for name, found in losses.items()} == dict.fromkeys(ANSWERS, 30)
+    for name, answer in ANSWERS.items():
+        own, other = (_logprob(model, tmp_path / "out" / each, answer) for each in (name, *(ANSWERS.keys() - {name})))
+        assert own > other + 1
+        assert losses[name][-1] < losses[name][0] - 0.5
+
+
+def test_the_program_of_the_guide_runs(teams: Teams) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    ranks, model = teams.of(2), teams.models["llama-untied"]
+    ranks.all("own_the_group", model=model)
+    first, second = ranks.all("run_program", code=block, model=model)
+    assert first.keys() == {"french", "german"}
+    assert first == second
+
+
+def _logprob(model_dir: Path, adapter: Path, answer: int) -> float:
+    """Mean log-probability of `answer` after any token, with the adapter added to the weights."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    about, tensors = (
+        json.loads((adapter / "adapter_config.json").read_text()),
+        load_file(adapter / "adapter_model.safetensors"),
+    )
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            if (key := f"base_model.model.{name}.lora_A.weight") in tensors:
+                product = tensors[key.replace("lora_A", "lora_B")] @ tensors[key]
+                module.weight.add_(product, alpha=about["lora_alpha"] / about["r"])
+        return float(model(torch.arange(60)[:, None]).logits[:, 0].log_softmax(-1)[:, answer].mean())
