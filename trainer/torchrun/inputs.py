@@ -34,7 +34,7 @@ class ForwardInput:
     """
 
     input_tokens: torch.Tensor | Sequence[int]
-    """int64 [T], T at least 1; any sequence of integers becomes such a tensor."""
+    """int64 [T], T at least 1; any sequence of integers, and any tensor, becomes such a one on the CPU."""
     target_tokens: torch.Tensor | Sequence[int] | None = None
     """int64 [T, ...]: the tokens whose log-probability after each position is wanted, any number of them; -100 for none."""
     top_k: int = 0
@@ -54,9 +54,9 @@ class ForwardInput:
 
     def __post_init__(self) -> None:
         set_ = object.__setattr__
-        set_(self, "input_tokens", torch.as_tensor(self.input_tokens, dtype=torch.int64))
+        set_(self, "input_tokens", torch.as_tensor(self.input_tokens, dtype=torch.int64, device="cpu"))
         if self.target_tokens is not None:
-            set_(self, "target_tokens", torch.as_tensor(self.target_tokens, dtype=torch.int64))
+            set_(self, "target_tokens", torch.as_tensor(self.target_tokens, dtype=torch.int64, device="cpu"))
         if self.lora is not UNSET and self.checkpoint is not UNSET:
             raise ProtocolError(
                 "an input names a LoRA and a checkpoint.", part=PART, hint="Name the slot that computes it, only one."

@@ -17,6 +17,7 @@ from ..engines.lora.engine import AdaptedEngine
 from ..engines.lora.peft_files import saved_config
 from ..engines.rank_collectives import on_every_rank, share_json
 from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, flattened
+from .likeness import digest, refuse_different
 from .live_graphs import LiveGraph
 from .memory import MemoryEstimate, Meter, PassKind, free_bytes
 from .micro_batch import MicroBatch, MicroBatchStats
@@ -81,9 +82,7 @@ class TrainerRank(SlotChoice):
     def load_lora(self, name: str, source: str | Path) -> None:
         """Load an adapter that only computes, as PEFT or `save` wrote it, in place of one of that name. Collective.
 
-        Raises:
-            ConfigError: `source` holds no adapter for this model, or `name` is a checkpoint's.
-            ProtocolError: A forward pass of it still waits for its backward pass.
+        Raises as `load_checkpoint`.
         """
         self._load("lora", name, Path(source), None)
 
@@ -97,15 +96,14 @@ class TrainerRank(SlotChoice):
             config: Rank, scale, layers and seed of a fresh one.
 
         Raises:
-            ConfigError: `source` holds no adapter for this model or another than `config` says, or `name` is a LoRA's.
+            ConfigError: `source` holds no adapter for this model, or another than `config` says; or the name is taken otherwise.
             ProtocolError: A forward pass of it still waits for its backward pass.
         """
         self._load("checkpoint", name, None if source is None else Path(source), config)
 
     def save(self, name: str, directory: str | Path) -> None:
         """Write a slot as PEFT does, a checkpoint with its optimizer beside it. `directory` must not exist. Collective."""
-        if name not in self._slots.kinds:
-            self._slots.named("checkpoint", name)  # which says what there is
+        self._slots.named(self._slots.kinds.get(name, "checkpoint"), name)
         self._engine.export_adapter(Path(directory), name, with_optimizer=True)
 
     def dp_rank_forward(self, inputs: ForwardInputs) -> ForwardOutputs:
@@ -116,7 +114,8 @@ class TrainerRank(SlotChoice):
 
         Raises:
             ForwardMemoryError: They don't fit; nothing was computed.
-            ProtocolError: The model doesn't have a token or target of theirs, on any rank.
+            ProtocolError: The model doesn't have a token or target of theirs, on any rank; or ranks that hold parts of one model
+                were given other inputs.
             ConfigError: There is no such slot.
 
         Returns:
@@ -130,6 +129,7 @@ class TrainerRank(SlotChoice):
             self._passes(flat)
 
         on_every_rank(check, self._engine.device, PART)
+        self._require_alike(flat, by_share=True)
         passes, available = self._passes(flat), self._available()
         with_gradient = sum(each.gradient for each in passes)
         told = self._shared([with_gradient, len(passes) - with_gradient, sum(self._cost(each) for each in flat)])
@@ -150,7 +150,8 @@ class TrainerRank(SlotChoice):
 
         Raises:
             ForwardMemoryError: An item doesn't fit alone; the ones before it were computed.
-            ProtocolError: The model doesn't have a token or target of theirs; nothing was computed.
+            ProtocolError: The model doesn't have a token or target of theirs, or ranks were given different inputs; nothing was
+                computed.
             ConfigError: There is no such slot; nothing was computed.
 
         Yields:
@@ -165,6 +166,7 @@ class TrainerRank(SlotChoice):
             self._passes(flat)
 
         on_every_rank(check, self._engine.device, PART)
+        self._require_alike([each for item in items for each in item], by_share=False)
         first = 0
         while first < len(items):
             micro = self._next_micro_batch(inputs, items, first)
@@ -227,11 +229,9 @@ class TrainerRank(SlotChoice):
         if checkpoints is not None:
             names = [self._slots.named("checkpoint", name) for name in checkpoints]
         self._refuse_live(names, [name for _, live in state for name in live])
-        if missing := [name for name in names if name not in known] or (not names):
-            of = f" of {', '.join(missing)}" if isinstance(missing, list) else ""
-            raise ProtocolError(
-                f"there is no gradient{of} to step with.", part=PART, hint="Call backward before optim_step."
-            )
+        if not names or not known.issuperset(names):
+            of = f" of {', '.join(sorted({*names} - known))}" if names else ""
+            raise ProtocolError(f"there is no gradient{of}.", part=PART, hint="Call backward before optim_step.")
         self._with_gradient.difference_update(names)
         return self._engine.step_adapters(names, params, scale_grads)
 
@@ -270,6 +270,10 @@ class TrainerRank(SlotChoice):
         self._engine.replace_adapter(name, settings[0], source, trained=kind == "checkpoint")
         self._slots.kinds[name] = kind
         self._with_gradient.discard(name)
+
+    def _require_alike(self, flat: Sequence[ForwardInput], *, by_share: bool) -> None:
+        """Raise unless all ranks, or all of a data parallel share, were given the same inputs. Collective."""
+        refuse_different(self._shared([self.data_share[0] if by_share else 0, digest(flat, self._slots.of)]))
 
     def _refuse_live(self, names: Sequence[str], live: Sequence[str]) -> None:
         for name in names:
@@ -318,14 +322,8 @@ class TrainerRank(SlotChoice):
         found, measured = self._compute(passes[rank], flat, _most(passes))
         outputs = iter(found)
         mine = [inputs[index] for index in indices]
-        stats = MicroBatchStats(
-            first,
-            width,
-            sum(len(each.tokens) for each in flat),
-            window_cost(costs, 0, width, world),
-            available,
-            measured,
-        )
+        tokens, cost = sum(len(each.tokens) for each in flat), window_cost(costs, 0, width, world)
+        stats = MicroBatchStats(first, width, tokens, cost, available, measured)
         return MicroBatch(mine, [shaped_like(each, outputs) for each in mine], list(indices), stats)
 
     def _compute(
@@ -347,8 +345,7 @@ class TrainerRank(SlotChoice):
 
     def _run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
         """Run one pass; returns its outputs, and the bytes that it took."""
-        micro = packed.packed()
-        query = packed.query(micro)
+        query = packed.query(micro := packed.packed())
         kind, meter = PassKind(packed.gradient), Meter(self._engine.device)
         measured = self._estimate.wants_measuring(kind, packed.tokens)
         with torch.set_grad_enabled(packed.gradient), meter.forward(measured=measured):

@@ -156,7 +156,7 @@ def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened
     ranks = opened()
     for name in ("one", "two"):
         ranks.all("load_slot", kind="checkpoint", name=name, source=made[name])
-    ranks.all_fail("ProtocolError", "there is no gradient to step with", "step_slots")
+    ranks.all_fail("ProtocolError", "there is no gradient.", "step_slots")
     ranks.all("keep_forward", rows=[0, 1], asked={"checkpoint": "one"})
     ranks.all("backward_kept")
     before = whole(ranks.all("slot_state", name="one"))
@@ -269,3 +269,10 @@ def test_inputs_that_are_wrong_are_refused_by_name_on_every_rank(opened: Opened)
         assert answer["error"] == "ProtocolError", answer
         assert "99" in answer["message"]
     ranks.all("ask", **good)
+    for rank, other in enumerate((good, {**good, "target_tokens": [2, 4]})):
+        ranks.tell(rank, "ask_alike", inputs=[good, other])
+    assert all("were given different inputs" in ranks.answer(rank)["message"] for rank in range(2))
+    split = opened(settings=FSDP2_TP2)
+    for rank, other in enumerate((good, {**good, "top_k": 2})):
+        split.tell(rank, "ask", **other)
+    assert all("were given different inputs" in split.answer(rank)["message"] for rank in range(2))
