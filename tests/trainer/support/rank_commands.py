@@ -201,7 +201,7 @@ class RankCommands:
         exec(code, names)
         return dict(names["norms"])
 
-    def ask(self, **fields: Any) -> None:
+    def ask_own(self, **fields: Any) -> None:
         """Compute one input that is made of `fields`."""
         self._open_api.dp_rank_forward([ForwardInput(**fields)])
 

@@ -258,21 +258,21 @@ def test_inputs_that_are_wrong_are_refused_by_name_on_every_rank(opened: Opened)
         ("ProtocolError", "temperature is 0.0", {**good, "temperature": 0.0}),
         ("ProtocolError", "top_k is -1", {**good, "top_k": -1}),
     ):
-        ranks.all_fail(error, text, "ask", **fields)
+        ranks.all_fail(error, text, "ask_own", **fields)
     bad = {"input_tokens": [1, 2], "target_tokens": [2, 99]}
     ranks.all_fail("ProtocolError", "99", "ask_alike", inputs=[good, bad])
     ranks.all_fail("ConfigError", "there is no checkpoint 'x'", "ask_alike", inputs=[good, {**good, "checkpoint": "x"}])
-    ranks.tell(0, "ask", **good)
-    ranks.tell(1, "ask", **bad)
+    ranks.tell(0, "ask_own", **good)
+    ranks.tell(1, "ask_own", **bad)
     for rank in range(2):
         answer = ranks.answer(rank)
         assert answer["error"] == "ProtocolError", answer
         assert "99" in answer["message"]
-    ranks.all("ask", **good)
+    ranks.all("ask_own", **good)
     for rank, other in enumerate((good, {**good, "target_tokens": [2, 4]})):
         ranks.tell(rank, "ask_alike", inputs=[good, other])
     assert all("were given different inputs" in ranks.answer(rank)["message"] for rank in range(2))
     split = opened(settings=FSDP2_TP2)
     for rank, other in enumerate((good, {**good, "top_k": 2})):
-        split.tell(rank, "ask", **other)
+        split.tell(rank, "ask_own", **other)
     assert all("were given different inputs" in split.answer(rank)["message"] for rank in range(2))
