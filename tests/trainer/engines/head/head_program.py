@@ -1,6 +1,7 @@
 """Run by test_head_kernels.py, in a process of its own: ``interpret`` runs the programs on CPU, ``compile`` makes GPU code.
 
-``compile-all`` makes it for every architecture, dtype and option; ``compile`` for each of these once.
+``compile`` makes it for each architecture, dtype and option once, ``compile-more`` for their other combinations, but for those in
+which an architecture other than sm_90 has no option.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,11 @@ ONCE = (
     (torch.float32, 80, True),
 )
 """Dtype, compute capability, and whether every option is used."""
+MORE = (
+    *((torch.float16, capability, True) for capability in (80, 100)),
+    *((torch.float32, capability, True) for capability in (90, 100)),
+    *((dtype, 90, False) for dtype in (torch.float16, torch.float32)),
+)
 
 
 def interpret() -> None:
@@ -92,14 +99,14 @@ def shifted() -> None:
     torch.distributed.destroy_process_group()
 
 
-def compile_for_gpus(*, every: bool) -> None:
+def compile_for_gpus(combinations: Iterable[tuple[torch.dtype, int, bool]]) -> None:
     """Code for each architecture and dtype, with every option and with none, as sizes that are multiples of 16 make it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     made = 0
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    for dtype, capability, full in product(names, SHARED_LIMITS, (True, False)) if every else ONCE:
+    for dtype, capability, full in combinations:
         item = f"*{names[dtype]}"
         optional = {"bias": item, "temperatures": "*fp32", "softcap": "fp32"}
         sizes = dict.fromkeys(("row_count", "column_count", "width", "hidden_stride", "weight_stride"), "i32")
@@ -152,4 +159,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "interpret":
         interpret()
     else:
-        compile_for_gpus(every=sys.argv[1] == "compile-all")
+        compile_for_gpus(MORE if sys.argv[1] == "compile-more" else ONCE)
