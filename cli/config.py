@@ -17,7 +17,7 @@ from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, Delivery, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
-from weightlane.rollout.config import RolloutConfig
+from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.trainer.config import (
     AlgorithmConfig,
@@ -132,7 +132,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
     except ValidationError as error:
         problems = [_describe(item) for item in error.errors()]
         raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
-    config = _with_store_in_run_dir(config)
+    config = _with_adapter(_with_store_in_run_dir(config))
     _check_together(config, runs_here=runs_here)
     return config
 
@@ -167,6 +167,34 @@ def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
     options = {**options, "path": str(config.run.dir.resolve() / VERSIONS_DIR)}
     with_path = config.checkpoint_engine.model_copy(update={"options": options})
     return config.model_copy(update={"checkpoint_engine": with_path})
+
+
+def _with_adapter(config: RunConfig) -> RunConfig:
+    """Fill in ``rollout.adapter`` where versions are adapters. Raises `ConfigError` for settings that are for weights only."""
+    lora, rollout = config.trainer.lora, config.rollout
+    wanted = None
+    if lora is not None and lora.publish == "adapter":
+        wanted = AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
+    if rollout.adapter not in (None, wanted):
+        raise ConfigError(
+            "rollout.adapter is another adapter than that of trainer.lora, or trainer.lora.publish is not adapter.",
+            part=_PART,
+            hint="Leave rollout.adapter out: a run fills it in.",
+        )
+    if wanted is None:
+        return config
+    for refused, setting in (
+        (config.sync.quantise != "none", f"sync.quantise = {config.sync.quantise}"),
+        (rollout.commit == "in_place", "rollout.commit = in_place"),
+        (rollout.expert_parallel, "rollout.expert_parallel"),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{setting} is for versions of weights, and trainer.lora.publish is adapter.",
+                part=_PART,
+                hint=f'Leave out {setting.partition(" ")[0]}, or set trainer.lora.publish to "merged".',
+            )
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"adapter": wanted})})
 
 
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:

@@ -12,6 +12,19 @@ GPU_SHARE = 0.9
 """Share of a device's memory that vLLM gets if nothing else uses the device."""
 
 
+class AdapterConfig(BaseModel):
+    """The low-rank adapter that versions are, where they are no weights; a run takes it from trainer.lora."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rank: int = Field(ge=1, description="Rows of A and columns of B.")
+    alpha: float = Field(gt=0, description="B (A x) is scaled by alpha / rank.")
+    targets: tuple[str, ...] = Field(
+        (),
+        description="Linear layers by the last part of their Hugging Face names; none given: all those inside decoder layers.",
+    )
+
+
 class RolloutConfig(BaseModel):
     """Options of every rollout replica of a run; each replica is one vLLM engine in one Ray actor."""
 
@@ -82,6 +95,17 @@ class RolloutConfig(BaseModel):
             " twice the rank's share of the model, or once if a device has no more."
         ),
     )
+    adapter: AdapterConfig | None = Field(
+        None,
+        description="Versions are a low-rank adapter beside the weights of model.path, instead of weights. A run fills it in from"
+        " trainer.lora where trainer.lora.publish is adapter.",
+    )
+    adapter_slots: int = Field(
+        2,
+        ge=1,
+        description="Adapter versions that one step can compute with. With trainer.lora.publish = adapter, requests of a further"
+        " version wait until those of another have ended.",
+    )
     replace_dead: bool = Field(
         True,
         description=(
@@ -116,6 +140,12 @@ class RolloutConfig(BaseModel):
     def start_limit_s(self) -> float:
         """`start_timeout_s`, or the default for a small model."""
         return START_TIMEOUT_S if self.start_timeout_s is None else self.start_timeout_s
+
+    @model_validator(mode="after")
+    def _adapters_are_staged(self) -> Self:
+        if self.adapter is not None and self.commit == "in_place":
+            raise ValueError("commit is in_place, and versions of an adapter are staged: set commit to staged")
+        return self
 
     @model_validator(mode="after")
     def _experts_have_ranks(self) -> Self:

@@ -86,6 +86,11 @@ class LoraConfig(BaseModel):
     learning_rate: float | None = Field(
         default=None, gt=0, description="AdamW learning rate after the warm-up; none: trainer.learning_rate."
     )
+    publish: Literal["merged", "adapter"] = Field(
+        default="merged",
+        description="What a version of a run has. merged: the weights with the adapter added. adapter: A and B alone, which"
+        " rollouts keep beside the weights of model.path; requests in flight end with the version that they began with.",
+    )
 
     @property
     def scale(self) -> float:
@@ -153,8 +158,8 @@ class TrainerConfig(BaseModel):
     )
     lora: LoraConfig | None = Field(
         default=None,
-        description="Train a low-rank adapter instead of the model's own weights, which stay as they are; what is published and"
-        " exported are the weights with the adapter added. None: train the weights themselves.",
+        description="Train a low-rank adapter instead of the model's own weights, which stay as they are; what is exported, and"
+        " published unless lora.publish is adapter, are the weights with the adapter added. None: train the weights themselves.",
     )
     frozen: bool = Field(
         default=False,
@@ -213,6 +218,11 @@ class TrainerConfig(BaseModel):
     def trains_weights(self) -> bool:
         """Whether the model's own weights are trained."""
         return self.lora is None and not self.frozen
+
+    @property
+    def publishes_adapter(self) -> bool:
+        """Whether versions are the tensors of an adapter instead of weights."""
+        return self.lora is not None and self.lora.publish == "adapter"
 
 
 class AlgorithmConfig(BaseModel):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
 from weightlane.trainer.data.rewards import Reward
@@ -42,6 +43,8 @@ def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     if not config.ray.address:  # with an address, its processes run on other machines
         check_engine(config)
     model = check_model_dir(find_model(config.model.path))
+    if config.rollout.adapter is not None:
+        adapted_layers(model.path, config.rollout.adapter)
     role_models = _role_models(config, model)
     for role, role_model in role_models.items():
         training_engine.check(role_trainer(role, config.trainer, config.critic), role_model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.config import GPU_SHARE, START_TIMEOUT_S
+from weightlane.rollout.layout.loading.adapter_tensors import adapter_elements
 from weightlane.sync import dtype_of
 from weightlane.trainer.algorithms.composition import role_names
 from weightlane.trainer.algorithms.roles import POLICY, REFERENCE
@@ -26,7 +27,8 @@ _KV_BYTES = 1 << 30
 _STATE_BYTES = 16
 """Bytes per parameter over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
 _ADAPTED_BYTES = 8
-"""The same with ``trainer.lora``: float32 weight, and float32 weight with the adapter added."""
+"""The same with ``trainer.lora``: float32 weight, and float32 weight with the adapter added. The latter only where it is
+published."""
 _FROZEN_BYTES = 4
 """The same of a model that is not trained."""
 
@@ -57,7 +59,9 @@ class Sizes:
     version: int
     """Bytes of a version on the wire."""
     share: int
-    """Approximate bytes of a version on one rollout rank."""
+    """Approximate bytes of the model on one rollout rank."""
+    staged: int
+    """Approximate bytes of a version on one rollout rank: its share of the model, or a whole adapter."""
     trained: int
     """Weights, gradients and optimizer state of one trainer rank, if they are split over all ranks; of all roles that are on the
     device together, each as large as the policy."""
@@ -69,12 +73,15 @@ class Sizes:
         configured = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
         dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
-        share = -(-version // config.rollout.tensor_parallel)
+        share = staged = -(-version // config.rollout.tensor_parallel)
         policy = _STATE_BYTES if config.trainer.lora is None else _ADAPTED_BYTES
+        if config.rollout.adapter is not None:
+            version = staged = adapter_elements(model.path, config.rollout.adapter) * dtype_of(dtype).itemsize
+            policy = _FROZEN_BYTES
         bytes_of = {POLICY: policy, REFERENCE: _FROZEN_BYTES}
         kept = [bytes_of.get(role, _STATE_BYTES) for role in role_names(config.algorithm)]
         state = max(kept) if config.trainer.offload_roles else sum(kept)
-        return cls(parameters, version, share, -(-parameters * state // config.trainer.ranks))
+        return cls(parameters, version, share, staged, -(-parameters * state // config.trainer.ranks))
 
 
 def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool = True) -> RunConfig:
@@ -136,7 +143,7 @@ def _staging(config: RunConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, floa
     if not choices and rollout.commit == "in_place":
         choices = [bucket]
     # Padding for kernels, and tensors that every rank holds completely, make a staged version larger than the share.
-    one = sizes.share + sizes.share // 8 + bucket
+    one = sizes.staged + sizes.staged // 8 + bucket
     choices = choices or [2 * one, one]
     if not gpu_bytes or "cuda" not in engine.capabilities.devices:
         return choices[0], rollout.gpu_memory_utilization or GPU_SHARE

@@ -47,39 +47,50 @@ class CommitFailure(Exception):  # noqa: N818 - never leaves the replica
 
 
 async def commit_version(
-    engine: Engine, config: RolloutConfig, clock: TokenClock, version: int, *, sound: bool
+    engine: Engine,
+    config: RolloutConfig,
+    clock: TokenClock,
+    version: int,
+    *,
+    sound: bool,
+    more: Mapping[str, Any] | None = None,
 ) -> CommitReport:
     """Put the staged `version` into service.
 
     `sound` says whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
     loading. After a failure that leaves the weights untrusted the engine stays paused. A cancelled commit continues in the
-    engine.
+    engine. `more` are further fields of the `UpdateRequest`.
 
     Raises:
         CommitFailure: The only exception, whatever failed.
     """
     in_flight = clock.commit_begins(version)
     began = time.monotonic()
-    figures = await _update(engine, config, {"version": version}, version, sound=sound)
+    figures = await _update(engine, config, {**(more or {}), "version": version}, version, sound=sound)
     clock.commit_ends(version)
     waited_s = time.monotonic() - began - figures["blocked_s"]
     return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight)
 
 
-async def roll_back(engine: Engine, config: RolloutConfig, version: int, before: int) -> float:
+async def roll_back(
+    engine: Engine, config: RolloutConfig, version: int, before: int, more: Mapping[str, Any] | None = None
+) -> float:
     """Replace `version`, which serves, by version `before`. Returns the seconds in which nothing was generated.
 
     Raises:
         CommitFailure: As `commit_version`.
     """
-    return (await _update(engine, config, {"rollback_of": version}, before, sound=True))["blocked_s"]
+    update = {**(more or {}), "rollback_of": version}
+    return (await _update(engine, config, update, before, sound=True))["blocked_s"]
 
 
 async def _update(
-    engine: Engine, config: RolloutConfig, update: Mapping[str, int], label: int, *, sound: bool
+    engine: Engine, config: RolloutConfig, update: Mapping[str, Any], label: int, *, sound: bool
 ) -> dict[str, float]:
     """Let every rank make `update` while nothing is generated. Later tokens carry the version `label`."""
     limit_s = config.commit_timeout_s
+    if config.adapter is not None:  # cached blocks belong to one adapter, which stays what it is
+        config = config.model_copy(update={"kv_on_commit": "keep"})
     whole = WholeCommit(
         weight_version=str(label),
         caches=config.kv_on_commit,

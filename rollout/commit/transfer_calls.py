@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import CommitMode
 
+from ..config import AdapterConfig
+
 _Request = TypeVar("_Request", bound=BaseModel)
 
 
@@ -25,6 +27,9 @@ class ConnectRequest(BaseModel):
     commit: CommitMode = Field(
         "staged", description="staged, or in_place: full versions are written into the weights as they are received."
     )
+    adapter: AdapterConfig | None = Field(
+        None, description="The adapter that versions are; none: versions are weights."
+    )
     staging_limit_bytes: int = Field(
         0, ge=0, description="Most memory a rank may use for staging, in bytes; 0: as much as versions need."
     )
@@ -38,6 +43,13 @@ class UpdateRequest(BaseModel):
     version: int | None = Field(None, ge=0, description="The staged version to put into service.")
     rollback_of: int | None = Field(
         None, ge=0, description="The version to roll back: the version before it serves again."
+    )
+
+    adapter: int | None = Field(
+        None, ge=1, description="vLLM's id of the adapter that serves afterwards, where versions are adapters."
+    )
+    in_use: frozenset[int] = Field(
+        frozenset(), description="Ids of adapters that stay beside it; all others are dropped."
     )
 
     @model_validator(mode="after")

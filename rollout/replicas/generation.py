@@ -10,6 +10,7 @@ from weightlane.ckpt_engines import ClosedError, as_weightlane_error
 
 from ..commit.records import Completion
 from ..commit.token_clock import TokenClock
+from .adapter_versions import AdapterVersion
 
 
 @dataclass
@@ -20,14 +21,19 @@ class Generated:
     logprobs: list[float] = field(default_factory=list)
     last: Any = None
     """The last output of vLLM; None if there was none."""
+    version: int | None = None
+    """The version of the adapter that generates; None where vLLM says which version of the weights does."""
 
     def completion(self, request_id: str, part: str) -> Completion:
         """The outputs as a completion; raises `ClosedError` if the request ended early."""
         if self.last is None or self.last.finish_reason not in ("stop", "length"):
             reason = "nothing" if self.last is None else self.last.finish_reason
             raise ClosedError(f"request {request_id} ended early ({reason}).", part=part)
-        spans = self.last.weight_versions or ()
-        versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
+        if self.version is not None:
+            versions = [self.version] * len(self.token_ids)
+        else:
+            spans = self.last.weight_versions or ()
+            versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         if not len(self.token_ids) == len(self.logprobs) == len(versions):
             counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, {len(versions)} versions"
             raise as_weightlane_error(AssertionError(counts), part)
@@ -35,7 +41,14 @@ class Generated:
 
 
 async def generate(
-    engine: Any, key: str, prompt_ids: Sequence[int], params: Any, *, cache_salt: str, clock: TokenClock
+    engine: Any,
+    key: str,
+    prompt_ids: Sequence[int],
+    params: Any,
+    *,
+    cache_salt: str,
+    clock: TokenClock,
+    adapter: AdapterVersion | None = None,
 ) -> Generated:
     """Run one request to its end.
 
@@ -46,12 +59,14 @@ async def generate(
         params: See `sampling_params`.
         cache_salt: Requests share cached prefixes only with requests of the same salt; empty for no salt.
         clock: Gets the arrival of every token.
+        adapter: The adapter that the request computes with from its first token to its last; None for the weights alone.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
     if cache_salt:
         prompt["cache_salt"] = cache_salt
-    generated = Generated()
-    async for output in engine.generate(prompt, params, request_id=key):
+    generated = Generated(version=None if adapter is None else adapter.version)
+    lora = None if adapter is None else adapter.request()
+    async for output in engine.generate(prompt, params, request_id=key, lora_request=lora):
         (generated.last,) = output.outputs
         last = generated.last
         if last.token_ids:

@@ -23,6 +23,7 @@ from ..commit.commit import CommitFailure, commit_version, roll_back
 from ..commit.records import CommitReport, Completion, RolloutStats
 from ..commit.token_clock import TokenClock
 from ..config import RolloutConfig
+from .adapter_versions import AdapterVersion, AdapterVersions
 from .generation import generate, sampling_params
 from .vllm_engine import VllmEngine
 
@@ -60,7 +61,10 @@ class RolloutWorker:
         """Number of times that the replica was taken out of service."""
         self._before: int | None = None
         """The version before `version`; None if it cannot be restored."""
-        self._in_flight: dict[str, str] = {}
+        self._adapters = None if config.adapter is None else AdapterVersions(name)
+        """None where versions are weights."""
+        self._in_flight: dict[str, int] = {}
+        """vLLM's id of the adapter that each request computes with, by the request's key; 0 for none."""
         self._serial = itertools.count()
         self._requests = 0
         self._commits = 0
@@ -111,6 +115,7 @@ class RolloutWorker:
             "options": dict(options or {}),
             "commit": self.config.commit,
             **({} if (limit := self.config.staging_limit_bytes) is None else {"staging_limit_bytes": limit}),
+            **({} if (adapter := self.config.adapter) is None else {"adapter": adapter.model_dump()}),
         }
         async with self._control:
             engine = self._engine.running
@@ -138,7 +143,7 @@ class RolloutWorker:
         seed: int | None = None,
         greedy: bool = False,
     ) -> Completion:
-        """Generate a completion; versions may be committed while it runs.
+        """Generate a completion; versions may be committed while it runs. An adapter stays the one that it began with.
 
         Args:
             request_id: Name of the request in logs and in the answer; need not be unique.
@@ -150,16 +155,18 @@ class RolloutWorker:
             greedy: Take the most probable token; log-probabilities are then those at temperature 1.
 
         Raises:
-            QuarantinedError: The replica was taken out of service, before or during the request; the text has the reason.
+            QuarantinedError: The replica was taken out of service, before or during the request, or versions are adapters and
+                none has been committed; the text has the reason.
             WorkerDiedError: The engine is gone.
             DeadlineExceededError: The request took longer than `RolloutConfig.request_timeout_s`.
             ConfigError: vLLM refuses the request, for example because the prompt is too long.
         """
         engine = self._engine.running
         self._refuse_if_broken()
+        adapter = None if self._adapters is None else self._adapters.current()
         key = f"{request_id}#{next(self._serial)}"
         began, stops = time.perf_counter(), self._stops
-        self._in_flight[key] = request_id
+        self._in_flight[key] = 0 if adapter is None else adapter.id
         self.clock.begin(key)
         try:
             params = sampling_params(
@@ -169,8 +176,9 @@ class RolloutWorker:
                 seed=seed,
             )
             async with asyncio.timeout(self.config.request_timeout_s):
+                salt = self._cache_salt()
                 generated = await generate(
-                    engine, key, prompt_ids, params, cache_salt=self._cache_salt(), clock=self.clock
+                    engine, key, prompt_ids, params, cache_salt=salt, clock=self.clock, adapter=adapter
                 )
             self._refuse_if_stopped(stops)
             completion = generated.completion(request_id, self.name)
@@ -246,8 +254,13 @@ class RolloutWorker:
         """
         async with self._control:
             began, stops, before = time.perf_counter(), self._stops, None if self._broken is not None else self.version
+            adapters, sound = self._adapters, before is not None
+            made = None if adapters is None else adapters.next(version)
             async with self._updating(f"the commit of version {version}"):
-                report = await commit_version(self._engine, self.config, self.clock, version, sound=before is not None)
+                more = self._adapter_fields(made)
+                report = await commit_version(self._engine, self.config, self.clock, version, sound=sound, more=more)
+            if adapters is not None and made is not None:
+                adapters.committed(made)
             if stops == self._stops:  # Otherwise a quarantine came during the commit, and outlives it.
                 self._broken = None
             self._before, self.version = before, version
@@ -272,8 +285,11 @@ class RolloutWorker:
             self._refuse_if_broken()
             if self.version > version or self._before is None:
                 raise CommitError(f"version {version} cannot be rolled back.", part=self.name)
+            more = self._adapter_fields(None if self._adapters is None else self._adapters.previous(version))
             async with self._updating(f"the rollback of version {version}"):
-                self._blocked_s += await roll_back(self._engine, self.config, version, self._before)
+                self._blocked_s += await roll_back(self._engine, self.config, version, self._before, more)
+            if self._adapters is not None:
+                self._adapters.rolled_back()
             self.version, self._before = self._before, None
 
     async def quarantine(self, error: WeightlaneError) -> None:
@@ -296,7 +312,7 @@ class RolloutWorker:
         """Running totals."""
         return RolloutStats(
             version=self.version,
-            serving=self._engine.open and self._broken is None,
+            serving=self._engine.open and self._broken is None and (self._adapters is None or self._adapters.any),
             requests=self._requests,
             tokens=self.clock.tokens,
             in_flight=self.clock.in_flight,
@@ -364,10 +380,17 @@ class RolloutWorker:
             self._refuse_if_broken()
             raise QuarantinedError("the replica was out of service during the request.", part=self.name)
 
+    def _adapter_fields(self, serving: AdapterVersion | None) -> dict[str, Any]:
+        """The fields of an update after which `serving` serves; none where versions are weights."""
+        if self._adapters is None or serving is None:
+            return {}
+        return self._adapters.fields(serving, (used for used in self._in_flight.values() if used))
+
     def _cache_salt(self) -> str:
         """The salt of a request that begins now, if the prefix cache cannot be emptied because requests use it.
 
         A block is then found only by requests that began under the same weights. The version is no salt: after a rollback it
         serves again, but requests that began under it have continued under the other version.
         """
-        return f"weightlane-{self._updates}" if self.config.kv_on_commit == "keep" else ""
+        keeps = self.config.kv_on_commit == "keep" and self._adapters is None
+        return f"weightlane-{self._updates}" if keeps else ""

@@ -68,6 +68,11 @@ def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:
     except Exception as error:
         raise _failure(error, intact=True) from error
     ranks_update = {name: value for name, value in update.items() if name != "whole"}
+    if "adapter" in ranks_update:
+        # Also where a client gave up a request, and this engine has not dropped it yet.
+        begun = [request.lora_request for request in core.scheduler.requests.values()]
+        used = {lora.lora_int_id for lora in begun if lora is not None}
+        ranks_update["in_use"] = sorted(used.union(ranks_update.get("in_use", ())))
     deadline = Deadline.after(whole.within_s)
     paused = core.pause_scheduler(mode="keep", clear_cache=False)
     if paused is None:
@@ -115,6 +120,9 @@ def _commit_paused(
 
 def update_rank(worker: Any, update: Mapping[str, Any]) -> None:
     """Make `update` on one rank, in an update session of vLLM's that this call opens and closes. Runs in every worker process."""
+    if "adapter" in update:  # no weight changes: at the end of such a session vLLM would drop all adapters
+        worker.weight_transfer_engine.update_weights(update)
+        return
     with suppress(RuntimeError):  # vLLM raises this unless a client died and left a session open.
         worker.finish_weight_update()
     worker.start_weight_update()

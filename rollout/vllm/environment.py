@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import GPU_SHARE, RolloutConfig
+from ..layout.loading.adapter_tensors import engine_arguments_of
 from ..vllm_internals.cpu_linear import BACKEND
 from .watchdog import WATCH_ENV
 
@@ -42,7 +43,10 @@ def prepare_environment(config: RolloutConfig) -> bool:
 
 
 def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:
-    """Keyword arguments of vLLM's ``AsyncEngineArgs`` for one replica."""
+    """Keyword arguments of vLLM's ``AsyncEngineArgs`` for one replica.
+
+    Raises `ConfigError` for an adapter that the model cannot be served with.
+    """
     arguments: dict[str, Any] = {
         "model": str(model_dir),
         "dtype": config.dtype,
@@ -65,4 +69,6 @@ def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) ->
     if config.tensor_parallel > 1:
         # Inside a Ray actor vLLM would start Ray workers of its own.
         arguments["distributed_executor_backend"] = "mp"
+    if config.adapter is not None:
+        arguments |= engine_arguments_of(model_dir, config.adapter, config.adapter_slots)
     return arguments | config.extra_engine_args

@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     WeightlaneError,
 )
-from weightlane.sync import Expectation, LiveStream, Subscriber
+from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
 from ..commit.rank_group import RankGroup
@@ -67,6 +67,10 @@ class LiveWeights:
         """The version before `_version`; None if it cannot be restored."""
         self._undo: LiveDelta | None = None
         """The delta that rolls `_version` back, if `_version` was a delta."""
+
+    def needed(self) -> Placement | None:
+        """The slices that this rank needs of a version; None if it needs all tensors whole."""
+        return self.loader.needed()
 
     def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
         """Commit or roll back a version on every rank. Returns the first rank's error, or None; see `intact` after an error.

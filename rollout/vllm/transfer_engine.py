@@ -45,10 +45,11 @@ from ..commit.remote_failure import RemoteFailure, RemoteFailureError
 from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
 from ..layout import SourceSpec
 from ..layout.loading.expectation import checkpoint_specs, expectation_of_config
-from ..layout.loading.refused_models import refuse_in_place, refuse_unsupported
+from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..vllm_internals.internals import check_internals, get_tp_group, set_current_vllm_config
+from .live_adapters import LiveAdapters
 from .live_weights import LiveWeights
 
 
@@ -78,8 +79,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         self._part = f"rollout rank {self.parallel_config.rank}"
         self._group = RankGroup(get_tp_group().cpu_group if self.parallel_config.tensor_parallel_size > 1 else None)
         self._subscriber: Subscriber | None = None
-        self._weights: LiveWeights | None = None
-        """None if the model takes no versions. The weights outlive a connection, and keep what is known of the model."""
+        self._weights: LiveWeights | LiveAdapters | None = None
+        """None if the model takes no versions, and before the first connection of a replica with adapters. The weights outlive a
+        connection, and keep what is known of the model."""
         self._refusal = self._learn()
         """The reason why this model takes no versions; None if it takes them."""
 
@@ -142,24 +144,32 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         Before the model serves there is room for a second model, and no request waits.
         """
         specs: dict[str, SourceSpec] = {}
+        if self.vllm_config.lora_config is not None:
+            return self._group.run(self._check_model, self._part)  # weights stay, so there is nothing to learn
         with set_current_vllm_config(self.vllm_config):
             error = self._group.run(lambda: specs.update(self._examine_model()), self._part)
             if error is None:
-                assert self._weights is not None, "examined"
+                assert isinstance(self._weights, LiveWeights), "examined"
                 loader = self._weights.loader
                 error = self._group.run(lambda: loader.learn(specs, self._group), self._part)
         return error
 
     def _examine_model(self) -> dict[str, SourceSpec]:
         """Create `_weights`, or raise the reason against it; returns the tensors of the checkpoint as they are usually sent."""
-        check_internals(on_cpu=self.device.type == "cpu")
-        refuse_unsupported(self.model, self.vllm_config, self.device)
+        self._check_model()
         model_config = self.vllm_config.model_config
         expectation = expectation_of_config(model_config)
-        rank = RankModel(self.model, self.vllm_config, self.device, self._part)
+        rank = self._rank_model()
         loader = VersionLoader(rank, tied=expectation.tied)
         self._weights = LiveWeights(rank, loader, expectation, self._group)
         return checkpoint_specs(model_config.model, model_config.dtype)
+
+    def _check_model(self) -> None:
+        check_internals(on_cpu=self.device.type == "cpu")
+        refuse_unsupported(self.model, self.vllm_config, self.device)
+
+    def _rank_model(self) -> RankModel:
+        return RankModel(self.model, self.vllm_config, self.device, self._part)
 
     def _checked(self, fields: Mapping[str, Any]) -> ConnectRequest:
         """The validated request; raises `ConfigError` if this model cannot do what it asks for."""
@@ -168,6 +178,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             raise self._refusal
         if request.commit == "in_place":
             refuse_in_place(self.vllm_config.model_config)
+        refuse_other_versions(self.vllm_config, adapter=request.adapter is not None)
+        if request.adapter is not None and self._weights is None:
+            self._weights = LiveAdapters(self._rank_model(), self._group, request.adapter)
         return request
 
     def _subscribe(self, request: ConnectRequest) -> None:
@@ -180,7 +193,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             request.options,
             self._weights.expectation,
             # In place a rank takes the next bucket only when all ranks have one: all must get the same buckets.
-            needed=None if self._weights.in_place else self._weights.loader.needed(),
+            needed=None if self._weights.in_place else self._weights.needed(),
             staging_limit_bytes=request.staging_limit_bytes,
             commit=request.commit,
             device=self.device,

@@ -31,6 +31,9 @@ _MODULES = {
     # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
     "vllm.v1.engine.core": ("EngineCore",),
+    # Adapters that come from no files.
+    "vllm.lora.lora_model": ("LoRAModel",),
+    "vllm.lora.peft_helper": ("PEFTHelper",),
     # Layers that are treated specially.
     "vllm.model_executor.layers.attention": ("is_deferred_attention_layer",),
     "vllm.model_executor.layers.fused_moe": ("RoutedExperts",),

@@ -167,6 +167,32 @@ def test_a_run_with_an_adapter_a_critic_and_a_reference_that_take_turns_ends_wel
     assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}, "those with an adapter"
 
 
+@pytest.mark.exhaustive
+def test_a_run_that_publishes_its_adapter_alone_ends_well_and_is_resumed(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    """Every token of a completion has the version that the request began with."""
+    run_dir = tmp_path / "run"
+    lora = {"lora.rank": 4, "lora.publish": "adapter"}
+    config = material.write_config(tmp_path / "config", run_dir, loop={"save_every": 2}, trainer=lora)
+    for steps in (2, 4):
+        more = ["--resume", "--set", "loop.steps=4"] if steps > 2 else ["--set", "loop.steps=2"]
+        ended = start_run(["train", str(config), "--plain", *more]).end()
+        assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    commits = metrics_of(run_dir, "version_committed")
+    assert [commit["version"] for commit in commits] == [0, 1, 2, 2, 3, 4]
+    before, after = (load_file(path / "model.safetensors") for path in (material.model, run_dir / "model"))
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
+    }
+    # float32 A and B, every tensor of which begins at a multiple of 64 bytes
+    wanted = sum(4 * 4 * sum(before[name].shape) for name in changed)
+    assert {commit["sent_bytes"] for commit in commits} == {wanted}
+    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
+
+
 def run_command(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 

@@ -308,6 +308,9 @@ class TrainingEngine(ABC):
             wire_dtype: dtype of floating-point tensors on the wire, but for those that a narrower model keeps in float32
                 (`weightlane.sync.version.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight,
                 with the adapter of ``trainer.lora`` added where that is set.
+
+        Where ``trainer.lora.publish`` is ``adapter``, the tensors are A and B of every layer of that adapter instead, whose names
+        are PEFT's.
         """
 
     @abstractmethod

@@ -53,11 +53,6 @@ def _refuse_modes(vllm_config: Any) -> None:
     method = str(getattr(draft, "method", "") or "")
     modes = [
         (
-            getattr(vllm_config, "lora_config", None) is not None,
-            "LoRA adapters (enable_lora)",
-            "adapters stay as they are beside weights that change under them",
-        ),
-        (
             bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
             "sleep mode (enable_sleep_mode)",
             "a version that is committed while vLLM sleeps would be written to memory that is freed",
@@ -73,6 +68,24 @@ def _refuse_modes(vllm_config: Any) -> None:
             raise ConfigError(
                 f"a replica with {mode} takes no versions: {reason}.", part=_PART, hint="Start vLLM without it."
             )
+
+
+def refuse_other_versions(vllm_config: Any, *, adapter: bool) -> None:
+    """Raise `ConfigError` unless the replica takes versions of the kind that a connect call is about: adapters, or weights."""
+    enabled = getattr(vllm_config, "lora_config", None) is not None
+    if enabled and not adapter:
+        raise ConfigError(
+            "a replica with LoRA adapters (enable_lora) takes no versions of weights: adapters stay as they are beside weights"
+            " that change under them.",
+            part=_PART,
+            hint="Start vLLM without it.",
+        )
+    if adapter and not enabled:
+        raise ConfigError(
+            "versions are adapters (trainer.lora.publish), and this replica has no slots for them.",
+            part=_PART,
+            hint="Set rollout.adapter when the replica is made, or publish merged weights.",
+        )
 
 
 def refuse_other_formats(model_config: Any) -> None:

@@ -51,9 +51,11 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
         ConfigError: vLLM does not know the model or cannot divide it between the ranks, or its weights cannot be replaced.
     """
     everything = (None,) * config.tensor_parallel
-    in_place = PlannedNeeds(everything, config.dtype, "rollout.commit is in_place")
-    if config.commit == "in_place" and config.dtype != "auto":
-        return in_place
+    reason = "rollout.commit is in_place" if config.commit == "in_place" else ""
+    reason = "an adapter is small (trainer.lora.publish)" if config.adapter is not None else reason
+    whole = PlannedNeeds(everything, config.dtype, reason)
+    if reason and config.dtype != "auto":
+        return whole
     asked = {
         "model": str(model_dir.resolve()),
         "tensor_parallel": config.tensor_parallel,
@@ -81,7 +83,7 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
     except _UntracedError as error:
         why, dtype = error.args
         return PlannedNeeds(everything, dtype, why)
-    return replace(in_place, dtype=needs.dtype) if config.commit == "in_place" else needs
+    return replace(whole, dtype=needs.dtype) if reason else needs
 
 
 def find_needs(

@@ -211,3 +211,30 @@ def test_any_string_and_number_reads_back_the_same(
     }
     config = RunConfig.model_validate(plain)
     assert read_back(config, tmp_path_factory.getbasetemp() / "any.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("sync.quantise=int8", "sync.quantise = int8 is for versions of weights"),
+        ("rollout.commit=in_place", "rollout.commit = in_place is for versions of weights"),
+        ("rollout.adapter.rank=3", "rollout.adapter is another adapter than that of trainer.lora"),
+    ],
+)
+def test_what_versions_of_an_adapter_cannot_be_is_refused_and_rollouts_get_the_trainers_adapter(
+    minimal: Path, override: str, said: str
+) -> None:
+    adapter = ["trainer.lora.rank=8", "trainer.lora.targets=['q_proj']", "trainer.lora.publish=adapter"]
+    config = load_config(minimal, adapter)
+    assert config.rollout.adapter is not None
+    assert config.rollout.adapter.model_dump() == {"rank": 8, "alpha": 32.0, "targets": ("q_proj",)}
+    assert load_config(minimal, adapter[:-1]).rollout.adapter is None
+    more = ["rollout.adapter.alpha=32"] if "adapter" in override else []
+    with pytest.raises(ConfigError, match=said):
+        load_config(minimal, [*adapter, override, *more])
+
+
+def test_a_run_whose_file_says_what_was_filled_in_is_read_again(minimal: Path) -> None:
+    config = load_config(minimal, ["trainer.lora.publish=adapter"])
+    minimal.write_text(explain(config))
+    assert load_config(minimal) == config

@@ -38,7 +38,8 @@ def configured(**sections: Any) -> RunConfig:
 def sized(billions: float, config: RunConfig) -> Sizes:
     parameters = int(billions * GB)
     tensor_parallel, ranks = config.rollout.tensor_parallel, config.trainer.ranks
-    return Sizes(parameters, 2 * parameters, 2 * parameters // tensor_parallel, 16 * parameters // ranks)
+    share = 2 * parameters // tensor_parallel
+    return Sizes(parameters, 2 * parameters, share, share, 16 * parameters // ranks)
 
 
 def test_a_model_of_seven_billion_goes_over_nccl_to_a_gpu_of_its_own_as_it_comes() -> None:

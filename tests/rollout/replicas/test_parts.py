@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from owned_processes import own_a_child
 from pydantic import ValidationError
+from tiny_models import make_qwen3, make_qwen3_moe, quantised_copy
 from waiting import HANG_S, MovableClock
 
 from weightlane import rollout
@@ -28,7 +29,9 @@ from weightlane.rollout import RolloutConfig
 from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
-from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_unsupported
+from weightlane.rollout.config import AdapterConfig
+from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
+from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
@@ -197,7 +200,6 @@ def plain_config(**more: Any) -> Any:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"lora_config": object()}, "LoRA adapters (enable_lora)"),
         ({"enable_sleep_mode": True}, "sleep mode (enable_sleep_mode)"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model (speculative_config, eagle3)"),
         ({"speculative_config": SimpleNamespace(method="mtp")}, "a draft model (speculative_config, mtp)"),
@@ -213,6 +215,39 @@ def test_modes_in_which_weights_would_stay_old_or_go_nowhere_are_refused_by_name
         return
     with pytest.raises(ConfigError, match=re.escape(named)):
         refuse_unsupported(torch.nn.Module(), plain_config(**settings), torch.device("cpu"))
+
+
+def test_a_replica_takes_either_weights_or_adapters_and_says_which() -> None:
+    weights, adapters = plain_config(), plain_config(lora_config=object())
+    refuse_other_versions(weights, adapter=False)
+    refuse_other_versions(adapters, adapter=True)
+    with pytest.raises(ConfigError, match=r"LoRA adapters \(enable_lora\) takes no versions of weights"):
+        refuse_other_versions(adapters, adapter=False)
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.publish.*no slots"):
+        refuse_other_versions(weights, adapter=True)
+
+
+def test_models_and_adapters_that_cannot_be_served_are_refused_by_the_setting(tmp_path: Path) -> None:
+    dense = make_qwen3(tmp_path / "dense", seed=0)
+    found = adapted_layers(dense, AdapterConfig(rank=3, alpha=1, targets=("q_proj", "down_proj")))
+    assert found == {
+        f"model.layers.{layer}.{name}": shape
+        for layer in range(2)
+        for name, shape in (("self_attn.q_proj", (128, 64)), ("mlp.down_proj", (64, 128)))
+    }
+    assert max_rank(AdapterConfig(rank=9, alpha=1)) == 16
+    for model, adapter, says in (
+        (dense, {"rank": 513}, "trainer.lora.rank is 513"),
+        (dense, {"rank": 2, "targets": ("q_prj",)}, "'q_prj'.*trainer.lora.targets names.*Did you mean 'q_proj'"),
+        (make_qwen3_moe(tmp_path / "moe", seed=0), {"rank": 2}, "has experts.*trainer.lora.publish is adapter"),
+        (
+            quantised_copy(dense, tmp_path / "int8", "int8"),
+            {"rank": 2},
+            "is quantised.*trainer.lora.publish is adapter",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=f"(?s){says}"):
+            adapted_layers(model, AdapterConfig.model_validate({"alpha": 1, **adapter}))
 
 
 def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,6 +121,48 @@ class ProbeExtension:
         assert plan is not None, "no version was committed yet, or versions are not copied"
         return plan
 
+    def probe_adapters(self) -> list[int]:
+        """Ids of the adapters that this rank has."""
+        return sorted(self._adapters().list_adapters())
+
+    def probe_slot(self, adapter: int) -> dict[str, list[object]]:
+        """Every tensor of the slot that an adapter is in, `described`, after putting it into one if it is in none."""
+        manager = self._adapters()
+        manager.activate_adapter(adapter)
+        slot = manager.lora_index_to_id.index(adapter)
+        return {
+            f"{name}.{matrix}.{part}": described(stacked[slot])
+            for name, module in manager.modules.items()
+            for matrix, parts in (("A", module.lora_a_stacked), ("B", module.lora_b_stacked))
+            for part, stacked in enumerate(parts)
+        }
+
+    def probe_slot_of_files(self, directory: str) -> dict[str, list[object]]:
+        """Every tensor of the slot of an adapter that vLLM itself loads from PEFT's files, as `probe_slot` gives them."""
+        from vllm.lora.request import LoRARequest
+
+        own = 1 << 19
+        assert self.add_lora(LoRARequest("oracle", own, directory))  # type: ignore[attr-defined]
+        found = self.probe_slot(own)
+        assert self.remove_lora(own)  # type: ignore[attr-defined]
+        return found
+
+    def probe_fail_adapter(self, rank: int) -> None:
+        """Let one rank fail when it next puts an adapter into a slot, half-way."""
+        if self.rank != rank:  # type: ignore[attr-defined]
+            return
+        layers = list(self._adapters().modules.values())
+        layer = layers[len(layers) // 2]
+
+        def failing(*arguments: Any) -> None:
+            del layer.set_lora
+            raise MemoryError("out of memory, on purpose")
+
+        layer.set_lora = failing
+
+    def _adapters(self) -> Any:
+        return self.model_runner.get_model().lora_manager  # type: ignore[attr-defined]
+
     def probe_poison_staging(self) -> int:
         """Overwrite whatever staging memory this rank's subscriber has; returns its size in bytes."""
         staging = self.weight_transfer_engine._subscriber._staging  # type: ignore[attr-defined]

@@ -39,13 +39,14 @@ class OneRankTrainer:
 
     def __init__(
         self,
-        model: Path,
+        model: Path | dict[str, torch.Tensor],
         backend: str = "shm",
         options: dict[str, Any] | None = None,
         codec: CodecPolicy = "dense",
         quantise: Quantise = "none",
     ) -> None:
-        self.live = {name: tensor.clone() for name, tensor in load_tensors(model).items()}
+        tensors = load_tensors(model) if isinstance(model, Path) else model
+        self.live = {name: tensor.clone() for name, tensor in tensors.items()}
         self.backend, self.options = backend, options or {}
         self.version = 0
         self._rendezvous = Rendezvous.host()

@@ -86,6 +86,9 @@ class Process:
     def export(self, directory: str) -> None:
         self._rank.export_hf(ROLE, Path(directory), "float32")
 
+    def export_adapter(self, directory: str) -> None:
+        self._rank._roles[ROLE].engine.export_adapter(Path(directory))
+
     def close(self) -> None:
         for rank in reversed(self._ranks):
             rank.close()

@@ -15,6 +15,7 @@ from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.dispatch.planned_placements import outlined_placements
 
 TP_EP = megatron({"tensor_parallel": 2, "expert_parallel": 2, "sequence_parallel": True})
+ALONE = {"rank": 2, "publish": "adapter"}
 PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optimizer": True}, compute_dtype="bfloat16")
 
 
@@ -26,6 +27,8 @@ PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optim
         pytest.param("qwen3-moe", 2, TP_EP, marks=pytest.mark.megatron),
         pytest.param("qwen3-tied", 4, PP, marks=pytest.mark.megatron),
         pytest.param("qwen3-tied", 4, {**PP, "lora": {"rank": 2}}, marks=pytest.mark.megatron),
+        pytest.param("qwen3-tied", 4, {**PP, "lora": ALONE}, marks=pytest.mark.megatron),
+        ("qwen3-tied", 4, {**FSDP2_TP2, "lora": ALONE}),
     ],
     ids=[
         "fsdp2",
@@ -33,6 +36,8 @@ PP = megatron({"pipeline_parallel": 2, "virtual_pipeline": 2, "distributed_optim
         "tensors and experts",
         "pipeline and distributed optimizer",
         "adapter",
+        "adapter alone over stages",
+        "adapter alone over tensor parallelism",
     ],
 )
 def test_an_outline_is_exactly_what_real_ranks_hold(

@@ -88,14 +88,15 @@ class Fsdp2Engine(AdaptedEngine):
             betas=self.config.betas,
             weight_decay=self.config.weight_decay,
         )
-        adapted = Fsdp2Adapted(model, _decoder_layers(model), self._mesh, self._runs)
-        self._make_adapters(adapted)
-        self._published = adapted.published
+        self._published = self._adapt(model).published
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
         check_mesh(self.config, model_dir)
-        self._shard(model_without_weights(model_dir, self.config.head), model_dir)
+        model = model_without_weights(model_dir, self.config.head)
+        self._shard(model, model_dir)
+        if self.config.publishes_adapter:
+            self._adapt(model, torch.device("cpu"))
 
     def forward(
         self,
@@ -181,6 +182,8 @@ class Fsdp2Engine(AdaptedEngine):
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """See `TrainingEngine.local_shards`."""
         tensors = {**checkpoint_tensors(self._open_model()), **self._published}
+        if self.config.publishes_adapter:
+            return self._open_adapters().shards(wire_dtype)
         return local_shards(self._runs, tensors, self.rank, wire_dtype, self._kept)
 
     def save(self, directory: Path) -> None:
@@ -204,9 +207,10 @@ class Fsdp2Engine(AdaptedEngine):
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
-        tensors = {**checkpoint_tensors(self._open_model()), **self._published}
+        own = checkpoint_tensors(self._open_model())
         self._require_here("parameters")
-        with self._collective("the trainer ranks to export the model"):
+        with self._collective("the trainer ranks to export the model"), self._open_adapters().merged():
+            tensors = {**own, **self._published}
             kept = _sources(self._runs, self._kept)
             about = ExportedModel(self._model_dir, self.config.head, dtype, kept)
             export_model(directory, about, tensors, self.rank, self._device)
@@ -229,6 +233,12 @@ class Fsdp2Engine(AdaptedEngine):
         self._parameters = []
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
         self._leave()
+
+    def _adapt(self, model: torch.nn.Module, device: torch.device | None = None) -> Fsdp2Adapted:
+        """Let the sharded `model` have adapters."""
+        adapted = Fsdp2Adapted(model, _decoder_layers(model), self._mesh, self._runs)
+        self._make_adapters(adapted, device)
+        return adapted
 
     def _shard(self, model: torch.nn.Module, model_dir: Path) -> None:
         """Split `model` over the ranks, in place, and note what its parameters are saved as. Collective."""

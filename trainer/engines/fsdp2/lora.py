@@ -48,7 +48,7 @@ class Fsdp2Adapted:
         self.published: dict[str, torch.Tensor] = {}
         """Tensors that stand in for parameters, by in-memory name, in what is published; filled by `merged`."""
 
-    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], list[str]]:
+    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
         sites = [_site(name, module) for name, module in self._linears.items()]
         for site in sites:
@@ -56,7 +56,7 @@ class Fsdp2Adapted:
             # Before tensor parallelism makes a DTensor of the input, and after it made a plain tensor of the output.
             linear.register_forward_pre_hook(beside.keep_input, prepend=True)
             linear.register_forward_hook(beside.add_output)
-        return sites, list(self._linears)
+        return sites, {site.module: (site.rows, site.columns) for site in sites}
 
     def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
         """See `AdaptedModel.merged`."""
@@ -68,6 +68,10 @@ class Fsdp2Adapted:
             box, base = local_slice(name, weight)
             slices.append(MergedSlice(module, box, base, local_slice(name, self.published[name])[1]))
         return MergedWeights(slices, [run.name for run in self._runs if run.source in sources])
+
+    def drop_merged(self) -> None:
+        """See `AdaptedModel.drop_merged`."""
+        self.published.clear()
 
 
 class _Beside:

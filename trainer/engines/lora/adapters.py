@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import LoraConfig, TrainerConfig
 from ..contract import StatePart
@@ -17,6 +18,7 @@ from .adapter import Adapter, LoraGroups, LoraPair
 from .gathered import gathered
 from .merged import MergedWeights
 from .peft_files import read_peft
+from .published import adapter_names, adapter_shards
 from .saved import SavedAdapters
 from .sites import PART, LoraSite, check_name, chosen_sites
 
@@ -35,15 +37,19 @@ class AdaptedModel(Protocol):
     def groups(self) -> LoraGroups:
         """Between which ranks gradients and norms are added up."""
 
-    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], list[str]]:
+    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """Have every layer add what `pair_of` returns for it to its output, from now on. Called at most once.
 
         Returns:
-            The layers on this rank that adapters can be beside, and the names of those on all ranks.
+            The layers on this rank that adapters can be beside, and outputs and inputs of those on all ranks, by name, in the
+            order of the checkpoint.
         """
 
     def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
-        """Make tensors for the weights of `sites` with an adapter added, which are published in place of the weights."""
+        """Make tensors for the weights of `sites` with an adapter added, which stand in for the weights in what is exported."""
+
+    def drop_merged(self) -> None:
+        """Free the tensors that `merged` made."""
 
 
 class Adapters:
@@ -59,14 +65,14 @@ class Adapters:
     def __init__(self, trainer: TrainerConfig, model: AdaptedModel, rank: int, device: torch.device) -> None:
         self._trainer, self._model = trainer, model
         self._rank, self._device = rank, device
-        self._layers: tuple[list[LoraSite], list[str]] | None = None
+        self._layers: tuple[list[LoraSite], dict[str, tuple[int, int]]] | None = None
         self._adapters: dict[str, Adapter] = {}
         self._active: Adapter | None = None
         self._merged: MergedWeights | None = None
         if trainer.lora is not None:
             self.keep(self.make(DEFAULT, trainer.lora, None))
-            self._merged = model.merged([pair.site for pair in self._adapters[DEFAULT].pairs.values()])
-            self.refresh()
+            if not trainer.publishes_adapter:
+                self._merge()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -115,7 +121,7 @@ class Adapters:
     def remove(self, name: str) -> None:
         """See `TrainingEngine.remove_adapter`."""
         adapter = self.chosen(name)
-        if adapter is None or (self._merged is not None and name == DEFAULT):
+        if adapter is None or (self._trainer.lora is not None and name == DEFAULT):
             raise ConfigError(
                 f"adapter {name!r} cannot be removed: it is what is trained and published.",
                 part=PART,
@@ -137,8 +143,37 @@ class Adapters:
         return None if self._active is None else self._active.pairs.get(module)
 
     def published_names(self, adapter: Adapter) -> list[str]:
-        """The checkpoint tensors that steps of `adapter` change, on any rank, in their order; none for most adapters."""
-        return list(self._merged.names) if self._merged is not None and adapter.name == DEFAULT else []
+        """The published tensors that steps of `adapter` change, on any rank, in their order; none for most adapters."""
+        if self._trainer.lora is None or adapter.name != DEFAULT:
+            return []
+        return adapter_names(self._all_layers, adapter.config) if self._merged is None else list(self._merged.names)
+
+    def shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        """The parts of the published adapter that this rank holds; see `TrainingEngine.local_shards`."""
+        return adapter_shards(self._adapters[DEFAULT], self._all_layers, wire_dtype)
+
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """Around an export: the published adapter is added to the weights, where that is not so all the time."""
+        if self._trainer.lora is None or self._merged is not None:
+            yield
+            return
+        try:
+            self._merge()
+            yield
+        finally:
+            self._merged = None
+            self._model.drop_merged()
+
+    def _merge(self) -> None:
+        adapter = self._adapters[DEFAULT]
+        self._merged = self._model.merged([pair.site for pair in adapter.pairs.values()])
+        self.refresh()
+
+    @property
+    def _all_layers(self) -> dict[str, tuple[int, int]]:
+        assert self._layers is not None, "there is an adapter"
+        return self._layers[1]
 
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
         """The tensors that `part` of the state of all adapters is, published weights included."""
@@ -151,7 +186,7 @@ class Adapters:
         return adapter.complete_gradients(self._model.groups, scale)
 
     def refresh(self) -> None:
-        """Add the published adapter to the model's weights again, after either changed."""
+        """Add the published adapter to the model's weights again, after either changed, where that is what is published."""
         if self._merged is not None:
             self._merged.refresh(self._adapters[DEFAULT])
 
@@ -169,7 +204,7 @@ class Adapters:
         return SavedAdapters(
             {name: (adapter.config, adapter.step) for name, adapter in trained.items()},
             {f"{name}|{key}": tensor for name in trained for key, tensor in self.gathered(name).items()},
-            DEFAULT if self._merged is not None else "",
+            DEFAULT if self._trainer.lora is not None else "",
         )
 
     def check(self, saved: SavedAdapters, directory: Path) -> None:
@@ -191,7 +226,7 @@ class Adapters:
                     part=PART,
                     hint="Use the configuration with which it was saved.",
                 )
-        if saved.published != (DEFAULT if self._merged is not None else ""):
+        if saved.published != (DEFAULT if self._trainer.lora is not None else ""):
             raise ConfigError(
                 f"the training state in {directory} was saved {'with' if saved.published else 'without'} trainer.lora.",
                 part=PART,

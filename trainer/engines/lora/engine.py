@@ -192,9 +192,9 @@ class AdaptedEngine(TorchEngine):
         """Around everything that computes with the model."""
         return self._collective(waiting_for)
 
-    def _make_adapters(self, model: AdaptedModel) -> None:
-        """Let `model` have adapters, and make the one of ``trainer.lora``."""
-        self._lora = Adapters(self.config, model, self.rank, self._device)
+    def _make_adapters(self, model: AdaptedModel, device: torch.device | None = None) -> None:
+        """Let `model` have adapters, and make the one of ``trainer.lora``, by default on the model's device."""
+        self._lora = Adapters(self.config, model, self.rank, device or self._device)
 
     def _open_adapters(self) -> Adapters:
         require_open(self._lora is not None, self._part)

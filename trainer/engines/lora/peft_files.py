@@ -43,6 +43,11 @@ _HARMLESS = {
 _NOTHING: tuple[object, ...] = (None, False, 0, "", "none", [], {})
 
 
+def peft_name(module: str, matrix: str) -> str:
+    """PEFT's name for the tensor A or B beside a linear layer."""
+    return f"{_PREFIX}{module}.lora_{matrix}.weight"
+
+
 def read_peft(
     directory: Path, config: LoraConfig, sites: Sequence[LoraSite], modules: Collection[str]
 ) -> dict[str, torch.Tensor]:
@@ -83,7 +88,7 @@ def read_peft(
     for module in wanted:
         for matrix in "AB":
             if f"{module}|{matrix}" not in found:
-                raise _error(f"{directory} lacks the tensor {_PREFIX}{module}.lora_{matrix}.weight.")
+                raise _error(f"{directory} lacks the tensor {peft_name(module, matrix)}.")
     return found
 
 
@@ -128,7 +133,7 @@ def write_peft(
     for key, tensor in tensors.items():
         module, matrix, kind = key.split("|")
         if kind == "weight":
-            named[f"{_PREFIX}{module}.lora_{matrix}.weight"] = tensor.contiguous()
+            named[peft_name(module, matrix)] = tensor.contiguous()
         else:
             moments[key] = tensor.contiguous()
     partial = make_partial(directory)

@@ -46,6 +46,8 @@ with warnings.catch_warnings():
         FrozenWeights,
         WeightSlice,
         copy_masters_to_model,
+        gradient_buffers,
+        held_tensors,
         inner_optimizers,
         megatron_optimizer,
         set_moment_steps,
@@ -93,12 +95,7 @@ class MegatronEngine(AdaptedEngine):
             unused, new = HEAD if tied or valued else "", VALUE_HEAD if valued else ""
             load_model(model_dir, self._shapes, self._slices, unused, new)
             copy_masters_to_model(self._chunks, self._optimizer)
-            sequence_parallel = self.config.megatron.sequence_parallel
-            adapted = MegatronAdapted(
-                self._chunks, self._slices, self._facts.shape, sequence_parallel=sequence_parallel
-            )
-            self._make_adapters(adapted)
-            self._published = adapted.published
+            self._published = self._adapt().published
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
@@ -106,6 +103,8 @@ class MegatronEngine(AdaptedEngine):
         self._device = torch.device("meta")
         with self._computing("the trainer ranks to build the model"):
             self._build(seed=0)
+            if self.config.publishes_adapter:
+                self._adapt(torch.device("cpu"))
 
     def forward(
         self,
@@ -204,6 +203,8 @@ class MegatronEngine(AdaptedEngine):
         optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
         """
         self._require_whole()
+        if self.config.publishes_adapter:
+            return self._open_adapters().shards(wire_dtype)
         kept = self._kept
         specs = {
             name: TensorSpec(name, shape, torch.float32 if name in kept else wire_dtype)
@@ -250,7 +251,7 @@ class MegatronEngine(AdaptedEngine):
         self._require_whole()
         self._require_here("parameters")
         about = ExportedModel(self._model_dir, self.config.head, dtype, self._kept)
-        with self._collective("the trainer ranks to export the model"):
+        with self._collective("the trainer ranks to export the model"), self._open_adapters().merged():
             export_model(directory, about, self._shapes, self._published, self.rank, self._device)
 
     @classmethod
@@ -336,19 +337,20 @@ class MegatronEngine(AdaptedEngine):
 
     train = TrainingEngine.train  # it has no dropout
 
+    def _adapt(self, device: torch.device | None = None) -> MegatronAdapted:
+        """Let the model that was built have adapters."""
+        split = self.config.megatron.sequence_parallel
+        adapted = MegatronAdapted(self._chunks, self._slices, self._facts.shape, sequence_parallel=split)
+        self._make_adapters(adapted, device)
+        return adapted
+
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
         self._require_whole()
         adapters = self._open_adapters().memory_of(part)
         if part == "parameters":
-            modules = [module for chunk in self._chunks for module in chunk.module.modules()]
-            held = [
-                tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())
-            ]
-            masters = (piece.weight for piece in self._slices)
-            return [*adapters, *(tensor for tensor in held if tensor is not None), *masters]
+            return [*adapters, *held_tensors(self._chunks), *(piece.weight for piece in self._slices)]
         if part == "gradients":
-            buffers = [buffer for chunk in self._chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-            return [*adapters, *(buffer.grad_data for buffer in buffers)]
+            return [*adapters, *gradient_buffers(self._chunks)]
         return [*adapters, *(moment for piece in self._slices for moment in piece.moments)]
 
     def _clear_gradients(self) -> None:

@@ -81,7 +81,7 @@ class MegatronAdapted:
         self.published = list(slices)
         """The slices, with tensors that stand in for weights in what is published; changed by `merged`."""
 
-    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], list[str]]:
+    def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
         check_lora(self._model)
         layers = [
@@ -107,6 +107,10 @@ class MegatronAdapted:
                 self.published[number] = replace(piece, weight=merged)
                 found.append(MergedSlice(sources[piece.name], piece.box, piece.weight, merged))
         return MergedWeights(found, list(sources))
+
+    def drop_merged(self) -> None:
+        """See `AdaptedModel.drop_merged`."""
+        self.published[:] = self._slices
 
     def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
         """The linear layers of one decoder layer."""
@@ -155,10 +159,11 @@ def _unwrapped(chunk: Any) -> Any:
     return chunk
 
 
-def _linear_layers(model: CheckpointShape) -> list[str]:
-    """Names of the linear layers in the decoder layers of the whole model, in the order of the checkpoint."""
+def _linear_layers(model: CheckpointShape) -> dict[str, tuple[int, int]]:
+    """Rows and columns of the linear layers in the decoder layers of the whole model, by name, as the checkpoint orders them."""
     inner = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
-    return [name.removesuffix(".weight") for name in checkpoint_shapes(model) if inner.fullmatch(name)]
+    shapes = checkpoint_shapes(model).items()
+    return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes if inner.fullmatch(name)}
 
 
 def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None:

@@ -255,3 +255,15 @@ def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightS
             )
             weight, *moments = (view[common.within(box).index] for view in views)
             yield WeightSlice(piece.name, Box(starts, common.shape), weight, tuple(moments))
+
+
+def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """Every parameter and buffer of this rank's parts of the model."""
+    modules = [module for chunk in chunks for module in chunk.module.modules()]
+    held = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
+    return [tensor for tensor in held if tensor is not None]
+
+
+def gradient_buffers(chunks: Sequence[Any]) -> list[torch.Tensor]:
+    """The memory in which gradients are added up."""
+    return [each.grad_data for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -1,0 +1,143 @@
+"""`LiveAdapters`: the versions of an adapter that one rank has beside its model. All ranks of a replica have the same ones.
+
+A version is a vLLM adapter with an id of its own, so a commit changes nothing that a request computes with: it adds the new one,
+and drops those that nothing uses any more. Before each step vLLM puts the adapters of the step's requests into slots, and its
+scheduler lets no more of them into a step than there are slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+
+from weightlane.ckpt_engines import CommitError, ConfigError, WeightlaneError
+from weightlane.sync import Subscriber
+
+from ..commit.rank_group import RankGroup
+from ..commit.transfer_calls import UpdateRequest, validated
+from ..config import AdapterConfig
+from ..layout.loading.adapter_tensors import adapted_layers, adapter_expectation
+from ..layout.rank_model import RankModel
+from ..vllm_internals.internals import LoRAModel, PEFTHelper
+
+logger = init_logger("vllm.weightlane")
+
+
+class LiveAdapters:
+    """The adapters of one rank. All ranks make every call together.
+
+    Args:
+        rank: The rank with its model, which vLLM has wrapped for adapters.
+        group: The ranks.
+        adapter: The adapter that versions are.
+
+    Raises:
+        ConfigError: The model has a layer that vLLM cannot put this adapter beside.
+    """
+
+    in_place = False
+    intact = True
+    """A failed update leaves every adapter that was there as it was."""
+
+    def __init__(self, rank: RankModel, group: RankGroup, adapter: AdapterConfig) -> None:
+        self.adapter = adapter
+        self._group, self._part = group, rank.part
+        self._model = rank.model
+        manager: Any = rank.model.lora_manager
+        self._manager = manager
+        layers = adapted_layers(rank.config.model_config.model, adapter)
+        self._peft = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(layers))
+        self._peft.validate_legal(manager.lora_config)
+        self.expectation = adapter_expectation(layers, adapter.rank, manager.lora_config.lora_dtype)
+        self._refuse_unknown_layers()
+
+    def needed(self) -> None:
+        """Every rank needs all of an adapter: vLLM itself takes its part of each tensor."""
+
+    def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
+        """Commit or roll back a version on every rank. Returns the first rank's error, or None.
+
+        Args:
+            fields: The fields of an `UpdateRequest`.
+            subscriber: The subscriber that has staged the version.
+        """
+        requests: list[UpdateRequest] = []
+        made: list[Any] = []
+
+        def prepare() -> None:
+            request = validated(UpdateRequest, fields)
+            if request.adapter is None:
+                raise ConfigError(
+                    "versions of this replica are adapters, and the update names none.",
+                    part=self._part,
+                    hint="Only weightlane's own replicas take adapters: RolloutWorker or RolloutReplica.",
+                )
+            if request.version is not None:
+                made.append(self._adapter(request.adapter, request.version, subscriber))
+            elif request.adapter not in self._ids:
+                raise CommitError(
+                    f"version {request.rollback_of} cannot be rolled back: the adapter before it is not kept.",
+                    part=self._part,
+                )
+            requests.append(request)
+
+        error = self._group.run(prepare, self._part)
+        if error is not None:
+            return error
+        (request,) = requests
+        for unused in self._ids - {request.adapter} - request.in_use:
+            self._manager.remove_adapter(unused)
+        error = self._group.run(lambda: self._add(*made), self._part)
+        if error is not None:
+            self._manager.remove_adapter(request.adapter)
+        return error
+
+    @property
+    def _ids(self) -> set[int]:
+        return set(self._manager.list_adapters())
+
+    def _adapter(self, identity: int, version: int, subscriber: Subscriber) -> Any:
+        """VLLM's adapter `identity` from the tensors of a staged version, which is released."""
+        staged = subscriber.take(version)
+        try:
+            # Copies: staging memory is used again, and vLLM keeps these tensors and scales B in place.
+            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in staged.items()}
+        finally:
+            subscriber.release(version)
+        return LoRAModel.from_lora_tensors(
+            identity,
+            tensors,
+            self._peft,
+            device="cpu",
+            dtype=self._manager.lora_config.lora_dtype,
+            weights_mapper=self._mapper(),
+        )
+
+    def _add(self, *made: Any) -> None:
+        for adapter in made:
+            self._manager.add_adapter(adapter)
+            # At once and not at the first request: where that failed, the engine would end.
+            self._manager.activate_adapter(adapter.id)
+            logger.debug("weightlane: adapter %d is in a slot", adapter.id)
+
+    def _mapper(self) -> Any:
+        """Renames checkpoint tensors as vLLM's own loading of adapters does; None where the model has the checkpoint's names."""
+        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
+        return None if mapper is None else mapper.get_rename_mapper()
+
+    def _refuse_unknown_layers(self) -> None:
+        """Refuse layers that vLLM wraps no module for: it would leave their tensors out without a word."""
+        empty = {name: torch.empty(0) for name in self.expectation.tensors}
+        asked = LoRAModel.from_lora_tensors(1, empty, self._peft, device="cpu", weights_mapper=self._mapper()).loras
+        packed = self._manager.packed_modules
+        known = {*self._manager.modules, *(name for names in packed.values() for name in names)}
+        if missing := sorted(asked.keys() - known):
+            raise ConfigError(
+                f"vLLM has no adapters beside {missing[0]}"
+                + (f" and {len(missing) - 1} more layers of this model." if missing[1:] else " of this model."),
+                part=self._part,
+                hint='Leave such layers out of trainer.lora.targets, or set trainer.lora.publish to "merged".',
+            )

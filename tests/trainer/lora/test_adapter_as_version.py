@@ -1,0 +1,79 @@
+"""With ``trainer.lora.publish`` = adapter, an engine publishes A and B alone, and exports what it would export otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_ranks import FSDP2_TP2, Teams, assert_same, checkpoint, gathered, megatron
+from safetensors.torch import load_file
+
+from weightlane.trainer.engines.registry import training_engine_class
+
+MODEL = "qwen3-tied"
+LORA = {"rank": 3, "alpha": 4, "targets": ("q_proj", "o_proj", "up_proj", "down_proj"), "learning_rate": 0.02}
+ADAPTER = {**LORA, "publish": "adapter"}
+SEQUENCE_PARALLEL = megatron({"tensor_parallel": 2, "sequence_parallel": True})
+LAYOUTS = [
+    pytest.param(2, {}, id="fsdp2-2"),
+    pytest.param(2, FSDP2_TP2, id="fsdp2-tp2"),
+    pytest.param(2, SEQUENCE_PARALLEL, id="megatron-sp2", marks=pytest.mark.megatron),
+    pytest.param(2, megatron({"pipeline_parallel": 2}), id="megatron-pp2", marks=pytest.mark.megatron),
+]
+
+
+@pytest.mark.parametrize(("world", "settings"), LAYOUTS)
+def test_versions_are_pefts_tensors_and_exports_are_bit_for_bit_those_of_a_run_that_publishes_merged_weights(
+    teams: Teams, tmp_path: Path, world: int, settings: dict[str, Any]
+) -> None:
+    """Also those of a saved state; a state of either kind continues as the other."""
+    ranks, found = teams.of(world), {}
+    for lora in (ADAPTER, LORA):
+        ranks.setup(MODEL, lora=lora, **settings)
+        folder = tmp_path / str(lora.get("publish"))
+        ranks.all("train", first=0, count=3)
+        ranks.all("export", directory=folder / "model")
+        ranks.all("export_adapter", directory=folder / "adapter", name="default")
+        ranks.all("save", directory=folder / "state")
+        found[str(lora.get("publish"))] = gathered(ranks)
+    adapter, merged = tmp_path / "adapter", tmp_path / "None"
+    assert_same(found["adapter"], load_file(adapter / "adapter" / "adapter_model.safetensors"))
+    assert_same(found["None"], checkpoint(merged / "model"))
+    assert_same(checkpoint(adapter / "model"), checkpoint(merged / "model"))
+    assert not torch.equal(
+        found["None"]["model.layers.0.mlp.up_proj.weight"],
+        checkpoint(teams.models[MODEL])["model.layers.0.mlp.up_proj.weight"],
+    )
+    sizes = [sum(tensor.nbytes for tensor in tensors.values()) for tensors in found.values()]
+    assert sizes[0] < sizes[1]
+    engine = training_engine_class(str(settings.get("engine", "fsdp2")))
+    for each in (adapter, merged):
+        engine.export_saved(each / "state", teams.models[MODEL], each / "from state", torch.float32)
+    assert_same(checkpoint(adapter / "from state"), checkpoint(merged / "from state"))
+    ranks.setup(MODEL, lora=ADAPTER, **settings)
+    assert ranks.all("load", directory=merged / "state") == [3] * world
+    assert_same(gathered(ranks), found["adapter"])
+
+
+@pytest.mark.parametrize(("world", "settings"), LAYOUTS)
+def test_the_fence_names_a_and_b_of_all_ranks_and_they_come_back_from_the_host_bit_for_bit(
+    teams: Teams, world: int, settings: dict[str, Any]
+) -> None:
+    ranks, found = teams.of(world), []
+    for moves in (False, True):
+        ranks.setup(MODEL, lora=ADAPTER, **settings)
+        for do, number in (("forward_backward", 0), ("forward_backward", 1), ("optim_step", 0)):
+            ranks.all("adapter_steps", order=[(do, "default", number)])
+            if moves:
+                ranks.all("adapter_offload")
+        found.append(gathered(ranks))
+    assert_same(*found)
+    ranks.setup(MODEL, lora=ADAPTER, **settings)
+    ranks.all("train", first=0, count=1)
+    for report in ranks.all("fence"):
+        assert [name for call in report["calls"] for name in call["named"]] == list(found[0])
+        assert report["calls"][0]["changed"] == []
+        # Every tensor but A has a gradient in the first step, where B is 0; all have one in the second.
+        assert set(report["changed"]) == set(report["published"]) != set()

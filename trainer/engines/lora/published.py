@@ -1,0 +1,50 @@
+"""The tensors of an adapter that is published as such: A and B of every layer, under PEFT's names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
+
+from ...config import LoraConfig
+from .adapter import Adapter
+from .peft_files import peft_name
+from .sites import MATRICES
+
+
+def adapter_names(layers: Mapping[str, tuple[int, int]], config: LoraConfig) -> list[str]:
+    """Names of all tensors of an adapter on all ranks, in the order of `layers`."""
+    return [peft_name(module, matrix) for module in layers if _is_target(module, config) for matrix in MATRICES]
+
+
+def adapter_shards(
+    adapter: Adapter, layers: Mapping[str, tuple[int, int]], wire_dtype: torch.dtype
+) -> list[LocalShard]:
+    """The parts of an adapter that this rank holds: views of its parameters, and nothing of layers on other ranks.
+
+    Args:
+        adapter: The adapter.
+        layers: Outputs and inputs of each layer on any rank that an adapter can be beside.
+        wire_dtype: In which type the tensors travel.
+    """
+    rank, device = adapter.config.rank, adapter.parameters[0].device if adapter.parameters else torch.device("cpu")
+    nothing = torch.empty(0, device=device)
+    shards = []
+    for module, (rows, columns) in layers.items():
+        if not _is_target(module, adapter.config):
+            continue
+        pair = adapter.pairs.get(module)
+        for matrix, shape in zip(MATRICES, ((rank, columns), (rows, rank)), strict=True):
+            spec = TensorSpec(peft_name(module, matrix), shape, wire_dtype)
+            if pair is None:
+                shards.append(LocalShard.nothing(spec, nothing))
+            else:
+                starts = pair.site.box(matrix, rank).starts
+                shards.append(LocalShard(spec, starts, pair.matrices[matrix].detach()))
+    return shards
+
+
+def _is_target(module: str, config: LoraConfig) -> bool:
+    return not config.targets or module.rpartition(".")[2] in config.targets
