@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker_of(model: Path, world: int = 1, **settings: Any) -> RecordingWorker:
     adapter = {**ADAPTER, **settings.pop("adapter", {})}
     return probed_worker(
-        f"rollout-{world}",
+        settings.pop("name", f"rollout-{world}"),
         model,
         in_engine=world == 1,
         tensor_parallel=world,
@@ -285,3 +285,34 @@ def test_a_version_with_other_names_or_shapes_is_refused_by_name_before_it_is_se
     with started(worker) as runner:
         for sent, says in wrong:
             runner.run(refuse(sent, says))
+
+
+def test_a_replica_in_the_place_of_one_that_ended_gets_the_newest_version_from_a_second_sync(
+    trainers: Trainers, model: Path, tmp_path: Path
+) -> None:
+    trainers.call("setup", str(model), {"lora": {**ADAPTER, "publish": "adapter"}})
+    folder = Folder(trainers, tmp_path)
+    stays, ends, newcomer = (worker_of(model, name=f"rollout-{number}") for number in range(3))
+
+    async def replace() -> None:
+        async with trainers.publishing([stays, ends], "shm") as coordinator:
+            for version in (1, 2):
+                folder.make(version)
+                await coordinator.sync(version)
+            await check(ends, folder, 2)
+            before = await slot(stays)
+            await ends.close()
+            coordinator.remove(ends.name)
+            await newcomer.connect(coordinator._rendezvous.address.to_plain(), "shm")
+            coordinator.add(newcomer)
+            await coordinator.sync(2)
+            assert await slot(stays) == before
+            for worker in (stays, newcomer):
+                await check(worker, folder, 2)
+            folder.make(3)
+            await coordinator.sync(3)
+            for worker in (stays, newcomer):
+                await check(worker, folder, 3)
+
+    with started(stays, ends, newcomer) as runner:
+        runner.run(replace())
