@@ -214,9 +214,7 @@ class MegatronEngine(AdaptedEngine):
         for piece in self._published:
             held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
         nothing = torch.empty(0, device=self._device)
-        return [
-            shard for name, shards in held.items() for shard in shards or [LocalShard.nothing(specs[name], nothing)]
-        ]
+        return [each for name, shards in held.items() for each in shards or [LocalShard.nothing(specs[name], nothing)]]
 
     def save(self, directory: Path) -> None:
         """See `TrainingEngine.save`."""
@@ -384,7 +382,7 @@ class MegatronEngine(AdaptedEngine):
 
     def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
         (chunk,) = self._chunks
-        hidden = run_chunk(chunk, micro, self._multiple)[0]
+        (hidden,) = run_chunk(chunk, micro, self._multiple)
         return head_answer(hidden, head_of(chunk), micro, query, self._facts.shape.vocab)
 
     def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
