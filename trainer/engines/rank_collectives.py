@@ -157,7 +157,7 @@ def share_json(value: Any, device: torch.device) -> list[Any]:
     ]
 
 
-def on_every_rank(action: Callable[[], None], device: torch.device, part: str) -> None:
+def on_every_rank(action: Callable[[], object], device: torch.device, part: str) -> None:
     """Run `action` on every rank; where it fails on any, every rank raises an error, its own or the first. Collective."""
     failure: WeightlaneError | None = None
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,6 +65,10 @@ class OpenEngine:
             raise
         self.hidden = int(AutoConfig.from_pretrained(model_dir).get_text_config().hidden_size)
         """Numbers that the head reads of each token."""
+
+    def collective(self) -> AbstractContextManager[None]:
+        """Around what the ranks do together beside computing: a peer that is gone or late is a typed error."""
+        return typed_collective_errors("the other ranks", PART, self.engine.config.collective_timeout_s)
 
     def close(self) -> None:
         """Free the model, and leave the ranks if this joined them."""

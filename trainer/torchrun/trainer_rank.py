@@ -128,7 +128,7 @@ class TrainerRank(SlotChoice):
             check_tokens(flat, self._engine.vocabulary)
             self._passes(flat)
 
-        on_every_rank(check, self._engine.device, PART)
+        self._on_every_rank(check)
         self._require_alike(flat, by_share=True)
         passes, available = self._passes(flat), self._available()
         with_gradient = sum(each.gradient for each in passes)
@@ -165,7 +165,7 @@ class TrainerRank(SlotChoice):
             check_tokens(flat, self._engine.vocabulary)
             self._passes(flat)
 
-        on_every_rank(check, self._engine.device, PART)
+        self._on_every_rank(check)
         self._require_alike([each for item in items for each in item], by_share=False)
         first = 0
         while first < len(items):
@@ -251,8 +251,14 @@ class TrainerRank(SlotChoice):
         return self._open.engine
 
     def _shared(self, value: Any) -> list[Any]:
-        """`value` of every rank."""
-        return share_json(value, self._engine.device)
+        """`value` of every rank. Collective."""
+        with self._open.collective():
+            return share_json(value, self._engine.device)
+
+    def _on_every_rank(self, action: Callable[[], object]) -> None:
+        """Run `action`; where it fails on any rank, every rank raises. Collective."""
+        with self._open.collective():
+            on_every_rank(action, self._engine.device, PART)
 
     def _load(self, kind: SlotKind, name: str, source: Path | None, config: LoraConfig | None) -> None:
         live = self._shared(sorted({each.slot for each in self._graphs()}))
@@ -262,11 +268,9 @@ class TrainerRank(SlotChoice):
                 f"{name!r} is the name of a {self._slots.kinds[name]}.", part=PART, hint="Choose another."
             )
         settings: list[LoraConfig] = []
-
-        def read() -> None:
-            settings.append(config or (LoraConfig() if source is None else saved_config(source)))
-
-        on_every_rank(read, self._engine.device, PART)
+        fresh = config or LoraConfig()
+        read = lambda: settings.append(fresh if config or source is None else saved_config(source))  # noqa: E731
+        self._on_every_rank(read)
         self._engine.replace_adapter(name, settings[0], source, trained=kind == "checkpoint")
         self._slots.kinds[name] = kind
         self._with_gradient.discard(name)

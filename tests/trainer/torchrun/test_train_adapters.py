@@ -9,6 +9,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from engine_ranks import Teams
 from safetensors.torch import load_file
@@ -46,6 +47,22 @@ def test_the_example_trains_two_adapters_at_once_each_on_its_own_data(
         own, other = (_logprob(model, tmp_path / "out" / each, answer) for each in (name, *(ANSWERS.keys() - {name})))
         assert own > other + 1
         assert losses[name][-1] < losses[name][0] - 0.5
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_example_also_runs_without_torchrun_and_on_a_gpu(
+    children: Any, models: dict[str, Path], tmp_path: Path, device: str
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "t1", "completion": "t2"}))
+    settings = ["--trainer", json.dumps({"device": device, "compute_dtype": "float32"}), "--steps", "3"]
+    files = ["--data", str(tmp_path / "one.jsonl"), "--out", str(tmp_path / "out")]
+    code, output, errors = children.run([str(EXAMPLE), "--model", str(models["llama-untied"]), *files, *settings])
+    assert code == 0, errors
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
+    assert losses == sorted(losses, reverse=True)
+    assert len(set(losses)) == 3
 
 
 def test_the_program_of_the_guide_runs(teams: Teams) -> None:

@@ -276,3 +276,16 @@ def test_inputs_that_are_wrong_are_refused_by_name_on_every_rank(opened: Opened)
     for rank, other in enumerate((good, {**good, "top_k": 2})):
         split.tell(rank, "ask_own", **other)
     assert all("were given different inputs" in split.answer(rank)["message"] for rank in range(2))
+
+
+def test_the_death_of_a_rank_is_a_typed_error_of_the_others(teams: Teams, made: dict[str, Path]) -> None:
+    with teams.new(2) as ranks:
+        ranks.all("own_the_group", model=teams.models["qwen2"])
+        ranks.all("open_rank", model=teams.models["qwen2"], trainer={})
+        ranks.all("load_slot", kind="checkpoint", name="one", source=made["one"])
+        ranks.all("keep_forward", rows=[0], asked={"checkpoint": "one"})
+        ranks.kill(1)
+        for do, arguments in (("backward_kept", {}), ("step_slots", {}), ("ask_own", {"input_tokens": [1]})):
+            ranks.tell(0, do, **arguments)
+            answer = ranks.answer(0)
+            assert answer["error"] == "PeerLostError", answer
