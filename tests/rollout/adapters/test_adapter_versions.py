@@ -205,7 +205,8 @@ def test_requests_keep_their_version_to_the_end_and_those_of_a_third_one_wait_fo
                     asyncio.create_task(worker.generate("r", prompt, count, greedy=True)) for count in (700, 350)
                 ]
                 wanted = worker.clock.tokens + 20
-                while worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
+                while worker.clock.tokens < wanted:
+                    assert not [each.exception() for each in flying if each.done()]
                     await asyncio.sleep(0.002)
             assert len(set(worker._in_flight.values())) == 3, "requests of three versions at once"
             assert await probe(worker, "probe_adapters") == [sorted(set(worker._in_flight.values()))]
