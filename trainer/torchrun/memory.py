@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 
@@ -19,14 +18,6 @@ _RESERVE = 0.03
 """Share of the free memory that is left alone."""
 _PLENTY = 2**62
 _FLOAT32, _INT64 = 4, 8
-
-
-@dataclass(frozen=True, slots=True)
-class PassKind:
-    """The property of a pass by which its memory for each token differs."""
-
-    gradient: bool
-    """Whether everything that a gradient needs is kept."""
 
 
 class MemoryEstimate:
@@ -45,39 +36,41 @@ class MemoryEstimate:
     def __init__(self, widths: Sequence[int], itemsize: int, vocabulary: int, hidden: int) -> None:
         self._itemsize, self._vocabulary, self._hidden = itemsize, vocabulary, hidden
         kept = {True: 2 * sum(widths), False: 4 * max(widths, default=0)}
-        self.per_token = {PassKind(gradient): float(itemsize * kept[gradient]) for gradient in (True, False)}
-        """Bytes for each token, outputs not counted."""
-        self._measured: dict[PassKind, int] = {}
+        self.per_token = {gradient: float(itemsize * kept[gradient]) for gradient in (True, False)}
+        """Bytes for each token, outputs not counted, of passes with and without gradient."""
+        self._measured: dict[bool, int] = {}
 
-    def of(self, each: ForwardInput, kind: PassKind) -> int:
+    def of(self, each: ForwardInput, *, gradient: bool) -> int:
         """Bytes that an input is predicted to take."""
-        return round(_SAFETY * self.per_token[kind] * len(each.tokens)) + self.outputs_of(each, kind)
+        return round(_SAFETY * self.per_token[gradient] * len(each.tokens)) + self.outputs_of(each, gradient=gradient)
 
-    def outputs_of(self, each: ForwardInput, kind: PassKind) -> int:
+    def outputs_of(self, each: ForwardInput, *, gradient: bool) -> int:
         """Bytes of the outputs of an input and, in a pass with gradient, of the gradients by them."""
         floats = each.labels + each.entropy + each.logits * self._vocabulary
         wide = each.hidden_states * self._hidden * self._itemsize
-        both = (floats * _FLOAT32 + wide) * (2 if kind.gradient else 1)
+        both = (floats * _FLOAT32 + wide) * (2 if gradient else 1)
         return len(each.tokens) * (both + each.top_k * (_FLOAT32 + _INT64))
 
-    def wants_measuring(self, kind: PassKind, tokens: int) -> bool:
+    def wants_measuring(self, tokens: int, *, gradient: bool) -> bool:
         """Whether a pass tells more than those before: a much longer one does, since something may not grow with the tokens."""
-        return tokens > 2 * self._measured.get(kind, 0)
+        return tokens > 2 * self._measured.get(gradient, 0)
 
-    def learn(self, kind: PassKind, tokens: int, measured: int, inputs: Collection[ForwardInput]) -> None:
-        """Note what a pass over so many tokens took, outputs included."""
+    def learn(self, inputs: Collection[ForwardInput], measured: int, *, gradient: bool) -> None:
+        """Note how many bytes a pass took, outputs included."""
+        tokens = sum(len(each.tokens) for each in inputs)
         if tokens and measured:
-            self._measured[kind] = max(tokens, self._measured.get(kind, 0))
-            self.per_token[kind] = max(0, measured - sum(self.outputs_of(each, kind) for each in inputs)) / tokens
+            self._measured[gradient] = max(tokens, self._measured.get(gradient, 0))
+            outputs = sum(self.outputs_of(each, gradient=gradient) for each in inputs)
+            self.per_token[gradient] = max(0, measured - outputs) / tokens
 
     def to_plain(self) -> list[float]:
-        """Bytes for each token by kind, for another rank's `raise_to`."""
+        """Bytes for each token, for another rank's `raise_to`."""
         return list(self.per_token.values())
 
     def raise_to(self, others: Sequence[Sequence[float]]) -> None:
         """Take the highest of all ranks, so that they plan alike."""
-        for number, kind in enumerate(self.per_token):
-            self.per_token[kind] = max(each[number] for each in others)
+        for number, gradient in enumerate(self.per_token):
+            self.per_token[gradient] = max(each[number] for each in others)
 
 
 class Meter:

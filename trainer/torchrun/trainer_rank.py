@@ -19,7 +19,7 @@ from ..engines.rank_collectives import on_every_rank, share_json
 from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, flattened
 from .likeness import digest, refuse_different
 from .live_graphs import LiveGraph
-from .memory import MemoryEstimate, Meter, PassKind, free_bytes
+from .memory import MemoryEstimate, Meter, free_bytes
 from .micro_batch import MicroBatch, MicroBatchStats
 from .open_engine import OpenEngine
 from .outputs import ForwardOutput, ForwardOutputs, shaped_like
@@ -300,7 +300,7 @@ class TrainerRank(SlotChoice):
 
     def _cost(self, each: ForwardInput) -> int:
         gradient = torch.is_grad_enabled() and each.has_gradient and self._slots.of(each) in self._slots.checkpoints
-        return self._estimate.of(each, PassKind(gradient))
+        return self._estimate.of(each, gradient=gradient)
 
     def _available(self) -> int:
         """Memory for a pass on the rank that has least; predictions become those of the rank that measured most. Collective."""
@@ -350,13 +350,13 @@ class TrainerRank(SlotChoice):
     def _run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
         """Run one pass; returns its outputs, and the bytes that it took."""
         query = packed.query(micro := packed.packed())
-        kind, meter = PassKind(packed.gradient), Meter(self._engine.device)
-        measured = self._estimate.wants_measuring(kind, packed.tokens)
+        meter = Meter(self._engine.device)
+        measured = self._estimate.wants_measuring(packed.tokens, gradient=packed.gradient)
         with torch.set_grad_enabled(packed.gradient), meter.forward(measured=measured):
             found = self._engine.run_pass(micro, query, packed.slot)
 
         def learn() -> None:
-            self._estimate.learn(kind, packed.tokens, meter.bytes, packed.inputs)
+            self._estimate.learn(packed.inputs, meter.bytes, gradient=packed.gradient)
 
         def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
             with meter.backward():
@@ -379,7 +379,7 @@ class TrainerRank(SlotChoice):
     ) -> dict[str, torch.Tensor]:
         """`found`, cut off from its graph, see `LiveGraph`."""
         graphed = {name: tensor for name, tensor in found.items() if tensor.requires_grad}
-        predicted = sum(self._estimate.of(each, PassKind(gradient=True)) for each in packed.inputs)
+        predicted = sum(self._estimate.of(each, gradient=True) for each in packed.inputs)
         graph = LiveGraph(packed.slot, list(graphed.values()), nbytes or predicted, backward)
         self._live.append(weakref.ref(graph))
         if not packed.inputs:
