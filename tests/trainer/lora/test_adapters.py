@@ -19,6 +19,7 @@ from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, exhaustive, gathe
 from lora_commands import whole
 from safetensors.torch import load_file, save_file
 
+from weightlane.rollout.config import RolloutConfig
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.engines.lora.adapter import Adapter, LoraGroups
 from weightlane.trainer.engines.lora.sites import LoraSite
@@ -316,10 +317,12 @@ def test_steps_are_those_of_torch_with_clipping_and_a_learning_rate_of_the_adapt
 
 def test_the_guides_blocks_are_valid_and_train(teams: Teams) -> None:
     guide = (Path(__file__).parents[3] / "docs/guides/lora.md").read_text()
-    (settings,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
+    settings, alone = (tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL))
+    assert TrainerConfig(**alone["trainer"]).publishes_adapter
+    assert RolloutConfig(**alone["rollout"]).adapter_slots == 2
     (code,) = re.findall(r"```python\n(.*?)```", guide, re.DOTALL)
     ranks = teams.of(2)
-    ranks.setup("qwen3-tied", **tomllib.loads(settings)["trainer"])
+    ranks.setup("qwen3-tied", **settings["trainer"])
     before = logprobs(ranks, None)
     assert ranks.all("run_code", code=code)[0]["tokens"] == 3.0
     assert_close(logprobs(ranks, None), before, 0.0)
