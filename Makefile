@@ -33,11 +33,11 @@ WORKING := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST := $(VENV)/pytest $(WORKING) --durations 30
 
 test: setup
-	@echo "== tests: every promise (about ten minutes on two cores; make test-all runs further cases, too)"
+	@echo "== tests: every promise (about half an hour on two slow cores; make test-all runs further cases, too)"
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: setup
-	@echo "== tests: all of them (at most 25 minutes on two cores)"
+	@echo "== tests: all of them (about an hour on two slow cores)"
 	@$(PYTEST)
 
 test-zoo: setup
