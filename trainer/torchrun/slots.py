@@ -28,12 +28,12 @@ class Slots:
             return BASE
         if self.kinds.get(name) != kind:
             other = self.kinds.get(name)
-            found = f"{name!r} is a {_plain(other)}" if other else f"there is no {_plain(kind)} {name!r}"
+            found = f"{name!r} is a {plain(other)}" if other else f"there is no {plain(kind)} {name!r}"
             known = [each for each, its in self.kinds.items() if its == kind]
             raise ConfigError(
                 f"{found}.",
                 part=PART,
-                hint=f"Load it by load_{kind}. A {_plain(kind)} can be: {', '.join(known) or 'none yet'}.",
+                hint=f"Load it by load_{kind}. A {plain(kind)} can be: {', '.join(known) or 'none yet'}.",
             )
         return name
 
@@ -86,7 +86,8 @@ class PushedSlot:
         self._slots.pop()
 
 
-def _plain(kind: SlotKind | None) -> str:
+def plain(kind: SlotKind | None) -> str:
+    """The kind as the documentation writes it."""
     return "LoRA" if kind == "lora" else "checkpoint"
 
 

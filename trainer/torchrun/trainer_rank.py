@@ -24,7 +24,7 @@ from .micro_batch import MicroBatch, MicroBatchStats
 from .open_engine import OpenEngine
 from .outputs import ForwardOutput, ForwardOutputs, shaped_like
 from .packed_pass import PackedPass, by_slot
-from .slots import SlotChoice, SlotKind
+from .slots import SlotChoice, SlotKind, plain
 from .windows import part_of, planned_windows, window_cost
 
 
@@ -265,7 +265,7 @@ class TrainerRank(SlotChoice):
         self._refuse_live([name], [each for names in live for each in names])
         if self._slots.kinds.get(name, kind) != kind:
             raise ConfigError(
-                f"{name!r} is the name of a {self._slots.kinds[name]}.", part=PART, hint="Choose another."
+                f"{name!r} is the name of a {plain(self._slots.kinds[name])}.", part=PART, hint="Choose another."
             )
         settings: list[LoraConfig] = []
         fresh = config or LoraConfig()

@@ -175,7 +175,8 @@ def test_before_the_first_version_requests_are_refused_then_few_bytes_travel_and
             folder.make(2)
             await coordinator.sync(2)
             flying = asyncio.create_task(worker.generate("r", PROMPT, 300, greedy=True))
-            while worker.clock.in_flight == 0 or worker.clock.tokens < 40:  # noqa: ASYNC110 - nothing announces it
+            while worker.clock.in_flight == 0 or worker.clock.tokens < 40:
+                assert not flying.done()
                 await asyncio.sleep(0.002)
             await worker.rollback(2)
             await check(worker, folder, 1)
@@ -202,7 +203,7 @@ def test_requests_keep_their_version_to_the_end_and_those_of_a_third_one_wait_fo
                 folder.make(version)
                 await coordinator.sync(version)
                 flying += [
-                    asyncio.create_task(worker.generate("r", prompt, count, greedy=True)) for count in (700, 350)
+                    asyncio.create_task(worker.generate("r", prompt, count, greedy=True)) for count in (900, 850)
                 ]
                 wanted = worker.clock.tokens + 20
                 while worker.clock.tokens < wanted:

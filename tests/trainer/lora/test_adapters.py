@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,12 +57,6 @@ LAYOUTS = [
     ),
 ]
 FEW = [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6], LAYOUTS[7]]
-
-
-@pytest.fixture(scope="module")
-def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
-    with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")

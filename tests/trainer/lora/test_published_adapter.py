@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,12 +60,6 @@ def setup(request: pytest.FixtureRequest, teams: Teams) -> Setup:
         return ranks
 
     return loaded
-
-
-@pytest.fixture(scope="module")
-def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
-    with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:
-        yield one
 
 
 def changing(start: dict[str, torch.Tensor]) -> list[str]:

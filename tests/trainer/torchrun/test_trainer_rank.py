@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,6 @@ LAYOUTS = [
     ),
 ]
 Opened = Callable[..., Ranks]
-
-
-@pytest.fixture(scope="module")
-def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
-    with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:
-        yield one
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +142,7 @@ def test_what_an_input_names_comes_before_what_was_pushed_and_that_before_the_de
     ranks.all_fail(
         "ConfigError", "there is no LoRA 'three'. Load it by load_lora", "choose", calls=[("push_lora", "three")]
     )
-    ranks.all_fail("ConfigError", "'two' is the name of a lora", "load_slot", kind="checkpoint", name="two")
+    ranks.all_fail("ConfigError", "'two' is the name of a LoRA", "load_slot", kind="checkpoint", name="two")
 
 
 def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened, made: dict[str, Path]) -> None:
