@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._device as torch_device
 from checked_device.driver import Driver
 from checked_device.streams import NO_WAIT, TRAINER, names
 from checked_device.tensors import installed
@@ -270,3 +271,11 @@ def test_a_mistake_in_that_is_noticed(
     watch.cancel()
     run.close()
     assert rules & world.broken, names(world.violations)
+
+
+def test_a_device_context_reaches_torchs_own_functions_when_the_pretended_devices_are_gone() -> None:
+    torch_device._device_constructors.cache_clear()  # as in a process whose first context is one among them
+    with installed(World(0, devices=1), "cuda"), torch.device("meta"):
+        torch.add(torch.ones(1), 1)
+    with torch.device("meta"):
+        assert torch.zeros(1).device.type == "meta"

@@ -293,6 +293,10 @@ def installed(world: World, kind: str) -> Iterator[Devices]:
     """Have torch, and weightlane, know the world's devices as those of a type."""
     from weightlane.ckpt_engines.runtime import devices as ours
 
+    # torch keeps the set of functions that a device context reaches from the first call under one. Made from the
+    # functions that are put in place here, it would leave out torch's own for as long as the process lives.
+    with torch.device("meta"):
+        torch.empty(0)
     module = Devices(world)
     patch = pytest.MonkeyPatch()
     patch.setattr(Devices, "kind", kind)
