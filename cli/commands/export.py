@@ -8,7 +8,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import dtype_of
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
-from weightlane.trainer.run_files.run_dir import RunDir
+from weightlane.trainer.runner.run_dir import RunDir
 
 from ..config import load_config
 

@@ -27,8 +27,8 @@ from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
-from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
-from weightlane.trainer.run_files.run_dir import RunDir
+from weightlane.trainer.runner.run_dir import RunDir
+from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 
 from ..config import VERSIONS_DIR, RunConfig, explain, wire_dtype
 from ..output import console

@@ -12,7 +12,7 @@ import pytest
 from run_process import Ended, FinishedRun, RunProcess
 from tiny_run import Material
 
-from weightlane.trainer.run_files.run_dir import RunDir
+from weightlane.trainer.runner.run_dir import RunDir
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 

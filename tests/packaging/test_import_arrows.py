@@ -58,7 +58,7 @@ def test_the_loop_knows_the_registry_and_protocols_only() -> None:
     assert not [name for name in outside if name.split(".")[0] in forbidden or name.startswith(forbidden[:2])]
     assert not [name for name in outside if name.startswith("weightlane.ckpt_engines.engines")]
     rooms = {path.relative_to(ROOT / "trainer").parts[0] for path in seen}
-    assert not rooms & {"placement", "run_files"}
+    assert not rooms & {"placement", "runner"}
     engines = {str(path.relative_to(ROOT / "trainer/engines")) for path in seen if "engines" in path.parts}
     assert engines <= {"__init__.py"}, "the loop knows no training engine"
 

@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import RewardError
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
 from ..config import RewardConfig
-from ..named_function import function_named
+from .named_function import function_named
 
 _PART = "reward"
 _CLOSE_S = 5.0

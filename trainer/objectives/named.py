@@ -11,7 +11,7 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..config import AlgorithmConfig
 from ..data.batch import MicroBatch
-from ..named_function import function_named
+from ..data.named_function import function_named
 from .entropy import entropy_bonus
 from .loss import Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
 from .policy.cispo import cispo

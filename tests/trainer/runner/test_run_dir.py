@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, StorageError
-from weightlane.trainer.run_files.observers import FailuresFile, MetricsFile, _what_counts
-from weightlane.trainer.run_files.run_dir import RunDir
+from weightlane.trainer.runner.run_dir import RunDir
+from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, _what_counts
 
 
 def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""The runner: what executes training, and the files that a run writes."""
