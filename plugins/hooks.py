@@ -122,6 +122,16 @@ class RunHooks:
         """
         self._call("run_ended", facts=facts)
 
+    @hookspec
+    def job_finished(self, kind: str, facts: Facts) -> None:
+        """A job of the runner has ended, well or not. Called by the driver.
+
+        `kind` is that of the job, such as ``rl_step`` or ``publish``. Facts: ``seconds`` (in which it was executed), ``waited_s``
+        (behind earlier jobs), ``tokens`` (of its batch), ``adapter`` (its name; empty if there is none), ``error`` (its text;
+        empty if the job ended well).
+        """
+        self._call("job_finished", kind=kind, facts=facts)
+
     # -- versions in the coordinator: driver -------------------------------------------------------------------------------
 
     @hookspec

@@ -36,6 +36,10 @@ class PolicyGradient:
         """See `Trainers.save`."""
         await self._policy.save(directory)
 
+    async def load(self, directory: Path) -> int:
+        """Resume from a state that `save` wrote; the optimizer steps taken."""
+        return await self._policy.load(directory)
+
     async def watch(self) -> NoReturn:
         """See `Trainers.watch`."""
         await self._dispatch.watch()

@@ -86,6 +86,11 @@ class Ppo(PolicyGradient):
         """See `Trainers.save`; the critic's state lies beside that of the policy."""
         await asyncio.gather(super().save(directory), self._critic.save(critic_state(directory)))
 
+    async def load(self, directory: Path) -> int:
+        """See `PolicyGradient.load`; the critic resumes, too."""
+        steps, _ = await asyncio.gather(super().load(directory), self._critic.load(critic_state(directory)))
+        return steps
+
 
 def critic_state(policy_state: Path) -> Path:
     """The directory of the critic's state, beside that of the policy."""

@@ -1,0 +1,214 @@
+"""`Runner`: jobs train what the calls that they stand for would, in order; each fails alone, is told and is counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_batches import make_batch
+from safetensors.torch import load_file
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
+from weightlane.plugins import hookimpl, make_hooks
+from weightlane.trainer import AlgorithmConfig, Loss, Objective, TokenBatch, TokenSequence, TrainerConfig, sft
+from weightlane.trainer.algorithms.composition import algorithm_over, policy_objective, role_names, role_specs
+from weightlane.trainer.config import CriticConfig
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.objectives.policy_values import REWARD
+from weightlane.trainer.runner.jobs import (
+    JOBS,
+    Export,
+    Forward,
+    ForwardBackward,
+    Job,
+    Load,
+    NamedLoss,
+    OptimStep,
+    RlStep,
+    Save,
+    SftStep,
+)
+from weightlane.trainer.runner.runner import JobTrainers, Runner
+
+ALGORITHM = AlgorithmConfig(objective="ppo", kl_coefficient=0.05)
+TRAINER = TrainerConfig(device="cpu", learning_rate=3e-3)
+OUT_OF_VOCABULARY = TokenBatch((TokenSequence.of_completion([1], [10**6]),))
+
+
+def judged(step: int) -> TokenBatch:
+    sequences = make_batch(step).sequences
+    rewarded = [
+        TokenSequence(each.tokens, each.targets, each.per_token, {**each.per_sequence, REWARD: 0.1 * row})
+        for row, each in enumerate(sequences)
+    ]
+    return TokenBatch(tuple(rewarded))
+
+
+def with_dispatch(
+    models: Mapping[str, Path], use: Callable[[WorkerDispatch], Awaitable[Any]], algorithm: AlgorithmConfig = ALGORITHM
+) -> Any:
+    """The result of `use` on a dispatch of the algorithm's roles, in this process."""
+
+    async def run() -> Any:
+        paths = dict.fromkeys(role_names(algorithm), models["qwen3-untied"])
+        roles = role_specs(algorithm, TRAINER, CriticConfig(), paths, Objective(policy_objective(algorithm)))
+        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)})
+        try:
+            await dispatch.start()
+            return await use(dispatch)
+        finally:
+            await dispatch.close()
+
+    return asyncio.run(run())
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def test_steps_by_jobs_are_bit_for_bit_those_of_the_algorithm_and_resume_as_it_does(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    async def by_calls(dispatch: WorkerDispatch) -> list[float]:
+        algorithm = algorithm_over(dispatch, ALGORITHM)
+        norms = [(await algorithm.train_step(judged(step))).grad_norm for step in range(3)]
+        await dispatch["policy"].export_hf(tmp_path / "calls", "float32")
+        return norms
+
+    async def by_jobs(dispatch: WorkerDispatch) -> list[float]:
+        runner = Runner(dispatch, algorithm_over(dispatch, ALGORITHM))
+        trainers = JobTrainers(runner)
+        norms = [(await trainers.train_step(judged(step))).grad_norm for step in range(2)]
+        await trainers.save(tmp_path / "state" / "trainer")
+        await runner.run(RlStep(judged(5)))  # lost by what follows
+        assert await runner.run(Load(tmp_path / "state" / "trainer")) == 2
+        norms.append((await runner.run(RlStep(judged(2)))).grad_norm)
+        await runner.run(Export(tmp_path / "jobs", "float32"))
+        return norms
+
+    assert with_dispatch(models, by_calls) == with_dispatch(models, by_jobs)
+    calls, jobs = weights_in(tmp_path / "calls"), weights_in(tmp_path / "jobs")
+    assert [name for name in calls if not torch.equal(calls[name], jobs[name])] == []
+    before = weights_in(models["qwen3-untied"])
+    assert any(not torch.equal(calls[name], before[name]) for name in calls), "training changes weights"
+
+
+def test_a_supervised_step_is_the_gradient_of_the_likelihood_and_so_are_its_parts_and_a_loss_by_name_and_settings(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    def losses(name: str, settings: Mapping[str, Any]) -> Loss:
+        assert (name, settings) == ("likelihood", {"weight": 1.0})
+        return sft
+
+    async def whole(runner: Runner) -> None:
+        await runner.run(SftStep(make_batch(0)))
+
+    async def parts(runner: Runner) -> None:
+        loss = NamedLoss("likelihood", {"weight": 1.0})
+        computing = runner.submit(ForwardBackward(make_batch(0), loss, outputs=("logprobs",)))
+        stepping = runner.submit(OptimStep())
+        assert runner.waiting == 2
+        answer = await computing
+        assert [len(each["logprobs"]) for each in answer.outputs] == [each.length for each in make_batch(0).sequences]
+        assert (await stepping).step == 1
+
+    for name, use in (("whole", whole), ("parts", parts)):
+
+        async def train(dispatch: WorkerDispatch, name: str = name, use: Any = use) -> None:
+            runner = Runner(dispatch, losses=losses)
+            await use(runner)
+            await runner.run(Export(tmp_path / name, "float32"))
+
+        with_dispatch(models, train, AlgorithmConfig())
+    first, second = weights_in(tmp_path / "whole"), weights_in(tmp_path / "parts")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_job_fails_alone_with_a_typed_error_and_every_end_is_told_and_counted(models: dict[str, Path]) -> None:
+    told: list[tuple[str, str]] = []
+
+    class Observer:
+        @hookimpl
+        def job_finished(self, kind: str, facts: Mapping[str, Any]) -> None:
+            told.append((kind, facts["error"]))
+
+    def crash(outputs: Any, micro: Any) -> Any:
+        raise ZeroDivisionError("of the loss")
+
+    async def use(dispatch: WorkerDispatch) -> None:
+        runner = Runner(dispatch, hooks=make_hooks([Observer()]))
+        jobs: list[Job[Any]] = [
+            Forward(OUT_OF_VOCABULARY),
+            ForwardBackward(make_batch(0), crash),
+            OptimStep(),  # of a mini-batch without a gradient
+            ForwardBackward(make_batch(0), NamedLoss("likelihood")),
+            Forward(make_batch(1)),
+        ]
+        answers = await asyncio.gather(*map(runner.submit, jobs), return_exceptions=True)
+        kinds = [type(answer) for answer in answers]
+        assert kinds == [ProtocolError, WeightlaneError, ProtocolError, ConfigError, list]
+        assert "ZeroDivisionError" in str(answers[1])
+        assert [kind for kind, _ in told] == [job.kind for job in jobs]
+        assert [bool(error) for _, error in told] == [True, True, True, True, False]
+        figures = runner.figures
+        counts = {kind: (each.count, each.failures) for kind, each in figures.items()}
+        assert counts == {"forward": (2, 1), "forward_backward": (2, 2), "optim_step": (1, 1)}
+        assert figures["forward"].tokens == 1 + sum(each.length for each in make_batch(1).sequences)
+
+    with_dispatch(models, use, AlgorithmConfig())
+
+
+def test_jobs_wait_for_their_turn_and_their_device_and_those_whose_caller_left_or_that_were_closed_do_not_begin(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    async def use(dispatch: WorkerDispatch) -> None:
+        device = asyncio.Lock()
+
+        @asynccontextmanager
+        async def around(job: Job[Any]) -> AsyncIterator[None]:
+            if isinstance(job, Save):
+                raise ConfigError("no device for this one.", part="test")
+            async with device:
+                seen.append(f"{job.kind} begins")
+                yield
+                seen.append(f"{job.kind} ends")
+
+        runner = Runner(dispatch, around=around)
+        await device.acquire()
+        first, refused = runner.submit(SftStep(make_batch(0))), runner.submit(Save(tmp_path / "state"))
+        leaving = asyncio.create_task(runner.run(OptimStep()))
+        await asyncio.sleep(0)
+        last = runner.submit(Forward(make_batch(1)))
+        assert runner.waiting == 3, "the first one has begun to wait for the device"
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert (runner.waiting, seen) == (2, [])
+        device.release()
+        assert len(await last) == len(make_batch(1))
+        assert first.result().step == 1
+        assert isinstance(refused.exception(), ConfigError)
+        assert seen == ["sft_step begins", "sft_step ends", "forward begins", "forward ends"]
+        await device.acquire()
+        held, behind = runner.submit(Forward(make_batch(0))), runner.submit(Forward(make_batch(1)))
+        await asyncio.sleep(0)
+        await runner.close()
+        await runner.close()
+        for each in (held, behind):
+            assert isinstance(each.exception(), ClosedError)
+        with pytest.raises(ClosedError):
+            runner.submit(OptimStep())
+
+    with_dispatch(models, use, AlgorithmConfig())
+
+
+def test_every_kind_of_job_has_a_name_of_its_own() -> None:
+    assert len({job.kind for job in JOBS}) == len(JOBS)

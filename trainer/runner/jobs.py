@@ -1,0 +1,189 @@
+"""Jobs: what a `Runner` can be asked to do with the models of a dispatch, each a frozen dataclass with a typed result.
+
+`Forward` to `SaveAdapter` are the calls of a `Role` one by one, for a program that drives a training from outside; `RlStep` and
+`SftStep` are whole optimizer steps. ``adapter=None`` means the parameters that the trainer's configuration says are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+from ..config import LoraConfig
+from ..data.batch import MiniBatch, TokenBatch
+from ..dispatch.dispatch import BackwardAnswer
+from ..dispatch.role import StepResult
+from ..engines.contract import SequenceOutputs
+from ..engines.lora.adapter import AdamParams
+from ..loop.protocols import StepReport
+from ..objectives.loss import LOGPROBS, Loss, OutputName
+
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Job(Generic[R_co]):
+    """Base of all jobs; `R_co` is the type of the result."""
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+    """Name of the class of jobs, for events, figures and files."""
+
+
+@dataclass(frozen=True, slots=True)
+class NamedLoss:
+    """A loss by its name and settings, which is data where a function is not. A runner's `losses` makes the function of it."""
+
+    name: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-representable."""
+
+
+@dataclass(frozen=True, slots=True)
+class CreateAdapter(Job[int]):
+    """Put an adapter beside the model, in the place of one of that name. Result: the optimizer steps that it has taken."""
+
+    kind: ClassVar[str] = "create_adapter"
+
+    name: str
+    config: LoraConfig
+    source: Path | None = None
+    """A directory that `SaveAdapter` wrote, whose values it begins with; None for first values from the seed."""
+    optimizer: bool = True
+    """Whether the optimizer's state and the steps of `source` are resumed, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveAdapter(Job[None]):
+    """Drop an adapter and its optimizer."""
+
+    kind: ClassVar[str] = "remove_adapter"
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAdapter(Job[None]):
+    """Write an adapter as PEFT's files, beside its optimizer's state if that is wanted."""
+
+    kind: ClassVar[str] = "save_adapter"
+
+    name: str
+    directory: Path
+    optimizer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Forward(Job[list[SequenceOutputs]]):
+    """Compute outputs without gradient. Result: those of each sequence, in the order of the batch."""
+
+    kind: ClassVar[str] = "forward"
+
+    batch: TokenBatch
+    outputs: Collection[OutputName] = LOGPROBS
+    top_k: int = 0
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBackward(Job[BackwardAnswer]):
+    """Add the gradient of a loss to the gradients. Result: metrics of the loss, and `outputs` of each sequence."""
+
+    kind: ClassVar[str] = "forward_backward"
+
+    batch: TokenBatch
+    loss: str | NamedLoss | Loss
+    """A name among ``RoleSpec.losses``, a `NamedLoss`, or a loss that can be pickled."""
+    mini_batch: MiniBatch | None = None
+    """Tokens and sequences of the whole mini-batch; None if `batch` is all of it."""
+    outputs: Collection[OutputName] = ()
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStep(Job[StepResult]):
+    """Take the optimizer step for which gradients were added up."""
+
+    kind: ClassVar[str] = "optim_step"
+
+    adapter: str | None = None
+    params: AdamParams | None = None
+    """Settings of this step; None: those of the configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class RlStep(Job[StepReport]):
+    """Take one step of the runner's algorithm: advantages, forward, backward and optimizer, of every role that it trains."""
+
+    kind: ClassVar[str] = "rl_step"
+
+    batch: TokenBatch
+    mini_batch: MiniBatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SftStep(Job[StepReport]):
+    """Take one step of supervised fine-tuning: the mean negative log-likelihood of the targets."""
+
+    kind: ClassVar[str] = "sft_step"
+
+    batch: TokenBatch
+    mini_batch: MiniBatch | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Save(Job[None]):
+    """Save the full training state of every role that is trained."""
+
+    kind: ClassVar[str] = "save"
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Job[int]):
+    """Resume from a state that `Save` wrote. Result: the optimizer steps taken."""
+
+    kind: ClassVar[str] = "load"
+
+    directory: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Export(Job[None]):
+    """Write a Hugging Face model directory, adapters of ``trainer.lora`` added to the weights."""
+
+    kind: ClassVar[str] = "export"
+
+    directory: Path
+    dtype: str
+    """Such as ``bfloat16``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Publish(Job[float]):
+    """Publish the parameters, or one adapter, as a version. Result: the longest time in seconds that a rank was blocked."""
+
+    kind: ClassVar[str] = "publish"
+
+    version: int
+    adapter: str | None = None
+
+
+JOBS: tuple[type[Job[Any]], ...] = (
+    CreateAdapter,
+    RemoveAdapter,
+    SaveAdapter,
+    Forward,
+    ForwardBackward,
+    OptimStep,
+    RlStep,
+    SftStep,
+    Save,
+    Load,
+    Export,
+    Publish,
+)
+"""All kinds of jobs."""

@@ -1,0 +1,295 @@
+"""`Runner`: executes jobs on the models of a dispatch, one after the other, in the order in which they were submitted.
+
+`weightlane train`, `weightlane sft` and programs that drive a training from outside submit jobs to it:
+
+    runner = Runner(dispatch)
+    computing = runner.submit(ForwardBackward(batch, "objective"))
+    stepping = runner.submit(OptimStep())  # queued behind it
+    answer, step = await computing, await stepping
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, Protocol, TypeVar, cast
+
+from weightlane.ckpt_engines import ClosedError, ConfigError, WeightlaneError, as_weightlane_error
+from weightlane.plugins import RunHooks, process_hooks
+
+from ..algorithms.policy_gradient import PolicyGradient
+from ..algorithms.roles import POLICY
+from ..algorithms.step import take_step
+from ..config import LoraConfig
+from ..data.batch import MiniBatch, TokenBatch
+from ..dispatch.dispatch import WorkerDispatch
+from ..loop.protocols import StepReport
+from ..objectives.loss import Loss
+from ..objectives.supervised import sft
+from .jobs import (
+    CreateAdapter,
+    Export,
+    Forward,
+    ForwardBackward,
+    Job,
+    Load,
+    NamedLoss,
+    OptimStep,
+    Publish,
+    RemoveAdapter,
+    RlStep,
+    Save,
+    SaveAdapter,
+    SftStep,
+)
+
+_PART = "runner"
+_T = TypeVar("_T")
+
+Around = Callable[[Job[Any]], AbstractAsyncContextManager[object]]
+"""Makes a context manager that is entered before a job begins and left when it has ended. A program in which trainer and rollouts
+take turns on a device waits in it for the device. An error when it is entered is the job's."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobFigures:
+    """Running totals of one kind of jobs."""
+
+    count: int = 0
+    """Jobs that ended, well or not."""
+    failures: int = 0
+    seconds: float = 0.0
+    """Time in which they were executed."""
+    waited_s: float = 0.0
+    """Time in which they waited for earlier jobs."""
+    tokens: int = 0
+    """Tokens of their batches."""
+
+
+@dataclass(slots=True)
+class _Submitted:
+    job: Job[Any]
+    answer: asyncio.Future[Any]
+    since: float
+
+
+class Runner:
+    """Executes jobs on a dispatch that was started. It is the only caller of the dispatch's roles that trains.
+
+    A job that fails raises a `WeightlaneError` to its caller, and later jobs are executed as if it had not been there. One whose
+    caller stops waiting before its turn (a cancelled `run`) is dropped; one that has begun is finished. Each that ends is told
+    by the hook ``job_finished``, and counted in `figures`. To be used from one event loop.
+
+    Args:
+        dispatch: Has the role `POLICY`.
+        algorithm: Takes an `RlStep`, saves and loads; by default `PolicyGradient` over `dispatch`.
+        hooks: Told of every job that ends; by default those of the process.
+        losses: Makes the loss of a `NamedLoss`. Raises `ConfigError` for one that there is not.
+        around: See `Around`; by default jobs follow each other at once.
+    """
+
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        algorithm: PolicyGradient | None = None,
+        *,
+        hooks: RunHooks | None = None,
+        losses: Callable[[str, Mapping[str, Any]], Loss] | None = None,
+        around: Around | None = None,
+    ) -> None:
+        self._dispatch, self._policy = dispatch, dispatch[POLICY]
+        self._algorithm = algorithm or PolicyGradient(dispatch)
+        self._hooks = hooks or process_hooks()
+        self._losses, self._around = losses, around
+        self._calls = self._calls_by_job()
+        self._waiting: deque[_Submitted] = deque()
+        self._working: asyncio.Task[None] | None = None
+        self._closed = False
+        self._figures: dict[str, JobFigures] = {}
+
+    @property
+    def figures(self) -> Mapping[str, JobFigures]:
+        """Totals by kind of job, of all that have ended so far."""
+        return dict(self._figures)
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that were submitted and have not begun."""
+        return sum(not each.answer.done() for each in self._waiting)
+
+    def submit(self, job: Job[_T]) -> asyncio.Future[_T]:
+        """Queue `job` behind all that were submitted before; returns what its result or its error comes in.
+
+        Raises `ClosedError` after `close`.
+        """
+        if self._closed:
+            raise _closed()
+        answer: asyncio.Future[_T] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Submitted(job, answer, time.perf_counter()))
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work(), name="runner")
+        return answer
+
+    async def run(self, job: Job[_T]) -> _T:
+        """Execute `job` when those that were submitted before have ended, and return its result."""
+        return await self.submit(job)
+
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when a process of any rank dies."""
+        await self._dispatch.watch()
+
+    async def close(self) -> None:
+        """Fail the jobs that have not ended with `ClosedError`. Ranks finish what they compute. Idempotent; never raises."""
+        self._closed = True
+        if self._working is not None:
+            self._working.cancel()
+            await asyncio.gather(self._working, return_exceptions=True)
+        while self._waiting:
+            _fail(self._waiting.popleft(), _closed())
+
+    async def _work(self) -> None:
+        while self._waiting:
+            submitted = self._waiting.popleft()
+            if submitted.answer.done():  # its caller has stopped waiting
+                continue
+            try:
+                result = await self._counted(submitted)
+            except WeightlaneError as error:
+                _fail(submitted, error)
+            except asyncio.CancelledError:
+                _fail(submitted, _closed())
+                raise
+            else:
+                if not submitted.answer.done():
+                    submitted.answer.set_result(result)
+
+    async def _counted(self, submitted: _Submitted) -> Any:
+        """Execute a job, and tell and count how it ended. Raises `WeightlaneError` alone."""
+        job, began = submitted.job, time.perf_counter()
+        error: WeightlaneError | None = None
+        try:
+            async with self._around(job) if self._around else nullcontext():
+                began = time.perf_counter()
+                return await self._call(job)
+        except WeightlaneError as known:
+            error = known
+            raise
+        except Exception as cause:
+            error = as_weightlane_error(cause, f"job {job.kind}")
+            raise error from cause
+        finally:
+            seconds, waited_s = time.perf_counter() - began, began - submitted.since
+            batch = getattr(job, "batch", None)
+            tokens = sum(sequence.length for sequence in batch.sequences) if batch is not None else 0
+            before = self._figures.get(job.kind, JobFigures())
+            self._figures[job.kind] = JobFigures(
+                before.count + 1,
+                before.failures + (error is not None),
+                before.seconds + seconds,
+                before.waited_s + waited_s,
+                before.tokens + tokens,
+            )
+            facts = {
+                "seconds": seconds,
+                "waited_s": waited_s,
+                "tokens": tokens,
+                "adapter": getattr(job, "adapter", None) or "",
+                "error": str(error or ""),
+            }
+            self._hooks.job_finished(kind=job.kind, facts=facts)
+
+    def _call(self, job: Job[Any]) -> Awaitable[Any]:
+        if type(job) not in self._calls:
+            raise ConfigError(f"there is no job of the type {type(job).__name__}.", part=_PART)
+        return self._calls[type(job)](job)
+
+    def _calls_by_job(self) -> dict[type[Job[Any]], Callable[[Any], Awaitable[Any]]]:
+        """The call that each kind of jobs makes."""
+        policy, algorithm, adapters = self._policy, self._algorithm, cast("_AdapterCalls", self._policy)
+        return {
+            Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, **_of(job.adapter)),
+            ForwardBackward: lambda job: policy.forward_backward(
+                job.batch, self._loss(job.loss), job.mini_batch, job.outputs, **_of(job.adapter)
+            ),
+            OptimStep: lambda job: policy.optim_step(
+                **_of(job.adapter), **({} if job.params is None else {"params": job.params})
+            ),
+            RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
+            SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
+            Save: lambda job: algorithm.save(job.directory),
+            Load: lambda job: algorithm.load(job.directory),
+            Export: lambda job: policy.export_hf(job.directory, job.dtype),
+            Publish: lambda job: policy.publish(job.version, **_of(job.adapter)),
+            CreateAdapter: lambda job: adapters.add_adapter(job.name, job.config, job.source, optimizer=job.optimizer),
+            RemoveAdapter: lambda job: adapters.remove_adapter(job.name),
+            SaveAdapter: lambda job: adapters.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
+        }
+
+    def _loss(self, loss: str | NamedLoss | Loss) -> str | Loss:
+        if not isinstance(loss, NamedLoss):
+            return loss
+        if self._losses is None:
+            raise ConfigError(
+                f"the loss {loss.name!r} came by name and settings, and this runner knows no such losses.",
+                part=_PART,
+                hint="Pass Runner(..., losses=...), which makes functions of them.",
+            )
+        return self._losses(loss.name, loss.settings)
+
+
+class JobTrainers:
+    """`weightlane.trainer.loop.protocols.Trainers` by jobs of a runner, for the fully-async loop.
+
+    Args:
+        runner: Executes the steps, publications and saves.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
+        """See `Trainers.train_step`."""
+        return await self._runner.run(RlStep(batch, mini_batch))
+
+    async def publish(self, version: int) -> float:
+        """See `Trainers.publish`."""
+        return await self._runner.run(Publish(version))
+
+    async def save(self, directory: Path) -> None:
+        """See `Trainers.save`."""
+        await self._runner.run(Save(directory))
+
+    async def watch(self) -> NoReturn:
+        """See `Trainers.watch`."""
+        await self._runner.watch()
+
+
+class _AdapterCalls(Protocol):
+    """The calls of a `Role` about its adapters."""
+
+    def add_adapter(self, name: str, config: LoraConfig, source: Path | None, *, optimizer: bool) -> asyncio.Task[int]:
+        """Put one there; the steps that it has taken."""
+
+    def remove_adapter(self, name: str) -> asyncio.Task[None]:
+        """Drop one."""
+
+    def export_adapter(self, directory: Path, name: str, *, with_optimizer: bool) -> asyncio.Task[None]:
+        """Write PEFT's files."""
+
+
+def _of(adapter: str | None) -> dict[str, Any]:
+    return {} if adapter is None else {"adapter": adapter}
+
+
+def _fail(submitted: _Submitted, error: WeightlaneError) -> None:
+    if not submitted.answer.done():
+        submitted.answer.set_exception(error)
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the runner was closed before this job ended.", part=_PART)
