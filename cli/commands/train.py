@@ -27,8 +27,10 @@ from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
+from weightlane.trainer.runner.jobs import Export, Save
 from weightlane.trainer.runner.run_dir import RunDir
 from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
+from weightlane.trainer.runner.runner import JobTrainers, Runner
 
 from ..config import VERSIONS_DIR, RunConfig, explain, wire_dtype
 from ..output import console
@@ -70,7 +72,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
         dispatch, replicas, coordinator = await _start(config, ready, run_dir, state, rendezvous, hooks, display, stack)
-        trainers = algorithm_over(dispatch, config.algorithm)
+        runner = Runner(dispatch, algorithm_over(dispatch, config.algorithm), hooks=hooks)
+        stack.push_async_callback(runner.close)
         await coordinator.connect()
         # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.
         gc.collect()
@@ -79,16 +82,16 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         stack.callback(judge.close)
 
         async def save(loop_state: LoopState) -> None:
-            await trainers.save(run_dir.begin_state(loop_state.step))
+            await runner.run(Save(run_dir.begin_state(loop_state.step)))
             run_dir.finish_state(loop_state.step, loop_state.to_plain())
 
         async def export(step: int) -> None:
             last = step == config.loop.steps
-            await dispatch[POLICY].export_hf(run_dir.begin_export(step, last=last), model.dtype)
+            await runner.run(Export(run_dir.begin_export(step, last=last), model.dtype))
             run_dir.finish_export(last=last)
 
         parts = LoopParts(
-            trainers=trainers,
+            trainers=JobTrainers(runner),
             rollouts=replicas,
             syncer=coordinator,
             tokenizer=ready.tokenizer,
