@@ -163,7 +163,8 @@ class TrainerConfig(BaseModel):
     )
     frozen: bool = Field(
         default=False,
-        description="Only run the model forward, as a reference is run: no gradients, and no optimizer state.",
+        description="Only run the model forward, as a reference is run: no gradients, and no optimizer state. With lora, whose"
+        " publish must be adapter then, its adapter isn't trained either: others are, and published in its place.",
     )
     cpus_per_rank: float = Field(default=1.0, ge=0, description="CPUs Ray reserves for a trainer rank.")
     gpus_per_rank: float | None = Field(
@@ -200,8 +201,8 @@ class TrainerConfig(BaseModel):
 
     @model_validator(mode="after")
     def _a_new_head_is_trained(self) -> Self:
-        if self.lora is not None and self.frozen:
-            raise ValueError("frozen is true, and lora would train an adapter")
+        if self.lora is not None and self.frozen and self.lora.publish != "adapter":
+            raise ValueError('frozen is true, and lora would train an adapter, unless lora.publish is "adapter"')
         if self.lora is not None and self.head == "value":
             raise ValueError("head is value, which lora would leave as it is: an adapter is beside decoder layers only")
         return self

@@ -9,6 +9,7 @@ True
 """
 
 from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch
+from .engines.adam_params import AdamParams
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
 from .engines.fsdp2.shards import checkpoint_tensors, local_shards
@@ -25,6 +26,7 @@ __all__ = [
     "LOGPROBS",
     "STATE_PARTS",
     "TOP",
+    "AdamParams",
     "BackwardResult",
     "CheckpointRun",
     "ExportedModel",

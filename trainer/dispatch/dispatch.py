@@ -15,7 +15,9 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.publisher import publisher_name
 
+from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
+from ..engines.adam_params import AdamParams
 from ..engines.contract import STATE_PARTS, SequenceOutputs, StatePart
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_worker import Answer
@@ -102,11 +104,16 @@ class Role:
         return frozenset(STATE_PARTS) - self._group.offloaded.get(self.name, frozenset())
 
     def forward(
-        self, batch: TokenBatch | StagedBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+        self,
+        batch: TokenBatch | StagedBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
     ) -> asyncio.Task[list[SequenceOutputs]]:
         """Outputs of each sequence, in the order of the batch, without gradient. See `TrainingEngine.forward`."""
         staged = batch if isinstance(batch, StagedBatch) else StagedBatch(batch)
-        calling = self._group.call(self.name, "forward", staged.on(self._group.ranks), tuple(outputs), top_k)
+        sent = staged.on(self._group.ranks)
+        calling = self._group.call(self.name, "forward", sent, tuple(outputs), top_k, adapter)
         return _begun(_in_order(calling, len(staged.batch)))
 
     def forward_backward(
@@ -115,19 +122,23 @@ class Role:
         loss: str | Loss,
         mini_batch: MiniBatch | None = None,
         outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
     ) -> asyncio.Task[BackwardAnswer]:
         """Add the gradient of a loss over `batch` to the gradients. See `TrainingEngine.forward_backward`.
+
+        Where this fails, the mini-batch of `adapter` does, and no other: its further parts and its step raise `ProtocolError`.
 
         Args:
             batch: The sequences.
             loss: The name of one of ``RoleSpec.losses``, or a loss that can be pickled.
             mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it.
             outputs: What to return of the forward pass.
+            adapter: The adapter that computes and whose gradient it is; "" for the model's own weights, None for what is
+                published.
         """
         staged = batch if isinstance(batch, StagedBatch) else StagedBatch(batch)
-        calling = self._group.call(
-            self.name, "forward_backward", staged.on(self._group.ranks), loss, mini_batch, tuple(outputs)
-        )
+        sent = staged.on(self._group.ranks)
+        calling = self._group.call(self.name, "forward_backward", sent, loss, mini_batch, tuple(outputs), adapter)
 
         async def answer() -> BackwardAnswer:
             answers = await calling
@@ -136,9 +147,14 @@ class Role:
 
         return _begun(answer())
 
-    def optim_step(self) -> asyncio.Task[StepResult]:
-        """Take the step for which gradients were added up, after the fence. See `TrainingEngine.optim_step`."""
-        calling = self._group.call(self.name, "optim_step")
+    def optim_step(self, adapter: str | None = None, params: AdamParams | None = None) -> asyncio.Task[StepResult]:
+        """Take the step for which gradients were added up, after the fence. See `TrainingEngine.optim_step`.
+
+        Args:
+            adapter: The adapter that is stepped, as in `forward_backward`.
+            params: How AdamW steps an adapter; None: as the configuration says.
+        """
+        calling = self._group.call(self.name, "optim_step", adapter, params)
 
         async def slowest() -> StepResult:
             results: list[StepResult] = await calling
@@ -152,9 +168,38 @@ class Role:
 
         return _begun(slowest())
 
-    def publish(self, version: int) -> asyncio.Task[float]:
-        """Publish the parameters as `version`; the longest time in seconds that a rank was blocked."""
-        calling = self._group.call(self.name, "publish", version)
+    def add_adapter(
+        self, name: str, config: LoraConfig, source: Path | None = None, *, optimizer: bool = True
+    ) -> asyncio.Task[int]:
+        """Add an adapter that can be trained, in place of one of that name; the steps that it has taken.
+
+        Args:
+            name: See `TrainingEngine.add_adapter`.
+            config: See there.
+            source: A directory, readable on every rank, whose values it begins with; None for first values.
+            optimizer: Whether it resumes the moments and steps that `export_adapter` wrote there, if there are any.
+
+        Raises:
+            ConfigError: As there, or the name is that of the adapter of ``trainer.lora``. One that was there stays.
+            StorageError: A file in `source` cannot be read.
+        """
+        return self._steps("add_adapter", name, config, source, optimizer)
+
+    def remove_adapter(self, name: str) -> asyncio.Task[None]:
+        """Drop an adapter that `add_adapter` made; `ConfigError` for any other."""
+        return self._done("remove_adapter", name)
+
+    def export_adapter(self, directory: Path, name: str, *, with_optimizer: bool) -> asyncio.Task[None]:
+        """Write an adapter as PEFT does, with or without moments and steps beside it. See `TrainingEngine.export_adapter`."""
+        return self._done("export_adapter", directory, name, with_optimizer)
+
+    def publish(self, version: int, adapter: str | None = None) -> asyncio.Task[float]:
+        """Publish the parameters as `version`; the longest time in seconds that a rank was blocked.
+
+        With `adapter`, the version is that adapter, padded with zeros to the rank and the layers of the one of ``trainer.lora``.
+        It is copied once the version before is read. See `TrainingEngine.load_published` for what it refuses.
+        """
+        calling = self._group.call(self.name, "publish", version, adapter)
 
         async def longest() -> float:
             seconds: list[float] = await calling
@@ -168,12 +213,7 @@ class Role:
 
     def load(self, directory: Path) -> asyncio.Task[int]:
         """Resume from a saved state; the steps taken."""
-        calling = self._group.call(self.name, "load", directory)
-
-        async def steps() -> int:
-            return int((await calling)[0])
-
-        return _begun(steps())
+        return self._steps("load", directory)
 
     def export_hf(self, directory: Path, dtype: str) -> asyncio.Task[None]:
         """Write a Hugging Face model directory with weights in `dtype`."""
@@ -194,6 +234,14 @@ class Role:
     def publisher_names(self) -> list[str]:
         """The names under which its ranks publish, in rank order."""
         return [publisher_name(rank) for rank in range(self._group.ranks.world)]
+
+    def _steps(self, method: str, *args: Any) -> asyncio.Task[int]:
+        calling = self._group.call(self.name, method, *args)
+
+        async def steps() -> int:
+            return int((await calling)[0])
+
+        return _begun(steps())
 
     def _done(self, method: str, *args: Any) -> asyncio.Task[None]:
         calling = self._group.call(self.name, method, *args)

@@ -16,12 +16,25 @@ from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
 from weightlane.sync.publisher import publisher_name
 
+from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
+from ..engines.adam_params import AdamParams
 from ..engines.contract import StatePart, TrainingEngine
+from ..engines.lora.adapters import DEFAULT
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .residency import Moves
 from .role import RankOutputs, RoleSpec, StepResult
+
+
+@dataclass(slots=True)
+class _Begun:
+    """A mini-batch of which no step has been taken yet."""
+
+    computed_s: float = 0.0
+    """Seconds of forward and backward passes."""
+    failed: str = ""
+    """Why a part of it has no gradient; empty if none failed."""
 
 
 @dataclass(slots=True)
@@ -31,12 +44,20 @@ class _Hosted:
     engine: TrainingEngine
     losses: Mapping[str, Loss]
     publisher: Publisher | None = None
-    computed_s: float = 0.0
-    """Seconds of forward and backward passes since the last optimizer step."""
     fence_s: float = 0.0
-    """Seconds in which moves waited for the publisher since then."""
-    failed: str = ""
-    """Why a part of the mini-batch has no gradient; empty if none failed."""
+    """Seconds in which moves waited for the publisher since the last optimizer step."""
+    own: str = ""
+    """The adapter that calls mean which name none; empty for the model's own weights."""
+    begun: dict[str, _Begun] = field(default_factory=dict)
+    """The mini-batches that are under way, by adapter; "" is the model's own weights."""
+
+    def adapter(self, name: str | None) -> str:
+        """The adapter that a call means."""
+        return self.own if name is None else name
+
+    def fence(self, names: Collection[str] | None = None) -> float:
+        """Wait until nobody reads these checkpoint tensors any more, or any; the seconds waited."""
+        return 0.0 if self.publisher is None else self.publisher.fence(names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +98,7 @@ class RankWorker:
         if spec.config.niceness and not self._roles:
             os.nice(spec.config.niceness)
         engine = training_engine_class(spec.config.engine)(spec.config, self._rank, self._world, rendezvous)
-        self._roles[spec.name] = _Hosted(engine, spec.losses)
+        self._roles[spec.name] = _Hosted(engine, spec.losses, own=DEFAULT if spec.config.lora is not None else "")
         try:
             engine.setup(spec.model_dir, spec.seed)
         finally:
@@ -135,20 +156,30 @@ class RankWorker:
             network=sync.network,
         )
 
-    def publish(self, role: str, version: int) -> float:
-        """Publish the parameters as `version`; returns the seconds this call took."""
+    def publish(self, role: str, version: int, adapter: str | None = None) -> float:
+        """Publish the parameters, or another adapter in their place, as `version`; returns the seconds this call took.
+
+        See `TrainingEngine.load_published`. An adapter waits until the version before is read.
+        """
         started = time.perf_counter()
         hosted = self._hosted(role)
         if hosted.publisher is None:
             raise ProtocolError("publish was called before connect.", part=publisher_name(self._rank))
+        if adapter is not None:
+            hosted.engine.load_published(hosted.fence, adapter)
         hosted.publisher.publish(version)
         return time.perf_counter() - started
 
     def forward(
-        self, role: str, batch: TokenBatch, outputs: Collection[OutputName] = LOGPROBS, top_k: int = 0
+        self,
+        role: str,
+        batch: TokenBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
     ) -> RankOutputs:
         """Outputs of this rank's share of `batch`, without gradient. Collective."""
-        return RankOutputs.of(self._engine(role).forward(batch, outputs, top_k))
+        return RankOutputs.of(self._engine(role).forward(batch, outputs, top_k, adapter))
 
     def forward_backward(
         self,
@@ -157,56 +188,78 @@ class RankWorker:
         loss: str | Loss,
         mini_batch: MiniBatch | None = None,
         outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
     ) -> tuple[Mapping[str, float], RankOutputs]:
         """Add the gradient of a loss: itself, or the name of one that the role has. Collective.
 
-        Where it fails, the whole mini-batch does: further parts of it, and its step, raise `ProtocolError`.
+        Where it fails, the adapter's whole mini-batch does: further parts of it, and its step, raise `ProtocolError`.
 
         Returns:
             Metrics, and outputs of this rank's share.
         """
         started, hosted = time.perf_counter(), self._hosted(role)
-        if hosted.failed:
-            raise self._incomplete(hosted)
+        begun = hosted.begun.setdefault(hosted.adapter(adapter), _Begun())
+        if begun.failed:
+            raise self._incomplete(begun)
         try:
             chosen = self._loss(role, loss)
-            result = hosted.engine.forward_backward(batch, chosen, mini_batch, outputs)
+            result = hosted.engine.forward_backward(batch, chosen, mini_batch, outputs, adapter)
         except Exception as error:
-            hosted.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
+            begun.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
             raise
-        hosted.computed_s += time.perf_counter() - started
+        begun.computed_s += time.perf_counter() - started
         return result.metrics, RankOutputs.of(result.outputs)
 
-    def optim_step(self, role: str) -> StepResult:
+    def optim_step(self, role: str, adapter: str | None = None, params: AdamParams | None = None) -> StepResult:
         """Fence, then optimizer step. Collective. A gradient that is not finite changes nothing."""
         started, hosted = time.perf_counter(), self._hosted(role)
         fence_s, hosted.fence_s = hosted.fence_s, 0.0
-        if hosted.failed:
-            incomplete, hosted.failed, hosted.computed_s = self._incomplete(hosted), "", 0.0
-            hosted.engine.zero_grad()
-            raise incomplete
+        begun = hosted.begun.pop(name := hosted.adapter(adapter), _Begun())
+        if begun.failed:
+            hosted.engine.zero_grad(name)
+            raise self._incomplete(begun)
 
         def before_change(names: Collection[str]) -> None:
             nonlocal fence_s
-            if hosted.publisher is not None:
-                fence_s += hosted.publisher.fence(names)
+            fence_s += hosted.fence(names)
 
-        computed_s, hosted.computed_s = hosted.computed_s, 0.0
         try:
-            grad_norm = hosted.engine.optim_step(before_change)
+            grad_norm = hosted.engine.optim_step(before_change, adapter, params)
         except GradientError as error:  # on every rank
-            seconds = computed_s + time.perf_counter() - started
-            return StepResult(hosted.engine.step, seconds=seconds, skipped=str(error))
-        stepped_s = time.perf_counter() - started
+            seconds = begun.computed_s + time.perf_counter() - started
+            return StepResult(hosted.engine.steps_of(adapter), seconds=seconds, skipped=str(error))
+        stepped_s, step = time.perf_counter() - started, hosted.engine.steps_of(adapter)
         facts = {
             "participant": publisher_name(self._rank),
-            "seconds": computed_s + stepped_s,
-            "forward_backward_s": computed_s,
+            "seconds": begun.computed_s + stepped_s,
+            "forward_backward_s": begun.computed_s,
             "fence_s": fence_s,
             "optimizer_s": max(0.0, stepped_s - fence_s),
         }
-        process_hooks().rank_stepped(rank=self._rank, step=hosted.engine.step, facts=facts)
-        return StepResult(hosted.engine.step, grad_norm, fence_s, computed_s + stepped_s)
+        process_hooks().rank_stepped(rank=self._rank, step=step, facts=facts)
+        return StepResult(step, grad_norm, fence_s, begun.computed_s + stepped_s)
+
+    def add_adapter(
+        self, role: str, name: str, config: LoraConfig, source: Path | None = None, optimizer: bool = True
+    ) -> int:
+        """Add an adapter that is trained, in place of one of that name. Collective. Returns the steps taken.
+
+        `optimizer` says whether it goes on with the moments and steps in `source`, if there are any.
+        """
+        hosted = self._hosted(role)
+        hosted.engine.add_adapter(name, config, source, replace=True, resume=optimizer)
+        hosted.begun.pop(name, None)
+        return hosted.engine.steps_of(name)
+
+    def remove_adapter(self, role: str, name: str) -> None:
+        """Drop an adapter, with its gradients and its optimizer."""
+        hosted = self._hosted(role)
+        hosted.engine.remove_adapter(name)
+        hosted.begun.pop(name, None)
+
+    def export_adapter(self, role: str, directory: Path, name: str, with_optimizer: bool) -> None:
+        """Write an adapter as PEFT does, with or without moments and steps beside it. Collective."""
+        self._engine(role).export_adapter(directory, name, with_optimizer=with_optimizer)
 
     def save(self, role: str, directory: Path) -> None:
         """Save the full training state. Collective."""
@@ -215,10 +268,9 @@ class RankWorker:
     def load(self, role: str, directory: Path) -> int:
         """Resume from a saved state, once nobody reads the parameters any more. Collective. Returns the steps taken."""
         hosted = self._hosted(role)
-        if hosted.publisher is not None:
-            hosted.publisher.fence()
+        hosted.fence()
         hosted.engine.load(directory)
-        hosted.failed, hosted.computed_s = "", 0.0  # no mini-batch is begun any more
+        hosted.begun.clear()
         return hosted.engine.step
 
     def export_hf(self, role: str, directory: Path, dtype: str) -> None:
@@ -240,13 +292,13 @@ class RankWorker:
             each.engine.close()
 
     def _offload(self, hosted: _Hosted, parts: Collection[StatePart]) -> None:
-        if hosted.publisher is not None and "parameters" in parts and "parameters" not in hosted.engine.offloaded:
-            hosted.fence_s += hosted.publisher.fence()
+        if "parameters" in parts and "parameters" not in hosted.engine.offloaded:
+            hosted.fence_s += hosted.fence()
         hosted.engine.offload(parts)
 
-    def _incomplete(self, hosted: _Hosted) -> ProtocolError:
+    def _incomplete(self, begun: _Begun) -> ProtocolError:
         return ProtocolError(
-            f"a part of the mini-batch has no gradient: {hosted.failed}",
+            f"a part of the mini-batch has no gradient: {begun.failed}",
             part=publisher_name(self._rank),
             hint="optim_step ends the mini-batch, and changes nothing; then begin it anew.",
         )

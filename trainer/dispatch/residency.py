@@ -13,6 +13,8 @@ NEEDS: Mapping[str, frozenset[StatePart]] = {
     "optim_step": frozenset(STATE_PARTS),
     "placement": frozenset({"parameters"}),
     "connect": frozenset({"parameters"}),
+    "add_adapter": frozenset({"parameters", "optimizer"}),
+    "export_adapter": frozenset({"parameters", "optimizer"}),
     "publish": frozenset({"parameters"}),
     "save": frozenset({"parameters", "optimizer"}),
     "load": frozenset({"parameters", "optimizer"}),

@@ -17,11 +17,14 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ..config import Head, LoraConfig, TrainerConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..objectives.loss import LOGPROBS, Loss, OutputName
+from .adam_params import AdamParams
 
 SequenceOutputs = Mapping[str, torch.Tensor]
 """Outputs for one sequence by name, on the CPU: what `ModelOutputs` has for its tokens."""
 StatePart = Literal["parameters", "gradients", "optimizer"]
 """A part of an engine's state: weights and buffers, gradients, or the optimizer's own tensors."""
+Fence = Callable[[Collection[str]], None]
+"""Waits until nobody reads the checkpoint tensors any more that it is given by name; see `TrainingEngine.optim_step`."""
 STATE_PARTS: tuple[StatePart, ...] = ("parameters", "gradients", "optimizer")
 """Everything that an engine keeps between two calls."""
 
@@ -58,7 +61,7 @@ class TrainingEngine(ABC):
     Instead of 2 to 7, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
 
     An engine is used from one thread. The tensors behind `local_shards` may be read from others: their values change in
-    `optim_step` and `load` only, and their storage does in `offload` and `onload` only.
+    `optim_step`, `load` and `load_published` only, and their storage does in `offload` and `onload` only.
 
     Errors: `ConfigError` for a model or setting that cannot work, `PeerLostError` or `DeadlineExceededError` when another
     rank is gone or late, `AddressInUseError` for a rendezvous port that is taken, `StorageError` when a file cannot be
@@ -183,11 +186,14 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def zero_grad(self) -> None:
-        """Drop the gradients of mini-batches that were begun, of adapters, too. Not collective."""
+    def zero_grad(self, *adapters: str) -> None:
+        """Drop the gradients of mini-batches that were begun: of `adapters`, of which "" is the model's own weights, or else all.
+
+        Not collective.
+        """
 
     @abstractmethod
-    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
         """Clip the gradients over all parameters, then change these part by part, and clear the gradients.
 
         `before_change` is the publication fence. It is called with the names of checkpoint tensors, directly before the first
@@ -203,7 +209,8 @@ class TrainingEngine(ABC):
         engine is then between two steps and refuses everything but `load` and `close`.
 
         With an `adapter`, as in `forward`, its gradients alone are clipped, and it alone changes. `before_change` is then called
-        for the adapter of ``trainer.lora`` only, with the tensors that it is part of.
+        for the adapter of ``trainer.lora`` only, with the tensors that it is part of. `params` say how AdamW steps an adapter, in
+        the place of the configuration; `ConfigError` where it is the model's own weights that are stepped.
 
         Returns:
             The global L2 norm of the gradients before clipping.
@@ -214,7 +221,22 @@ class TrainingEngine(ABC):
         """Names of the adapters beside the model, in the order in which they were added."""
         return ()
 
-    def add_adapter(self, name: str, config: LoraConfig, source: Path | None = None) -> None:
+    def steps_of(self, adapter: str | None = None) -> int:
+        """Optimizer steps that an adapter has taken, or with None `step`. Raises `ConfigError` for an unknown name."""
+        if adapter:
+            raise self._without_adapters(adapter)
+        return self.step
+
+    def add_adapter(
+        self,
+        name: str,
+        config: LoraConfig,
+        source: Path | None = None,
+        *,
+        replace: bool = False,
+        resume: bool = False,
+        trained: bool = True,
+    ) -> None:
         """Put a low-rank adapter beside the model, with an optimizer of its own. Collective.
 
         Args:
@@ -222,6 +244,9 @@ class TrainingEngine(ABC):
             config: Its rank, scale, layers and learning rate.
             source: A directory as PEFT saves adapters, readable on every rank, whose values it begins with. Without, A is
                 Kaiming-uniform as in PEFT, by a generator that only `name` and ``config.seed`` seed, and B is 0.
+            replace: Whether it takes the place of an adapter of that name, if there is one, which stays where this fails.
+            resume: Whether it also takes the moments and steps that `export_adapter` wrote into `source`, if there are any.
+            trained: Whether it has an optimizer. One that has none only computes, and is no part of a saved state.
 
         Raises:
             ConfigError: The name is taken or is none; the model has no such layers; `source` holds something else than an adapter
@@ -229,7 +254,7 @@ class TrainingEngine(ABC):
                 adapters.
             StorageError: A file in `source` cannot be read.
         """
-        del config, source
+        del config, source, replace, resume, trained
         raise self._without_adapters(name)
 
     def remove_adapter(self, name: str) -> None:
@@ -239,15 +264,28 @@ class TrainingEngine(ABC):
         """
         raise self._without_adapters(name)
 
-    def export_adapter(self, directory: Path, name: str = "default") -> None:
+    def export_adapter(self, directory: Path, name: str = "default", *, with_optimizer: bool = False) -> None:
         """Write an adapter as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``, in float32. Collective.
 
-        `directory` must not exist. It appears complete or, after any failure, not at all.
+        `with_optimizer`, moments and steps are in a file beside them. `directory` must not exist. It appears complete or, after
+        any failure, not at all.
 
         Raises `ConfigError` for an unknown name.
         """
-        del directory
+        del directory, with_optimizer
         raise self._without_adapters(name)
+
+    def load_published(self, before_change: Fence, adapter: str) -> None:
+        """Copy an adapter into that of ``trainer.lora``, which is what is published (``publish = "adapter"``). Not collective.
+
+        A gets rows of zeros and B columns of zeros up to the published rank; layers that `adapter` is not beside get zeros.
+        `before_change` is called once with all published tensors, as in `optim_step`.
+
+        Raises `ConfigError` where versions are no adapters, or that of ``trainer.lora`` has been trained itself, has a lower
+        rank, or is not beside all layers of `adapter`.
+        """
+        del before_change
+        raise self._without_adapters(adapter)
 
     @classmethod
     def _without_adapters(cls, asked: str) -> ConfigError:

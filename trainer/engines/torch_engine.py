@@ -19,8 +19,8 @@ from ..config import TrainerConfig
 from ..data.batch import MicroBatch, MiniBatch, TokenBatch
 from ..data.packing import micro_batches
 from ..objectives.loss import ModelOutputs, OutputName
+from .adam_params import AdamParams, learning_rate
 from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
-from .learning_rate import learning_rate
 from .offloading import HostCopies
 from .rank_collectives import join_ranks, leave_ranks, typed_collective_errors
 
@@ -63,9 +63,10 @@ class TorchEngine(TrainingEngine):
         """See `TrainingEngine.step`."""
         return self._step
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *adapters: str) -> None:
         """See `TrainingEngine.zero_grad`."""
-        self._clear_gradients()
+        if not adapters or "" in adapters:
+            self._clear_gradients()
 
     def train(self, mode: bool) -> None:
         """See `TrainingEngine.train`."""
@@ -196,6 +197,15 @@ class TorchEngine(TrainingEngine):
     def _learning_rate(self) -> float:
         """Learning rate of the next step."""
         return learning_rate(self.config, self._step)
+
+    def _refuse_params(self, params: AdamParams | None) -> None:
+        """Raise before a step of the model's own weights that was given settings of its own."""
+        if params is not None:
+            raise ConfigError(
+                "a step of the model's own weights was given the settings of an adapter's step.",
+                part=self._part,
+                hint="Leave params out: the trainer's configuration says how they are stepped.",
+            )
 
     def _require_gradient(self, begun: MiniBatch | None, step: int) -> None:
         """Raise before a step for which nothing was computed, or whose forward or backward pass failed."""

@@ -5,7 +5,7 @@
 tensor([   7,    9, -100])
 """
 
-from ..engines.lora.adapter import AdamParams
+from ..engines.adam_params import AdamParams
 from .inputs import UNSET, ForwardInput, ForwardInputs
 from .micro_batch import MicroBatch, MicroBatchStats
 from .outputs import ForwardOutput, ForwardOutputs, TopK

@@ -12,7 +12,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError, ForwardMemoryError, ProtocolError
 
 from ..config import LoraConfig, TrainerConfig
-from ..engines.lora.adapter import AdamParams
+from ..engines.adam_params import AdamParams
 from ..engines.lora.engine import AdaptedEngine
 from ..engines.lora.peft_files import saved_config
 from ..engines.rank_collectives import on_every_rank, share_json
@@ -271,7 +271,7 @@ class TrainerRank(SlotChoice):
         fresh = config or LoraConfig()
         read = lambda: settings.append(fresh if config or source is None else saved_config(source))  # noqa: E731
         self._on_every_rank(read)
-        self._engine.replace_adapter(name, settings[0], source, trained=kind == "checkpoint")
+        self._engine.add_adapter(name, settings[0], source, replace=True, resume=True, trained=kind == "checkpoint")
         self._slots.kinds[name] = kind
         self._with_gradient.discard(name)
 

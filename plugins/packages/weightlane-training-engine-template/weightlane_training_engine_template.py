@@ -81,9 +81,15 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
             raise
         return toolkit.BackwardResult(sums.named(totals, batch.target_tokens), found)
 
-    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
+    def optim_step(
+        self,
+        before_change: Callable[[Collection[str]], None],
+        adapter: str | None = None,
+        params: toolkit.AdamParams | None = None,
+    ) -> float:
         """See `TrainingEngine.optim_step`. Everything is stepped at once."""
         self._open(adapter)
+        self._refuse_params(params)
         self._require_here(*toolkit.STATE_PARTS)
         self._require_gradient(self._mini_batch, self._step)
         parameters = self._trained.values()

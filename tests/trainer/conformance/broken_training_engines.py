@@ -53,7 +53,7 @@ class CountsByRank(TemplateTrainingEngine):
 class AveragesOverRanks(TemplateTrainingEngine):
     """Gradients are averaged over the ranks, as DistributedDataParallel does by default."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         for parameter in self._trained.values():
             parameter.grad /= self.world
         return super().optim_step(before_change)
@@ -139,7 +139,7 @@ def _known(batch: toolkit.TokenBatch) -> toolkit.TokenBatch:
 class AddsDecayToTheGradient(TemplateTrainingEngine):
     """Adam with L2 regularisation in the place of AdamW."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         for group in self._optimizer.param_groups:
             group["decoupled_weight_decay"] = False
         return super().optim_step(before_change)
@@ -148,7 +148,7 @@ class AddsDecayToTheGradient(TemplateTrainingEngine):
 class ClipsByRank(TemplateTrainingEngine):
     """Each rank clips its own part of the gradient, before they are added up."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         torch.nn.utils.clip_grad_norm_(self._trained.values(), self.config.max_grad_norm)
         return super().optim_step(before_change)
 
@@ -156,7 +156,7 @@ class ClipsByRank(TemplateTrainingEngine):
 class AsksTheFenceAfterwards(TemplateTrainingEngine):
     """The weights have changed when the fence is told."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         told: list[Collection[str]] = []
         norm = super().optim_step(told.append)
         for names in told:
@@ -167,14 +167,14 @@ class AsksTheFenceAfterwards(TemplateTrainingEngine):
 class NamesTiedTensorsTwice(TemplateTrainingEngine):
     """The fence is told of the head, too, which is the embedding."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         return super().optim_step(lambda names: before_change([*names, "lm_head.weight"]))
 
 
 class StepsInAnyCase(TemplateTrainingEngine):
     """An error of the fence is raised when the step is done."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         errors: list[WeightlaneError] = []
 
         def guarded(names: Collection[str]) -> None:
@@ -192,7 +192,7 @@ class StepsInAnyCase(TemplateTrainingEngine):
 class TrainsOnAfterHalfAStep(TemplateTrainingEngine):
     """It steps in two parts, and forgets that it took one of them only."""
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         first = len(self._runs) // 2
 
         def in_parts(names: Collection[str]) -> None:
@@ -221,7 +221,7 @@ class StepsWithoutAGradient(TemplateTrainingEngine):
 class KeepsWhatWasDropped(TemplateTrainingEngine):
     """``zero_grad`` does nothing."""
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *adapters: str) -> None:
         pass
 
 

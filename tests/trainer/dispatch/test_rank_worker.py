@@ -19,6 +19,16 @@ from weightlane.trainer.engines.contract import BackwardResult
 BATCH = TokenBatch((TokenSequence.of_completion([1], [2]),))
 
 
+class Stepped:
+    """An engine that has taken a number of steps."""
+
+    step: int
+
+    def steps_of(self, adapter: str | None) -> int:
+        assert adapter is None
+        return self.step
+
+
 def hosting(engine: Any, publisher: Any = None) -> RankWorker:
     worker = RankWorker(0, 1)
     worker._roles["policy"] = _Hosted(engine, {"loss": sft}, publisher)
@@ -42,21 +52,21 @@ class Publisher:
     def __init__(self, done: list[Any]) -> None:
         self._done = done
 
-    def fence(self, names: Collection[str] = ()) -> float:
-        self._done.append(("read", list(names)))
+    def fence(self, names: Collection[str] | None = None) -> float:
+        self._done.append(("read", list(names or ())))
         return 0.25
 
 
 def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() -> None:
     parts, done = [["embed", "norm"], ["head"], ["layer"]], []
 
-    class Engine:
+    class Engine(Stepped):
         step = 1
 
         def forward_backward(self, *_: Any) -> BackwardResult:
             return BackwardResult({"loss": 0.5})
 
-        def optim_step(self, before_change: Callable[[Collection[str]], None]) -> float:
+        def optim_step(self, before_change: Callable[[Collection[str]], None], *_: Any) -> float:
             for part in parts:
                 before_change(part)
                 done.append(("changed", part))
@@ -67,6 +77,22 @@ def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() ->
     result = worker.optim_step("policy")
     assert done == [(what, part) for part in parts for what in ("read", "changed")]
     assert (result.step, metrics, result.grad_norm, result.fence_s) == (1, {"loss": 0.5}, 2.0, 0.75)
+
+
+def test_an_adapter_is_copied_into_the_published_one_once_the_version_before_is_read() -> None:
+    done: list[Any] = []
+
+    class Engine:
+        def load_published(self, before_change: Callable[[Collection[str]], None], adapter: str) -> None:
+            before_change(["A", "B"])
+            done.append(f"copied {adapter}")
+
+    class Publishing(Publisher):
+        def publish(self, version: int) -> None:
+            done.append(f"published {version}")
+
+    hosting(Engine(), Publishing(done)).publish("policy", 7, "a")
+    assert done == [("read", ["A", "B"]), "copied a", "published 7"]
 
 
 def test_parameters_are_moved_and_a_state_is_loaded_only_once_the_publisher_has_read_them() -> None:
@@ -101,10 +127,10 @@ def test_parameters_are_moved_and_a_state_is_loaded_only_once_the_publisher_has_
 
 
 def test_a_gradient_that_is_not_finite_is_a_step_that_was_skipped() -> None:
-    class Engine:
+    class Engine(Stepped):
         step = 7
 
-        def optim_step(self, _: Callable[[Collection[str]], None]) -> float:
+        def optim_step(self, *_: Any) -> float:
             raise GradientError("the gradient norm is nan.", part="trainer rank 0")
 
     result = hosting(Engine()).optim_step("policy")
@@ -114,17 +140,17 @@ def test_a_gradient_that_is_not_finite_is_a_step_that_was_skipped() -> None:
 def test_a_mini_batch_of_which_a_part_failed_ends_with_its_step_and_changes_nothing() -> None:
     done: list[str] = []
 
-    class Engine:
+    class Engine(Stepped):
         step = 4
 
         def forward_backward(self, *_: Any) -> BackwardResult:
             done.append("forward_backward")
             return BackwardResult({"loss": 0.5})
 
-        def zero_grad(self) -> None:
-            done.append("zero_grad")
+        def zero_grad(self, *adapters: str) -> None:
+            done.append(f"zero_grad of {adapters}")
 
-        def optim_step(self, _: Any) -> float:
+        def optim_step(self, *_: Any) -> float:
             done.append("optim_step")
             return 1.0
 
@@ -135,7 +161,7 @@ def test_a_mini_batch_of_which_a_part_failed_ends_with_its_step_and_changes_noth
     for call in (lambda: worker.forward_backward("policy", BATCH, "loss"), lambda: worker.optim_step("policy")):
         with pytest.raises(ProtocolError, match=r"a part of the mini-batch has no gradient: .*no loss called 'los'"):
             call()
-    assert done == ["forward_backward", "zero_grad"]
+    assert done == ["forward_backward", "zero_grad of ('',)"]
     worker.forward_backward("policy", BATCH, "loss")
     assert worker.optim_step("policy").grad_norm == 1.0
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from dispatch_commands import DispatchCommands
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from engine_state_commands import StateCommands
 from lora_commands import LoraCommands
@@ -42,7 +43,7 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker(LoraCommands, RankCommands, StateCommands):
+class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:

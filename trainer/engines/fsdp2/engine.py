@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,8 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ...config import Head, TrainerConfig
 from ...data.batch import MicroBatch, MiniBatch, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart
+from ..adam_params import AdamParams
+from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart
 from ..hf.causal_head import HeadQuery, replace_head
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
@@ -152,12 +153,12 @@ class Fsdp2Engine(AdaptedEngine):
             dist.all_reduce(totals, group=mesh.data.get_group())
         return BackwardResult(sums.named(totals, batch.target_tokens), found if mesh.answers else {})
 
-    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
         """See `TrainingEngine.optim_step`."""
         self._open_model()
         self._require_here(*STATE_PARTS)
-        if (chosen := self._trained(adapter)) is not None:
-            return self._step_adapter(chosen, before_change)
+        if (chosen := self._trained(adapter, params)) is not None:
+            return self._step_adapter(chosen, before_change, params)
         self._require_gradient(self._mini_batch, self._step)
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())

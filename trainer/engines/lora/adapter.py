@@ -14,26 +14,12 @@ from weightlane.sync.version.box import Box
 
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import MiniBatch
+from ..adam_params import AdamParams, learning_rate
 from ..contract import StatePart
-from ..learning_rate import learning_rate
 from .sites import MATRICES, PART, LoraSite, initial_a
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """AdamW's moments of a parameter, as torch names them."""
-
-
-@dataclass(frozen=True, slots=True)
-class AdamParams:
-    """One step of AdamW, as a program that drives it says."""
-
-    learning_rate: float
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay rates of the two moment averages."""
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    """Decoupled weight decay."""
-    max_grad_norm: float = 1.0
-    """An adapter's gradient is scaled down to this L2 norm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +187,7 @@ class Adapter:
         )
         try:
             before_change()
-            scale = min(1.0, params.max_grad_norm / (norm + 1e-6))  # torch's own formula
+            scale = min(1.0, params.max_grad_norm / (norm + 1e-6))  # torch's own formula; 1 where there is no limit
             for parameter in self.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(scale)

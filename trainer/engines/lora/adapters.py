@@ -13,12 +13,12 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import LoraConfig, TrainerConfig
-from ..contract import StatePart
+from ..contract import Fence, StatePart
 from .adapter import Adapter, LoraGroups, LoraPair
 from .gathered import gathered
 from .merged import MergedWeights
 from .peft_files import read_peft
-from .published import adapter_names, adapter_shards
+from .published import adapter_names, adapter_shards, check_carries, copy_padded
 from .saved import SavedAdapters
 from .sites import PART, LoraSite, check_name, chosen_sites
 
@@ -70,7 +70,7 @@ class Adapters:
         self._active: Adapter | None = None
         self._merged: MergedWeights | None = None
         if trainer.lora is not None:
-            self.keep(self.make(DEFAULT, trainer.lora, None))
+            self.keep(self.make(DEFAULT, trainer.lora, None, trained=not trainer.frozen))
             if not trainer.publishes_adapter:
                 self._merge()
 
@@ -78,6 +78,11 @@ class Adapters:
     def names(self) -> tuple[str, ...]:
         """Names in the order in which adapters were added."""
         return tuple(self._adapters)
+
+    @property
+    def _own(self) -> str:
+        """The adapter that is part of the model in what is saved and exported: that of ``trainer.lora``, if it is trained."""
+        return DEFAULT if DEFAULT in self._trained and self._trainer.lora is not None else ""
 
     @property
     def _trained(self) -> dict[str, Adapter]:
@@ -102,11 +107,12 @@ class Adapters:
         return self._adapters[name]
 
     def make(
-        self, name: str, config: LoraConfig, source: Path | None, *, trained: bool = True, replacing: bool = False
+        self, name: str, config: LoraConfig, source: Path | None, *, trained: bool = True, replace: bool = False
     ) -> Adapter:
-        """An adapter as `AdaptedEngine.replace_adapter` says, which is not one of these yet."""
+        """An adapter as `TrainingEngine.add_adapter` says, which is not one of these yet."""
         check_name(name)
-        if name in self._adapters and not replacing:
+        published = self._trainer.lora is not None and name == DEFAULT  # a publisher reads its tensors
+        if name in self._adapters and (published or not replace):
             raise ConfigError(f"there is an adapter {name!r} already.", part=PART, hint="Remove it, or choose a name.")
         if self._layers is None:
             self._layers = self._model.install(self._pair)
@@ -148,6 +154,29 @@ class Adapters:
             return []
         return adapter_names(self._all_layers, adapter.config) if self._merged is None else list(self._merged.names)
 
+    def load_published(self, name: str, before_change: Fence) -> None:
+        """See `TrainingEngine.load_published`."""
+        adapter = self.chosen(name)
+        if adapter is None or not self._trainer.publishes_adapter:
+            what = "the model's own weights are" if adapter is None else f"adapter {name!r} is"
+            raise ConfigError(
+                f"{what} to be published as an adapter.",
+                part=PART,
+                hint='Set trainer.lora.publish to "adapter", and name an adapter.',
+            )
+        published = self._adapters[DEFAULT]
+        if adapter is published:
+            return
+        if published.step or published.mini_batch is not None:
+            raise ConfigError(
+                f"adapter {name!r} would be published in the place of {DEFAULT!r}, which is trained itself.",
+                part=PART,
+                hint="Set trainer.frozen, and train other adapters only.",
+            )
+        check_carries(published.config, adapter.config, self._all_layers, name)
+        before_change(adapter_names(self._all_layers, published.config))
+        copy_padded(adapter, published)
+
     def shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """The parts of the published adapter that this rank holds; see `TrainingEngine.local_shards`."""
         return adapter_shards(self._adapters[DEFAULT], self._all_layers, wire_dtype)
@@ -155,7 +184,7 @@ class Adapters:
     @contextmanager
     def merged(self) -> Iterator[None]:
         """Around an export: the published adapter is added to the weights, where that is not so all the time."""
-        if self._trainer.lora is None or self._merged is not None:
+        if not self._own or self._merged is not None:
             yield
             return
         try:
@@ -204,7 +233,7 @@ class Adapters:
         return SavedAdapters(
             {name: (adapter.config, adapter.step) for name, adapter in trained.items()},
             {f"{name}|{key}": tensor for name in trained for key, tensor in self.gathered(name).items()},
-            DEFAULT if self._trainer.lora is not None else "",
+            self._own,
         )
 
     def check(self, saved: SavedAdapters, directory: Path) -> None:
@@ -226,7 +255,7 @@ class Adapters:
                     part=PART,
                     hint="Use the configuration with which it was saved.",
                 )
-        if saved.published != (DEFAULT if self._trainer.lora is not None else ""):
+        if saved.published != self._own:
             raise ConfigError(
                 f"the training state in {directory} was saved {'with' if saved.published else 'without'} trainer.lora.",
                 part=PART,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -13,11 +13,13 @@ from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ..adam_params import AdamParams
+from ..contract import Fence
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TorchEngine
-from .adapter import AdamParams, Adapter
+from .adapter import Adapter
 from .adapters import DEFAULT, AdaptedModel, Adapters
 from .peft_files import read_optimizer, write_peft
 from .rank_pass import PassQuery
@@ -41,35 +43,35 @@ class AdaptedEngine(TorchEngine):
     @property
     def step(self) -> int:
         """See `TrainingEngine.step`."""
-        trained = self._lora.chosen(None) if self._lora is not None else None
-        return self._step if trained is None else trained.step
+        return self._step if self._lora is None else self.steps_of(None)
+
+    def steps_of(self, adapter: str | None = None) -> int:
+        """See `TrainingEngine.steps_of`."""
+        assert self._lora is not None
+        chosen = self._lora.chosen(adapter)
+        return self._step if chosen is None else chosen.step
 
     @property
     def adapters(self) -> tuple[str, ...]:
         """See `TrainingEngine.adapters`."""
         return self._open_adapters().names
 
-    def add_adapter(self, name: str, config: LoraConfig, source: Path | None = None) -> None:
+    def add_adapter(
+        self,
+        name: str,
+        config: LoraConfig,
+        source: Path | None = None,
+        *,
+        replace: bool = False,
+        resume: bool = False,
+        trained: bool = True,
+    ) -> None:
         """See `TrainingEngine.add_adapter`."""
-        adapters, made = self._open_adapters(), []
-        with self._collective("the trainer ranks to make an adapter"):
-            on_every_rank(lambda: made.append(adapters.make(name, config, source)), self._device, PART)
-        adapters.keep(made[0])
-
-    def replace_adapter(self, name: str, config: LoraConfig, source: Path | None, *, trained: bool) -> None:
-        """Like `add_adapter`, but in place of an adapter of that name, if there is one; it stays where this fails. Collective.
-
-        Args:
-            name: See there.
-            config: See there.
-            source: See there. An adapter that is trained goes on with the optimizer that `export_adapter` wrote there, if any.
-            trained: Whether it can be trained. One that isn't has no optimizer, and is no part of a saved state.
-        """
         adapters, made = self._open_adapters(), []
 
         def make() -> None:
-            made.append(adapters.make(name, config, source, trained=trained, replacing=True))
-            if trained and source is not None:
+            made.append(adapters.make(name, config, source, trained=trained, replace=replace))
+            if resume and trained and source is not None:
                 made[0].resume(read_optimizer(source), source)
 
         with self._collective("the trainer ranks to make an adapter"):
@@ -81,7 +83,7 @@ class AdaptedEngine(TorchEngine):
         self._open_adapters().remove(name)
 
     def export_adapter(self, directory: Path, name: str = DEFAULT, *, with_optimizer: bool = False) -> None:
-        """See `TrainingEngine.export_adapter`; `with_optimizer`, moments and steps are in a file of their own beside it."""
+        """See `TrainingEngine.export_adapter`."""
         adapters = self._open_adapters()
         self._require_here("parameters", "optimizer")
         adapter = adapters.chosen(name)
@@ -96,13 +98,18 @@ class AdaptedEngine(TorchEngine):
 
             write_on_rank_zero(write, directory, self.rank, self._device)
 
-    def zero_grad(self) -> None:
+    def load_published(self, before_change: Fence, adapter: str) -> None:
+        """See `TrainingEngine.load_published`."""
+        adapters = self._open_adapters()
+        self._require_here("parameters")
+        adapters.load_published(adapter, before_change)
+
+    def zero_grad(self, *adapters: str) -> None:
         """See `TrainingEngine.zero_grad`."""
-        super().zero_grad()
-        for name in self.adapters:
-            adapter = self._open_adapters().chosen(name)
-            assert adapter is not None
-            adapter.clear_gradients()
+        super().zero_grad(*adapters)
+        for name in adapters or self.adapters:
+            if (adapter := self._open_adapters().chosen(name)) is not None:
+                adapter.clear_gradients()
 
     @property
     @abstractmethod
@@ -163,21 +170,8 @@ class AdaptedEngine(TorchEngine):
         Returns:
             The L2 norm of each adapter's gradient, after `scale` and before clipping.
         """
-        adapters, norms = self._open_adapters(), {}
-        chosen = {name: adapter for name in names if (adapter := self._trained(name)) is not None}
-
-        def clear() -> None:
-            for adapter in chosen.values():
-                adapter.clear_gradients()
-
-        with self._collective("the gradients of the other ranks"):
-            for name, adapter in chosen.items():
-                norms[name] = adapters.complete_gradients(adapter, scale)
-        for name, adapter in chosen.items():
-            self._refuse_not_finite(norms[name], adapter.step, clear, f" of {name!r}")
-        for name, adapter in chosen.items():
-            adapter.change(norms[name], lambda: None, params)
-        return norms
+        chosen = [adapter for name in names if (adapter := self._trained(name)) is not None]
+        return self._change(chosen, _nothing_waits, params, scale)
 
     @property
     @abstractmethod
@@ -202,19 +196,21 @@ class AdaptedEngine(TorchEngine):
         assert self._lora is not None
         return self._lora
 
-    def _trained(self, name: str | None) -> Adapter | None:
-        """The adapter `name`, or None for the model's own weights; refuses these where they are frozen."""
+    def _trained(self, name: str | None, params: AdamParams | None = None) -> Adapter | None:
+        """The adapter `name`, or None for the model's own weights; refuses these where they are frozen, and `params` for them."""
         adapter = self._open_adapters().chosen(name)
         if adapter is None and not self.config.trains_weights:
             by, hint = "frozen is true", "Leave trainer.frozen out for a model that is trained."
             if self.config.lora is not None:
                 by, hint = "lora is set", f"Train the adapter {DEFAULT!r}, or leave out trainer.lora."
             raise ConfigError(f"the model's own weights are frozen, since trainer.{by}.", part=self._part, hint=hint)
+        if adapter is None:
+            self._refuse_params(params)
         if adapter is not None and not adapter.trained:
             raise ConfigError(
                 f"adapter {adapter.name!r} only computes: it was added without an optimizer.",
                 part=self._part,
-                hint="Add it as one that is trained.",
+                hint="Add one that is trained; that of trainer.lora is not where trainer.frozen is true.",
             )
         return adapter
 
@@ -240,25 +236,43 @@ class AdaptedEngine(TorchEngine):
                     self._clear_gradients()
                 raise
 
-    def _step_adapter(self, adapter: Adapter, before_change: Callable[[Collection[str]], None]) -> float:
+    def _step_adapter(self, adapter: Adapter, before_change: Fence, params: AdamParams | None) -> float:
         """See `TrainingEngine.optim_step`. An adapter is stepped at once: `before_change` is called once at most."""
-        adapters = self._open_adapters()
         self._require_gradient(adapter.mini_batch, adapter.step)
+        return self._change([adapter], before_change, params, 1.0)[adapter.name]
+
+    def _change(
+        self,
+        chosen: Sequence[Adapter],
+        before_change: Fence,
+        params: AdamParams | None,
+        scale: float,
+    ) -> dict[str, float]:
+        """See `step_adapters` and `TrainingEngine.optim_step`; returns the norms."""
+        adapters, norms = self._open_adapters(), {}
+
+        def clear() -> None:
+            for adapter in chosen:
+                adapter.clear_gradients()
+
         with self._collective("the gradients of the other ranks"):
-            norm = adapters.complete_gradients(adapter)
-        self._refuse_not_finite(norm, adapter.step, adapter.clear_gradients)
-        published = adapters.published_names(adapter)
+            for adapter in chosen:
+                norms[adapter.name] = adapters.complete_gradients(adapter, scale)
+        for adapter in chosen:
+            self._refuse_not_finite(norms[adapter.name], adapter.step, clear, f" of adapter {adapter.name!r}")
+        for adapter in chosen:
+            published = adapters.published_names(adapter)
 
-        def about_to_change() -> None:
+            def about_to_change(names: Collection[str] = tuple(published)) -> None:
+                if names:
+                    before_change(names)
+                self._torn = True
+
+            adapter.change(norms[adapter.name], about_to_change, params)
             if published:
-                before_change(published)
-            self._torn = True
-
-        adapter.change(norm, about_to_change)
-        if published:
-            adapters.refresh()
-        self._torn = False
-        return norm
+                adapters.refresh()
+            self._torn = False
+        return norms
 
     def _saved_adapters(self, directory: Path) -> SavedAdapters:
         """The adapters in a saved state, which fit this engine's; an empty list where there is no state. Collective."""
@@ -272,3 +286,8 @@ class AdaptedEngine(TorchEngine):
 
         on_every_rank(read, self._device, STATE_PART)
         return found[0]
+
+
+def _nothing_waits(names: Collection[str]) -> None:
+    """The fence of steps that change nothing published."""
+    del names

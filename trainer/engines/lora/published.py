@@ -1,4 +1,4 @@
-"""The tensors of an adapter that is published as such: A and B of every layer, under PEFT's names."""
+"""The tensors of an adapter that is published as such: A and B of every layer, under PEFT's names, also for other adapters."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import LoraConfig
 from .adapter import Adapter
 from .peft_files import peft_name
-from .sites import MATRICES
+from .sites import MATRICES, PART
 
 
 def adapter_names(layers: Mapping[str, tuple[int, int]], config: LoraConfig) -> list[str]:
@@ -44,6 +45,47 @@ def adapter_shards(
                 starts = pair.site.box(matrix, rank).starts
                 shards.append(LocalShard(spec, starts, pair.matrices[matrix].detach()))
     return shards
+
+
+def check_carries(published: LoraConfig, wanted: LoraConfig, layers: Mapping[str, tuple[int, int]], name: str) -> None:
+    """Raise `ConfigError`, on every rank alike, unless `copy_padded` can copy an adapter of configuration `wanted`.
+
+    Args:
+        published: The configuration of the published adapter.
+        wanted: That of adapter `name`.
+        layers: As in `adapter_shards`.
+        name: For the error.
+    """
+    if wanted.rank > published.rank:
+        raise ConfigError(
+            f"adapter {name!r} has rank {wanted.rank}, and what is published rank {published.rank}.",
+            part=PART,
+            hint="Set trainer.lora.rank to the highest rank of all adapters.",
+        )
+    lacking = {
+        each.rpartition(".")[2] for each in layers if _is_target(each, wanted) and not _is_target(each, published)
+    }
+    if lacking:
+        raise ConfigError(
+            f"adapter {name!r} is beside {', '.join(sorted(lacking))}, which what is published is not.",
+            part=PART,
+            hint="Add them to trainer.lora.targets, or leave trainer.lora.targets out.",
+        )
+
+
+@torch.no_grad()
+def copy_padded(source: Adapter, target: Adapter) -> None:
+    """Copy A and B of `source` into the larger `target`, on this rank: A's further rows and B's further columns become zeros.
+
+    Layers of `target` that `source` is not beside become zeros.
+    """
+    for module, pair in target.pairs.items():
+        theirs = source.pairs.get(module)
+        for matrix, mine in pair.matrices.items():
+            mine.zero_()
+            if theirs is not None:
+                values = theirs.matrices[matrix]
+                mine[: values.shape[0], : values.shape[1]] = values
 
 
 def _is_target(module: str, config: LoraConfig) -> bool:

@@ -17,7 +17,8 @@ from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 from ...config import Head, TrainerConfig
 from ...data.batch import MicroBatch, MiniBatch, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
+from ..adam_params import AdamParams
+from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
 from ..lora.engine import AdaptedEngine
@@ -166,12 +167,12 @@ class MegatronEngine(AdaptedEngine):
             dist.all_reduce(totals)
         return BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers() else {})
 
-    def optim_step(self, before_change: Callable[[Collection[str]], None], adapter: str | None = None) -> float:
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
         """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
         self._require_whole()
         self._require_here(*STATE_PARTS)
-        if (chosen := self._trained(adapter)) is not None:
-            return self._step_adapter(chosen, before_change)
+        if (chosen := self._trained(adapter, params)) is not None:
+            return self._step_adapter(chosen, before_change, params)
         self._require_gradient(self._mini_batch, self._step)
         with self._computing("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)

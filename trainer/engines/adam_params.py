@@ -1,10 +1,25 @@
-"""The learning rate of each optimizer step."""
+"""`AdamParams`, the settings of one step of AdamW, and the learning rate that a schedule gives to it."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ..config import TrainerConfig
+
+
+@dataclass(frozen=True, slots=True)
+class AdamParams:
+    """One step of AdamW, as a program that drives it says."""
+
+    learning_rate: float
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the two moment averages."""
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """An adapter's gradient is scaled down to this L2 norm; infinity for a gradient that is taken as it is."""
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
