@@ -1,0 +1,1 @@
+"""The service: training and sampling for programs that speak the Tinker API."""
