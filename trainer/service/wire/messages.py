@@ -116,8 +116,8 @@ def _file() -> Any:
     found = descriptor_pb2.FileDescriptorProto(name="weightlane/tinker_public.proto", package=PACKAGE, syntax="proto3")
     for enum, values in _ENUMS.items():
         declared = found.enum_type.add(name=enum)
-        for number, value in enumerate(values):
-            declared.value.add(name=value, number=number)
+        for at, value in enumerate(values):
+            declared.value.add(name=value, number=at)
     message: Any = None
     for line in _SCHEMA.strip().splitlines():
         if line[0] != " ":

@@ -1,0 +1,312 @@
+"""Requests that the SDK itself encodes become the batches that their tensors say; others raise `ProtocolError` alone."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+import torch
+import zstandard
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
+
+from weightlane.ckpt_engines import ProtocolError
+from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.service.wire.batches import TrainRequest, train_request
+from weightlane.trainer.service.wire.bodies import WireLimits
+
+VOCABULARY = 50
+
+
+def datum(tokens: list[int], **inputs: Any) -> tinker.Datum:
+    return tinker.Datum(tinker.ModelInput.from_ints(tokens), inputs)
+
+
+def message_of(data: list[tinker.Datum], loss: Any = "cross_entropy", config: Any = None, seq_id: int = 1) -> Any:
+    """The SDK's own message."""
+    request = ForwardBackwardRequest(ForwardBackwardInput(data, loss, config), "s:train:0", seq_id)
+    return forward_backward_request_to_proto(request)
+
+
+def decoded(message: Any, **given_options: Any) -> TrainRequest:
+    return train_request(message.SerializeToString(), vocabulary=VOCABULARY, **given_options)
+
+
+def valid() -> Any:
+    """A message with every kind of part that is read."""
+    topk = torch.tensor([[3, 0, 0, 0, 0], [4, 0, 0, 0, 0], [5, 6, 0, 0, 0]])
+    weights = torch.tensor([[0.5, 0, 0, 0, 0], [0.0, 0, 0, 0, 0], [0.25, 0.75, 0, 0, 0]])
+    data = [
+        datum([1, 2, 3], target_tokens=topk, weights=weights),
+        datum([7, 8], target_tokens=[8, 9], weights=[0.0, 1.0]),
+    ]
+    return message_of(data, "ppo", {"clip_low_threshold": 0.9, "mode": "plain"})
+
+
+def test_a_request_of_the_sdk() -> None:
+    logprobs, advantages = np.array([-0.5, -0.25], np.float32), torch.tensor([1.0, -2.0], dtype=torch.bfloat16)
+    message = message_of(
+        [datum([1, 2], target_tokens=[2, 3], logprobs=logprobs, advantages=advantages, weights=torch.tensor([0, 1]))],
+        "ppo",
+        {"clip_low_threshold": 0.9, "mode": "plain"},
+        seq_id=7,
+    )
+    message.forward_only = True
+    found = decoded(message)
+    assert (found.model_id, found.seq_id, found.forward_only, found.loss) == ("s:train:0", 7, True, "ppo")
+    assert found.loss_config == {"clip_low_threshold": 0.9, "mode": "plain"}
+    assert found.shapes == ((2,),)
+    (sequence,) = found.batch.sequences
+    assert sequence.tokens.tolist() == [1, 2]
+    assert sequence.targets.tolist() == [2, 3]
+    assert {name: each.tolist() for name, each in sequence.per_token.items()} == {
+        "advantages": [1.0, -2.0],
+        "logprobs": [-0.5, -0.25],
+        "weights": [0.0, 1.0],
+    }
+    assert {each.dtype for each in sequence.per_token.values()} == {torch.float32}
+
+
+def test_the_older_settings_count_where_the_newer_are_absent() -> None:
+    message = valid()
+    message.loss_fn_config["clip_low_threshold"] = 0.5
+    assert decoded(message).loss_config["clip_low_threshold"] == 0.9
+    message.ClearField("loss_fn_config_v2")
+    assert decoded(message).loss_config == {"clip_low_threshold": 0.5}
+
+
+def test_targets_of_weight_zero_stay_targets() -> None:
+    found = decoded(message_of([datum([1, 2], target_tokens=[2, 3], weights=[0.0, 1.0])]))
+    assert found.batch.target_tokens == 2
+
+
+def test_chunks_are_one_sequence() -> None:
+    prompt = tinker.ModelInput.from_ints([1, 2]).append_int(3)
+    found = decoded(message_of([tinker.Datum(prompt, {"target_tokens": [2, 3, 4]})]))
+    assert found.batch.sequences[0].tokens.tolist() == [1, 2, 3]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=4),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_labels_are_padded_to_the_largest_number(sizes: list[tuple[int, int]], seed: int, sparse: bool) -> None:
+    """0 labels mean a target without a second dimension."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(length, labels) if labels else (length,) for length, labels in sizes]
+    data, expected = [], []
+    for shape in shapes:
+        targets = torch.randint(0, VOCABULARY, shape, generator=generator)
+        weights = torch.rand(shape, generator=generator)
+        keep = torch.rand(shape, generator=generator) < 0.2 if sparse else torch.ones(shape, dtype=torch.bool)
+        targets, weights = targets * keep, weights * keep
+        data.append(datum([1] * shape[0], target_tokens=targets, weights=weights))
+        expected.append((targets, weights))
+    found = decoded(message_of(data))
+    assert found.shapes == tuple(shapes)
+    widest = max(labels for _, labels in sizes)
+    for (length, labels), (targets, weights), sequence in zip(sizes, expected, found.batch.sequences, strict=True):
+        got, got_weights = sequence.targets, sequence.per_token["weights"]
+        assert got.shape == got_weights.shape == ((length, widest) if widest else (length,))
+        if widest:
+            own = max(1, labels)
+            assert (got[:, own:] == IGNORED).all()
+            assert not got_weights[:, own:].any()
+            got, got_weights = got[:, :own].reshape(targets.shape), got_weights[:, :own].reshape(targets.shape)
+        assert torch.equal(got, targets)
+        assert torch.equal(got_weights, weights)
+
+
+def test_weights_are_one_where_a_datum_lacks_them() -> None:
+    found = decoded(message_of([datum([1], target_tokens=[2]), datum([1], target_tokens=[2], weights=[0.5])]))
+    assert [each.per_token["weights"].tolist() for each in found.batch.sequences] == [[1.0], [0.5]]
+
+
+def _spoilt(change: Any) -> Any:
+    message = valid()
+    change(message)
+    return message
+
+
+def _set(message: Any, name: str, **values: Any) -> None:
+    tensor = message.data[1].loss_fn_inputs[name]
+    for field, value in values.items():
+        if field == "shape":
+            tensor.ClearField("shape")
+            tensor.shape.extend(value)
+        else:
+            setattr(tensor, field, value)
+
+
+def _csr(message: Any, **values: Any) -> None:
+    tensor = message.data[0].loss_fn_inputs["target_tokens"].sparse_csr
+    for field, value in values.items():
+        setattr(tensor, field, np.array(value, np.int64).tobytes())
+
+
+WRONG: list[tuple[str, Any]] = [
+    (
+        "datum 1, model_input.*id 50 at 1",
+        lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"\7\0\0\0\x32\0\0\0"),
+    ),
+    ("datum 1, model_input.*id -1", lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"\xff" * 8)),
+    ("datum 1, model_input.*no whole", lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"\1\0\0")),
+    ("datum 1, model_input.*0 tokens", lambda m: m.data[1].ClearField("model_input")),
+    ("datum 1, model_input.*kind image", lambda m: setattr(m.data[1].model_input.add().image, "format", "png")),
+    ("datum 1, model_input.*kind dmel", lambda m: setattr(m.data[1].model_input.add().dmel, "dmel", b"1")),
+    ("datum 1, model_input.*kind unknown", lambda m: m.data[1].model_input.add()),
+    ("datum 1, target_tokens.*id 50 at 1", lambda m: _set(m, "target_tokens", dense=np.array([0, 50]).tobytes())),
+    ("datum 1, target_tokens.*no integers", lambda m: _set(m, "target_tokens", dtype=1, dense=bytes(8))),
+    ("datum 1, target_tokens.*2 tokens", lambda m: _set(m, "target_tokens", dense=np.array([1]).tobytes(), shape=[1])),
+    ("datum 1.*no target_tokens", lambda m: m.data[1].loss_fn_inputs.pop("target_tokens")),
+    ("datum 1, weights.*nan at 1", lambda m: _set(m, "weights", dense=np.array([0, np.nan], "<f4").tobytes())),
+    ("datum 1, weights.*inf at 0", lambda m: _set(m, "weights", dense=np.array([np.inf, 0], "<f4").tobytes())),
+    ("datum 1, weights.*shape .3.", lambda m: _set(m, "weights", dense=bytes(12), shape=[3])),
+    ("datum 1, weights.*2 values", lambda m: _set(m, "weights", shape=[2**62])),
+    ("datum 1, weights.*shape .-2.", lambda m: _set(m, "weights", shape=[-2])),
+    ("datum 1, weights.*shape", lambda m: _set(m, "weights", shape=[1] * 100_000)),
+    ("datum 1, weights.*shape .2, 0.", lambda m: _set(m, "weights", shape=[2, 0])),
+    ("datum 1, weights.*dtype 9", lambda m: _set(m, "weights", dtype=9)),
+    ("datum 1, weights.*no data", lambda m: m.data[1].loss_fn_inputs["weights"].ClearField("dense")),
+    ("datum 1, weights.*no whole", lambda m: _set(m, "weights", dense=b"12345")),
+    (
+        "datum 0.*no logprobs",
+        lambda m: m.data[1].loss_fn_inputs["logprobs"].CopyFrom(m.data[1].loss_fn_inputs["weights"]),
+    ),
+    ("datum 1.*loss_fn_inputs are '../x", lambda m: m.data[1].loss_fn_inputs["../x"]),
+    ("datum 0, target_tokens.*3 row pointers", lambda m: _csr(m, crow_indices=[0, 2, 4])),
+    ("datum 0, target_tokens.*row pointers", lambda m: _csr(m, crow_indices=[0, 3, 2, 4])),
+    ("datum 0, target_tokens.*row pointers", lambda m: _csr(m, crow_indices=[1, 1, 2, 4])),
+    ("datum 0, target_tokens.*row pointers", lambda m: _csr(m, crow_indices=[0, 1, 2, 2**62])),
+    ("datum 0, target_tokens.*go up", lambda m: _csr(m, col_indices=[0, 0, 1, 1])),
+    ("datum 0, target_tokens.*go up", lambda m: _csr(m, col_indices=[0, 0, 0, 5])),
+    ("datum 0, target_tokens.*go up", lambda m: _csr(m, col_indices=[0, 0, -1, 1])),
+    ("0 datums", lambda m: m.ClearField("data")),
+    ("seq_id is 0", lambda m: m.ClearField("seq_id")),
+    ("model_id.*identifier", lambda m: setattr(m, "model_id", "../../etc")),
+    ("no loss", lambda m: m.ClearField("loss_fn")),
+    ("loss_fn_config, beta.*nan", lambda m: setattr(m.loss_fn_config_v2["beta"], "number", float("nan"))),
+    ("loss_fn_config, beta.*None", lambda m: m.loss_fn_config_v2["beta"]),
+]
+
+
+@pytest.mark.parametrize(("said", "change"), WRONG, ids=[said for said, _ in WRONG])
+def test_an_error_names_datum_and_field(said: str, change: Any) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        decoded(_spoilt(change))
+
+
+LIMITS = [
+    ("datums", WireLimits(datums=1)),
+    ("more than 5 parts", WireLimits(parts=5)),
+    ("allowed", WireLimits(body_bytes=20)),
+    ("3 tokens", WireLimits(tokens=2)),
+    ("labels", WireLimits(labels=4)),
+    ("entries", WireLimits(cells=49)),
+]
+
+
+@pytest.mark.parametrize(("said", "limits"), LIMITS, ids=[said for said, _ in LIMITS])
+def test_a_request_beyond_a_limit_is_refused(said: str, limits: WireLimits) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        decoded(valid(), limits=limits)
+
+
+def test_the_limits_are_inclusive() -> None:
+    message = valid()
+    size = len(message.SerializeToString())
+    assert decoded(message, limits=WireLimits(body_bytes=size, datums=2, tokens=3, labels=5, cells=50)).shapes == (
+        (3, 5),
+        (2,),
+    )
+
+
+def test_a_compressed_body() -> None:
+    body = valid().SerializeToString()
+    compressed = zstandard.ZstdCompressor().compress(body)
+    assert train_request(compressed, vocabulary=VOCABULARY, encoding="zstd").shapes == ((3, 5), (2,))
+    for spoilt in (compressed[:-3], compressed + b"more", compressed + compressed, b"", body):
+        with pytest.raises(ProtocolError):
+            train_request(spoilt, vocabulary=VOCABULARY, encoding="zstd")
+    with pytest.raises(ProtocolError, match="gzip"):
+        train_request(body, vocabulary=VOCABULARY, encoding="gzip")
+
+
+def test_a_body_that_would_grow_is_refused_before_it_does() -> None:
+    bomb = zstandard.ZstdCompressor().compress(bytes(2**27))
+    with pytest.raises(ProtocolError, match="134217728 bytes"):
+        train_request(bomb, vocabulary=VOCABULARY, encoding="zstd")
+    stream = zstandard.ZstdCompressor().compressobj()
+    with pytest.raises(ProtocolError, match="does not say its size"):
+        train_request(stream.compress(bytes(2**20)) + stream.flush(), vocabulary=VOCABULARY, encoding="zstd")
+    for many in (b"\x1a\x00" * 2**20, b"\x1a\x80\x80\x40" + b"\x0a\x00" * 2**19):  # datums, and chunks of one
+        with pytest.raises(ProtocolError, match="parts"):
+            train_request(many, vocabulary=VOCABULARY)
+
+
+def only_protocol_errors(body: bytes, encoding: str = "") -> None:
+    said = ""
+    try:
+        train_request(body, vocabulary=VOCABULARY, encoding=encoding)
+    except ProtocolError as error:
+        said = str(error)
+    assert len(said) < 2000
+
+
+@given(st.binary(max_size=300), st.sampled_from(["", "zstd", "br"]))
+@example(b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "")
+@example(b"\x0b\x0b\x0b", "")
+@settings(max_examples=150, deadline=None)
+def test_random_bytes_raise_protocol_errors_alone(body: bytes, encoding: str) -> None:
+    only_protocol_errors(body, encoding)
+
+
+def test_damaged_requests_raise_protocol_errors_alone() -> None:
+    whole = valid().SerializeToString()
+    chosen = random.Random(18)
+    for _ in range(2000):
+        body = bytearray(whole)
+        for _ in range(chosen.choice((1, 1, 2, 5))):
+            at = chosen.randrange(len(body))
+            kind = chosen.randrange(4)
+            if kind == 0:
+                body[at] ^= 1 << chosen.randrange(8)
+            elif kind == 1:
+                del body[at : at + chosen.randrange(1, 9)]
+            elif kind == 2:
+                body[at:at] = chosen.randbytes(chosen.randrange(1, 9))
+            else:
+                source = chosen.randrange(len(body))
+                body[at:at] = body[source : source + chosen.randrange(1, 40)]
+        only_protocol_errors(bytes(body))
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_damaged_tensors_raise_protocol_errors_alone(data: st.DataObject) -> None:
+    message = valid()
+    each = data.draw(
+        st.sampled_from([*message.data[0].loss_fn_inputs.values(), *message.data[1].loss_fn_inputs.values()])
+    )
+    numbers = st.lists(st.integers(-3, 7) | st.integers(-(2**63), 2**63 - 1), max_size=6)
+    for _ in range(data.draw(st.integers(1, 3))):
+        match data.draw(st.integers(0, 4)):
+            case 0:
+                each.dtype = data.draw(st.integers(0, 6))
+            case 1:
+                each.ClearField("shape")
+                each.shape.extend(data.draw(numbers))
+            case 2:
+                each.dense = data.draw(st.binary(max_size=40))
+            case 3:
+                each.sparse_csr.crow_indices = np.array(data.draw(numbers), np.int64).tobytes()
+            case _:
+                each.sparse_csr.col_indices = np.array(data.draw(numbers), np.int64).tobytes()
+    only_protocol_errors(message.SerializeToString())

@@ -1,0 +1,226 @@
+"""Requests for a forward pass, or a forward and a backward one: bytes made a batch of token sequences."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from weightlane.ckpt_engines import ProtocolError
+
+from ...data.batch import IGNORED, TokenBatch, TokenSequence
+from .bodies import PART, WireLimits, decompressed, parsed
+from .messages import ForwardBackwardRequest
+from .names import checked_identifier
+from .tensors import Array, integers, tensor
+
+TARGETS = "target_tokens"
+"""The input that is the targets; every other one is a per-token value of its shape."""
+WEIGHTS = "weights"
+"""The input that is 1 wherever a sequence lacks it and another one has it."""
+
+_INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+_INPUTS = 16
+"""Inputs of a sequence, as many as the SDK allows a loss of a client's own."""
+_CONFIG_KEYS = 64
+"""Settings of a loss."""
+_TEXT_CHARACTERS = 200
+"""Characters of the name of a loss and of a setting that is text."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainRequest:
+    """What a client wants computed."""
+
+    model_id: str
+    seq_id: int
+    """The request's number among those of its model; they are carried out in this order, from 1."""
+    forward_only: bool
+    """Whether no gradient is wanted."""
+    loss: str
+    loss_config: Mapping[str, float | str]
+    batch: TokenBatch
+    """The sequences, all with K labels if any has more than one. Targets of weight 0 are targets, too: the client wants their
+    log-probabilities. Values are float32 and have the shape of the targets."""
+    shapes: tuple[tuple[int, ...], ...]
+    """[N] or [N, K] of each sequence's targets, as the client sent them: the shape of its answer."""
+
+
+def train_request(
+    body: bytes, *, vocabulary: int, encoding: str = "", limits: WireLimits | None = None
+) -> TrainRequest:
+    """Decode the body of a ``forward_backward``.
+
+    Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one.
+
+    Args:
+        body: A ``ForwardBackwardRequest``, in bytes.
+        vocabulary: Tokens of the model: ids are below it.
+        encoding: The header ``Content-Encoding``; see `decompressed`.
+        limits: Sizes that it may have.
+
+    Raises:
+        ProtocolError: It is not valid; the error names datum and field. Nothing else is ever raised.
+    """
+    limits = limits or WireLimits()
+    message = parsed(ForwardBackwardRequest, decompressed(body, encoding, limits), limits)
+    if message.seq_id < 1:
+        raise ProtocolError(f"seq_id is {message.seq_id}.", part=PART, hint="Requests of a model are numbered from 1.")
+    if not 1 <= len(message.data) <= limits.datums:
+        raise ProtocolError(
+            f"the request has {len(message.data)} datums.", part=PART, hint=f"Send from 1 to {limits.datums} at once."
+        )
+    if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
+        raise ProtocolError("the request names no loss.", part=PART)
+    datums = [_datum(each, index, vocabulary, limits) for index, each in enumerate(message.data)]
+    return TrainRequest(
+        checked_identifier(message.model_id, part=f"{PART}, model_id"),
+        message.seq_id,
+        message.forward_only,
+        message.loss_fn,
+        _config(message),
+        _batch(datums, limits),
+        tuple(tuple(datum.targets.shape) for datum in datums),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Datum:
+    tokens: Array
+    """int64 [N]."""
+    targets: Array
+    """int64 [N] or [N, K]."""
+    values: dict[str, Array]
+    """float32, of the targets' shape."""
+
+
+def _datum(message: Any, index: int, vocabulary: int, limits: WireLimits) -> _Datum:
+    part = f"{PART}, datum {index}"
+    tokens = _tokens(message.model_input, limits, part=f"{part}, model_input")
+    _check_ids(tokens, vocabulary, part=f"{part}, model_input")
+    names = sorted(message.loss_fn_inputs)
+    if TARGETS not in names:
+        raise ProtocolError(f"it has no {TARGETS}.", part=part, hint="Every datum says what its tokens predict.")
+    if len(names) > _INPUTS or not all(_INPUT.fullmatch(name) for name in names):
+        raise ProtocolError(
+            f"its loss_fn_inputs are {', '.join(names)[:200]!r}.",
+            part=part,
+            hint=f"At most {_INPUTS}, named by letters, digits and underscores.",
+        )
+    found = {name: tensor(message.loss_fn_inputs[name], limits, part=f"{part}, {name}") for name in names}
+    targets = found.pop(TARGETS)
+    if len(targets) != len(tokens):
+        raise ProtocolError(
+            f"shape {list(targets.shape)} beside {len(tokens)} tokens of model_input.",
+            part=f"{part}, {TARGETS}",
+            hint="Each token of model_input predicts one position of target_tokens.",
+        )
+    if targets.dtype != np.int64:
+        raise ProtocolError("token ids are no integers.", part=f"{part}, {TARGETS}", hint="Send int64.")
+    _check_ids(targets, vocabulary, part=f"{part}, {TARGETS}")
+    return _Datum(tokens, targets, {name: _value(each, targets, f"{part}, {name}") for name, each in found.items()})
+
+
+def _tokens(chunks: Sequence[Any], limits: WireLimits, *, part: str) -> Array:
+    """int64 [N]: the tokens of all chunks."""
+    found = []
+    for chunk in chunks:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise ProtocolError(
+                f"a chunk of kind {kind or 'unknown'}.",
+                part=part,
+                hint="Only encoded text is offered, no image or audio.",
+            )
+        found.append(integers(chunk.encoded_text.tokens, "<i4", part=part))
+    count = sum(len(each) for each in found)
+    if not 1 <= count <= limits.tokens:
+        raise ProtocolError(f"it has {count} tokens.", part=part, hint=f"From 1 to {limits.tokens} are computed.")
+    return np.concatenate(found)
+
+
+def _check_ids(tokens: Array, vocabulary: int, *, part: str) -> None:
+    wrong = (tokens < 0) | (tokens >= vocabulary)
+    if wrong.any():
+        at = tuple(int(place) for place in np.argwhere(wrong)[0])
+        raise ProtocolError(
+            f"token id {int(tokens[at])} at {', '.join(map(str, at))}.",
+            part=part,
+            hint=f"The model has tokens 0 to {vocabulary - 1}: use its own tokenizer.",
+        )
+
+
+def _value(found: Array, targets: Array, part: str) -> Array:
+    """float32: a per-token value, checked."""
+    if found.shape != targets.shape:
+        raise ProtocolError(
+            f"shape {list(found.shape)} beside {TARGETS} of shape {list(targets.shape)}.",
+            part=part,
+            hint="Every input has the shape of target_tokens.",
+        )
+    value = found.astype(np.float32)
+    wrong = ~np.isfinite(value)
+    if wrong.any():
+        at = tuple(int(place) for place in np.argwhere(wrong)[0])
+        raise ProtocolError(f"{value[at]} at {', '.join(map(str, at))}.", part=part, hint="Send finite numbers.")
+    return value
+
+
+def _config(message: Any) -> dict[str, float | str]:
+    """The settings of the loss. Clients that know version 2 of them send it beside version 1, which has numbers only."""
+    given: dict[str, float | str | None] = dict(message.loss_fn_config)
+    if message.loss_fn_config_v2:
+        values = message.loss_fn_config_v2
+        given = {name: getattr(values[name], values[name].WhichOneof("value") or "", None) for name in list(values)}
+    for name, value in given.items():
+        part = f"{PART}, loss_fn_config, {name[:_TEXT_CHARACTERS]}"
+        if value is None or (isinstance(value, float) and not math.isfinite(value)):
+            raise ProtocolError(f"its value is {value}.", part=part, hint="Send a finite number or a text.")
+        if isinstance(value, str) and len(value) > _TEXT_CHARACTERS:
+            raise ProtocolError(f"its text has {len(value)} characters.", part=part)
+    if len(given) > _CONFIG_KEYS:
+        raise ProtocolError(f"it has {len(given)} settings.", part=f"{PART}, loss_fn_config")
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _batch(datums: Sequence[_Datum], limits: WireLimits) -> TokenBatch:
+    """The batch of all datums, with the same inputs and as many labels each."""
+    names = sorted({name for datum in datums for name in datum.values})
+    for index, datum in enumerate(datums):
+        lacking = [name for name in names if name != WEIGHTS and name not in datum.values]
+        if lacking:
+            raise ProtocolError(
+                f"it has no {', '.join(lacking)}, which other datums have.",
+                part=f"{PART}, datum {index}",
+                hint="All datums of a request have the same loss_fn_inputs.",
+            )
+    several = any(datum.targets.ndim > 1 for datum in datums)
+    labels = max(datum.targets.shape[1] if datum.targets.ndim > 1 else 1 for datum in datums)
+    cells = sum(len(datum.tokens) for datum in datums) * labels * (1 + len(names))
+    if cells > limits.cells:
+        raise ProtocolError(
+            f"its tensors have {cells} entries when all have {labels} labels; {limits.cells} are allowed.",
+            part=PART,
+            hint="Send fewer sequences at once.",
+        )
+    return TokenBatch(tuple(_sequence(datum, names, labels if several else None) for datum in datums))
+
+
+def _sequence(datum: _Datum, names: Sequence[str], labels: int | None) -> TokenSequence:
+    def padded(found: Array, fill: int) -> torch.Tensor:
+        if labels is not None:
+            found = found.reshape(len(found), -1)
+            found = np.pad(found, ((0, 0), (0, labels - found.shape[1])), constant_values=fill)
+        return torch.from_numpy(found)
+
+    ones = np.ones(datum.targets.shape, np.float32)
+    return TokenSequence(
+        torch.from_numpy(datum.tokens),
+        padded(datum.targets, IGNORED),
+        {name: padded(datum.values.get(name, ones), 0) for name in names},
+    )

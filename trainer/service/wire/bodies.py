@@ -1,0 +1,145 @@
+"""Bodies of requests: how large they may be, and how they are unpacked without more memory than that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.message import DecodeError
+
+from weightlane.ckpt_engines import ProtocolError
+
+PART = "request"
+
+_DATA = 3
+"""Number of the field ``data`` of a ``ForwardBackwardRequest``, whose entries are messages of several parts themselves."""
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+"""Wire types of Protocol Buffers; groups, 3 and 4, occur in no message of ours."""
+_VARINT_BYTES = 10
+"""Bytes of the longest varint, that of a negative number."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """Sizes that a request may have. Memory for decoding one is at most about ten times `body_bytes` plus 16 times `cells`."""
+
+    body_bytes: int = 64 * 2**20
+    """Bytes of a body, after decompression. The SDK sends about 5 MB at once, or one datum if that is larger."""
+    parts: int = 2**17
+    """Messages in a body, of which an empty one takes 2 bytes there and 30 times as much in memory."""
+    datums: int = 1024
+    """Sequences of a request, as the SDK splits batches."""
+    tokens: int = 2**17
+    """Tokens of one sequence."""
+    labels: int = 1024
+    """Targets of one position."""
+    cells: int = 2**25
+    """Numbers of all tensors of a request, after sparse ones are made dense and all have the same number of labels."""
+
+
+def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
+    """The body of a request without its content encoding.
+
+    Args:
+        body: The body.
+        encoding: The header ``Content-Encoding``: empty, ``identity`` or ``zstd``.
+        limits: `WireLimits.body_bytes` is the most that is allocated.
+
+    Raises:
+        ProtocolError: The encoding is another one, the body is too large, or is not one whole frame that says how large it is.
+    """
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return _checked_size(body, len(body), limits)
+    if encoding != "zstd":
+        raise ProtocolError(f"no content encoding {encoding!r} is offered.", part=PART, hint="Send zstd, or none.")
+    try:
+        import zstandard  # noqa: PLC0415  (of the extra `service`, and needed for compressed bodies alone)
+    except ImportError:
+        raise ProtocolError("this service has no zstd.", part=PART, hint="Send the body uncompressed.") from None
+    try:
+        size = zstandard.get_frame_parameters(body).content_size
+        if size == zstandard.CONTENTSIZE_UNKNOWN:
+            raise ProtocolError(
+                "the compressed body does not say its size.",
+                part=PART,
+                hint="Compress it in one call, which writes it.",
+            )
+        _checked_size(body, size, limits)
+        found: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise ProtocolError(f"the body cannot be decompressed: {error}.", part=PART) from None
+    return _checked_size(found, size, limits)
+
+
+def _checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
+    if size > limits.body_bytes:
+        raise ProtocolError(
+            f"the body has {size} bytes, {limits.body_bytes} are allowed.",
+            part=PART,
+            hint="Send fewer sequences at once.",
+        )
+    return body
+
+
+def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
+    """A ``ForwardBackwardRequest`` of the bytes `body`.
+
+    Raises:
+        ProtocolError: They are none, or one of more parts than allowed.
+    """
+    _count_parts(body, limits.parts)
+    try:
+        return message_class.FromString(body)
+    except DecodeError as error:
+        raise ProtocolError(f"the body is no {message_class.DESCRIPTOR.name}: {error}.", part=PART) from None
+
+
+def _count_parts(body: bytes, most: int) -> None:
+    """Raise `ProtocolError` if `body` and its data have more than `most` fields together, before they become objects."""
+    waiting = [(0, len(body), True)]
+    count = 0
+    while waiting:
+        at, end, whole = waiting.pop()
+        while at < end:
+            count += 1
+            if count > most:
+                raise ProtocolError(
+                    f"the body has more than {most} parts.", part=PART, hint="Send fewer sequences at once."
+                )
+            tag, at = _varint(body, at, end)
+            length, at = _length(body, at, end, tag & 7)
+            if length > end - at:
+                raise _truncated()
+            if whole and tag == (_DATA << 3 | _BYTES):
+                waiting.append((at, at + length, False))
+            at += length
+
+
+def _length(body: bytes, at: int, end: int, wire_type: int) -> tuple[int, int]:
+    """Bytes of a value of `wire_type`, and where they begin."""
+    if wire_type == _VARINT:
+        return 0, _varint(body, at, end)[1]
+    if wire_type == _BYTES:
+        return _varint(body, at, end)
+    if wire_type in (_FIXED64, _FIXED32):
+        return (8 if wire_type == _FIXED64 else 4), at
+    raise ProtocolError(f"the body has a field of wire type {wire_type}.", part=PART)
+
+
+def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
+    """The number that begins at `at`, and where the next one does."""
+    value = 0
+    for shift in range(_VARINT_BYTES):
+        if at >= end:
+            break
+        byte = body[at]
+        at += 1
+        value |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:  # noqa: PLR2004  (the highest bit says that more follow)
+            return value, at
+    raise _truncated()
+
+
+def _truncated() -> ProtocolError:
+    return ProtocolError("the body ends within a field.", part=PART, hint="Send it whole.")
