@@ -1,0 +1,101 @@
+"""The SDK's own deserialisers read what was written."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+
+from weightlane.ckpt_engines import ProtocolError
+from weightlane.trainer.service.wire.answers import Sample, pass_answer, sample_answer, training_metrics
+
+shapes_of = st.lists(
+    st.integers(1, 4).flatmap(
+        lambda length: st.just((length,)) | st.integers(1, 3).map(lambda labels: (length, labels))
+    ),
+    max_size=6,
+)
+
+
+@given(shapes_of, st.integers(0, 2**32))
+@settings(max_examples=60, deadline=None)
+def test_outputs_of_a_pass(shapes: list[tuple[int, ...]], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    widest = max((shape[1] for shape in shapes if len(shape) > 1), default=None)
+    outputs = [torch.randn((shape[0], widest) if widest else shape, generator=generator) for shape in shapes]
+    read = deserialize_forward_backward_output(pass_answer(outputs, shapes, {"loss:sum": 1.5}))
+    assert (read.loss_fn_output_type, read.metrics) == ("ArrayRecord", {"loss:sum": 1.5})
+    assert len(read.loss_fn_outputs) == len(shapes)
+    for found, output, shape in zip(read.loss_fn_outputs, outputs, shapes, strict=True):
+        assert list(found) == ["logprobs"]
+        assert found["logprobs"].shape == list(shape)
+        own = output if not widest else output[:, : shape[1]] if len(shape) > 1 else output[:, 0]
+        assert torch.equal(found["logprobs"].to_torch(), own)
+
+
+def test_an_output_of_another_shape_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="outputs of 2"):
+        pass_answer([torch.zeros(2)], [(2,), (2,)], {})
+    with pytest.raises(ProtocolError, match="shape"):
+        pass_answer([torch.zeros(2)], [(3,)], {})
+    with pytest.raises(ProtocolError, match="shape"):
+        pass_answer([torch.zeros(2, 2)], [(2, 3)], {})
+
+
+def test_the_sdk_adds_up_the_metrics_of_chunks() -> None:
+    chunks = [
+        deserialize_forward_backward_output(
+            pass_answer([torch.zeros(1)] * count, [(1,)] * count, training_metrics(report))
+        )
+        for count, report in ((1, {"loss": 1.0, "ratio": 2.0}), (3, {"loss": 0.5, "ratio": 4.0}))
+    ]
+    assert combine_fwd_bwd_output_results(chunks).metrics == {"loss:sum": 1.5, "ratio:sum": 6.0}
+
+
+def test_samples() -> None:
+    samples = [
+        Sample([5, 6], [-0.5, -0.25], "stop", [[(5, -0.5), (1, -2.0)], [(6, -0.25)]]),
+        Sample([], [], "length", []),
+        Sample([7], None, "length"),
+    ]
+    written = sample_answer(
+        samples,
+        prompt_logprobs=[None, -1.5, -0.75],
+        prompt_top=[None, [(3, -1.0), (4, -1.5), (9, -3.0)], [(4, -0.75)]],
+        top_k=2,
+        top_prompt_k=2,
+        cached_tokens=2,
+    )
+    read = deserialize_sample_response(written)
+    assert [(each.tokens, each.logprobs, each.stop_reason) for each in read.sequences] == [
+        ([5, 6], [-0.5, -0.25], "stop"),
+        ([], None, "length"),
+        ([7], None, "length"),
+    ]
+    assert [each.topk_logprobs for each in read.sequences] == [[[(5, -0.5), (1, -2.0)], [(6, -0.25)]], None, None]
+    assert read.prompt_logprobs == [None, -1.5, -0.75]
+    assert read.topk_prompt_logprobs == [None, [(3, -1.0), (4, -1.5)], [(4, -0.75)]]
+    assert read.topk_prompt_logprobs_np is not None
+    assert read.topk_prompt_logprobs_np.logprobs[0].tolist() == [-99999.0, -99999.0]
+    assert read.prompt_cache_hit_tokens == 2
+
+
+def test_what_nobody_asked_for_is_absent() -> None:
+    read = deserialize_sample_response(sample_answer([Sample(np.array([2**31 - 1]), np.array([-1.0]), "stop")]))
+    assert read.sequences[0].tokens == [2**31 - 1]
+    assert (
+        read.prompt_logprobs
+        is read.topk_prompt_logprobs
+        is read.target_prompt_logprobs
+        is read.prompt_alt_tokens
+        is None
+    )
+
+
+def test_a_sample_whose_logprobs_are_not_its_tokens_is_an_error() -> None:
+    with pytest.raises(ProtocolError, match="1 log-probabilities of 2 tokens"):
+        sample_answer([Sample([1, 2], [-1.0], "stop")])

@@ -1,0 +1,161 @@
+"""Answers that carry tensors: outputs of a pass, and samples, as Protocol Buffers in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from weightlane.ckpt_engines import ProtocolError
+
+from .messages import (
+    DTYPE_FLOAT32,
+    STOP_REASON_LENGTH,
+    STOP_REASON_STOP,
+    ForwardBackwardOutput,
+    SampleResponse,
+)
+
+OUTPUT_TYPE = "ArrayRecord"
+"""The kind of record that the SDK expects outputs of sequences in."""
+LOGPROBS = "logprobs"
+NO_LOGPROB = -99999.0
+"""The log-probability, beside token 0, of a place in a list of likely tokens that is empty."""
+
+_PART = "answer"
+
+TopTokens = Sequence[tuple[int, float]] | None
+"""The most probable tokens of one position with their log-probabilities, likeliest first; None where there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One generated sequence."""
+
+    tokens: Sequence[int]
+    """Generated tokens, the stop token included."""
+    logprobs: Sequence[float] | None
+    """Log-probability of each token; None if nobody asked."""
+    stop_reason: Literal["stop", "length"]
+    top: Sequence[TopTokens] | None = None
+    """The most probable tokens at the position of each token; None if nobody asked."""
+
+
+def pass_answer(
+    logprobs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], metrics: Mapping[str, float]
+) -> bytes:
+    """The answer to a forward pass, or a forward and a backward one.
+
+    Args:
+        logprobs: Log-probabilities of the targets of each sequence, in the order of the request: [N], or [N, K] where the batch
+            was padded to K labels.
+        shapes: `TrainRequest.shapes`: the shape that each is cut to.
+        metrics: What `training_metrics` returns.
+
+    Returns:
+        A ``ForwardBackwardOutput``: float32 ``logprobs`` of each sequence, in one record for neighbours with as many labels.
+
+    Raises:
+        ProtocolError: There is not one output for each shape, or it is smaller.
+    """
+    if len(logprobs) != len(shapes):
+        raise ProtocolError(f"{len(logprobs)} outputs of {len(shapes)} sequences.", part=_PART)
+    message = ForwardBackwardOutput(loss_fn_output_type=OUTPUT_TYPE)
+    for name, value in metrics.items():
+        message.metrics[name] = value
+    pairs = [(_cut(found, shape), shape) for found, shape in zip(logprobs, shapes, strict=True)]
+    for labels, group in groupby(pairs, key=lambda pair: pair[1][1:]):
+        arrays = [array for array, _ in group]
+        record = message.loss_fn_outputs.add(type_tag=OUTPUT_TYPE, num_datums=len(arrays))
+        field = record.fields[LOGPROBS]
+        field.dtype = DTYPE_FLOAT32
+        field.trailing_shape.extend(labels)
+        field.data = b"".join(array.tobytes() for array in arrays)
+        field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype="<i8").tobytes()
+    written: bytes = message.SerializeToString()
+    return written
+
+
+def training_metrics(report: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a pass as clients read them.
+
+    The SDK splits a batch into several requests and adds up what they report, by the ending of each name. All metrics of the
+    service's losses are sums.
+
+    Args:
+        report: ``loss`` and the like, as `LossSums.named` or `loss_report` return them.
+    """
+    return {f"{name.replace(':', '_')}:sum": float(value) for name, value in report.items()}
+
+
+def sample_answer(
+    samples: Sequence[Sample],
+    *,
+    prompt_logprobs: Sequence[float | None] | None = None,
+    prompt_top: Sequence[TopTokens] | None = None,
+    top_k: int = 0,
+    top_prompt_k: int = 0,
+    cached_tokens: int = 0,
+) -> bytes:
+    """The answer to a request for samples.
+
+    Args:
+        samples: The samples.
+        prompt_logprobs: Log-probability of each prompt token, None where there is none; None if nobody asked.
+        prompt_top: The most probable tokens at each prompt token; None if nobody asked.
+        top_k: Entries of each `Sample.top`. Shorter lists are padded, longer ones cut.
+        top_prompt_k: Entries of each list of `prompt_top`.
+        cached_tokens: Prompt tokens that were not computed again.
+
+    Returns:
+        A ``SampleResponse``.
+    """
+    message = SampleResponse(prompt_cache_hit_tokens=cached_tokens)
+    for sample in samples:
+        stop = STOP_REASON_STOP if sample.stop_reason == "stop" else STOP_REASON_LENGTH
+        added = message.sequences.add(stop_reason=stop, tokens=_bytes(sample.tokens, "<i4"))
+        if sample.logprobs is not None:
+            if len(sample.logprobs) != len(sample.tokens):
+                raise ProtocolError(
+                    f"{len(sample.logprobs)} log-probabilities of {len(sample.tokens)} tokens.", part=_PART
+                )
+            added.logprobs = _bytes(sample.logprobs, "<f4")
+        if sample.top is not None:
+            _write_top(added.topk_sampled_logprobs, sample.top, top_k)
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = _bytes([np.nan if each is None else each for each in prompt_logprobs], "<f4")
+    if prompt_top is not None:
+        _write_top(message.topk_prompt_logprobs, prompt_top, top_prompt_k)
+    written: bytes = message.SerializeToString()
+    return written
+
+
+def _cut(found: torch.Tensor, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """float32 [N] or [N, K]: the part of a padded output that the client asked for."""
+    matrix = found.detach().cpu().to(torch.float32).reshape(len(found), -1)
+    labels = shape[1] if len(shape) > 1 else 1
+    if len(matrix) != shape[0] or matrix.shape[1] < labels:
+        raise ProtocolError(f"an output of shape {list(found.shape)} for targets of shape {list(shape)}.", part=_PART)
+    return np.ascontiguousarray(matrix[:, :labels].numpy(), "<f4")
+
+
+def _bytes(values: Sequence[float], dtype: str) -> bytes:
+    return np.asarray(values, dtype).tobytes()
+
+
+def _write_top(message: Any, rows: Sequence[TopTokens], k: int) -> None:
+    """Fill a ``TopkLogprobs``: matrices of `k` columns, row by row."""
+    tokens, logprobs = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), NO_LOGPROB, "<f4")
+    for at, row in enumerate(rows):
+        for place, (token, logprob) in enumerate(_first(row, k)):
+            tokens[at, place], logprobs[at, place] = token, logprob
+    message.token_ids, message.logprobs = tokens.tobytes(), logprobs.tobytes()
+    message.k, message.length = k, len(rows)
+
+
+def _first(row: TopTokens, k: int) -> Iterator[tuple[int, float]]:
+    yield from (row or ())[:k]
