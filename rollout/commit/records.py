@@ -13,11 +13,21 @@ class Completion:
     token_ids: list[int]
     """Generated tokens, the stop token included."""
     logprobs: list[float]
-    """Log-probability of each token under the distribution it was drawn from (temperature applied), natural logarithm."""
+    """Log-probability of each token under the distribution it was drawn from, natural logarithm: temperature, top_k and top_p
+    applied, so that the tokens left by them have probabilities that add up to 1."""
     versions: list[int]
     """The weight version that produced each token."""
     finish_reason: str
-    """``"stop"`` (a stop token) or ``"length"``."""
+    """``"stop"`` (a stop token or a stop string) or ``"length"``."""
+    prompt_logprobs: list[float | None] | None = None
+    """Log-probability of each token of the prompt after those before it, by the model itself (temperature 1, all tokens); None
+    for the first. None altogether if the request did not ask for them."""
+    top_prompt_logprobs: list[list[tuple[int, float]] | None] | None = None
+    """The most probable tokens in the place of each token of the prompt, with their log-probabilities, best first; None for the
+    first, and altogether if the request asked for none."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The most probable tokens in the place of each generated one, with their log-probabilities as in `logprobs`, best first,
+    without those that could not be drawn. None if the request asked for none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +52,8 @@ class RolloutStats:
     version: int
     """The version that serves, or that served last."""
     serving: bool
-    """Whether requests are accepted; False after a quarantine, or a commit that left a mixture, until the next commit."""
+    """Whether requests that name no adapter are accepted. False after a quarantine, or a commit that left a mixture, until the
+    next commit; and before the first commit where versions are adapters, but requests for adapter 0 are accepted then."""
     requests: int
     """Completions returned."""
     tokens: int

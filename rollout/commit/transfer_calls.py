@@ -46,7 +46,14 @@ class UpdateRequest(BaseModel):
     )
 
     adapter: int | None = Field(
-        None, ge=1, description="vLLM's id of the adapter that serves afterwards, where versions are adapters."
+        None,
+        ge=0,
+        description="vLLM's id of the adapter that serves afterwards, where versions are adapters; 0 in the rollback of a first"
+        " one.",
+    )
+    announced: AdapterConfig | None = Field(
+        None,
+        description="The adapter that the version is; none: one of the rank, alpha and targets of all that travels.",
     )
     in_use: frozenset[int] = Field(
         frozenset(), description="Ids of adapters that stay beside it; all others are dropped."

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ from weightlane.ckpt_engines import ClosedError, as_weightlane_error
 from ..commit.records import Completion
 from ..commit.token_clock import TokenClock
 from .adapter_versions import AdapterVersion
+from .sampling import Sampling
 
 
 @dataclass
@@ -19,12 +21,16 @@ class Generated:
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ranked: list[Mapping[int, Any]] = field(default_factory=list)
+    """vLLM's ``Logprob`` objects for each token, by token id; empty if only those of sampled tokens were wanted."""
+    prompt: Sequence[Mapping[int, Any] | None] = ()
+    """vLLM's ``Logprob`` objects for each token of the prompt, by token id; None for the first."""
     last: Any = None
     """The last output of vLLM; None if there was none."""
     version: int | None = None
     """The version of the adapter that generates; None where vLLM says which version of the weights does."""
 
-    def completion(self, request_id: str, part: str) -> Completion:
+    def completion(self, request_id: str, part: str, prompt_ids: Sequence[int], sampling: Sampling) -> Completion:
         """The outputs as a completion; raises `ClosedError` if the request ended early."""
         if self.last is None or self.last.finish_reason not in ("stop", "length"):
             reason = "nothing" if self.last is None else self.last.finish_reason
@@ -37,7 +43,32 @@ class Generated:
         if not len(self.token_ids) == len(self.logprobs) == len(versions):
             counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, {len(versions)} versions"
             raise as_weightlane_error(AssertionError(counts), part)
-        return Completion(request_id, self.token_ids, self.logprobs, versions, self.last.finish_reason)
+        of_prompt: list[float | None] | None = None
+        top_of_prompt: list[list[tuple[int, float]] | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            if len(self.prompt) != len(prompt_ids):
+                counts = f"{len(prompt_ids)} tokens in the prompt, {len(self.prompt)} logprobs"
+                raise as_weightlane_error(AssertionError(counts), part)
+            scored = list(zip(prompt_ids, self.prompt, strict=True))
+            of_prompt = [None if ranked is None else ranked[token].logprob for token, ranked in scored]
+            if count := sampling.prompt_logprobs:
+                top_of_prompt = [None if ranked is None else _top(ranked, count) for _, ranked in scored]
+        return Completion(
+            request_id,
+            self.token_ids,
+            self.logprobs,
+            versions,
+            self.last.finish_reason,
+            prompt_logprobs=of_prompt,
+            top_prompt_logprobs=top_of_prompt,
+            top_logprobs=[_top(ranked, count) for ranked in self.ranked] if (count := sampling.top_logprobs) else None,
+        )
+
+
+def _top(ranked: Mapping[int, Any], count: int) -> list[tuple[int, float]]:
+    """The `count` most probable tokens with their log-probabilities, without those of probability 0."""
+    best = sorted((each.rank, token, each.logprob) for token, each in ranked.items())
+    return [(token, logprob) for rank, token, logprob in best if rank <= count and logprob > -math.inf]
 
 
 async def generate(
@@ -56,7 +87,7 @@ async def generate(
         engine: vLLM's ``AsyncLLM``.
         key: A unique name for the request.
         prompt_ids: Token ids of the prompt.
-        params: See `sampling_params`.
+        params: See `Sampling.params`.
         cache_salt: Requests share cached prefixes only with requests of the same salt; empty for no salt.
         clock: Gets the arrival of every token.
         adapter: The adapter that the request computes with from its first token to its last; None for the weights alone.
@@ -67,28 +98,14 @@ async def generate(
     generated = Generated(version=None if adapter is None else adapter.version)
     lora = None if adapter is None else adapter.request()
     async for output in engine.generate(prompt, params, request_id=key, lora_request=lora):
+        generated.prompt = output.prompt_logprobs or generated.prompt  # All at once, with the first token.
         (generated.last,) = output.outputs
         last = generated.last
         if last.token_ids:
             clock.arrived(key, len(last.token_ids))
             generated.token_ids += last.token_ids
+            if params.logprobs:
+                generated.ranked += last.logprobs
             ranked = zip(last.token_ids, last.logprobs, strict=True)
             generated.logprobs += [logprobs[token].logprob for token, logprobs in ranked]
     return generated
-
-
-def sampling_params(*, temperature: float, max_tokens: int, stop_token_ids: Sequence[int], seed: int | None) -> Any:
-    """Sampling parameters for vLLM: a request ends at `stop_token_ids` or `max_tokens`, and nowhere else."""
-    from vllm import SamplingParams  # noqa: PLC0415 - slow to import
-    from vllm.sampling_params import RequestOutputKind  # noqa: PLC0415
-
-    return SamplingParams(
-        temperature=temperature,
-        max_tokens=max_tokens,
-        stop_token_ids=list(stop_token_ids),
-        seed=seed,
-        ignore_eos=True,
-        logprobs=0,  # Only the sampled token's.
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import (
 )
 
 from ..commit.records import CommitReport, Completion, RolloutStats
-from ..config import RolloutConfig
+from ..config import AdapterConfig, RolloutConfig
 from ..vllm.environment import child_environment
 from .worker import RolloutWorker
 
@@ -124,6 +124,10 @@ class RolloutReplica:
     ) -> None:
         """See `RolloutWorker.connect`."""
         await self._call("connect", self.config.connect_timeout_s, dict(rendezvous), backend, dict(options or {}))
+
+    async def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int] = ()) -> None:
+        """See `RolloutWorker.announce`."""
+        await self._call("announce", _GRACE_S, version, adapter, tuple(keep))
 
     async def generate(
         self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,9 @@ class VllmEngine:
         """The dtype that the engine computes in; known after `start`."""
         self.max_model_len = 0
         """Most tokens of a prompt and its completion together; known after `start`."""
-        self._model_dir = Path(model_dir)
+        self.vocab_size = 0
+        """Number of token ids of the model; known after `start`."""
+        self.model_dir = Path(model_dir)
         self._engine: Any = None
         self._cleaner: SharedMemoryCleaner | None = None
 
@@ -68,8 +70,8 @@ class VllmEngine:
 
     async def start(self, version: int) -> None:
         """Load the model and start serving it as `version`. Raises as `RolloutWorker.start`."""
-        if not self._model_dir.is_dir():
-            raise ConfigError(f"model directory {self._model_dir} does not exist.", part=self.name)
+        if not self.model_dir.is_dir():
+            raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
         try:
             async with asyncio.timeout(self.config.start_limit_s):
                 await asyncio.to_thread(self._build)
@@ -86,11 +88,64 @@ class VllmEngine:
                 hint="Raise rollout.start_timeout_s.",
             ) from cause
         except (ValueError, TypeError, OSError) as cause:
-            raise refusal_by_vllm(cause, f"start from {self._model_dir}", part=self.name) from cause
+            raise refusal_by_vllm(cause, f"start from {self.model_dir}", part=self.name) from cause
         except Exception as cause:
             raise WorkerDiedError(
                 f"the engine ended while starting: {cause}.", part=self.name, hint="The replica's log has the cause."
             ) from cause
+
+    async def connect(self, info: Mapping[str, Any]) -> None:
+        """Call ``init_weight_transfer_engine`` with the fields of a `ConnectRequest`. Raises the first rank's typed error."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415 - slow to import
+
+        engine, limit_s = self.running, self.config.connect_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
+        except TimeoutError as cause:
+            raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=self.name) from cause
+        except Exception as cause:
+            raise self.typed(cause) from cause
+
+    @asynccontextmanager
+    async def answering(self, request_id: str) -> AsyncIterator[None]:
+        """Give a request `RolloutConfig.request_timeout_s`, and raise its errors as typed ones."""
+        try:
+            async with asyncio.timeout(self.config.request_timeout_s):
+                yield
+        except WeightlaneError:
+            raise  # Some `WeightlaneError`s are `TimeoutError`s.
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.", part=self.name
+            ) from cause
+        except Exception as cause:
+            raise self.typed(cause) from cause
+
+    async def need_tokenizer(self) -> None:
+        """Load the model's tokenizer, with which vLLM looks for stop strings, unless it has been loaded.
+
+        Engines start without one, since prompts and completions are token ids.
+
+        Raises:
+            ConfigError: The model has none.
+        """
+        processor = self.running.output_processor
+        if processor.tokenizer is not None:
+            return
+        from vllm.tokenizers import get_tokenizer  # noqa: PLC0415 - slow to import
+
+        model = self.running.model_config
+        options = {"tokenizer_mode": model.tokenizer_mode, "trust_remote_code": model.trust_remote_code}
+        try:
+            tokenizer = await asyncio.to_thread(get_tokenizer, model.tokenizer, **options)
+        except Exception as cause:
+            raise ConfigError(
+                f"stop strings need the model's tokenizer, and it cannot be loaded: {cause}.",
+                part=self.name,
+                hint="Put its files into model.path, or stop at token ids.",
+            ) from cause
+        processor.tokenizer = tokenizer
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:
         """Call ``update_weights``; see `weightlane.rollout.commit.commit.Engine`."""
@@ -149,11 +204,12 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
         from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
 
-        arguments = AsyncEngineArgs(**engine_arguments(self.config, self._model_dir, on_cpu=on_cpu))
+        arguments = AsyncEngineArgs(**engine_arguments(self.config, self.model_dir, on_cpu=on_cpu))
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         refuse_indivisible(vllm_config, part=self.name)
         self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self.max_model_len = int(vllm_config.model_config.max_model_len)
+        self.vocab_size = int(vllm_config.model_config.get_vocab_size())
         # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.
         self._engine = AsyncLLM.from_vllm_config(
             vllm_config,

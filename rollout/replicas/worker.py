@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -17,20 +17,20 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     WeightlaneError,
 )
-from weightlane.plugins import process_hooks
 
 from ..commit.commit import CommitFailure, commit_version, roll_back
 from ..commit.records import CommitReport, Completion, RolloutStats
 from ..commit.token_clock import TokenClock
-from ..config import RolloutConfig
-from .adapter_versions import AdapterVersion, AdapterVersions
-from .generation import generate, sampling_params
+from ..config import AdapterConfig, RolloutConfig
+from ..layout.loading.adapter_tensors import adapted_layers
+from .adapter_versions import AdapterVersions
+from .generation import generate
+from .observed import Observed
+from .sampling import Sampling
 from .vllm_engine import VllmEngine
 
 _WATCH_S = 0.5
 """Seconds between two looks at whether the engine has died: short beside the time that a dead replica costs anyway."""
-_GAP_WAIT_S = 0.5
-"""Most seconds that the report of a commit waits for the next token of each request in flight."""
 
 
 class RolloutWorker:
@@ -61,17 +61,14 @@ class RolloutWorker:
         """Number of times that the replica was taken out of service."""
         self._before: int | None = None
         """The version before `version`; None if it cannot be restored."""
-        self._adapters = None if config.adapter is None else AdapterVersions(name)
-        """None where versions are weights."""
+        self._adapters = AdapterVersions(name, config.adapter, initial_version)
         self._in_flight: dict[str, int] = {}
         """vLLM's id of the adapter that each request computes with, by the request's key; 0 for none."""
         self._serial = itertools.count()
         self._requests = 0
         self._commits = 0
         self._blocked_s = 0.0
-        self._reports: set[asyncio.Task[None]] = set()
-        """Reports of commits to observers, which wait for tokens."""
-        self._hooks = process_hooks()
+        self._observed = Observed(name, self.clock)
 
     @property
     def dtype(self) -> str:
@@ -106,8 +103,6 @@ class RolloutWorker:
             QuarantinedError: The weights were damaged, and no requests are accepted until a version has been committed.
             WeightlaneError: The first rank's typed error; no rank is subscribed then.
         """
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415 - slow to import
-
         info = {
             "rendezvous": dict(rendezvous),
             "replica": self.name,
@@ -118,19 +113,31 @@ class RolloutWorker:
             **({} if (adapter := self.config.adapter) is None else {"adapter": adapter.model_dump()}),
         }
         async with self._control:
-            engine = self._engine.running
             try:
-                async with asyncio.timeout(self.config.connect_timeout_s):
-                    await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
-            except TimeoutError as cause:
-                raise DeadlineExceededError(
-                    f"not connected within {self.config.connect_timeout_s:.0f} s.", part=self.name
-                ) from cause
-            except Exception as cause:
-                error = self._engine.typed(cause)
-                if isinstance(error, QuarantinedError):
-                    await self._stop_serving(error)
-                raise error from cause
+                await self._engine.connect(info)
+            except QuarantinedError as error:
+                await self._stop_serving(error)
+                raise
+
+    async def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int] = ()) -> None:
+        """Say what the tensors of `version` will be, before it is committed. Replaces an earlier announcement of it.
+
+        The ranks then load its first `adapter.rank` rows of A and columns of B beside its targets; a version that isn't announced
+        is an adapter of `RolloutConfig.adapter`. Requests can name either in `generate` until a commit that does not keep it.
+
+        Args:
+            version: The version, above all that were committed.
+            adapter: Its rank, at most that of `RolloutConfig.adapter`; its alpha; its targets, some of those that travel, or none
+                for all of these.
+            keep: Versions that requests can still name after it was committed. Others are dropped, but for requests in flight.
+
+        Raises:
+            ConfigError: Versions are weights, none can be such an adapter, or this one has been committed.
+        """
+        layers: Collection[str] = ()
+        if self.config.adapter is not None:
+            layers = await asyncio.to_thread(adapted_layers, self._engine.model_dir, self.config.adapter)
+        self._adapters.announce(version, adapter, keep, layers)
 
     async def generate(
         self,
@@ -140,72 +147,87 @@ class RolloutWorker:
         *,
         temperature: float = 1.0,
         stop_ids: Sequence[int] = (),
+        stop_strings: Sequence[str] = (),
+        top_k: int = 0,
+        top_p: float = 1.0,
         seed: int | None = None,
         greedy: bool = False,
+        adapter: int | None = None,
+        prompt_logprobs: int | None = None,
+        top_logprobs: int = 0,
     ) -> Completion:
         """Generate a completion; versions may be committed while it runs. An adapter stays the one that it began with.
+
+        Log-probabilities of generated tokens are of the distribution that each was drawn from, with temperature, `top_k` and
+        `top_p` applied: vLLM's ``processed_logprobs``. Those of the prompt are the model's own, at temperature 1; for them vLLM
+        reads no prefix from its cache, and computes the whole prompt.
 
         Args:
             request_id: Name of the request in logs and in the answer; need not be unique.
             prompt_ids: Token ids of the prompt, at least one.
             max_new_tokens: Most tokens to generate.
-            temperature: Sampling temperature, above 0; log-probabilities are of the distribution at that temperature.
-            stop_ids: Token ids that end the completion. Nothing else does, not even the model's own end-of-sequence token.
-            seed: Makes the sampling repeatable for fixed weights.
-            greedy: Take the most probable token; log-probabilities are then those at temperature 1.
+            temperature: Sampling temperature, above 0 and at most 2.
+            stop_ids: Token ids that end the completion. No other token does, not even the model's own end-of-sequence token.
+            stop_strings: Texts that end the completion with the token that completes one of them. The text of special tokens
+                counts. Needs the model's tokenizer.
+            top_k: Sample from so many most probable tokens; 0: from all.
+            top_p: Sample from the most probable tokens that have this probability together, above 0 and at most 1.
+            seed: Makes the sampling repeatable for fixed weights, from 0 to 2**63 - 1.
+            greedy: Take the most probable token; log-probabilities are then those at temperature 1, of all tokens.
+            adapter: The version of the adapter, where versions are adapters: an announced one that is still kept, or the newest;
+                0 for the model's weights alone, also before anything was committed; None for the newest.
+            prompt_logprobs: Number of most probable tokens to give with the log-probability of each prompt token, at most 20;
+                None: no log-probabilities of the prompt.
+            top_logprobs: Number of most probable tokens to give with each generated one, at most 20.
 
         Raises:
-            QuarantinedError: The replica was taken out of service, before or during the request, or versions are adapters and
-                none has been committed; the text has the reason.
+            QuarantinedError: The replica was taken out of service, before or during the request, or versions are adapters, the
+                newest is wanted and none has been committed; the text has the reason.
             WorkerDiedError: The engine is gone.
             DeadlineExceededError: The request took longer than `RolloutConfig.request_timeout_s`.
-            ConfigError: vLLM refuses the request, for example because the prompt is too long.
+            ConfigError: The adapter is not loaded, or vLLM refuses the request, for example because the prompt is too long.
         """
         engine = self._engine.running
         self._refuse_if_broken()
-        adapter = None if self._adapters is None else self._adapters.current()
+        sampling = Sampling(
+            max_new_tokens,
+            temperature,
+            stop_ids,
+            stop_strings,
+            top_k,
+            top_p,
+            seed,
+            greedy,
+            prompt_logprobs,
+            top_logprobs,
+        )
+        sampling.check(prompt_ids, self._engine.vocab_size, self.name)
+        version = self._adapters.of_request(adapter)
         key = f"{request_id}#{next(self._serial)}"
         began, stops = time.perf_counter(), self._stops
-        self._in_flight[key] = 0 if adapter is None else adapter.id
+        # At once: from here on a commit leaves the adapter loaded.
+        self._in_flight[key] = 0 if version is None else version.id
         self.clock.begin(key)
         try:
-            params = sampling_params(
-                temperature=0.0 if greedy else temperature,
-                max_tokens=max_new_tokens,
-                stop_token_ids=stop_ids,
-                seed=seed,
-            )
-            async with asyncio.timeout(self.config.request_timeout_s):
-                salt = self._cache_salt()
+            async with self._engine.answering(request_id):
+                if stop_strings:
+                    await self._engine.need_tokenizer()
                 generated = await generate(
-                    engine, key, prompt_ids, params, cache_salt=salt, clock=self.clock, adapter=adapter
+                    engine,
+                    key,
+                    prompt_ids,
+                    sampling.params(),
+                    cache_salt=self._cache_salt(),
+                    clock=self.clock,
+                    adapter=version,
                 )
-            self._refuse_if_stopped(stops)
-            completion = generated.completion(request_id, self.name)
-        except WeightlaneError:
-            raise  # Some `WeightlaneError`s are `TimeoutError`s.
-        except TimeoutError as cause:
-            raise DeadlineExceededError(
-                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.", part=self.name
-            ) from cause
-        except Exception as cause:
-            raise self._engine.typed(cause) from cause
+                self._refuse_if_stopped(stops)
+                completion = generated.completion(request_id, self.name, prompt_ids, sampling)
         finally:
             self._in_flight.pop(key, None)
             self.clock.end(key)
         self._requests += 1
-        self._hooks.generation_finished(
-            facts={
-                "replica": self.name,
-                "request": request_id,
-                "tokens": len(completion.token_ids),
-                "prompt_tokens": len(prompt_ids),
-                "seconds": time.perf_counter() - began,
-                "version_min": min(completion.versions, default=self.version),
-                "version_max": max(completion.versions, default=self.version),
-                "finish_reason": completion.finish_reason,
-            }
-        )
+        self._observed.generated(completion, len(prompt_ids), time.perf_counter() - began)
         return completion
 
     async def generate_group(
@@ -254,21 +276,20 @@ class RolloutWorker:
         """
         async with self._control:
             began, stops, before = time.perf_counter(), self._stops, None if self._broken is not None else self.version
-            adapters, sound = self._adapters, before is not None
-            made = None if adapters is None else adapters.next(version)
+            more: dict[str, Any] = {}
             async with self._updating(f"the commit of version {version}"):
-                more = self._adapter_fields(made)
+                if self.config.adapter is not None:
+                    made, more = self._adapters.begin(version, self._in_flight.values())
+                sound = before is not None
                 report = await commit_version(self._engine, self.config, self.clock, version, sound=sound, more=more)
-            if adapters is not None and made is not None:
-                adapters.committed(made)
+                if self.config.adapter is not None:
+                    self._adapters.committed(made)
             if stops == self._stops:  # Otherwise a quarantine came during the commit, and outlives it.
                 self._broken = None
             self._before, self.version = before, version
             self._commits += 1
             self._blocked_s += report.blocked_s
-            reporting = asyncio.create_task(self._report(report, began))
-            self._reports.add(reporting)
-            reporting.add_done_callback(self._reports.discard)
+            self._observed.committed(report, began)
             return report
 
     async def rollback(self, version: int) -> None:
@@ -285,11 +306,12 @@ class RolloutWorker:
             self._refuse_if_broken()
             if self.version > version or self._before is None:
                 raise CommitError(f"version {version} cannot be rolled back.", part=self.name)
-            more = self._adapter_fields(None if self._adapters is None else self._adapters.previous(version))
+            more: dict[str, Any] = {}
+            if self.config.adapter is not None:
+                more = self._adapters.begin_rollback(version, self._in_flight.values())
             async with self._updating(f"the rollback of version {version}"):
                 self._blocked_s += await roll_back(self._engine, self.config, version, self._before, more)
-            if self._adapters is not None:
-                self._adapters.rolled_back()
+            self._adapters.rolled_back()
             self.version, self._before = self._before, None
 
     async def quarantine(self, error: WeightlaneError) -> None:
@@ -312,7 +334,7 @@ class RolloutWorker:
         """Running totals."""
         return RolloutStats(
             version=self.version,
-            serving=self._engine.open and self._broken is None and (self._adapters is None or self._adapters.any),
+            serving=self._engine.open and self._broken is None and self._adapters.ready,
             requests=self._requests,
             tokens=self.clock.tokens,
             in_flight=self.clock.in_flight,
@@ -326,24 +348,8 @@ class RolloutWorker:
     async def close(self) -> None:
         """End the engine and its processes. Requests in flight fail. Idempotent."""
         if self._engine.open:
-            await asyncio.gather(*self._reports, return_exceptions=True)
+            await self._observed.drained()
             await self._engine.close(self._in_flight)
-
-    async def _report(self, report: CommitReport, began: float) -> None:
-        """Tell observers of a commit, once requests in flight have tokens again; nobody waits for that."""
-        gap_s = await self.clock.gap_s(report.version, _GAP_WAIT_S)
-        self._hooks.replica_committed(
-            replica=self.name,
-            version=report.version,
-            facts={
-                "waited_s": report.waited_s,
-                "blocked_s": report.blocked_s,
-                "load_s": report.load_s,
-                "in_flight": report.in_flight,
-                "max_token_gap_s": gap_s,
-                "seconds": time.perf_counter() - began,
-            },
-        )
 
     @asynccontextmanager
     async def _updating(self, action: str) -> AsyncIterator[None]:
@@ -353,7 +359,9 @@ class RolloutWorker:
         try:
             yield
         except CommitFailure as failure:
-            if not failure.serving:
+            if failure.serving:
+                self._adapters.untouched()
+            else:
                 await self._stop_serving(failure.error)
             raise failure.error from failure.__cause__
         except asyncio.CancelledError:
@@ -380,17 +388,11 @@ class RolloutWorker:
             self._refuse_if_broken()
             raise QuarantinedError("the replica was out of service during the request.", part=self.name)
 
-    def _adapter_fields(self, serving: AdapterVersion | None) -> dict[str, Any]:
-        """The fields of an update after which `serving` serves; none where versions are weights."""
-        if self._adapters is None or serving is None:
-            return {}
-        return self._adapters.fields(serving, (used for used in self._in_flight.values() if used))
-
     def _cache_salt(self) -> str:
         """The salt of a request that begins now, if the prefix cache cannot be emptied because requests use it.
 
         A block is then found only by requests that began under the same weights. The version is no salt: after a rollback it
         serves again, but requests that began under it have continued under the other version.
         """
-        keeps = self.config.kv_on_commit == "keep" and self._adapters is None
+        keeps = self.config.kv_on_commit == "keep" and self.config.adapter is None
         return f"weightlane-{self._updates}" if keeps else ""

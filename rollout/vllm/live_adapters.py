@@ -1,13 +1,21 @@
 """`LiveAdapters`: the versions of an adapter that one rank has beside its model. All ranks of a replica have the same ones.
 
 A version is a vLLM adapter with an id of its own, so a commit changes nothing that a request computes with: it adds the new one,
-and drops those that nothing uses any more. Before each step vLLM puts the adapters of the step's requests into slots, and its
-scheduler lets no more of them into a step than there are slots.
+and then drops those that nothing uses any more. vLLM 0.32 does the rest, by its source:
+
+* ``LRUCacheWorkerLoRAManager._apply_adapters`` runs before each step with the adapters of the step's requests. One that is loaded
+  (in host memory) but in no slot is copied into one, in place of the adapter there whose last step is longest ago. None of the
+  same step is replaced, since each is touched when it is its turn.
+* ``Scheduler.schedule`` lets no request into a step whose adapter would be one more than ``max_loras``, which is
+  `RolloutConfig.adapter_slots`. Such a request waits, and later requests of the adapters in the step overtake it: there is no
+  fairness between adapters, so that under constant load it waits until an adapter in the step has no request left.
+* A request whose adapter is not loaded ends the engine: vLLM looks for its files. So no request may begin with one that a commit
+  in progress drops (`weightlane.rollout.replicas.adapter_versions`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +27,12 @@ from weightlane.sync import Subscriber
 from ..commit.rank_group import RankGroup
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..config import AdapterConfig
-from ..layout.loading.adapter_tensors import adapted_layers, adapter_expectation
+from ..layout.loading.adapter_tensors import (
+    adapted_layers,
+    adapter_expectation,
+    announced_layers,
+    announced_tensors,
+)
 from ..layout.rank_model import RankModel
 from ..vllm_internals.internals import LoRAModel, PEFTHelper
 
@@ -32,7 +45,7 @@ class LiveAdapters:
     Args:
         rank: The rank with its model, which vLLM has wrapped for adapters.
         group: The ranks.
-        adapter: The adapter that versions are.
+        adapter: The adapter that versions are. An announced version is one of at most this rank, padded with zeros.
 
     Raises:
         ConfigError: The model has a layer that vLLM cannot put this adapter beside.
@@ -49,8 +62,8 @@ class LiveAdapters:
         manager: Any = rank.model.lora_manager
         self._manager = manager
         layers = adapted_layers(rank.config.model_config.model, adapter)
-        self._peft = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(layers))
-        self._peft.validate_legal(manager.lora_config)
+        self._layers = frozenset(layers)
+        self._peft = self._description(adapter, self._layers)
         self.expectation = adapter_expectation(layers, adapter.rank, manager.lora_config.lora_dtype)
         self._refuse_unknown_layers()
 
@@ -76,8 +89,8 @@ class LiveAdapters:
                     hint="Only weightlane's own replicas take adapters: RolloutWorker or RolloutReplica.",
                 )
             if request.version is not None:
-                made.append(self._adapter(request.adapter, request.version, subscriber))
-            elif request.adapter not in self._ids:
+                made.append(self._adapter(request.adapter, request.version, subscriber, request.announced))
+            elif request.adapter and request.adapter not in self._ids:
                 raise CommitError(
                     f"version {request.rollback_of} cannot be rolled back: the adapter before it is not kept.",
                     part=self._part,
@@ -88,29 +101,40 @@ class LiveAdapters:
         if error is not None:
             return error
         (request,) = requests
-        for unused in self._ids - {request.adapter} - request.in_use:
-            self._manager.remove_adapter(unused)
         error = self._group.run(lambda: self._add(*made), self._part)
-        if error is not None:
-            self._manager.remove_adapter(request.adapter)
+        unused = {adapter.id for adapter in made} if error else self._ids - {request.adapter} - request.in_use
+        for adapter in unused:
+            self._manager.remove_adapter(adapter)
         return error
 
     @property
     def _ids(self) -> set[int]:
         return set(self._manager.list_adapters())
 
-    def _adapter(self, identity: int, version: int, subscriber: Subscriber) -> Any:
+    def _description(self, adapter: AdapterConfig, layers: Collection[str]) -> Any:
+        peft = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(layers))
+        peft.validate_legal(self._manager.lora_config)
+        return peft
+
+    def _adapter(
+        self, identity: int, version: int, subscriber: Subscriber, announced: AdapterConfig | None = None
+    ) -> Any:
         """VLLM's adapter `identity` from the tensors of a staged version, which is released."""
-        staged = subscriber.take(version)
+        staged: Mapping[str, torch.Tensor] = subscriber.take(version)
         try:
+            peft = self._peft
+            if announced is not None:
+                layers = announced_layers(self._layers, self.adapter, announced)
+                peft = self._description(announced, layers)
+                staged = announced_tensors(staged, layers, announced.rank)
             # Copies: staging memory is used again, and vLLM keeps these tensors and scales B in place.
-            tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in staged.items()}
+            tensors = {name: tensor.detach().contiguous().to("cpu", copy=True) for name, tensor in staged.items()}
         finally:
             subscriber.release(version)
         return LoRAModel.from_lora_tensors(
             identity,
             tensors,
-            self._peft,
+            peft,
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
             weights_mapper=self._mapper(),

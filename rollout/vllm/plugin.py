@@ -6,6 +6,7 @@ vLLM calls `register` in every vLLM process before the model is built, in some p
 from __future__ import annotations
 
 from ..vllm_internals import internals as vllm_internals
+from ..vllm_internals.cpu_adapters import skip_tokens_without_adapter
 from ..vllm_internals.cpu_linear import BACKEND, ask_for_amx, keep_linear_parameters_live
 from ..vllm_internals.cpu_rotary import rotate_every_head
 from .watchdog import watch_parent
@@ -43,4 +44,5 @@ def _register() -> None:
         keep_linear_parameters_live()
         keep_expert_parameters_live()
         rotate_every_head()
+        skip_tokens_without_adapter()
         ask_for_amx()

@@ -39,7 +39,8 @@ _MODULES = {
     "vllm.model_executor.layers.fused_moe": ("RoutedExperts",),
 }
 _ON_CPU = {
-    # Replaced, so that layers compute from their parameters.
+    # Replaced, so that layers compute from their parameters, and tokens without an adapter without one.
+    "vllm.lora.punica_wrapper.punica_cpu": ("PunicaWrapperCPU",),
     "vllm.model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts", "is_zentorch_moe_supported"),

@@ -9,12 +9,13 @@ import difflib
 import json
 import os
 import re
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import CommitError, ConfigError
 from weightlane.sync import Expectation, ExpectedTensor
 
 from ...config import AdapterConfig
@@ -23,6 +24,8 @@ from .expectation import stored_tensors
 PUBLISH = "trainer.lora.publish"
 """The setting by which versions are adapters."""
 _PART = "rollout adapter"
+_PREFIX = "base_model.model."
+"""Begin of PEFT's names."""
 _MERGED = f'Set {PUBLISH} to "merged": rollouts then get the weights with the adapter added.'
 _IN_DECODER_LAYER = re.compile(r"(?P<module>.+\.\d+\..+)\.weight")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -70,9 +73,65 @@ def adapter_expectation(layers: dict[str, tuple[int, int]], rank: int, dtype: to
     dtypes = frozenset({dtype, torch.float32})
     tensors = {}
     for module, (rows, columns) in layers.items():
-        tensors[f"base_model.model.{module}.lora_A.weight"] = ExpectedTensor((rank, columns), dtypes)
-        tensors[f"base_model.model.{module}.lora_B.weight"] = ExpectedTensor((rows, rank), dtypes)
+        tensors[f"{_PREFIX}{module}.lora_A.weight"] = ExpectedTensor((rank, columns), dtypes)
+        tensors[f"{_PREFIX}{module}.lora_B.weight"] = ExpectedTensor((rows, rank), dtypes)
     return Expectation(tensors)
+
+
+def announced_layers(layers: Collection[str], travels: AdapterConfig, announced: AdapterConfig) -> frozenset[str]:
+    """The layers that an announced adapter is beside.
+
+    Args:
+        layers: The layers whose A and B travel: the names of `adapted_layers` for `travels`.
+        travels: The adapter that every version is as it is sent.
+        announced: The adapter that one version is; no targets: all that travel.
+
+    Raises:
+        ConfigError: `announced` has a higher rank, or is beside layers that do not travel.
+    """
+    if announced.rank > travels.rank:
+        raise ConfigError(
+            f"the announced adapter has rank {announced.rank}, and versions have {travels.rank}.",
+            part=_PART,
+            hint="Set trainer.lora.rank to the highest rank of any adapter.",
+        )
+    known = {_leaf(module) for module in layers}
+    if unknown := sorted(set(announced.targets) - known):
+        raise ConfigError(
+            f"the announced adapter is beside {unknown[0]!r}, and versions are not.",
+            part=_PART,
+            hint=f"Versions have {', '.join(sorted(known))}: see trainer.lora.targets.",
+        )
+    return frozenset(module for module in layers if not announced.targets or _leaf(module) in announced.targets)
+
+
+def announced_tensors(
+    tensors: Mapping[str, torch.Tensor], beside: Collection[str], rank: int
+) -> dict[str, torch.Tensor]:
+    """The tensors of an announced adapter: views of those of a version, which is padded with zeros.
+
+    Args:
+        tensors: A of shape [rank that travels, inputs] and B of shape [outputs, rank that travels] by PEFT's names.
+        beside: The layers that the adapter is beside.
+        rank: The adapter's rank: as many rows of A and columns of B are its own.
+
+    Raises:
+        CommitError: A number that would be left out is not zero, so the version is another adapter than was announced.
+    """
+    own = {}
+    for name, tensor in tensors.items():
+        module, _, matrix = name.removesuffix(".weight").removeprefix(_PREFIX).rpartition(".")
+        dim = 0 if matrix == "lora_A" else 1
+        kept = rank if module in beside else 0
+        if tensor.narrow(dim, kept, tensor.shape[dim] - kept).any():
+            raise CommitError(
+                f"{name} is not zero where the announced adapter has nothing.",
+                part=_PART,
+                hint="Announce the rank and the targets of the adapter that is published.",
+            )
+        if kept:
+            own[name] = tensor.narrow(dim, 0, kept)
+    return own
 
 
 def adapter_elements(model: str | os.PathLike[str], adapter: AdapterConfig) -> int:

@@ -1,0 +1,69 @@
+"""`Observed`: what one replica tells its process's observers of commits and generations."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from weightlane.plugins import process_hooks
+
+from ..commit.records import CommitReport, Completion
+from ..commit.token_clock import TokenClock
+
+_GAP_WAIT_S = 0.5
+"""Most seconds that the report of a commit waits for the next token of each request in flight."""
+
+
+class Observed:
+    """The observers of one replica. All calls come from one event loop.
+
+    Args:
+        replica: The replica's name.
+        clock: Knows how long requests waited for their tokens.
+    """
+
+    def __init__(self, replica: str, clock: TokenClock) -> None:
+        self._replica, self._clock = replica, clock
+        self._hooks = process_hooks()
+        self._reports: set[asyncio.Task[None]] = set()
+        """Reports of commits, which wait for tokens."""
+
+    def generated(self, completion: Completion, prompt_tokens: int, seconds: float) -> None:
+        """Tell of a completion; `seconds` is the time from its request to its last token."""
+        self._hooks.generation_finished(
+            facts={
+                "replica": self._replica,
+                "request": completion.request_id,
+                "tokens": len(completion.token_ids),
+                "prompt_tokens": prompt_tokens,
+                "seconds": seconds,
+                "version_min": min(completion.versions, default=0),
+                "version_max": max(completion.versions, default=0),
+                "finish_reason": completion.finish_reason,
+            }
+        )
+
+    def committed(self, report: CommitReport, began: float) -> None:
+        """Tell of a commit that began at `began` (``time.perf_counter``), once requests in flight have tokens again."""
+        reporting = asyncio.create_task(self._report(report, began))
+        self._reports.add(reporting)
+        reporting.add_done_callback(self._reports.discard)
+
+    async def drained(self) -> None:
+        """Wait until every commit has been told of."""
+        await asyncio.gather(*self._reports, return_exceptions=True)
+
+    async def _report(self, report: CommitReport, began: float) -> None:
+        gap_s = await self._clock.gap_s(report.version, _GAP_WAIT_S)
+        self._hooks.replica_committed(
+            replica=self._replica,
+            version=report.version,
+            facts={
+                "waited_s": report.waited_s,
+                "blocked_s": report.blocked_s,
+                "load_s": report.load_s,
+                "in_flight": report.in_flight,
+                "max_token_gap_s": gap_s,
+                "seconds": time.perf_counter() - began,
+            },
+        )

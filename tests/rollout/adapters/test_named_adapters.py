@@ -1,0 +1,167 @@
+"""Adapters of several ranks in one replica, which requests name by their versions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from named_adapters import RANK, Adapter, NamedAdapters, serving
+from tiny_models import greedy_tokens, is_greedy
+
+from weightlane.ckpt_engines import ConfigError, QuarantinedError, SyncAbortedError, UntouchedError
+from weightlane.rollout import Completion
+from weightlane.rollout.config import AdapterConfig
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+SLOTS = 3
+PROMPT = [(7 * position) % 290 for position in range(50)]
+"""More than three blocks of the prefix cache, and the same for all: a cached block of another adapter would show."""
+
+
+@pytest.fixture(scope="module")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NamedAdapters, list[Any]]]:
+    """The replica, and how it answered requests for the weights alone, the newest and a version before it had any version."""
+    with serving(tmp_path_factory.mktemp("named"), SLOTS) as replica:
+
+        async def ask() -> list[Any]:
+            calls = (replica.worker.generate("r", PROMPT, 16, greedy=True, adapter=adapter) for adapter in (0, None, 1))
+            return [*await asyncio.gather(*calls, return_exceptions=True), replica.worker.stats().serving]
+
+        yield replica, replica.run(ask())
+
+
+@pytest.fixture(scope="module")
+def replica(fresh: tuple[NamedAdapters, list[Any]]) -> NamedAdapters:
+    return fresh[0]
+
+
+@pytest.fixture(scope="module")
+def adapters(replica: NamedAdapters) -> list[Adapter]:
+    """More than there are slots."""
+    return [
+        replica.make(2, 4.0, ("q_proj", "v_proj", "up_proj")),
+        replica.make(4, 6.0),
+        replica.make(RANK, 24.0),
+        replica.make(1, 3.0, ("down_proj", "gate_proj")),
+    ]
+
+
+async def publish_all(replica: NamedAdapters, adapters: list[Adapter]) -> list[int]:
+    versions: list[int] = []
+    for adapter in adapters:
+        versions.append(await replica.publish(adapter, keep=versions))
+    return versions
+
+
+async def decode_each(replica: NamedAdapters, versions: list[int], count: int) -> list[Completion]:
+    """At once, with the model's own weights first."""
+    calls = [replica.worker.generate("r", PROMPT, count, greedy=True, adapter=each) for each in (0, *versions)]
+    return await asyncio.gather(*calls)
+
+
+def test_before_the_first_version_the_weights_alone_serve_those_who_name_them(
+    fresh: tuple[NamedAdapters, list[Any]],
+) -> None:
+    replica, (alone, newest, named, serves) = fresh
+    assert alone.token_ids == greedy_tokens(replica.model, PROMPT, 16)
+    assert alone.versions == [0] * 16
+    assert isinstance(newest, QuarantinedError)
+    assert isinstance(named, ConfigError)
+    assert "adapter 1 is not loaded" in str(named)
+    assert not serves
+
+
+def test_adapters_of_three_ranks_are_in_slots_as_vllm_loads_them_and_decode_beside_the_weights_alone(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    async def decode() -> tuple[list[int], list[Completion]]:
+        versions = await publish_all(replica, adapters[:3])
+        for version, adapter in zip(versions, adapters, strict=False):
+            held = await replica.slot(version)
+            assert held == await replica.probe("probe_slot_of_files", str(adapter.files))
+            assert any(bytes.fromhex(str(raw)).strip(b"\0") for _, _, raw in held[0].values())
+        return versions, await decode_each(replica, versions, 60)
+
+    versions, completions = replica.run(decode())
+    for completion, version, model in zip(
+        completions, (0, *versions), (replica.model, *(adapter.merged for adapter in adapters)), strict=False
+    ):
+        assert completion.versions == [version] * 60
+        assert is_greedy(model, PROMPT, completion.token_ids), f"version {version}"
+    assert len({tuple(completion.token_ids) for completion in completions}) == 4
+
+
+def test_one_more_adapter_than_slots_waits_for_a_slot_and_is_right(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    async def decode() -> list[Completion]:
+        versions = await publish_all(replica, adapters)
+        (loaded,) = await replica.probe("probe_adapters")
+        assert len(loaded) >= 4 > SLOTS
+        return [each for _ in range(2) for each in await decode_each(replica, versions, 30)]
+
+    models = [replica.model, *(adapter.merged for adapter in adapters)]
+    for number, completion in enumerate(replica.run(decode())):
+        assert is_greedy(models[number % 5], PROMPT, completion.token_ids), f"adapter {number % 5}"
+
+
+def test_a_version_that_is_not_kept_is_dropped_but_for_requests_in_flight(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    async def drop() -> Completion:
+        first, second = await publish_all(replica, adapters[:2])
+        flying = asyncio.create_task(replica.worker.generate("r", PROMPT, 300, greedy=True, adapter=first))
+        wanted = replica.worker.clock.tokens + 20
+        while replica.worker.clock.tokens < wanted:
+            assert not flying.done()
+            await asyncio.sleep(0.002)
+        third = await replica.publish(adapters[2], keep=[second])
+        assert not flying.done()
+        for version in (second, third):
+            await replica.worker.generate("r", PROMPT, 2, adapter=version)
+        with pytest.raises(ConfigError, match=f"adapter {first} is not loaded; loaded are {second}, {third}"):
+            await replica.worker.generate("r", PROMPT, 2, adapter=first)
+        ended = await flying
+        await replica.publish(adapters[3], keep=[second])
+        (loaded,) = await replica.probe("probe_adapters")
+        assert len(loaded) == 3, "the kept one, the newest, and the one before for a rollback"
+        await replica.worker.rollback(replica.trainer.version)
+        with pytest.raises(ConfigError, match=f"loaded are {second}, {third}\\."):
+            await replica.worker.generate("r", PROMPT, 2, adapter=replica.trainer.version)
+        return ended
+
+    ended = replica.run(drop())
+    assert is_greedy(adapters[0].merged, PROMPT, ended.token_ids)
+
+
+def test_a_wrong_announcement_is_refused_and_leaves_every_version_as_it_was(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    two, four = adapters[0], adapters[1]
+
+    async def announce() -> None:
+        version = await replica.publish(four)
+        loaded = await replica.probe("probe_adapters")
+        for wrong, says in (
+            (AdapterConfig(rank=RANK + 1, alpha=1.0), r"rank 9, and versions have 8.*trainer\.lora\.rank"),
+            (AdapterConfig(rank=2, alpha=1.0, targets=("lm_head",)), "beside 'lm_head', and versions are not"),
+        ):
+            with pytest.raises(ConfigError, match=says):
+                await replica.worker.announce(version + 1, wrong)
+        with pytest.raises(ConfigError, match=f"announced after version {version} was committed"):
+            await replica.worker.announce(version, four.config)
+        for adapter, wrong in (
+            (four, AdapterConfig(rank=3, alpha=6.0)),
+            (two, AdapterConfig(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))),
+        ):
+            with pytest.raises(SyncAbortedError, match="is not zero where the announced adapter has nothing") as raised:
+                await replica.publish(adapter, announced=wrong)
+            assert type(raised.value.reason) is UntouchedError
+        assert await replica.probe("probe_adapters") == loaded
+        completion = await replica.worker.generate("r", PROMPT, 20, greedy=True, adapter=version)
+        assert is_greedy(four.merged, PROMPT, completion.token_ids)
+
+    replica.run(announce())
