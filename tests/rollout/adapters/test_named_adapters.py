@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
-from named_adapters import RANK, Adapter, NamedAdapters, serving
+import torch
+import transformers
+from named_adapters import RANK, VOCAB, Adapter, NamedAdapters, serving
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, SyncAbortedError, UntouchedError
@@ -165,3 +168,137 @@ def test_a_wrong_announcement_is_refused_and_leaves_every_version_as_it_was(
         assert is_greedy(four.merged, PROMPT, completion.token_ids)
 
     replica.run(announce())
+
+
+@torch.no_grad()
+def logits(model: Path, tokens: Sequence[int]) -> torch.Tensor:
+    """Those of transformers for each token but the first, of shape [tokens - 1, vocabulary]."""
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    found: torch.Tensor = loaded(torch.tensor([list(tokens)])).logits
+    return found[0, :-1]
+
+
+def check_top(found: Sequence[Sequence[tuple[int, float]]], logprobs: torch.Tensor, counts: Sequence[int]) -> None:
+    """The most probable tokens of each row, best first, with their log-probabilities."""
+    for top, row, count in zip(found, logprobs, counts, strict=True):
+        best = row.topk(count)
+        assert [token for token, _ in top] == best.indices.tolist()
+        assert [logprob for _, logprob in top] == pytest.approx(best.values.tolist(), abs=1e-5)
+
+
+def test_log_probabilities_of_a_prompt_are_those_of_the_model_also_where_its_blocks_are_cached(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    async def ask() -> list[Completion]:
+        version = await replica.publish(adapters[1])
+        await decode_each(replica, [version], 2)  # the whole prompt is in the cache now
+        calls = [
+            replica.worker.generate("r", PROMPT, 3, adapter=each, prompt_logprobs=count, temperature=0.5, top_k=2)
+            for each in (version, 0)
+            for count in (5, 0)
+        ]
+        return await asyncio.gather(*calls)
+
+    for number, completion in enumerate(replica.run(ask())):
+        expected = logits((adapters[1].merged, replica.model)[number // 2], PROMPT).log_softmax(-1)
+        assert completion.prompt_logprobs is not None
+        first, *others = completion.prompt_logprobs
+        assert first is None
+        of_tokens = [expected[position, token].item() for position, token in enumerate(PROMPT[1:])]
+        assert others == pytest.approx(of_tokens, abs=1e-5)
+        if number % 2:
+            assert completion.top_prompt_logprobs is None
+        else:
+            assert completion.top_prompt_logprobs is not None
+            first, *tops = completion.top_prompt_logprobs
+            assert first is None
+            check_top([top or [] for top in tops], expected, [5] * len(tops))
+
+
+def test_tokens_are_drawn_from_the_distribution_whose_log_probabilities_are_given(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    async def draw() -> list[Completion]:
+        version = await replica.publish(adapters[0])
+
+        async def one(seed: int) -> Completion:
+            return await replica.worker.generate(
+                "r", PROMPT, 60, temperature=1.6, top_k=12, top_p=0.7, seed=seed, adapter=version, top_logprobs=15
+            )
+
+        return [await one(seed) for seed in (5, 6, 5)]
+
+    drawn, other, again = replica.run(draw())
+    assert drawn.token_ids == again.token_ids != other.token_ids
+    everything = (logits(adapters[0].merged, [*PROMPT, *drawn.token_ids])[len(PROMPT) - 1 :] / 1.6).double()
+    cut = torch.full_like(everything, -torch.inf)
+    for row, whole in zip(cut, everything, strict=True):
+        best = whole.topk(12)
+        shares = best.values.softmax(-1)
+        kept = shares.cumsum(-1) - shares < 0.7
+        row[best.indices[kept]] = best.values[kept]
+    expected = cut.log_softmax(-1)
+    assert drawn.logprobs == pytest.approx(
+        expected.gather(1, torch.tensor([drawn.token_ids]).T)[:, 0].tolist(), abs=1e-5
+    )
+    assert drawn.top_logprobs is not None
+    counts = (expected > -torch.inf).sum(-1).tolist()
+    assert 1 < max(counts) <= 12
+    check_top(drawn.top_logprobs, expected, counts)
+    assert other.prompt_logprobs is None
+
+
+def test_a_completion_ends_with_the_token_that_completes_a_stop_string_also_one_of_a_special_token(
+    replica: NamedAdapters,
+) -> None:
+    """The tokenizer's words are ``w0`` to ``w299``, with blanks between them; the last two are special tokens."""
+    words = greedy_tokens(replica.model, PROMPT, 30)
+    stop = f"w{words[10]} w{words[11]}"
+    first = next(count for count in range(31) if stop in " ".join(f"w{word}" for word in words[:count]))
+
+    async def sample(seed: int, **options: Any) -> list[int]:
+        call = replica.worker.generate("r", PROMPT, 300, temperature=2.0, seed=seed, adapter=0, **options)
+        return (await call).token_ids
+
+    async def stop_there() -> Completion:
+        special = f"w{VOCAB - 2}"
+        for seed in range(20):
+            drawn = await sample(seed)
+            if VOCAB - 2 in drawn:
+                break
+        assert await sample(seed, stop_strings=["none", special]) == drawn[: drawn.index(VOCAB - 2) + 1]
+        return await replica.worker.generate("r", PROMPT, 30, greedy=True, adapter=0, stop_strings=[stop])
+
+    completion = replica.run(stop_there())
+    assert completion.token_ids == words[:first]
+    assert completion.finish_reason == "stop"
+    assert len(completion.logprobs) == first
+
+
+def test_a_request_that_would_end_the_engine_is_refused_and_others_are_served(replica: NamedAdapters) -> None:
+    wrong: list[tuple[list[int], dict[str, Any], str]] = [
+        ([5, VOCAB], {}, "token 300, and the model has tokens 0 to 299"),
+        ([-1, 5], {}, "token -1"),
+        ([5], {"seed": 1 << 63}, "seed"),
+        ([5], {"seed": -2}, "seed"),
+        ([], {}, "vLLM refused"),
+        ([5], {"top_logprobs": 21}, "max allowed: 20"),
+        ([5], {"prompt_logprobs": 21}, "max allowed: 20"),
+        ([5], {"top_p": 0.0}, "top_p"),
+        ([5], {"top_k": -2}, "top_k"),
+        ([5], {"temperature": 2.5}, "temperature"),
+        ([5], {"stop_strings": [""]}, "stop"),
+        ([5], {"stop_ids": [VOCAB]}, "stop_token_ids"),
+        ([5], {"adapter": -1}, "adapter -1 is not loaded"),
+        ([5], {"adapter": 1 << 40}, "is not loaded"),
+    ]
+
+    async def refuse() -> Completion:
+        for prompt, options, says in wrong:
+            with pytest.raises(ConfigError, match=says):
+                await replica.worker.generate("r", prompt, 4, **{"adapter": 0, **options})
+        largest: dict[str, Any] = {"top_k": 1 << 40, "seed": (1 << 63) - 1, "top_logprobs": 20, "prompt_logprobs": 20}
+        await replica.worker.generate("r", PROMPT[:1], 4, adapter=0, **largest)
+        return await replica.worker.generate("r", PROMPT, 16, greedy=True, adapter=0)
+
+    assert replica.run(refuse()).token_ids == greedy_tokens(replica.model, PROMPT, 16)
