@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
 from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from .engines.adam_params import AdamParams
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
 from .objectives.advantages import gae, group_advantages, whiten
@@ -47,6 +48,7 @@ _SLOW = {
 
 __all__ = [
     "IGNORED",
+    "AdamParams",
     "AlgorithmConfig",
     "DataConfig",
     "LocalRanks",

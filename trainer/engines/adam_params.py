@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weightlane.ckpt_engines import ConfigError
+
 from ..config import TrainerConfig
 
 
@@ -20,6 +22,20 @@ class AdamParams:
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
     """An adapter's gradient is scaled down to this L2 norm; infinity for a gradient that is taken as it is."""
+
+    def __post_init__(self) -> None:
+        """Raise `ConfigError` for values that AdamW cannot step with."""
+        finite = (self.learning_rate, self.eps, self.weight_decay)
+        if not (
+            all(0.0 <= value < math.inf for value in finite)
+            and all(0.0 <= beta < 1.0 for beta in self.betas)
+            and self.max_grad_norm > 0.0
+        ):
+            raise ConfigError(
+                f"AdamW cannot step with {self}.",
+                part="optimizer step",
+                hint="Rates, eps and weight decay are finite and not negative, betas in [0, 1), max_grad_norm above 0.",
+            )
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

@@ -219,7 +219,7 @@ def test_a_mini_batch_that_fails_or_has_no_finite_gradient_leaves_those_of_other
             await role.forward_backward(too_large, "loss", adapter="a")
             skipped = await role.optim_step("a", PARAMS["a"])
             assert (skipped.step, skipped.grad_norm) == (0, 0.0)
-            assert "gradient norm of adapter 'a'" in skipped.skipped
+            assert "gradient norm of 'a'" in skipped.skipped
             assert_same(await written(role, "a", tmp_path / "still"), first)
             await begin(role, calls[1])
             norms = {"b": [(await begin(role, calls[2])).grad_norm]}
@@ -312,7 +312,7 @@ def test_what_cannot_be_published_in_its_place_is_refused_and_leaves_what_was_th
                 await refused(role, "a", "'a' has rank 3, and what is published rank 2")
                 await refused(role, "b", "'b' is beside gate_proj, which what is published is not")
                 await refused(role, "c", "there is no adapter 'c'")
-                await refused(role, "", "the model's own weights are to be published as an adapter")
+                await refused(role, "", "the model's own weights cannot be published as an adapter")
                 await role.publish(1)
                 await coordinator.sync(1)
                 assert_same(keeper.versions[1], carrier)
@@ -321,6 +321,8 @@ def test_what_cannot_be_published_in_its_place_is_refused_and_leaves_what_was_th
                 await role.forward_backward(make_batch(0), "loss")
             with pytest.raises(ConfigError, match="there is an adapter 'default' already"):
                 await role.add_adapter("default", small)
+            await role.save(tmp_path / "state")
+            assert await role.load(tmp_path / "state") == 0
             await role.export_hf(tmp_path / "model", "float32")
             assert_same(checkpoint(tmp_path / "model"), checkpoint(teams.models[MODEL]))
         async with opened(teams, 2, lora=CARRIER, frozen=False) as role:
@@ -333,6 +335,13 @@ def test_what_cannot_be_published_in_its_place_is_refused_and_leaves_what_was_th
             async with opened(teams, 2, lora=lora, frozen=False) as role:
                 await role.add_adapter("a", CONFIGS["a"])
                 async with publishing(role, checkpoint(teams.models[MODEL])):
-                    await refused(role, "a", "adapter 'a' is to be published as an adapter")
+                    await refused(role, "a", "'a' cannot be published as an adapter, since versions are weights")
+                await role.forward_backward(make_batch(0), "loss")
+                step = role.optim_step(None, PARAMS["a"])
+                if lora is not None:
+                    assert (await step).step == 1
+                    continue
+                with pytest.raises(ConfigError, match="was given the settings of an adapter's step"):
+                    await step
 
     run(use)

@@ -76,6 +76,8 @@ def test_an_engine_without_adapters_refuses_them_in_its_own_name() -> None:
         lambda: engine.add_adapter("a", LoraConfig()),
         lambda: engine.remove_adapter("a"),
         lambda: engine.export_adapter(Path(), "a"),
+        lambda: engine.load_published(lambda names: None, "a"),
+        lambda: engine.steps_of("a"),
     ):
         with pytest.raises(ConfigError, match="Plain has no adapters, for which a asks"):
             call()

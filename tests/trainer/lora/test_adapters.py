@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import shutil
@@ -18,8 +19,10 @@ from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, exhaustive, gathe
 from lora_commands import whole
 from safetensors.torch import load_file, save_file
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout.config import RolloutConfig
 from weightlane.trainer.config import LoraConfig, TrainerConfig
+from weightlane.trainer.engines.adam_params import AdamParams
 from weightlane.trainer.engines.lora.adapter import Adapter, LoraGroups
 from weightlane.trainer.engines.lora.sites import LoraSite
 
@@ -306,6 +309,29 @@ def test_steps_are_those_of_torch_with_clipping_and_a_learning_rate_of_the_adapt
         for mine, other in zip(adapter.parameters, twins, strict=True):
             assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
     assert adapter.step == 5
+
+
+def test_the_settings_of_a_step_are_torchs_bit_for_bit_and_an_infinite_norm_scales_nothing() -> None:
+    site, alone = LoraSite("model.layers.0.mlp.up_proj", 5, 3, (0, 5), (0, 3)), LoraGroups(None, None, None, True)
+    adapter = Adapter("a", LoraConfig(rank=2), TrainerConfig(), [site], None, torch.device("cpu"))
+    twins = [parameter.detach().clone().requires_grad_() for parameter in adapter.parameters]
+    twin, random_of = torch.optim.AdamW(twins, fused=True), torch.Generator().manual_seed(0)
+    for rate, betas, eps, decay in (
+        (0.3, (0.8, 0.9), 1e-6, 0.1),
+        (0.01, (0.9, 0.95), 1e-8, 0.0),
+        (0.0, (0, 0), 0.1, 0.2),
+    ):
+        for mine, other in zip(adapter.parameters, twins, strict=True):
+            other.grad = torch.randn(mine.shape, generator=random_of) * 1e6
+            mine.grad = other.grad.clone()
+        norm = adapter.complete_gradients(alone)
+        adapter.change(norm, lambda: None, AdamParams(rate, betas, eps, decay, max_grad_norm=math.inf))
+        twin.param_groups[0].update(lr=rate, betas=betas, eps=eps, weight_decay=decay)
+        twin.step()
+        assert all(torch.equal(mine, other) for mine, other in zip(adapter.parameters, twins, strict=True))
+    for wrong in ({"learning_rate": math.nan}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"max_grad_norm": 0.0}):
+        with pytest.raises(ConfigError, match="AdamW cannot step with"):
+            AdamParams(**{"learning_rate": 0.1, **wrong})
 
 
 def test_the_guides_blocks_are_valid_and_train(teams: Teams) -> None:

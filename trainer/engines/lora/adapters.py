@@ -158,9 +158,10 @@ class Adapters:
         """See `TrainingEngine.load_published`."""
         adapter = self.chosen(name)
         if adapter is None or not self._trainer.publishes_adapter:
-            what = "the model's own weights are" if adapter is None else f"adapter {name!r} is"
+            what = "the model's own weights" if adapter is None else f"adapter {name!r}"
+            why = "" if self._trainer.publishes_adapter else ", since versions are weights"
             raise ConfigError(
-                f"{what} to be published as an adapter.",
+                f"{what} cannot be published as an adapter{why}.",
                 part=PART,
                 hint='Set trainer.lora.publish to "adapter", and name an adapter.',
             )

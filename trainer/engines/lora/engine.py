@@ -259,7 +259,7 @@ class AdaptedEngine(TorchEngine):
             for adapter in chosen:
                 norms[adapter.name] = adapters.complete_gradients(adapter, scale)
         for adapter in chosen:
-            self._refuse_not_finite(norms[adapter.name], adapter.step, clear, f" of adapter {adapter.name!r}")
+            self._refuse_not_finite(norms[adapter.name], adapter.step, clear, f" of {adapter.name!r}")
         for adapter in chosen:
             published = adapters.published_names(adapter)
 
