@@ -1,0 +1,265 @@
+"""Losses of the Tinker API, value and gradient, against their published formulas worked out token by token in float64."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.trainer.data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
+from weightlane.trainer.service.losses import NAMES, ServiceLoss, loss_report
+
+
+@dataclass(frozen=True)
+class Token:
+    p: float
+    q: float
+    advantage: float
+    weight: float
+    marked: float
+
+
+logprob = st.floats(-6.0, -0.01)
+far = st.floats(-80.0, -0.01)
+token = st.builds(
+    Token,
+    logprob | far,
+    logprob | far,
+    st.just(0.0) | st.floats(-3, 3),
+    st.sampled_from((0.0, 1.0, 1.0, -0.5, 2.5)),
+    st.sampled_from((0.0, 1.0)),
+)
+Rows = list[list[Token]]
+rows_of: st.SearchStrategy[Rows] = st.lists(st.lists(token, min_size=1, max_size=5), min_size=1, max_size=4)
+
+BOUND = 20.0
+"""Log ratios above it count as this."""
+
+
+def ratio_and_slope(log_ratio: float) -> tuple[float, float]:
+    """The ratio, and its derivative by the model's log-probability."""
+    ratio = math.exp(min(log_ratio, BOUND))
+    return ratio, ratio if log_ratio <= BOUND else 0.0
+
+
+def clipped_surrogate(log_ratio: float, advantage: float, low: float, high: float) -> tuple[float, float]:
+    ratio, slope = ratio_and_slope(log_ratio)
+    inside = ratio <= high if advantage > 0 else ratio >= low
+    value = ratio if inside else high if advantage > 0 else low
+    return -value * advantage, -slope * advantage if inside else 0.0
+
+
+def by_hand(name: str, row: Sequence[Token], config: dict[str, float]) -> list[tuple[float, float]]:
+    """The loss of each token of a sequence before its weight, and its derivative by that token's log-probability."""
+    marked = [each.p - each.q for each in row if each.marked]
+    mean = sum(marked) / len(marked) if marked else 0.0
+    found = []
+    for each in row:
+        p, drift, advantage = each.p, each.p - each.q, each.advantage
+        match name:
+            case "cross_entropy":
+                found.append((-p, -1.0))
+            case "importance_sampling":
+                ratio, slope = ratio_and_slope(drift)
+                found.append((-ratio * advantage, -slope * advantage))
+            case "ppo":
+                found.append(clipped_surrogate(drift, advantage, config["low"], config["high"]))
+            case "cispo":
+                held = min(max(ratio_and_slope(drift)[0], config["low"]), config["high"])
+                found.append((-held * p * advantage, -held * advantage))
+            case "dro":
+                beta = config["beta"]
+                found.append((-(p * advantage - 0.5 * beta * drift**2), -(advantage - beta * drift)))
+            case "gspo":
+                found.append(clipped_surrogate(mean, advantage, config["low"], config["high"]))
+    return found
+
+
+def batch_of(rows: Rows, columns: int = 1, names: Sequence[str] = ()) -> tuple[TokenBatch, torch.Tensor]:
+    """`rows` with `columns` tokens in each position, and the model's log-probabilities. The last position may be padded."""
+    sequences, logprobs = [], []
+    for row in rows:
+        length = -(-len(row) // columns)
+        shape = (length, columns) if columns > 1 else (length,)
+
+        def values(each: Sequence[float], fill: float = 0.0, shape: tuple[int, ...] = shape) -> torch.Tensor:
+            padded = [*each, *[fill] * (math.prod(shape) - len(each))]
+            return torch.tensor(padded, dtype=torch.float64).reshape(shape)
+
+        inputs = {
+            "logprobs": values([each.q for each in row]),
+            "advantages": values([each.advantage for each in row]),
+            "weights": values([each.weight for each in row]),
+            "sequence_ratio_mask": values([each.marked for each in row]),
+        }
+        targets = values([7.0] * len(row), IGNORED).long()
+        kept = {name: inputs[name] for name in names or inputs}
+        sequences.append(TokenSequence(torch.ones(length, dtype=torch.int64), targets, kept))
+        logprobs.append(values([each.p for each in row]))
+    return TokenBatch(tuple(sequences)), torch.cat(logprobs)
+
+
+def value_and_gradient(
+    loss: ServiceLoss, micro: MicroBatch, logprobs: torch.Tensor
+) -> tuple[float, torch.Tensor, dict[str, float]]:
+    leaf = logprobs.clone().requires_grad_()
+    sums = LossSums(MiniBatch(tokens=17.0, sequences=5.0))
+    total = sums.add(loss(ModelOutputs(logprobs=leaf), micro))
+    total.backward()
+    assert leaf.grad is not None
+    return float(total.detach()), leaf.grad, sums.named(sums.as_tensor(), 17)
+
+
+CONFIGS: list[tuple[str, dict[str, float]]] = [
+    ("cross_entropy", {}),
+    ("importance_sampling", {}),
+    ("ppo", {"low": 0.8, "high": 1.2}),
+    ("ppo", {"low": 0.5, "high": 3.0}),
+    ("cispo", {"low": 0.0, "high": 4.0}),
+    ("cispo", {"low": 0.9, "high": 1.1}),
+    ("dro", {"beta": 0.05}),
+    ("dro", {"beta": 2.0}),
+    ("gspo", {"low": 0.8, "high": 1.2}),
+    ("gspo", {"low": 0.99, "high": 1.01}),
+]
+DEFAULTS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (0.8, 1.2)}
+
+
+def loss_of(name: str, config: dict[str, float]) -> ServiceLoss:
+    """Without settings where they are the defaults."""
+    long = {"low": "clip_low_threshold", "high": "clip_high_threshold", "beta": "beta"}
+    default = config == {"beta": 0.05} or tuple(config.values()) == DEFAULTS.get(name)
+    return ServiceLoss(name, {} if default else {long[key]: value for key, value in config.items()})
+
+
+@pytest.mark.parametrize(("name", "config"), CONFIGS, ids=str)
+def test_value_and_gradient_are_those_of_the_formula(name: str, config: dict[str, float]) -> None:
+    loss = loss_of(name, config)
+
+    @given(rows_of, st.integers(1, 3))
+    @settings(max_examples=40, deadline=None)
+    def check(rows: Rows, columns: int) -> None:
+        batch, logprobs = batch_of(rows, columns)
+        total, gradient, _ = value_and_gradient(loss, batch.packed, logprobs)
+        flat = [pair for row in rows for pair in zip(by_hand(name, row, config), row, strict=True)]
+        assert total == pytest.approx(math.fsum(value * each.weight for (value, _), each in flat), rel=1e-9, abs=1e-9)
+        found = gradient[batch.packed.targets != IGNORED].tolist()
+        assert found == pytest.approx([slope * each.weight for (_, slope), each in flat], rel=1e-9, abs=1e-9)
+        assert not gradient[batch.packed.targets == IGNORED].any()
+
+    check()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_split_into_micro_batches_changes_nothing(name: str) -> None:
+    rows = [[Token(-1.0, -1.3, 1.0, 1.0, 1.0), Token(-2.0, -1.9, -1.0, 0.5, 0.0)], [Token(-0.5, -0.1, 2.0, 1.0, 1.0)]]
+    batch, logprobs = batch_of(rows)
+    loss = ServiceLoss(name)
+    whole, _, metrics = value_and_gradient(loss, batch.packed, logprobs)
+    sums = LossSums(MiniBatch.of(batch))
+    for sequence, part in zip(batch.sequences, batch.packed.split(logprobs), strict=True):
+        sums.add(loss(ModelOutputs(logprobs=part), MicroBatch.of([sequence])))
+    nothing = MicroBatch.without_targets(batch.sequences[0])
+    sums.add(loss(ModelOutputs(logprobs=torch.zeros(1, dtype=torch.float64)), nothing))
+    found = sums.named(sums.as_tensor(), 17)
+    assert found == pytest.approx(metrics)
+    assert found["loss"] == pytest.approx(whole)
+
+
+def test_weights_are_one_where_there_are_none() -> None:
+    rows = [[Token(-1.0, -1.3, 1.0, 1.0, 1.0), Token(-2.0, -1.9, -1.0, 1.0, 0.0)]]
+    for name in NAMES:
+        batch, logprobs = batch_of(rows)
+        without, _ = batch_of(rows, names=("logprobs", "advantages", "sequence_ratio_mask"))
+        loss = ServiceLoss(name)
+        assert (
+            value_and_gradient(loss, without.packed, logprobs)[0] == value_and_gradient(loss, batch.packed, logprobs)[0]
+        )
+
+
+def test_a_token_has_thresholds_of_its_own() -> None:
+    rows = [[Token(-1.0, -1.5, 1.0, 1.0, 1.0), Token(-1.0, -1.5, 1.0, 1.0, 1.0)]]
+    batch, logprobs = batch_of(rows)
+    batch = batch.with_values("clip_high_threshold", [torch.tensor([1.1, 9.0], dtype=torch.float64)])
+    total, gradient, metrics = value_and_gradient(ServiceLoss("ppo"), batch.packed, logprobs)
+    assert total == pytest.approx(-1.1 - math.exp(0.5))
+    assert gradient.tolist() == pytest.approx([0.0, -math.exp(0.5)])
+    assert metrics["clipped"] == 1.0
+
+
+def test_metrics_are_sums_over_tokens_that_are_trained_on() -> None:
+    trained = [Token(-1.0, -1.5, 1.0, 1.0, 1.0), Token(-1.0, -1.1, -2.0, 0.5, 1.0)]
+    row = [Token(-9.0, 0.0, 0.0, 1.0, 0.0), *trained, Token(-9.0, 0.0, 1.0, 0.0, 0.0)]
+    batch, logprobs = batch_of([row])
+    _, _, metrics = value_and_gradient(ServiceLoss("ppo"), batch.packed, logprobs)
+    ratios = [math.exp(0.5), math.exp(0.1)]
+    assert metrics["trained_tokens"] == 2.0
+    assert metrics["ratio"] == pytest.approx(sum(ratios))
+    assert metrics["clipped"] == 1.0
+    assert metrics["kl"] == pytest.approx(sum(ratios) - 2.0 - 0.6)
+    assert value_and_gradient(ServiceLoss("cross_entropy"), batch.packed, logprobs)[2]["weights"] == 2.5
+
+
+def test_nothing_overflows_in_float32() -> None:
+    row = [Token(-0.01, -1e30, 0.0, 1.0, 0.0), Token(-0.01, -1e30, -3.0, 1.0, 1.0), Token(-1e30, -0.01, 3.0, 1.0, 1.0)]
+    for name in ("importance_sampling", "ppo", "cispo", "gspo"):
+        batch, logprobs = batch_of([row])
+        micro = batch.packed
+        for each in micro.per_token:
+            batch = batch.with_values(each, [micro.per_token[each].float()])
+        total, gradient, metrics = value_and_gradient(ServiceLoss(name), batch.packed, logprobs.float())
+        assert math.isfinite(total), name
+        assert torch.isfinite(gradient).all(), name
+        assert all(math.isfinite(value) for value in metrics.values()), name
+
+
+def test_the_report_of_a_forward_pass_is_that_of_a_backward_one() -> None:
+    rows = [[Token(-1.0, -1.3, 1.0, 1.0, 1.0), Token(-2.0, -1.9, -1.0, 0.5, 0.0)], [Token(-0.5, -0.1, 2.0, 1.0, 1.0)]]
+    batch, logprobs = batch_of(rows)
+    for name in NAMES:
+        loss = ServiceLoss(name)
+        _, _, report = value_and_gradient(loss, batch.packed, logprobs)
+        assert loss_report(loss, batch, batch.packed.split(logprobs)) == pytest.approx({**report, "tokens": 3.0})
+
+
+def test_a_loss_can_be_sent_to_ranks() -> None:
+    loss = ServiceLoss("ppo", {"clip_high_threshold": 1.5})
+    batch, logprobs = batch_of([[Token(-1.0, -1.35, 1.0, 1.0, 1.0)]])
+    sent = pickle.loads(pickle.dumps(loss))
+    assert value_and_gradient(sent, batch.packed, logprobs)[0] == pytest.approx(-math.exp(0.35))
+
+
+def test_errors_list_what_there_is() -> None:
+    for name in ("custom", "stable_reinforce", ""):
+        with pytest.raises(ConfigError, match=r"importance_sampling.*gspo.*forward_backward_custom"):
+            ServiceLoss(name)
+    with pytest.raises(ConfigError, match=r"no setting 'beta'.*clip_low_threshold .default 0\.8"):
+        ServiceLoss("ppo", {"beta": 1.0})
+    with pytest.raises(ConfigError, match="settings: none"):
+        ServiceLoss("cross_entropy", {"beta": 1.0})
+    for wrong in (math.nan, math.inf, -1.0, "much"):
+        with pytest.raises(ConfigError, match="beta of dro"):
+            ServiceLoss("dro", {"beta": wrong})
+    with pytest.raises(ConfigError, match=r"clip_low_threshold of ppo is 1\.5, above"):
+        ServiceLoss("ppo", {"clip_low_threshold": 1.5})
+
+
+def test_inputs_that_a_loss_lacks_or_that_none_reads_are_refused() -> None:
+    rows = [[Token(-1.0, -1.3, 1.0, 1.0, 1.0)]]
+    batch, _ = batch_of(rows)
+    for name in NAMES:
+        ServiceLoss(name).check_inputs(batch)
+    bare, _ = batch_of(rows, names=("logprobs",))
+    ServiceLoss("cross_entropy").check_inputs(bare)
+    with pytest.raises(ProtocolError, match="gspo needs advantages, sequence_ratio_mask; loss_fn_inputs are logprobs"):
+        ServiceLoss("gspo").check_inputs(bare)
+    with pytest.raises(ProtocolError, match="no loss reads mask"):
+        ServiceLoss("ppo").check_inputs(batch.with_values("mask", [torch.ones(1)]))
