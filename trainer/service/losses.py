@@ -56,8 +56,9 @@ class _Tokens:
 
     def clipped(self, ratio: torch.Tensor) -> torch.Tensor:
         """`ratio` between the thresholds: those of each token where the batch has them, else those of the settings."""
-        low, high = (self.micro.per_token.get(name, self.settings[name]) for name in (_LOW, _HIGH))
-        return ratio.clamp(min=low).clamp(max=high)  # type: ignore[type-var, arg-type]  (numbers and tensors alike)
+        given = (self.micro.per_token.get(name, self.settings[name]) for name in (_LOW, _HIGH))
+        low, high = (torch.as_tensor(each, dtype=ratio.dtype, device=ratio.device) for each in given)
+        return ratio.clamp(min=low).clamp(max=high)
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
     """
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
-        return _checked_size(body, len(body), limits)
+        return checked_size(body, len(body), limits)
     if encoding != "zstd":
         raise ProtocolError(f"no content encoding {encoding!r} is offered.", part=PART, hint="Send zstd, or none.")
     try:
@@ -65,14 +65,15 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
                 part=PART,
                 hint="Compress it in one call, which writes it.",
             )
-        _checked_size(body, size, limits)
+        checked_size(body, size, limits)
         found: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the body cannot be decompressed: {error}.", part=PART) from None
-    return _checked_size(found, size, limits)
+    return checked_size(found, size, limits)
 
 
-def _checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
+def checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
+    """`body`, which has `size` bytes when it is decompressed; `ProtocolError` if these are too many."""
     if size > limits.body_bytes:
         raise ProtocolError(
             f"the body has {size} bytes, {limits.body_bytes} are allowed.",

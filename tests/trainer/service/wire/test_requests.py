@@ -1,0 +1,297 @@
+"""Requests as the SDK itself writes them are read; wrong ones raise `ProtocolError` alone, which names the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import tinker.types as sdk
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tinker._compat import model_dump
+from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest
+from tinker.types.futures_retrieve_request import FuturesRetrieveRequest, SamplingSessionFuturesTarget
+from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
+from tinker.types.load_weights_request import LoadWeightsRequest
+from tinker.types.sample_request import SampleRequest
+from tinker.types.save_weights_for_sampler_request import SaveWeightsForSamplerRequest
+
+from weightlane.ckpt_engines import ProtocolError
+from weightlane.trainer.service.wire import requests, sampling_requests
+from weightlane.trainer.service.wire.bodies import WireLimits
+from weightlane.trainer.service.wire.requests import Request, request
+
+PATH = "tinker://s:train:0/weights/step-10"
+SAMPLER_PATH = "tinker://s:train:0/sampler_weights/step-10"
+PROMPT = sdk.ModelInput.from_ints([1, 2, 3])
+
+WRITTEN: list[Any] = [
+    sdk.CreateSessionRequest(tags=["a"], user_metadata={"note": 1}, sdk_version="0.38.0", project_id="p"),
+    sdk.SessionHeartbeatRequest(session_id="s"),
+    sdk.CreateModelRequest(
+        session_id="s", model_seq_id=0, base_model="Qwen/Qwen3-8B", lora_config=sdk.LoraConfig(rank=32)
+    ),
+    sdk.CreateModelRequest(session_id="s", model_seq_id=1, base_model="Qwen/Qwen3-8B", user_metadata={"run": "x"}),
+    sdk.GetInfoRequest(model_id="s:train:0"),
+    sdk.OptimStepRequest(
+        optim_params=sdk.AdamParams(learning_rate=1e-3, grad_clip_norm=1.0), model_id="s:train:0", seq_id=2
+    ),
+    sdk.SaveWeightsRequest(model_id="s:train:0", path="step-10", seq_id=3, ttl_seconds=3600, user_metadata={"a": "b"}),
+    LoadWeightsRequest(model_id="s:train:0", seq_id=1, path=PATH, optimizer=True),
+    LoadWeightsRequest(
+        session_id="s", model_seq_id=0, path=PATH, optimizer=False, optimizer_config=sdk.AdamOptimizerConfig()
+    ),
+    SaveWeightsForSamplerRequest(model_id="s:train:0", path="step-10", seq_id=4),
+    SaveWeightsForSamplerRequest(model_id="s:train:0", sampling_session_seq_id=0, seq_id=4, kind="inflight"),
+    CreateSamplingSessionRequest(session_id="s", sampling_session_seq_id=0, model_path=SAMPLER_PATH),
+    CreateSamplingSessionRequest(session_id="s", sampling_session_seq_id=1, base_model="Qwen/Qwen3-8B"),
+    JoinSamplingSessionRequest(sampling_session_id="s:sample:0"),
+    SampleRequest(
+        prompt=PROMPT, sampling_params=sdk.SamplingParams(), sampling_session_id="s:sample:0", seq_id=3_000_000_000
+    ),
+    SampleRequest(
+        num_samples=4,
+        prompt=PROMPT,
+        sampling_params=sdk.SamplingParams(
+            max_tokens=5, seed=2**64 - 1, stop=["\n"], temperature=0, top_k=5, top_p=0.5
+        ),
+        model_path=SAMPLER_PATH,
+        prompt_logprobs=True,
+        topk_prompt_logprobs=5,
+        topk_sample_logprobs=2,
+        prompt_logprobs_last_n=2,
+        record_stability_info=False,
+    ),
+    sdk.FutureRetrieveRequest(request_id="r-1", allow_metadata_only=True),
+    FuturesRetrieveRequest(
+        target=SamplingSessionFuturesTarget(sampling_session_id="s:sample:0", cloned_sampler_id=2),
+        prev_cursor=7,
+        timeout=0,
+        retrieved_request_ids=["r-1"],
+    ),
+    sdk.UnloadModelRequest(model_id="s:train:0"),
+]
+
+
+def kind_of(name: str) -> type[Request]:
+    found: type[Request] = getattr(requests, name, None) or getattr(sampling_requests, name)
+    return found
+
+
+def body_of(written: Any) -> dict[str, Any]:
+    """The JSON that the SDK sends."""
+    found: dict[str, Any] = model_dump(written, exclude_unset=False, exclude_none=True, mode="json")
+    return found
+
+
+def assert_holds(found: Any, sent: dict[str, Any]) -> None:
+    for name, value in sent.items():
+        if isinstance(value, dict) and isinstance(getattr(found, name, None), Request):
+            assert_holds(getattr(found, name), value)
+        elif name == "chunks":
+            assert [each.tokens for each in found.chunks] == [each["tokens"] for each in value]
+        elif name != "type":
+            assert getattr(found, name) == value, name
+
+
+@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: type(each).__name__)
+def test_a_request_of_the_sdk_is_read(written: Any) -> None:
+    sent = body_of(written)
+    kind = kind_of(type(written).__name__)
+    assert_holds(request(kind, json.dumps(sent).encode()), sent)
+    assert_holds(request(kind, json.dumps({**sent, "newer_field": {"a": [1]}}).encode()), sent)
+
+
+def test_a_step_of_adam_is_the_ranks() -> None:
+    params = sdk.AdamParams(learning_rate=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
+    written = sdk.OptimStepRequest(optim_params=params, model_id="m", seq_id=1)
+    found = request(requests.OptimStepRequest, json.dumps(body_of(written)).encode()).params()
+    assert (found.learning_rate, found.betas, found.eps, found.weight_decay) == (0.01, (0.8, 0.9), 1e-6, 0.1)
+    assert found.max_grad_norm == 0.5
+    for off in (0.0, -1.0):
+        assert requests.AdamParams(grad_clip_norm=off).params().max_grad_norm == math.inf
+
+
+def test_what_ends_a_sample() -> None:
+    def stops(stop: Any) -> tuple[list[str], list[int] | None]:
+        found = sampling_requests.SamplingParams(stop=stop)
+        return found.stop_strings, found.stop_tokens
+
+    assert stops(None) == ([], None)
+    assert stops("end") == (["end"], None)
+    assert stops(["a", "b"]) == (["a", "b"], None)
+    assert stops([5, 6]) == ([], [5, 6])
+    assert stops([]) == ([], [])
+
+
+def test_samples_have_seeds_of_their_own() -> None:
+    seeds = [
+        sampling_requests.SamplingParams(seed=seed).seed_of(sample) for seed in (-1, 0, 2**64 - 1) for sample in (0, 1)
+    ]
+    assert len(set(seeds[:2])) == len(set(seeds[2:4])) == len(set(seeds[4:])) == 2
+    assert all(seed is not None and 0 <= seed < 2**63 for seed in seeds)
+    assert sampling_requests.SamplingParams().seed_of(0) is None
+
+
+SAMPLE = {"prompt": {"chunks": [{"tokens": [1, 2]}]}, "sampling_params": {}, "base_model": "b"}
+STEP = {"model_id": "m", "seq_id": 1, "adam_params": {}}
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "CreateModelRequest",
+        {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 0}},
+        "lora_config.rank",
+    ),
+    (
+        "CreateModelRequest",
+        {"session_id": "s", "model_seq_id": 0, "base_model": "b", "lora_config": {"rank": 1025}},
+        "rank",
+    ),
+    ("CreateModelRequest", {"session_id": "s", "model_seq_id": "0", "base_model": "b"}, "model_seq_id"),
+    ("CreateModelRequest", {"session_id": "a/b", "model_seq_id": 0, "base_model": "b"}, "session_id"),
+    (
+        "CreateModelRequest",
+        {"session_id": "s", "model_seq_id": 0, "base_model": "b", "optimizer_config": {"type": "dimuon"}},
+        r"optimizer_config.type.*adamw",
+    ),
+    (
+        "CreateModelRequest",
+        {
+            "session_id": "s",
+            "model_seq_id": 0,
+            "base_model": "b",
+            "lora_config": {"rank": 1, "train_mlp": False, "train_attn": False, "train_unembed": False},
+        },
+        "no layer is not offered",
+    ),
+    ("CreateSessionRequest", {"tags": [], "sdk_version": "1", "user_metadata": {"a": "x" * 20_000}}, "16384 bytes"),
+    ("OptimStepRequest", {**STEP, "adam_params": {"learning_rate": -1.0}}, "adam_params.learning_rate"),
+    ("OptimStepRequest", {**STEP, "adam_params": {"learning_rate": math.nan}}, "adam_params.learning_rate"),
+    ("OptimStepRequest", {**STEP, "adam_params": {"weight_decay": math.inf}}, "adam_params.weight_decay"),
+    ("OptimStepRequest", {**STEP, "adam_params": {"beta2": 1.0}}, "adam_params.beta2"),
+    ("OptimStepRequest", {**STEP, "seq_id": 0}, "seq_id"),
+    ("OptimStepRequest", {"model_id": "m", "seq_id": 1}, "adam_params are missing"),
+    ("OptimStepRequest", {"model_id": "m", "seq_id": 1, "optimizer_params": {"type": "dimuon"}}, "other than adamw"),
+    ("SaveWeightsRequest", {"model_id": "m", "seq_id": 1, "path": ".."}, "path"),
+    ("SaveWeightsRequest", {"model_id": "m", "seq_id": 1, "path": "a/b"}, "path"),
+    ("SaveWeightsRequest", {"model_id": "m", "seq_id": 1, "path": "a\n"}, "path"),
+    ("SaveWeightsRequest", {"model_id": "m", "seq_id": 1, "path": "x" * 201}, "path"),
+    ("SaveWeightsRequest", {"model_id": "m", "seq_id": 1, "ttl_seconds": 3599}, "ttl_seconds"),
+    ("SaveWeightsRequest", {"model_id": "m", "seq_id": 1, "ttl_seconds": 315_360_001}, "ttl_seconds"),
+    ("LoadWeightsRequest", {"path": PATH, "optimizer": True}, "either model_id"),
+    ("LoadWeightsRequest", {"path": PATH, "optimizer": True, "model_id": "m"}, "either model_id"),
+    (
+        "LoadWeightsRequest",
+        {"path": PATH, "optimizer": True, "model_id": "m", "seq_id": 1, "session_id": "s", "model_seq_id": 0},
+        "either model_id",
+    ),
+    (
+        "LoadWeightsRequest",
+        {"path": PATH, "optimizer": True, "model_id": "m", "seq_id": 1, "session_id": "s"},
+        "either model_id",
+    ),
+    ("LoadWeightsRequest", {"path": SAMPLER_PATH, "optimizer": True, "model_id": "m", "seq_id": 1}, "for a sampler"),
+    (
+        "LoadWeightsRequest",
+        {"path": "tinker://m/weights/../x", "optimizer": True, "model_id": "m", "seq_id": 1},
+        "path",
+    ),
+    ("LoadWeightsRequest", {"path": "/etc/passwd", "optimizer": True, "model_id": "m", "seq_id": 1}, "path"),
+    ("LoadWeightsRequest", {"path": PATH, "optimizer": 1, "model_id": "m", "seq_id": 1}, "optimizer"),
+    ("SaveWeightsForSamplerRequest", {"model_id": "m", "seq_id": 1}, "either path"),
+    ("SaveWeightsForSamplerRequest", {"model_id": "m", "seq_id": 1, "path": "a", "kind": "inflight"}, "not offered"),
+    ("CreateSamplingSessionRequest", {"session_id": "s", "sampling_session_seq_id": 0}, "base_model or model_path"),
+    ("SampleRequest", {**SAMPLE, "prompt": {"chunks": []}}, "prompt.*0 tokens"),
+    ("SampleRequest", {**SAMPLE, "prompt": {"chunks": [{"tokens": [2**31]}]}}, "prompt.chunks.0.tokens.0"),
+    ("SampleRequest", {**SAMPLE, "prompt": {"chunks": [{"tokens": [-1]}]}}, "prompt.chunks.0.tokens.0"),
+    ("SampleRequest", {**SAMPLE, "prompt": {"chunks": [{"tokens": [1.5]}]}}, "prompt.chunks.0.tokens.0"),
+    (
+        "SampleRequest",
+        {**SAMPLE, "prompt": {"chunks": [{"type": "image", "data": "aa", "format": "png"}]}},
+        "encoded_text",
+    ),
+    ("SampleRequest", {**SAMPLE, "sampling_params": {"temperature": -0.1}}, "sampling_params.temperature"),
+    ("SampleRequest", {**SAMPLE, "sampling_params": {"top_p": 0}}, "sampling_params.top_p"),
+    ("SampleRequest", {**SAMPLE, "sampling_params": {"max_tokens": 0}}, "sampling_params.max_tokens"),
+    ("SampleRequest", {**SAMPLE, "sampling_params": {"stop": [1, "a"]}}, "sampling_params.stop"),
+    ("SampleRequest", {**SAMPLE, "num_samples": 0}, "num_samples"),
+    ("SampleRequest", {**SAMPLE, "prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
+    ("SampleRequest", {**SAMPLE, "prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "length - 1"),
+    (
+        "SampleRequest",
+        {**SAMPLE, "target_prompt_logprobs": {"data": [1], "dtype": "int64"}},
+        "target_prompt_logprobs is not offered",
+    ),
+    ("SampleRequest", {**SAMPLE, "prompt_alt_tokens_k": 1}, "prompt_alt_tokens_k is not offered"),
+    ("SampleRequest", {**SAMPLE, "record_stability_info": True}, "record_stability_info is not offered"),
+    ("SampleRequest", {**SAMPLE, "seq_id": 1}, "come together"),
+    ("SampleRequest", {"prompt": SAMPLE["prompt"], "sampling_params": {}}, "it has sampling_session_id"),
+]
+
+
+@pytest.mark.parametrize(("kind", "sent", "said"), WRONG, ids=[f"{kind}-{said}" for kind, _, said in WRONG])
+def test_an_error_names_the_field(kind: str, sent: dict[str, Any], said: str) -> None:
+    with pytest.raises(ProtocolError, match=said):
+        request(kind_of(kind), json.dumps(sent).encode())
+
+
+def test_an_error_does_not_repeat_what_was_sent() -> None:
+    with pytest.raises(ProtocolError) as error:
+        request(
+            requests.SaveWeightsRequest,
+            json.dumps({"model_id": "s3cret!", "seq_id": "s3cret!", "path": "s3cret!"}).encode(),
+        )
+    assert "s3cret" not in str(error.value)
+
+
+def test_a_body_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(ProtocolError, match="27 bytes, 26 are allowed"):
+        request(requests.GetInfoRequest, b'{"model_id":  "s:train:0" }', WireLimits(body_bytes=26))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from(WRITTEN), st.data())
+@settings(max_examples=200, deadline=None)
+def test_damaged_requests_raise_protocol_errors_alone(written: Any, data: st.DataObject) -> None:
+    sent = body_of(written)
+    place: Any = sent
+    while True:
+        name = (
+            data.draw(st.sampled_from(sorted(place)))
+            if isinstance(place, dict)
+            else data.draw(st.integers(0, len(place) - 1))
+        )
+        if isinstance(place[name], dict | list) and place[name] and data.draw(st.booleans()):
+            place = place[name]
+            continue
+        place[name] = data.draw(json_values)
+        break
+    body = json.dumps(sent).encode()
+    if data.draw(st.booleans()):
+        cut = data.draw(st.integers(0, len(body)))
+        body = body[:cut] + data.draw(st.binary(max_size=4)) + body[cut:]
+    only_protocol_errors(kind_of(type(written).__name__), body)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"null", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"model_id": ' + b"9" * 10_000, b'{"a":"\\ud800"}']
+)
+def test_bodies_that_are_no_objects(body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        request(requests.GetInfoRequest, body)
+
+
+def only_protocol_errors(kind: type[Request], body: bytes) -> None:
+    said = ""
+    try:
+        request(kind, body)
+    except ProtocolError as error:
+        said = str(error)
+    assert len(said) < 2000

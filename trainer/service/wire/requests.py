@@ -1,0 +1,303 @@
+"""Requests of the Tinker API that come as JSON: their fields, and what each may be.
+
+They are named as in the public SDK ``tinker`` 0.38.0. Types are strict. Unknown fields are ignored, so a newer client works; a
+field that is known but not offered is an error, unless it has the value that asks for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
+
+from weightlane.ckpt_engines import ProtocolError
+
+from ...engines.lora import adapter as lora
+from .bodies import PART, WireLimits, checked_size
+from .names import IDENTIFIER, NAME, CheckpointPath
+
+_METADATA_BYTES = 16384
+"""Bytes of a client's own remarks about a session, a model or a checkpoint, as JSON: they are stored with it."""
+_SHOWN = 3
+"""Faults of a request that its error names."""
+
+
+def _small(value: Any) -> Any:
+    if len(json.dumps(value)) > _METADATA_BYTES:
+        raise ValueError(f"more than {_METADATA_BYTES} bytes of JSON")
+    return value
+
+
+def _path(value: str) -> str:
+    try:
+        CheckpointPath.parse(value)
+    except ProtocolError as error:
+        raise ValueError(f"{error.message} {error.hint}") from None
+    return value
+
+
+Identifier = Annotated[str, StringConstraints(pattern=IDENTIFIER)]
+"""An identifier that the service, or the SDK, made of letters, digits and ``._:-``."""
+Name = Annotated[str, StringConstraints(pattern=NAME)]
+"""A name that a client chose; it becomes part of a file's name."""
+Path = Annotated[str, AfterValidator(_path)]
+"""The address of a checkpoint; see `CheckpointPath`."""
+ModelName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
+Text = Annotated[str, StringConstraints(max_length=500)]
+SeqId = Annotated[int, Field(ge=1, lt=2**31)]
+"""Number of a model's request: they are carried out in this order, from 1, whatever order they come in."""
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+Ttl = Annotated[int, Field(ge=3600, le=315_360_000)]
+"""Seconds: from an hour to ten years."""
+Metadata = Annotated[dict[str, Any], AfterValidator(_small)]
+Labels = Annotated[dict[str, str], AfterValidator(_small)]
+
+
+class Request(BaseModel):
+    """A body of JSON."""
+
+    model_config = ConfigDict(
+        extra="ignore",
+        strict=True,
+        frozen=True,
+        protected_namespaces=(),
+        hide_input_in_errors=True,
+        allow_inf_nan=False,
+    )
+
+
+AnyRequest = TypeVar("AnyRequest", bound=Request)
+
+
+def request(kind: type[AnyRequest], body: bytes, limits: WireLimits | None = None) -> AnyRequest:
+    """The request of `kind` in `body`, JSON in UTF-8.
+
+    Raises:
+        ProtocolError: It is none, or too large. The error names the wrong fields and repeats no value.
+    """
+    checked_size(body, len(body), limits or WireLimits())
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        faults = error.errors(include_url=False, include_context=False, include_input=False)
+        said = [f"{'.'.join(map(str, fault['loc'])) or 'body'}: {fault['msg']}"[:300] for fault in faults[:_SHOWN]]
+        more = f" (and {len(faults) - _SHOWN} more)" if len(faults) > _SHOWN else ""
+        raise ProtocolError(f"{'; '.join(said)}{more}.", part=f"{PART}, {kind.__name__}") from None
+
+
+def refuse(offered: Sequence[tuple[bool, str]]) -> None:
+    """Raise ValueError for the first of `offered` that is False; the text beside it says what is not offered."""
+    for fine, wanted in offered:
+        if not fine:
+            raise ValueError(f"{wanted} is not offered")
+
+
+class ClientConfigRequest(Request):
+    """``client/config`` and ``client/dynamic_config``."""
+
+    sdk_version: Text
+
+
+class CreateSessionRequest(Request):
+    """``create_session``."""
+
+    tags: list[Text] = Field(max_length=64)
+    user_metadata: Metadata | None = None
+    sdk_version: Text
+    project_id: Text | None = None
+    display_name: Text | None = None
+
+
+class SessionHeartbeatRequest(Request):
+    """``session_heartbeat``, which clients send every 10 seconds."""
+
+    session_id: Identifier
+
+
+class TelemetrySendRequest(Request):
+    """``telemetry``. Its events are not read."""
+
+    session_id: Identifier
+
+
+class LoraConfig(Request):
+    """The adapter of a new model."""
+
+    rank: int = Field(ge=1, le=1024)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    @model_validator(mode="after")
+    def _trains(self) -> Self:
+        refuse([(self.train_unembed or self.train_mlp or self.train_attn, "an adapter that trains no layer")])
+        return self
+
+
+class OptimizerConfig(Request):
+    """The optimizer of a new model."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class CreateModelRequest(Request):
+    """``create_model``. Without `lora_config`, all weights are trained."""
+
+    session_id: Identifier
+    model_seq_id: Number
+    base_model: ModelName
+    user_metadata: Metadata | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+
+
+class GetInfoRequest(Request):
+    """``get_info``."""
+
+    model_id: Identifier
+
+
+class UnloadModelRequest(Request):
+    """``unload_model``."""
+
+    model_id: Identifier
+
+
+class AdamParams(Request):
+    """One step of AdamW. The defaults are the SDK's."""
+
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = 0.0
+    """The largest norm of the gradient; no limit if it is not above 0."""
+
+    def params(self) -> lora.AdamParams:
+        """The step as ranks take it."""
+        limit = self.grad_clip_norm if self.grad_clip_norm > 0 else math.inf
+        return lora.AdamParams(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, limit)
+
+
+class OptimStepRequest(Request):
+    """``optim_step``."""
+
+    model_id: Identifier
+    seq_id: SeqId
+    adam_params: AdamParams | None = None
+    """The step. Clients send those of other optimizers as `optimizer_params`."""
+    optimizer_params: Any = None
+
+    @model_validator(mode="after")
+    def _adam(self) -> Self:
+        refuse([(self.optimizer_params is None, "an optimizer other than adamw")])
+        if self.adam_params is None:
+            raise ValueError("adam_params are missing")
+        return self
+
+    def params(self) -> lora.AdamParams:
+        """The step as ranks take it."""
+        assert self.adam_params is not None
+        return self.adam_params.params()
+
+
+class SaveWeightsRequest(Request):
+    """``save_weights``: a whole training state."""
+
+    model_id: Identifier
+    seq_id: SeqId
+    path: Name | None = None
+    ttl_seconds: Ttl | None = None
+    overwrite: bool = False
+    user_metadata: Labels | None = None
+
+
+class LoadWeightsRequest(Request):
+    """``load_weights``: into the model `model_id`, or as a new one, number `model_seq_id` of the session `session_id`."""
+
+    model_id: Identifier | None = None
+    seq_id: SeqId | None = None
+    session_id: Identifier | None = None
+    model_seq_id: Number | None = None
+    base_model: ModelName | None = None
+    user_metadata: Metadata | None = None
+    path: Path
+    optimizer: bool
+    """Whether the optimizer's state is loaded, too."""
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: Text | None = None
+
+    @model_validator(mode="after")
+    def _one_addressing(self) -> Self:
+        into, anew = (self.model_id, self.seq_id), (self.session_id, self.model_seq_id)
+        if (None in into) == (None in anew) or any(each is not None for each in (anew if None in anew else into)):
+            raise ValueError("it has either model_id and seq_id, or session_id and model_seq_id")
+        refuse(
+            [
+                (self.weights_access_token is None, "access to checkpoints of other accounts"),
+                (self.checkpoint.kind == "weights", "training from weights that were saved for a sampler"),
+            ]
+        )
+        return self
+
+    @property
+    def checkpoint(self) -> CheckpointPath:
+        """The address of the state."""
+        return CheckpointPath.parse(self.path)
+
+
+class SaveWeightsForSamplerRequest(Request):
+    """``save_weights_for_sampler``: as a checkpoint called `path`, or for a new sampling session at once."""
+
+    model_id: Identifier
+    seq_id: SeqId
+    path: Name | None = None
+    sampling_session_seq_id: Number | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    """Whether the session keeps this version for good, or moves on when the model is saved so again."""
+    ttl_seconds: Ttl | None = None
+    user_metadata: Labels | None = None
+
+    @model_validator(mode="after")
+    def _one_addressing(self) -> Self:
+        if (self.path is None) == (self.sampling_session_seq_id is None):
+            raise ValueError("it has either path or sampling_session_seq_id")
+        moves = self.kind == "inflight"
+        refuse(
+            [
+                (not moves or self.path is None, "an inflight checkpoint with a name"),
+                (not moves or self.ttl_seconds is None, "a time to live of an inflight checkpoint"),
+            ]
+        )
+        return self
+
+
+class CheckpointTtlRequest(Request):
+    """The time to live of a checkpoint that is there; None: for ever."""
+
+    ttl_seconds: Ttl | None = None
+
+
+class WeightsInfoRequest(Request):
+    """``weights_info``."""
+
+    tinker_path: Path
+
+
+class FutureRetrieveRequest(Request):
+    """``retrieve_future``."""
+
+    request_id: Identifier
+    allow_metadata_only: bool = False
+    """Whether the size of a large result may come first, so that the client makes room."""
+
+
+class CancelFutureRequest(Request):
+    """``cancel_future``, which clients send for samples that they abandoned."""
+
+    request_id: Identifier
