@@ -35,7 +35,7 @@ _TEXT_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """What a client wants computed."""
+    """A client's request for a pass over a batch, decoded and checked."""
 
     model_id: str
     seq_id: int
@@ -77,6 +77,7 @@ def train_request(
         )
     if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
         raise ProtocolError("the request names no loss.", part=PART)
+    _check_sparse(message.data, limits)
     datums = [_datum(each, index, vocabulary, limits) for index, each in enumerate(message.data)]
     return TrainRequest(
         checked_identifier(message.model_id, part=f"{PART}, model_id"),
@@ -97,6 +98,22 @@ class _Datum:
     """int64 [N] or [N, K]."""
     values: dict[str, Array]
     """float32, of the targets' shape."""
+
+
+def _check_sparse(data: Sequence[Any], limits: WireLimits) -> None:
+    """Raise `ProtocolError` if all sparse tensors together have too many entries, before any is made dense."""
+    every = (each for datum in data for each in datum.loss_fn_inputs.values())
+    shapes = [each.shape[:2] for each in every if each.WhichOneof("encoding") == "sparse_csr"]
+    _check_cells(sum(max(0, math.prod(shape)) for shape in shapes), limits)
+
+
+def _check_cells(cells: int, limits: WireLimits) -> None:
+    if cells > limits.cells:
+        raise ProtocolError(
+            f"its tensors have {cells} entries when none is sparse and all have as many labels; {limits.cells} are allowed.",
+            part=PART,
+            hint="Send fewer sequences at once.",
+        )
 
 
 def _datum(message: Any, index: int, vocabulary: int, limits: WireLimits) -> _Datum:
@@ -201,13 +218,7 @@ def _batch(datums: Sequence[_Datum], limits: WireLimits) -> TokenBatch:
             )
     several = any(datum.targets.ndim > 1 for datum in datums)
     labels = max(datum.targets.shape[1] if datum.targets.ndim > 1 else 1 for datum in datums)
-    cells = sum(len(datum.tokens) for datum in datums) * labels * (1 + len(names))
-    if cells > limits.cells:
-        raise ProtocolError(
-            f"its tensors have {cells} entries when all have {labels} labels; {limits.cells} are allowed.",
-            part=PART,
-            hint="Send fewer sequences at once.",
-        )
+    _check_cells(sum(len(datum.tokens) for datum in datums) * labels * (1 + len(names)), limits)
     return TokenBatch(tuple(_sequence(datum, names, labels if several else None) for datum in datums))
 
 

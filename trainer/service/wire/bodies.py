@@ -11,8 +11,10 @@ from weightlane.ckpt_engines import ProtocolError
 
 PART = "request"
 
-_DATA = 3
-"""Number of the field ``data`` of a ``ForwardBackwardRequest``, whose entries are messages of several parts themselves."""
+_PATH = (3, 2, 2)
+"""Numbers of the fields that lead from a ``ForwardBackwardRequest`` to its tensors: ``data``, ``loss_fn_inputs``, ``value``."""
+_SHAPE, _SHAPE_BYTES = 4, 64
+"""Number of the field ``shape`` of a ``Tensor``, and the most bytes that it takes: each is a number of 8 bytes in memory."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of Protocol Buffers; groups, 3 and 4, occur in no message of ours."""
 _VARINT_BYTES = 10
@@ -21,7 +23,7 @@ _VARINT_BYTES = 10
 
 @dataclass(frozen=True, slots=True)
 class WireLimits:
-    """Sizes that a request may have. Memory for decoding one is at most about ten times `body_bytes` plus 16 times `cells`."""
+    """Sizes that a request may have. Memory for decoding one is at most about four times `body_bytes` plus 24 times `cells`."""
 
     body_bytes: int = 64 * 2**20
     """Bytes of a body, after decompression. The SDK sends about 5 MB at once, or one datum if that is larger."""
@@ -33,7 +35,7 @@ class WireLimits:
     """Tokens of one sequence."""
     labels: int = 1024
     """Targets of one position."""
-    cells: int = 2**25
+    cells: int = 2**24
     """Numbers of all tensors of a request, after sparse ones are made dense and all have the same number of labels."""
 
 
@@ -97,11 +99,11 @@ def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
 
 
 def _count_parts(body: bytes, most: int) -> None:
-    """Raise `ProtocolError` if `body` and its data have more than `most` fields together, before they become objects."""
-    waiting = [(0, len(body), True)]
+    """Raise `ProtocolError` if `body` has more than `most` fields down to those of its tensors, before they become objects."""
+    waiting = [(0, len(body), 0)]
     count = 0
     while waiting:
-        at, end, whole = waiting.pop()
+        at, end, depth = waiting.pop()
         while at < end:
             count += 1
             if count > most:
@@ -112,8 +114,11 @@ def _count_parts(body: bytes, most: int) -> None:
             length, at = _length(body, at, end, tag & 7)
             if length > end - at:
                 raise _truncated()
-            if whole and tag == (_DATA << 3 | _BYTES):
-                waiting.append((at, at + length, False))
+            if depth == len(_PATH):
+                if tag == (_SHAPE << 3 | _BYTES) and length > _SHAPE_BYTES:
+                    raise ProtocolError("a tensor's shape has more than two dimensions.", part=PART)
+            elif tag == (_PATH[depth] << 3 | _BYTES):
+                waiting.append((at, at + length, depth + 1))
             at += length
 
 

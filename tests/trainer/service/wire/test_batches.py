@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -171,7 +172,8 @@ WRONG: list[tuple[str, Any]] = [
     ("datum 1, weights.*shape .3.", lambda m: _set(m, "weights", dense=bytes(12), shape=[3])),
     ("datum 1, weights.*2 values", lambda m: _set(m, "weights", shape=[2**62])),
     ("datum 1, weights.*shape .-2.", lambda m: _set(m, "weights", shape=[-2])),
-    ("datum 1, weights.*shape", lambda m: _set(m, "weights", shape=[1] * 100_000)),
+    ("two dimensions", lambda m: _set(m, "weights", shape=[1] * 100_000)),
+    ("datum 1, weights.*shape .1, 1, 1.", lambda m: _set(m, "weights", shape=[1] * 3)),
     ("datum 1, weights.*shape .2, 0.", lambda m: _set(m, "weights", shape=[2, 0])),
     ("datum 1, weights.*dtype 9", lambda m: _set(m, "weights", dtype=9)),
     ("datum 1, weights.*no data", lambda m: m.data[1].loss_fn_inputs["weights"].ClearField("dense")),
@@ -205,12 +207,27 @@ def test_an_error_names_datum_and_field(said: str, change: Any) -> None:
 
 LIMITS = [
     ("datums", WireLimits(datums=1)),
-    ("more than 5 parts", WireLimits(parts=5)),
+    ("more than 20 parts", WireLimits(parts=20)),
     ("allowed", WireLimits(body_bytes=20)),
     ("3 tokens", WireLimits(tokens=2)),
     ("labels", WireLimits(labels=4)),
     ("entries", WireLimits(cells=49)),
 ]
+
+
+def test_sparse_tensors_are_counted_together_before_any_is_made_dense() -> None:
+    """Each of them would take 8 MB, and a hundred times less in the body."""
+    message = message_of(
+        [datum([1] * 1000, target_tokens=torch.zeros(1000, 1024, dtype=torch.int64)) for _ in range(20)]
+    )
+    assert len(message.SerializeToString()) < 300_000
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="20480000 entries"):
+            decoded(message)
+        assert tracemalloc.get_traced_memory()[1] < 4_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("said", "limits"), LIMITS, ids=[said for said, _ in LIMITS])
