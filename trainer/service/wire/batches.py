@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -51,43 +51,70 @@ class TrainRequest:
     """[N] or [N, K] of each sequence's targets, as the client sent them: the shape of its answer."""
 
 
-def train_request(
-    body: bytes, *, vocabulary: int, encoding: str = "", limits: WireLimits | None = None
-) -> TrainRequest:
-    """Decode the body of a ``forward_backward``.
+@dataclass(frozen=True, slots=True)
+class TrainBody:
+    """The body of a ``forward_backward`` of which only the address has been read: whose it is, and when its turn comes.
 
-    Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one.
-
-    Args:
-        body: A ``ForwardBackwardRequest``, in bytes.
-        vocabulary: Tokens of the model: ids are below it.
-        encoding: The header ``Content-Encoding``; see `decompressed`.
-        limits: Sizes that it may have.
-
-    Raises:
-        ProtocolError: It is not valid; the error names datum and field. Nothing else is ever raised.
+    A client numbers its next request one higher, whatever is wrong with the rest of this one.
     """
-    limits = limits or WireLimits()
-    message = parsed(ForwardBackwardRequest, decompressed(body, encoding, limits), limits)
-    if message.seq_id < 1:
-        raise ProtocolError(f"seq_id is {message.seq_id}.", part=PART, hint="Requests of a model are numbered from 1.")
-    if not 1 <= len(message.data) <= limits.datums:
-        raise ProtocolError(
-            f"the request has {len(message.data)} datums.", part=PART, hint=f"Send from 1 to {limits.datums} at once."
+
+    model_id: str
+    seq_id: int
+    message: Any
+    """The ``ForwardBackwardRequest``."""
+    limits: WireLimits
+
+    @classmethod
+    def parse(cls, body: bytes, *, encoding: str = "", limits: WireLimits | None = None) -> Self:
+        """Read the address.
+
+        Args:
+            body: A ``ForwardBackwardRequest``, in bytes.
+            encoding: The header ``Content-Encoding``; see `decompressed`.
+            limits: Sizes that it may have.
+
+        Raises:
+            ProtocolError: It is not such a message, or has no valid address. Nothing else is ever raised.
+        """
+        limits = limits or WireLimits()
+        message = parsed(ForwardBackwardRequest, decompressed(body, encoding, limits), limits)
+        if message.seq_id < 1:
+            raise ProtocolError(
+                f"seq_id is {message.seq_id}.", part=PART, hint="Requests of a model are numbered from 1."
+            )
+        return cls(checked_identifier(message.model_id, part=f"{PART}, model_id"), message.seq_id, message, limits)
+
+    def request(self, vocabulary: int) -> TrainRequest:
+        """Decode the rest.
+
+        Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one.
+
+        Args:
+            vocabulary: Tokens of the model: ids are below it.
+
+        Raises:
+            ProtocolError: It is not valid; the error names datum and field. Nothing else is ever raised.
+        """
+        message, limits = self.message, self.limits
+        if not 1 <= len(message.data) <= limits.datums:
+            raise ProtocolError(
+                f"the request has {len(message.data)} datums.",
+                part=PART,
+                hint=f"Send from 1 to {limits.datums} at once.",
+            )
+        if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
+            raise ProtocolError("the request names no loss.", part=PART)
+        _check_sparse(message.data, limits)
+        datums = [_datum(each, index, vocabulary, limits) for index, each in enumerate(message.data)]
+        return TrainRequest(
+            self.model_id,
+            self.seq_id,
+            message.forward_only,
+            message.loss_fn,
+            _config(message),
+            _batch(datums, limits),
+            tuple(tuple(datum.targets.shape) for datum in datums),
         )
-    if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
-        raise ProtocolError("the request names no loss.", part=PART)
-    _check_sparse(message.data, limits)
-    datums = [_datum(each, index, vocabulary, limits) for index, each in enumerate(message.data)]
-    return TrainRequest(
-        checked_identifier(message.model_id, part=f"{PART}, model_id"),
-        message.seq_id,
-        message.forward_only,
-        message.loss_fn,
-        _config(message),
-        _batch(datums, limits),
-        tuple(tuple(datum.targets.shape) for datum in datums),
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,13 @@ def refuse(offered: Sequence[tuple[bool, str]]) -> None:
             raise ValueError(f"{wanted} is not offered")
 
 
+class AddressedRequest(Request):
+    """The fields that any request of a model has, which say when its turn comes, whatever is wrong with the rest."""
+
+    model_id: Identifier
+    seq_id: SeqId
+
+
 class ClientConfigRequest(Request):
     """``client/config`` and ``client/dynamic_config``."""
 
@@ -184,11 +191,9 @@ class AdamParams(Request):
         return lora.AdamParams(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, limit)
 
 
-class OptimStepRequest(Request):
+class OptimStepRequest(AddressedRequest):
     """``optim_step``."""
 
-    model_id: Identifier
-    seq_id: SeqId
     adam_params: AdamParams | None = None
     """The step. Clients send those of other optimizers as `optimizer_params`."""
     optimizer_params: Any = None
@@ -206,11 +211,9 @@ class OptimStepRequest(Request):
         return self.adam_params.params()
 
 
-class SaveWeightsRequest(Request):
+class SaveWeightsRequest(AddressedRequest):
     """``save_weights``: a whole training state."""
 
-    model_id: Identifier
-    seq_id: SeqId
     path: Name | None = None
     ttl_seconds: Ttl | None = None
     overwrite: bool = False
@@ -251,11 +254,9 @@ class LoadWeightsRequest(Request):
         return CheckpointPath.parse(self.path)
 
 
-class SaveWeightsForSamplerRequest(Request):
+class SaveWeightsForSamplerRequest(AddressedRequest):
     """``save_weights_for_sampler``: as a checkpoint called `path`, or for a new sampling session at once."""
 
-    model_id: Identifier
-    seq_id: SeqId
     path: Name | None = None
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"

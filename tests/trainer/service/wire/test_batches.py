@@ -18,7 +18,7 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.data.batch import IGNORED
-from weightlane.trainer.service.wire.batches import TrainRequest, train_request
+from weightlane.trainer.service.wire.batches import TrainBody, TrainRequest
 from weightlane.trainer.service.wire.bodies import WireLimits
 
 VOCABULARY = 50
@@ -34,8 +34,12 @@ def message_of(data: list[tinker.Datum], loss: Any = "cross_entropy", config: An
     return forward_backward_request_to_proto(request)
 
 
+def train_request(body: bytes, *, vocabulary: int = VOCABULARY, **given_options: Any) -> TrainRequest:
+    return TrainBody.parse(body, **given_options).request(vocabulary)
+
+
 def decoded(message: Any, **given_options: Any) -> TrainRequest:
-    return train_request(message.SerializeToString(), vocabulary=VOCABULARY, **given_options)
+    return train_request(message.SerializeToString(), **given_options)
 
 
 def valid() -> Any:
@@ -79,6 +83,15 @@ def test_the_older_settings_count_where_the_newer_are_absent() -> None:
     assert decoded(message).loss_config["clip_low_threshold"] == 0.9
     message.ClearField("loss_fn_config_v2")
     assert decoded(message).loss_config == {"clip_low_threshold": 0.5}
+
+
+def test_the_address_of_a_request_is_known_whatever_is_wrong_with_the_rest() -> None:
+    message = valid()
+    message.ClearField("data")
+    found = TrainBody.parse(message.SerializeToString())
+    assert (found.model_id, found.seq_id) == ("s:train:0", 1)
+    with pytest.raises(ProtocolError, match="0 datums"):
+        found.request(VOCABULARY)
 
 
 def test_targets_of_weight_zero_stay_targets() -> None:
@@ -248,30 +261,30 @@ def test_the_limits_are_inclusive() -> None:
 def test_a_compressed_body() -> None:
     body = valid().SerializeToString()
     compressed = zstandard.ZstdCompressor().compress(body)
-    assert train_request(compressed, vocabulary=VOCABULARY, encoding="zstd").shapes == ((3, 5), (2,))
+    assert train_request(compressed, encoding="zstd").shapes == ((3, 5), (2,))
     for spoilt in (compressed[:-3], compressed + b"more", compressed + compressed, b"", body):
         with pytest.raises(ProtocolError):
-            train_request(spoilt, vocabulary=VOCABULARY, encoding="zstd")
+            train_request(spoilt, encoding="zstd")
     with pytest.raises(ProtocolError, match="gzip"):
-        train_request(body, vocabulary=VOCABULARY, encoding="gzip")
+        train_request(body, encoding="gzip")
 
 
 def test_a_body_that_would_grow_is_refused_before_it_does() -> None:
     bomb = zstandard.ZstdCompressor().compress(bytes(2**27))
     with pytest.raises(ProtocolError, match="134217728 bytes"):
-        train_request(bomb, vocabulary=VOCABULARY, encoding="zstd")
+        train_request(bomb, encoding="zstd")
     stream = zstandard.ZstdCompressor().compressobj()
     with pytest.raises(ProtocolError, match="does not say its size"):
-        train_request(stream.compress(bytes(2**20)) + stream.flush(), vocabulary=VOCABULARY, encoding="zstd")
+        train_request(stream.compress(bytes(2**20)) + stream.flush(), encoding="zstd")
     for many in (b"\x1a\x00" * 2**20, b"\x1a\x80\x80\x40" + b"\x0a\x00" * 2**19):  # datums, and chunks of one
         with pytest.raises(ProtocolError, match="parts"):
-            train_request(many, vocabulary=VOCABULARY)
+            train_request(many)
 
 
 def only_protocol_errors(body: bytes, encoding: str = "") -> None:
     said = ""
     try:
-        train_request(body, vocabulary=VOCABULARY, encoding=encoding)
+        train_request(body, encoding=encoding)
     except ProtocolError as error:
         said = str(error)
     assert len(said) < 2000

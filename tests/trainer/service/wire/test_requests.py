@@ -236,6 +236,11 @@ def test_an_error_names_the_field(kind: str, sent: dict[str, Any], said: str) ->
         request(kind_of(kind), json.dumps(sent).encode())
 
 
+def test_the_address_of_a_request_is_known_whatever_is_wrong_with_the_rest() -> None:
+    found = request(requests.AddressedRequest, json.dumps({**STEP, "adam_params": {"learning_rate": -1.0}}).encode())
+    assert (found.model_id, found.seq_id) == ("m", 1)
+
+
 def test_an_error_does_not_repeat_what_was_sent() -> None:
     with pytest.raises(ProtocolError) as error:
         request(
