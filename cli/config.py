@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import json
 import os
-import tomllib
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, ConfigDict, Field
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, Delivery, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
@@ -28,6 +22,8 @@ from weightlane.trainer.config import (
     TrainerConfig,
 )
 from weightlane.trainer.loop.config import LoopConfig
+
+from .config_file import read_config
 
 VERSIONS_DIR = "versions"
 """Directory inside the run directory for an engine that needs one and has none configured."""
@@ -117,22 +113,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
 
     Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
     """
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
-    except (ValueError, RecursionError) as error:  # also for numbers too long and brackets too deep
-        raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
-    for override in overrides:
-        apply_setting(raw, override)
-    try:
-        config = RunConfig.model_validate(raw)
-    except ValidationError as error:
-        problems = [_describe(item) for item in error.errors()]
-        raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
-    config = _with_adapter(_with_store_in_run_dir(config))
+    config = _with_adapter(_with_store_in_run_dir(read_config(path, overrides, RunConfig)))
     _check_together(config, runs_here=runs_here)
     return config
 
@@ -204,7 +185,7 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
         registry.validate_options(engine.backend, engine.options)
     else:
         registry.create(engine.backend, engine.options)
-    _check_observers(config.observers)
+    check_observers(config.observers)
     if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
         raise ConfigError(
             f"rollout.max_model_len ({config.rollout.max_model_len}) is not above algorithm.max_new_tokens"
@@ -227,7 +208,8 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
         )
 
 
-def _check_observers(observers: ObserversSection) -> None:
+def check_observers(observers: ObserversSection) -> None:
+    """Raise `ConfigError` for an observer whose library is missing, or that strangers could reach."""
     wanted = {"tensorboard": observers.tensorboard, "prometheus_port": observers.prometheus_port}
     for (key, value), library in zip(wanted.items(), ("tensorboardX", "prometheus_client"), strict=True):
         if value is not None and importlib.util.find_spec(library) is None:
@@ -243,108 +225,3 @@ def _check_observers(observers: ObserversSection) -> None:
             part=_PART,
             hint=f"Set the environment variable {PROMETHEUS_TOKEN_ENV} to a token that clients must send.",
         )
-
-
-def apply_setting(table: dict[str, Any], setting: str) -> None:
-    """Put the value of ``key=value`` or ``a.b=value``, an argument of --set, into `table`. Raises `ConfigError`."""
-    key, equals, text = setting.partition("=")
-    *sections, name = key.strip().split(".")
-    if not equals or not all([*sections, name]):
-        raise ConfigError(f"--set {setting!r} does not have the form key=value or a.b=value.", part=_PART)
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {setting!r}: {section} is a value, not a section.", part=_PART)
-    table[name] = toml_value(text.strip())
-
-
-def toml_value(text: str) -> Any:
-    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, which thus needs no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
-
-
-def _describe(item: Mapping[str, Any]) -> str:
-    path = ".".join(map(str, item["loc"]))
-    if item["type"] == "extra_forbidden":
-        section, known = _known_keys(item["loc"][:-1])
-        nearest = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
-        guess = f" Did you mean {'.'.join([*section, nearest[0]])}?" if nearest else ""
-        where = f"[{'.'.join(section)}]" if section else "The file"
-        return f"there is no key {path}.{guess} {where} has the keys {', '.join(known)}."
-    if item["type"] == "missing":
-        return f"{path} is missing."
-    if item["type"] == "model_type":
-        _, known = _known_keys(item["loc"])
-        return f"{path} must be a section with the keys {', '.join(known)} (got {item['input']!r})."
-    return f"{path}: {item['msg']} (got {item['input']!r})."
-
-
-def _known_keys(location: Sequence[Any]) -> tuple[list[str], list[str]]:
-    model: type[BaseModel] = RunConfig
-    section = []
-    for name in location:
-        field = model.model_fields.get(str(name))
-        inner = _model_of(field.annotation) if field else None
-        if inner is None:
-            break
-        section.append(str(name))
-        model = inner
-    return section, list(model.model_fields)
-
-
-def _model_of(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType):
-        return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
-    return None
-
-
-def explain(config: RunConfig) -> str:
-    """Return `config` as TOML with the meaning and the default above every key."""
-    lines: list[str] = []
-    for name in RunConfig.model_fields:
-        lines += _explain_section(name, getattr(config, name))
-    return "\n".join(lines)
-
-
-def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
-    yield f"# {_first_line(type(section))}"
-    yield f"[{path}]"
-    inner: list[tuple[str, BaseModel]] = []
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        if isinstance(value, BaseModel):  # in TOML a table ends the keys of its parent
-            inner.append((f"{path}.{name}", value))
-            continue
-        default = field.get_default(call_default_factory=True)
-        note = "required" if default is PydanticUndefined else f"default: {_toml(default) or 'none'}"
-        yield f"# {field.description} ({note})"
-        text = _toml(value)
-        yield f"{name} = {text}" if text else f"# {name} is not set"
-    yield ""
-    for inner_path, inner_section in inner:
-        yield from _explain_section(inner_path, inner_section)
-
-
-def _toml(value: Any) -> str:
-    """Return `value` as a TOML literal; empty for None, which TOML cannot express."""
-    if value is None:
-        return ""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(_toml(item) for item in value) + "]"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    # A JSON string is a TOML string, except for surrogate pairs and a bare DEL.
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _first_line(annotation: Any) -> str:
-    return (annotation.__doc__ or "").strip().splitlines()[0]

@@ -8,23 +8,22 @@ import logging
 import shlex
 import signal
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineListing, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, WeightlaneError
 
+from .commands.engines import engine_table, plain_listing
 from .commands.new_engine import make_engine_package
-from .config import explain, load_config
+from .config_file import explain
 from .engine_reference.engine_reference import engine_reference
 from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
 from .output import console, own_stdout
+from .sft_config import load_any_config
 
 
 class _TerminatedError(BaseException):
@@ -67,6 +66,10 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the configuration; repeatable.")
 ]
 
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the last saved step in run.dir.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")]
+AddressOption = Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")]
+
 
 @app.command()
 def engines(
@@ -84,9 +87,9 @@ def engines(
             return
         rows = CheckpointEngineRegistry().list()
         if as_json:
-            typer.echo(json.dumps([_plain(row) for row in rows], indent=2), file=out)
+            typer.echo(json.dumps([plain_listing(row) for row in rows], indent=2), file=out)
             return
-        console(out, soft_wrap=False).print(_engine_table(rows))
+        console(out, soft_wrap=False).print(engine_table(rows))
 
 
 @app.command()
@@ -316,7 +319,7 @@ def plan(
 @app.command()
 def config(path: ConfigArgument, override: SetOption = None) -> None:
     """Print the resolved configuration as TOML, with the meaning and default of every key."""
-    typer.echo(explain(load_config(path, override or [])))
+    typer.echo(explain(load_any_config(path, override or [])))
 
 
 @app.command()
@@ -348,38 +351,39 @@ def train(
     path: ConfigArgument,
     override: SetOption = None,
     *,
-    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last saved step in run.dir.")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")] = False,
-    address: Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")] = "",
+    resume: ResumeOption = False,
+    plain: PlainOption = False,
+    address: AddressOption = "",
 ) -> None:
     """Run fully asynchronous RL: rollouts generate while the trainer trains, and weights are synced in the background."""
     from .commands.train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
 
-    # Without a handler Python would print warnings into the display, which shows everything important itself.
+    asyncio.run(run_training(path.resolve(), _prepared(override, address), resume=resume, live=_is_live(plain=plain)))
+
+
+@app.command()
+def sft(
+    path: ConfigArgument,
+    override: SetOption = None,
+    *,
+    resume: ResumeOption = False,
+    plain: PlainOption = False,
+    address: AddressOption = "",
+) -> None:
+    """Train a model on examples: prompts with completions, or conversations. There are no rollouts."""
+    from .commands.sft import run_sft  # noqa: PLC0415 - loads torch, Ray and transformers
+
+    asyncio.run(run_sft(path.resolve(), _prepared(override, address), resume=resume, live=_is_live(plain=plain)))
+
+
+def _prepared(override: list[str] | None, address: str) -> list[str]:
+    """Keep Python's warnings out of the display, which shows everything important itself; returns all overrides."""
     logging.getLogger("weightlane").addHandler(logging.NullHandler())
-    overrides = [*(override or []), *([f'ray.address="{address}"'] if address else [])]
-    asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=not plain and sys.stdout.isatty()))
+    return [*(override or []), *([f'ray.address="{address}"'] if address else [])]
 
 
-def _engine_table(rows: Sequence[EngineListing]) -> Table:
-    table = Table("engine", "distribution", "devices", "delivery", "also", "available")
-    for row in rows:
-        facts = _plain(row)["capabilities"] or {"devices": [], "delivery": []}
-        also = [name.replace("_", " ") for name, value in facts.items() if value is True]
-        texts = (row.name, row.distribution, ", ".join(facts["devices"]), ", ".join(facts["delivery"]), ", ".join(also))
-        usable = Text("yes", "green") if row.unavailable is None else Text.assemble(("no: ", "red"), row.unavailable)
-        table.add_row(*map(Text, texts), usable)
-    return table
-
-
-def _plain(row: EngineListing) -> dict[str, Any]:
-    facts = asdict(row)
-    if row.capabilities is not None:
-        facts["capabilities"] |= {
-            "devices": sorted(row.capabilities.devices),
-            "delivery": sorted(row.capabilities.delivery),
-        }
-    return facts
+def _is_live(*, plain: bool) -> bool:
+    return not plain and sys.stdout.isatty()
 
 
 def main() -> None:

@@ -83,6 +83,9 @@ class RunHooks:
         In the first step after a publication: ``published_version``, ``trainer_blocked_s`` (publish plus fence of that version).
         When it is known: ``blocking_way_s`` (time that either side would lose if it waited for the version, see
         ``loop.blocking_syncs``).
+
+        Of ``weightlane sft``: ``epoch`` (how often the examples were trained on so far), ``seconds``, ``grad_norm``, ``tokens``,
+        ``tokens_per_s`` (read by the model), ``failed_items``, and the metrics of the loss.
         """
         self._call("training_step", step=step, facts=facts)
 
@@ -91,7 +94,8 @@ class RunHooks:
         """The version of `step` answered the held-out tasks. Called by the driver.
 
         Newer versions may have answered some of them, because training continues meanwhile. Facts: ``accuracy``, ``tasks``
-        (judged ones), ``failed`` (the others), ``version_min`` and ``version_max`` (versions that answered), ``seconds``.
+        (judged ones), ``failed`` (the others), ``version_min`` and ``version_max`` (versions that answered), ``seconds``. Of
+        ``weightlane sft``: ``mean_logprob`` (of a held-out target, in nats), ``tasks`` (examples), ``failed`` (0), ``seconds``.
         """
         self._call("evaluated", step=step, facts=facts)
 

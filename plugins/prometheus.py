@@ -98,7 +98,8 @@ class PrometheusObserver:
     def evaluated(self, facts: Facts) -> None:
         """Set the accuracy."""
         self.start()
-        self._metrics.accuracy.set(facts.get("accuracy", 0.0))
+        if "accuracy" in facts:  # supervised fine-tuning measures something else
+            self._metrics.accuracy.set(facts["accuracy"])
 
     @hookimpl
     def version_opened(self) -> None:

@@ -37,8 +37,8 @@ class TensorBoardObserver:
 
     @hookimpl
     def evaluated(self, step: int, facts: Facts) -> None:
-        """Write the accuracy."""
-        self._add("eval", step, {"accuracy": facts.get("accuracy")})
+        """Write the accuracy, or the mean log-probability."""
+        self._add("eval", step, {key: facts.get(key) for key in ("accuracy", "mean_logprob")})
 
     @hookimpl
     def version_committed(self, version: int, facts: Facts) -> None:

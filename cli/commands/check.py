@@ -11,21 +11,45 @@ from rich.table import Table
 
 from weightlane.sync import Rendezvous
 
+from ..config_file import read_toml
 from ..run.preparation import prepare
-from ..run.resources import Machines, Sizes, described, fitted
+from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
+from .sft import SftPreparation, prepare_sft
 
 
 def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
-    """Print the resources that the configuration at the absolute `path` needs. Raises the errors of `weightlane train`.
+    """Print the resources that the configuration at the absolute `path` needs.
 
-    With ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
+    Raises the errors of `weightlane train`, or of `weightlane sft` if there is a section [sft]. With ``ray.address``, the
+    machines of the cluster are assumed to have the GPUs of this machine.
     """
+    if "sft" in read_toml(path):
+        _print(path, _supervised(prepare_sft(path, overrides)), console)
+        return
     ready = prepare(path, overrides)
     config = ready.config
     Rendezvous.host(config.sync.host, config.sync.port)
     machines, sizes = Machines.here(), Sizes.of(config, ready.model)
     config = fitted(config, sizes, machines, counted=not config.ray.address)
+    _print(path, described(config, sizes, machines), console)
+
+
+def _supervised(ready: SftPreparation) -> list[tuple[str, str]]:
+    """Return name and amount of what ``weightlane sft`` needs."""
+    config, machines, train = ready.config, Machines.here(), ready.train
+    trainer = fitted_trainer(config.trainer, machines, counted=not config.ray.address)
+    tokens = sum(example.sequence.length for example in train.all)
+    skipped = f", {train.skipped} left out as too long" if train.skipped else ""
+    return [
+        ("machine", described_machines(machines)),
+        ("trainer", f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs"),
+        ("examples", f"{len(train.all)} of {tokens} tokens{skipped}; {len(ready.heldout.all)} held out"),
+        ("training", f"{config.sft.all_steps(len(train.all))} optimizer steps of {config.sft.batch_size} examples"),
+    ]
+
+
+def _print(path: Path, rows: Sequence[tuple[str, str]], console: Console) -> None:
     table = Table(title=f"{escape(str(path))} can run", title_justify="left", show_header=False)
-    for name, amount in described(config, sizes, machines):
+    for name, amount in rows:
         table.add_row(name, escape(amount))
     console.print(table)

@@ -10,7 +10,7 @@ from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.runner.run_dir import RunDir
 
-from ..config import load_config
+from ..sft_config import load_any_config
 
 _PART = "export"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -27,7 +27,7 @@ def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     config_file = run / "config.toml"
     if not config_file.is_file():
         raise ConfigError(f"{run} is not the directory of a run: it has no config.toml.", part=_PART)
-    config = load_config(config_file, runs_here=False)
+    config = load_any_config(config_file, runs_here=False)
     run_dir = _with_states(run)
     saved = run_dir.saved_steps()
     chosen = run_dir.latest_step() if step is None else step
@@ -53,5 +53,5 @@ def _with_states(run: Path) -> RunDir:
         raise ConfigError(
             f"{run} has no saved state.",
             part=_PART,
-            hint="A run saves its state every loop.save_every steps, and when it ends.",
+            hint="A run saves its state every loop.save_every or sft.save_every steps, and when it ends.",
         ) from error

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import shutil
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
@@ -32,22 +31,21 @@ from weightlane.trainer.runner.run_dir import RunDir
 from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.runner import JobTrainers, Runner
 
-from ..config import VERSIONS_DIR, RunConfig, explain, wire_dtype
+from ..config import VERSIONS_DIR, RunConfig, wire_dtype
+from ..config_file import explain
 from ..output import console
 from ..run.display import RunDisplay, print_summary
+from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
 from ..run.observers import RunObservers
 from ..run.preparation import Preparation, prepare
 from ..run.ray_cluster import RayCluster
-from ..run.resources import Sizes, fitted
+from ..run.resources import Sizes, fitted, reserved_cpus
 from ..run.run_description import about_run
-
-_SIGNALS_S = 0.05
-"""Seconds in which the event loop handles a signal that arrived while it was blocked."""
 
 
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
     """Run the configuration at the absolute `path`. Raises a typed error for every problem of configuration or run."""
-    _cancel_on_sigterm()
+    cancel_on_sigterm()
     ready = prepare(path, overrides)
     config, model = ready.config, ready.model
     rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
@@ -59,15 +57,16 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     display = RunDisplay(shown, config.loop.steps, live=live)
     metrics = run_dir.path / "metrics.jsonl"
     async with AsyncExitStack() as stack:
-        stack.enter_context(_point_to_logs(run_dir.path / "logs", display))
+        stack.enter_context(point_to_logs(run_dir.path / "logs", display.say))
         stack.callback(display.stop)
         # The observers close after the cluster, because the trace is complete when every process has ended.
         samples, failures = SamplesFile(run_dir.path / "samples.jsonl"), FailuresFile(run_dir.path / "failures.jsonl")
         own = [MetricsFile(metrics), samples, failures, display]
         observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
         hooks = stack.enter_context(observers)
-        cluster = await _start_ray(stack, RayCluster(config, run_dir.path / "logs", observers.environment))
-        _cancel_on_sigterm()  # again, because Ray sets a handler of its own
+        cpus, logs = reserved_cpus(config), run_dir.path / "logs"
+        cluster = RayCluster(config.ray, cpus, logs, observers.environment, config.sync.host)
+        await start_ray(stack, cluster)
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
@@ -211,17 +210,6 @@ def _successors(
     return succeed
 
 
-@contextmanager
-def _point_to_logs(logs: Path, display: RunDisplay) -> Iterator[None]:
-    """Print the directory of the cluster's logs when the run fails."""
-    try:
-        yield
-    except Exception:
-        if logs.is_dir():
-            display.say(f"logs of the run's processes: {logs}")
-        raise
-
-
 def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
     """Return the saved state. Raises `ConfigError` if the run is complete, or its tasks have changed."""
     step = run_dir.latest_step()
@@ -241,19 +229,3 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
         )
     TaskStream(train_tasks, config.run.seed).restore(state.stream)
     return state
-
-
-async def _start_ray(stack: AsyncExitStack, cluster: RayCluster) -> RayCluster:
-    """Enter `cluster`. A signal that arrives meanwhile ends the run as a signal, even if Ray's start fails from it."""
-    try:
-        return stack.enter_context(cluster)
-    except WeightlaneError:
-        await asyncio.sleep(_SIGNALS_S)  # raises CancelledError if there was a signal
-        raise
-
-
-def _cancel_on_sigterm() -> None:
-    """Let SIGTERM end the run as Ctrl-C does."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)

@@ -17,8 +17,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
+from weightlane.plugins.prometheus import LOOPBACK
 
-from ..config import RunConfig
+from ..config import RaySection
 from .cleanup_process import CleanupProcess, keep_logs
 from .resources import Machines
 
@@ -65,12 +66,20 @@ class RayCluster:
     """A context manager in which Ray is initialized. Its end ends every process of a local cluster.
 
     A local cluster keeps its files in a temporary directory, which is removed. After a failure, the logs of its workers are first
-    copied to `logs`, or those of Ray's own processes if these did not start. Every process of the run gets the variables in
-    `environment`.
+    copied to `logs`, or those of Ray's own processes if these did not start.
+
+    Args:
+        section: Which cluster.
+        cpus: CPUs that the run's processes reserve.
+        logs: Directory for logs.
+        environment: Variables that every process of the run gets.
+        host: This machine's address, at which the run's other machines must reach it; None if none of them has to.
     """
 
-    def __init__(self, config: RunConfig, logs: Path, environment: Mapping[str, str]) -> None:
-        self._config = config
+    def __init__(
+        self, section: RaySection, cpus: float, logs: Path, environment: Mapping[str, str], host: str | None = None
+    ) -> None:
+        self._section, self._cpus, self._host = section, cpus, host
         self._environment = dict(environment)
         self._logs = logs
         self._failed = True
@@ -90,11 +99,11 @@ class RayCluster:
         self._failed = False
 
     def __enter__(self) -> Self:
-        patience = {"RAY_gcs_server_port_wait_time_s": str(math.ceil(self._config.ray.start_timeout_s))}
+        patience = {"RAY_gcs_server_port_wait_time_s": str(math.ceil(self._section.start_timeout_s))}
         for name, value in {**_QUIET, **patience}.items():
             os.environ.setdefault(name, value)
         try:
-            if self._config.ray.address:
+            if self._section.address:
                 self._join()
             else:
                 self._start()
@@ -123,25 +132,21 @@ class RayCluster:
     def _start(self) -> None:
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 
-        trainer, rollout = self._config.trainer, self._config.rollout
-        cpus = (
-            trainer.ranks * trainer.cpus_per_rank + rollout.replicas * rollout.tensor_parallel * rollout.cpus_per_rank
-        )
         # A short path, because Ray creates Unix sockets in it, and their paths may have 107 characters at most.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
         self._cleanup = CleanupProcess(self._files, self._logs)
         self._keep_compiled_code(self._files)
         try:
-            with patient_ray(self._config.ray.start_timeout_s):
+            with patient_ray(self._section.start_timeout_s):
                 ray.init(
                     address="local",  # even if RAY_ADDRESS names another cluster
                     # Ray's CPUs are logical: a run on a small machine shares cores instead of waiting for more.
-                    num_cpus=max(int(cpus) + 1, os.cpu_count() or 1),
+                    num_cpus=max(int(self._cpus) + 1, os.cpu_count() or 1),
                     include_dashboard=False,
                     log_to_driver=False,
                     logging_level="ERROR",
                     _temp_dir=str(self._files),
-                    _node_ip_address=self._config.sync.host,
+                    _node_ip_address=self._host or LOOPBACK,
                     # vLLM leaves files and sockets in the temporary directory when its processes are killed.
                     runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
                 )
@@ -157,22 +162,22 @@ class RayCluster:
     def _join(self) -> None:
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 
-        if ipaddress.ip_address(socket.gethostbyname(self._config.sync.host)).is_loopback:
+        if self._host and ipaddress.ip_address(socket.gethostbyname(self._host)).is_loopback:
             raise ConfigError(
-                f"sync.host is {self._config.sync.host}, which other machines of the cluster cannot reach.",
+                f"sync.host is {self._host}, which other machines of the cluster cannot reach.",
                 part="configuration",
                 hint="Set sync.host to this machine's address on the cluster's network.",
             )
         try:
             ray.init(
-                address=self._config.ray.address,
+                address=self._section.address,
                 log_to_driver=False,
                 logging_level="ERROR",
                 runtime_env={"env_vars": self._environment},
             )
         except Exception as error:  # Ray raises many types
             raise ConfigError(
-                f"cannot join the Ray cluster at {self._config.ray.address!r}: {str(error).rstrip('.')}.",
+                f"cannot join the Ray cluster at {self._section.address!r}: {str(error).rstrip('.')}.",
                 part="ray",
                 hint="Start one with `ray start --head`, or leave ray.address empty to use this machine.",
             ) from error

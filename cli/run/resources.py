@@ -12,6 +12,7 @@ from weightlane.rollout.layout.loading.adapter_tensors import adapter_elements
 from weightlane.sync import dtype_of
 from weightlane.trainer.algorithms.composition import role_names
 from weightlane.trainer.algorithms.roles import POLICY, REFERENCE
+from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, weight_elements
 
 from ..config import RunConfig
@@ -92,9 +93,7 @@ def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool
     Raises `ConfigError`, which says what does not fit and which settings to change.
     """
     trainer, rollout = config.trainer, config.rollout
-    trainer_gpus = trainer.gpus_per_rank
-    if trainer_gpus is None:
-        trainer_gpus = float(machines.gpus > 0 and trainer.device != "cpu")
+    trainer_gpus = _trainer_gpus(trainer, machines)
     rollout_gpus = rollout.gpus_per_rank
     if rollout_gpus is None:
         rollout_gpus = float(machines.gpus > 0 and not vllm_is_for_cpus())
@@ -117,6 +116,34 @@ def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool
             ),
         }
     )
+
+
+def fitted_trainer(trainer: TrainerConfig, machines: Machines, *, counted: bool = True) -> TrainerConfig:
+    """Return `trainer` with its GPUs, for a run that has no rollouts. See `fitted`.
+
+    Raises `ConfigError` if there are too few GPUs.
+    """
+    gpus = _trainer_gpus(trainer, machines)
+    if counted and trainer.ranks * gpus > machines.gpus:
+        raise ConfigError(
+            f"{trainer.ranks} trainer ranks x {gpus:g} GPUs need {trainer.ranks * gpus:g} GPUs, but there are {machines.gpus}.",
+            part=_PART,
+            hint="Lower trainer.ranks, or let ranks share GPUs: set trainer.gpus_per_rank below 1.",
+        )
+    return trainer.model_copy(update={"gpus_per_rank": gpus})
+
+
+def reserved_cpus(config: RunConfig) -> float:
+    """Return the CPUs that Ray reserves for the processes of a run."""
+    trainer, rollout = config.trainer, config.rollout
+    ranks = rollout.replicas * rollout.tensor_parallel
+    return trainer.ranks * trainer.cpus_per_rank + ranks * rollout.cpus_per_rank
+
+
+def _trainer_gpus(trainer: TrainerConfig, machines: Machines) -> float:
+    if trainer.gpus_per_rank is not None:
+        return trainer.gpus_per_rank
+    return float(machines.gpus > 0 and trainer.device != "cpu")
 
 
 def _check_gpus(config: RunConfig, trainer_gpus: float, rollout_gpus: float, machines: Machines) -> None:
@@ -171,10 +198,9 @@ def described(config: RunConfig, sizes: Sizes, machines: Machines) -> Sequence[t
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
     state = f"{sizes.trained / _GB:.3g} GB each for weights, gradients and optimizer if split over all ranks, plus activations"
-    gpus = f"{machines.gpus} GPUs" + (f" of {machines.gpu_bytes / _GB:.0f} GB" if machines.gpu_bytes else "")
     return [
         ("model", f"{sizes.parameters / _GB:.3g} billion parameters, {sizes.version / _GB:.3g} GB a version"),
-        ("machine", gpus if machines.gpus else "no GPU"),
+        ("machine", described_machines(machines)),
         ("trainer", f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs, {state}"),
         (
             "rollout",
@@ -184,3 +210,10 @@ def described(config: RunConfig, sizes: Sizes, machines: Machines) -> Sequence[t
         ),
         ("start-up", f"a replica may take {rollout.start_limit_s:.0f} s"),
     ]
+
+
+def described_machines(machines: Machines) -> str:
+    """Return number and memory of the GPUs in words."""
+    if not machines.gpus:
+        return "no GPU"
+    return f"{machines.gpus} GPUs" + (f" of {machines.gpu_bytes / _GB:.0f} GB" if machines.gpu_bytes else "")

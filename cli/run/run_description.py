@@ -11,19 +11,20 @@ from typing import Any
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 from ..config import RunConfig
+from ..sft_config import SftRunConfig
 
 _LIBRARIES = ("weightlane", "torch", "vllm", "transformers", "ray", "megatron", "triton")
 """Names of modules, because vLLM's distributions have other names on other platforms."""
 
 
-def about_run(config: RunConfig, model: ModelInfo, config_file: Path) -> dict[str, Any]:
+def about_run(config: RunConfig | SftRunConfig, model: ModelInfo, config_file: Path) -> dict[str, Any]:
     """Return seed, model, engines, library versions, and the commit of the repository with `config_file`, as plain data."""
     return {
         "seed": config.run.seed,
         "model": config.model.path,
         "architecture": model.architecture,
         "trainer": config.trainer.engine,
-        "checkpoint_engine": config.checkpoint_engine.backend,
+        **({"checkpoint_engine": config.checkpoint_engine.backend} if isinstance(config, RunConfig) else {}),
         "python": platform.python_version(),
         "libraries": _versions(),
         "commit": _commit(config_file.parent),

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weightlane.cli.config import RunConfig
+from weightlane.cli.sft_config import SftRunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys
@@ -21,6 +22,11 @@ HEAD = """# Configuration keys
 Every key of a run's TOML file, made from the models that check it by `python docs/site/configuration.py`.
 `weightlane config FILE` prints the same for a file, with the values that hold. How keys belong together:
 [Configuring a run](../guides/configuring-a-run.md).
+"""
+SUPERVISED = """
+## Supervised fine-tuning
+
+`weightlane sft` has the sections `run`, `model`, `trainer`, `ray` and `observers` of above, and these two.
 """
 
 
@@ -75,7 +81,11 @@ def _cell(text: str) -> str:
 
 def page() -> str:
     """The page's Markdown."""
-    return HEAD + "".join(sections("", RunConfig)).rstrip() + "\n"
+    own = {name: SftRunConfig.model_fields[name].annotation for name in ("sft", "data")}
+    supervised = "".join(line for name, section in own.items() if section for line in sections(name, section))
+    # Its data section has the name of another one above.
+    supervised = supervised.replace("## [data]", "## [data] of supervised fine-tuning")
+    return HEAD + "".join([*sections("", RunConfig), SUPERVISED, supervised]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from weightlane.ckpt_engines import ConfigError
 
 from ..config import DataConfig
+from .json_lines import json_lines
 
 _PART = "data"
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +58,8 @@ def load_tasks(
     Raises `ConfigError` naming file and line for a line that is not a JSON object, lacks a key, or whose prompt is not a
     non-empty string; and for a file that is missing, unreadable or without tasks.
     """
-    tasks = []
-    try:
-        with Path(path).open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    tasks.append(_task(line, f"{path}, line {number}", prompt_key, answer_key, as_chat))
-    except FileNotFoundError as cause:
-        raise ConfigError(
-            f"there is no task file {path}.", part=_PART, hint="Check data.train and data.heldout."
-        ) from cause
-    except UnicodeDecodeError as cause:
-        raise ConfigError(f"{path} is not UTF-8 text: {cause}.", part=_PART) from cause
-    except OSError as cause:
-        raise ConfigError(f"{path} cannot be read: {cause.strerror}.", part=_PART) from cause
-    if not tasks:
-        raise ConfigError(f"{path} holds no task.", part=_PART, hint="It needs one JSON object per line.")
-    return tasks
+    lines = json_lines(path, holds="task", setting="data.train and data.heldout")
+    return [_task(data, where, prompt_key, answer_key, as_chat) for where, data in lines]
 
 
 def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], list[Task]]:
@@ -95,15 +81,7 @@ def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], list[T
     return train, heldout
 
 
-def _task(line: str, where: str, prompt_key: str, answer_key: str, as_chat: AsChat | None) -> Task:
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError as cause:
-        raise ConfigError(f"{where}: not valid JSON: {cause.msg} at column {cause.colno}.", part=_PART) from cause
-    except (ValueError, RecursionError) as cause:  # a number of thousands of digits; brackets too deep
-        raise ConfigError(f"{where}: JSON that cannot be read: {cause}.", part=_PART) from cause
-    if not isinstance(data, dict):
-        raise ConfigError(f"{where}: expected a JSON object, found {type(data).__name__}.", part=_PART)
+def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as_chat: AsChat | None) -> Task:
     for key in (prompt_key, answer_key):
         if data.get(key) is None:
             raise ConfigError(
@@ -134,15 +112,15 @@ def _check_messages(messages: Any, what: str) -> None:
         )
 
 
-class TaskStream:
-    """An endless stream of tasks, shuffled anew in every epoch; the same seed gives the same stream.
+class TaskStream(Generic[_T]):
+    """An endless stream of tasks, or other items, shuffled anew in every epoch; the same seed gives the same stream.
 
     Args:
         tasks: at least one.
         seed: of the order.
     """
 
-    def __init__(self, tasks: Sequence[Task], seed: int) -> None:
+    def __init__(self, tasks: Sequence[_T], seed: int) -> None:
         if not tasks:
             raise ConfigError("a task stream needs at least one task.", part=_PART)
         self._tasks = tasks
@@ -151,17 +129,17 @@ class TaskStream:
         self._position = 0
         self._order = self._shuffled(0)
 
-    def __iter__(self) -> TaskStream:
+    def __iter__(self) -> TaskStream[_T]:
         return self
 
-    def __next__(self) -> Task:
+    def __next__(self) -> _T:
         if self._position == len(self._tasks):
             self._epoch, self._position = self._epoch + 1, 0
             self._order = self._shuffled(self._epoch)
         self._position += 1
         return self._tasks[self._order[self._position - 1]]
 
-    def take(self, count: int) -> list[Task]:
+    def take(self, count: int) -> list[_T]:
         """The next `count` tasks."""
         return [next(self) for _ in range(count)]
 

@@ -21,16 +21,21 @@ class HfTokenizer:
         """Token ids of a prompt."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
-    def as_chat(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """A conversation in the words of the model's chat template, up to where its answer begins. Raises `ConfigError`."""
+    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False) -> str:
+        """A conversation in the words of the model's chat template, up to where its answer begins.
+
+        With `answered`, up to the end of its last message. Raises `ConfigError` without a template, and for what it refuses.
+        """
         if not self._tokenizer.chat_template:
             raise ConfigError(
                 "the model's tokenizer has no chat template.",
                 part="data",
-                hint="Set data.chat to false, or add one to it.",
+                hint="Give prompts as text (for weightlane train: data.chat = false), or add a template to it.",
             )
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False))
+            return str(
+                self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False)
+            )
         except Exception as cause:  # a template is a program of its own
             raise ConfigError(f"the chat template refuses {messages!r}: {cause}.", part="data") from cause
 

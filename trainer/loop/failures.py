@@ -22,10 +22,13 @@ class Failures:
             young run has not had yet count as well.
         hooks: Told of each that fails.
         group_size: Samples of a group; a prompt that is no good costs all of them.
+        setting: The configuration key of `share`, for the message.
     """
 
-    def __init__(self, share: float, hooks: RunHooks, group_size: int = 1) -> None:
-        self._share = share
+    def __init__(
+        self, share: float, hooks: RunHooks, group_size: int = 1, setting: str = "loop.max_failed_share"
+    ) -> None:
+        self._share, self._setting = share, setting
         self._hooks = hooks
         self._window = {True: _STEPS, False: max(_SAMPLES, _GROUPS * group_size)}
         self._last = {of_steps: deque[bool]([True] * size, size) for of_steps, size in self._window.items()}
@@ -54,5 +57,5 @@ class Failures:
             raise TooManyFailuresError(
                 f"{lost} of the last {self._window[of_steps]} {what} failed; the last one: {error}",
                 part="loop",
-                hint="failures.jsonl in the run's directory lists them; loop.max_failed_share says how many may fail.",
+                hint=f"failures.jsonl in the run's directory lists them; {self._setting} says how many may fail.",
             ) from error

@@ -89,7 +89,7 @@ class RolloutFeeder:
     def __init__(
         self,
         fleet: Fleet,
-        stream: TaskStream,
+        stream: TaskStream[Task],
         tokenizer: Tokenizer,
         judge: Judge,
         algorithm: AlgorithmConfig,

@@ -6,7 +6,8 @@
 - ``failures.jsonl``: one line per sample or step that failed, with its reason; appended on resume
 - ``state/step-<n>/``: a saved state: ``trainer/`` (torch.distributed.checkpoint) and ``loop.json``
 - ``state/latest.json``: which of them is complete
-- ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` on the way
+- ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` on the way. ``adapter/``: PEFT's
+  files in its place, from ``weightlane sft`` with ``trainer.lora``
 - ``summary.json``, ``curves.png``, and ``logs/`` after a failure
 """
 
@@ -98,19 +99,19 @@ class RunDir:
             raise _storage_error(directory, error) from error
         return self.trainer_state(step)
 
-    def begin_export(self, step: int, *, last: bool) -> Path:
+    def begin_export(self, step: int, *, last: bool, name: str = "model") -> Path:
         """Where the trainer is to write the model of `step`; nothing is there yet. Absolute, as `trainer_state`."""
-        place = self.path.resolve() / ("model.new" if last else f"exports/step-{step}")
+        place = self.path.resolve() / (f"{name}.new" if last else f"exports/step-{step}")
         shutil.rmtree(place, ignore_errors=True)
         return place
 
-    def finish_export(self, *, last: bool) -> None:
-        """Let the exported model appear as `model/`, in the place of that of the run that this one resumes."""
+    def finish_export(self, *, last: bool, name: str = "model") -> None:
+        """Let the exported model appear as the directory `name`, in the place of that of the run that this one resumes."""
         if last:
-            model = self.path / "model"
+            model = self.path / name
             try:
                 shutil.rmtree(model, ignore_errors=True)
-                self.path.joinpath("model.new").rename(model)
+                self.path.joinpath(f"{name}.new").rename(model)
             except OSError as error:
                 raise _storage_error(model, error) from error
 

@@ -1,0 +1,214 @@
+"""``weightlane sft`` fine-tunes a model on examples: trainer ranks and a runner, without rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.plugins import RunHooks
+from weightlane.plugins.prometheus import LOOPBACK
+from weightlane.trainer.algorithms.composition import check_roles
+from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.config import AlgorithmConfig
+from weightlane.trainer.data.sft_examples import Example, Examples, load_examples
+from weightlane.trainer.data.tasks import TaskStream
+from weightlane.trainer.data.tokenizer import HfTokenizer
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ray_ranks import RayRanks
+from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
+from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
+from weightlane.trainer.runner.run_dir import RunDir
+from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile
+from weightlane.trainer.runner.runner import Runner
+from weightlane.trainer.runner.sft_loop import SftLoop, SftSummary
+
+from ..config_file import explain
+from ..output import console
+from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
+from ..run.observers import RunObservers
+from ..run.ray_cluster import RayCluster
+from ..run.resources import fitted_trainer
+from ..run.run_description import about_run
+from ..run.sft_display import SftDisplay, print_sft_summary
+from ..sft_config import SftRunConfig, load_sft_config
+
+_ADAPTER = "default"
+"""Name of the adapter that ``trainer.lora`` describes."""
+
+
+@dataclass(frozen=True, slots=True)
+class SftPreparation:
+    """The checked configuration of a run, and everything that it names."""
+
+    config: SftRunConfig
+    model: ModelInfo
+    train: Examples
+    heldout: Examples
+
+
+def prepare_sft(path: Path, overrides: Sequence[str]) -> SftPreparation:
+    """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
+    config = load_sft_config(path, overrides)
+    check_roles(AlgorithmConfig(), config.trainer)
+    training_engine = training_engine_class(config.trainer.engine)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine.check(config.trainer, model.path)
+    tokenizer, most = HfTokenizer(model.path), _most_tokens(config, model)
+
+    def examples(file: Path, setting: str) -> Examples:
+        return load_examples(
+            file,
+            tokenizer,
+            model.eos_token_ids,
+            max_tokens=most,
+            too_long=config.data.too_long,
+            prompt_key=config.data.prompt_key,
+            completion_key=config.data.completion_key,
+            setting=setting,
+        )
+
+    train = examples(config.data.train, "data.train")
+    heldout = examples(config.data.heldout, "data.heldout") if config.data.heldout else Examples([], 0)
+    _check_apart(train.all, heldout.all)
+    return SftPreparation(config, model, train, heldout)
+
+
+async def run_sft(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> SftSummary:
+    """Run the configuration at the absolute `path`. Raises a typed error for every problem of configuration or run."""
+    cancel_on_sigterm()
+    ready = prepare_sft(path, overrides)
+    config, model = ready.config, ready.model
+    run_dir = RunDir(config.run.dir, resume=resume)
+    state = _saved_state(run_dir, config, ready.train.all) if resume else None
+    run_dir.write_text("config.toml", explain(config))
+
+    shown = console(soft_wrap=False)
+    display = SftDisplay(shown, config.sft.all_steps(len(ready.train.all)), live=live)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(point_to_logs(run_dir.path / "logs", display.say))
+        stack.callback(display.stop)
+        own = [MetricsFile(run_dir.path / "metrics.jsonl"), FailuresFile(run_dir.path / "failures.jsonl"), display]
+        observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
+        hooks = stack.enter_context(observers)
+        cpus = config.trainer.ranks * config.trainer.cpus_per_rank
+        cluster = RayCluster(config.ray, cpus, run_dir.path / "logs", observers.environment)
+        await start_ray(stack, cluster)
+        config = config.model_copy(update={"trainer": fitted_trainer(config.trainer, cluster.machines())})
+        run_dir.write_text("config.toml", explain(config))
+        ready = SftPreparation(config, model, ready.train, ready.heldout)
+        if skipped := ready.train.skipped + ready.heldout.skipped:
+            display.say(f"{skipped} examples are longer than data.max_tokens and left out")
+        runner = await _start(ready, run_dir, state, hooks, display, stack)
+        loop = _loop(ready, run_dir, state, hooks, runner)
+        summary = await loop.run()
+        summary.skipped_examples = ready.train.skipped + ready.heldout.skipped
+        cluster.succeeded()
+    run_dir.write_json("summary.json", {"run": about_run(config, model, path), **summary.to_plain()})
+    print_sft_summary(shown, summary, str(run_dir.path))
+    return summary
+
+
+async def _start(
+    ready: SftPreparation,
+    run_dir: RunDir,
+    state: LoopState | None,
+    hooks: RunHooks,
+    display: SftDisplay,
+    stack: AsyncExitStack,
+) -> Runner:
+    """Start the trainer ranks."""
+    config, trainer = ready.config, ready.config.trainer
+    display.say(
+        f"starting {trainer.ranks} trainer rank(s) ({trainer.engine}) for {len(ready.train.all)} examples"
+        + (f", resuming at step {state.step}" if state else "")
+    )
+    role = RoleSpec(
+        POLICY,
+        trainer,
+        ready.model.path.resolve(),
+        seed=config.run.seed,
+        state=run_dir.trainer_state(state.step) if state else None,
+    )
+    dispatch = WorkerDispatch([role], {role.group: RayRanks(trainer, None if config.ray.address else LOOPBACK)})
+    stack.push_async_callback(dispatch.close)
+    await dispatch.start()
+    runner = Runner(dispatch, hooks=hooks)
+    stack.push_async_callback(runner.close)
+    return runner
+
+
+def _loop(ready: SftPreparation, run_dir: RunDir, state: LoopState | None, hooks: RunHooks, runner: Runner) -> SftLoop:
+    config = ready.config
+    name = "model" if config.trainer.lora is None else "adapter"
+
+    async def save(loop_state: LoopState) -> None:
+        await runner.run(Save(run_dir.begin_state(loop_state.step)))
+        run_dir.finish_state(loop_state.step, loop_state.to_plain())
+
+    async def export(step: int, *, last: bool) -> None:
+        place = run_dir.begin_export(step, last=last, name=name)
+        if config.trainer.lora is None:
+            await runner.run(Export(place, ready.model.dtype))
+        else:
+            await runner.run(SaveAdapter(_ADAPTER, place, optimizer=False))
+        run_dir.finish_export(last=last, name=name)
+
+    return SftLoop(
+        runner,
+        config.sft,
+        ready.train.all,
+        ready.heldout.all,
+        seed=config.run.seed,
+        hooks=hooks,
+        save=save,
+        export=export,
+        resume=state,
+    )
+
+
+def _most_tokens(config: SftRunConfig, model: ModelInfo) -> int:
+    """Return the most tokens of an example. Raises `ConfigError` if neither the configuration nor the model says."""
+    text = model.config.get("text_config", model.config)
+    found = config.data.max_tokens or text.get("max_position_embeddings")
+    if not isinstance(found, int):
+        raise ConfigError(
+            "the model's config.json has no max_position_embeddings.", part="data", hint="Set data.max_tokens."
+        )
+    return found
+
+
+def _check_apart(train: Sequence[Example], heldout: Sequence[Example]) -> None:
+    """Raise `ConfigError` if a held-out example is trained on."""
+    trained = {_content(example): example.place for example in train}
+    for example in heldout:
+        if place := trained.get(_content(example)):
+            raise ConfigError(
+                f"{example.place}: the same example is in {place}.",
+                part="data",
+                hint="Remove it from one of the files: its log-probability after the training would prove nothing.",
+            )
+
+
+def _content(example: Example) -> tuple[bytes, bytes]:
+    return example.sequence.tokens.numpy().tobytes(), example.sequence.targets.numpy().tobytes()
+
+
+def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]) -> LoopState:
+    """Return the saved state. Raises `ConfigError` if the run is complete, or its examples have changed."""
+    step = run_dir.latest_step()
+    assert step is not None, "RunDir checked it"
+    state, steps = LoopState.from_plain(run_dir.loop_state(step)), config.sft.all_steps(len(train))
+    if state.step >= steps:
+        raise ConfigError(
+            f"the run in {run_dir.path} is complete: it has taken {state.step} of {steps} steps.",
+            part="resume",
+            hint="Raise sft.epochs or sft.steps to continue it.",
+        )
+    TaskStream(train, config.run.seed).restore(state.stream)
+    return state

@@ -1,0 +1,150 @@
+"""Configuration files: TOML that is validated by pydantic models, with errors for a reader, and printed with its meaning."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import PydanticUndefined
+
+from weightlane.ckpt_engines import ConfigError
+
+_PART = "configuration"
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def read_config(path: Path, overrides: Sequence[str], model: type[_Model]) -> _Model:
+    """Read a TOML file, apply ``a.b=c`` overrides, and validate them by `model`.
+
+    Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
+    """
+    raw = read_toml(path)
+    for override in overrides:
+        apply_setting(raw, override)
+    try:
+        return model.model_validate(raw)
+    except ValidationError as error:
+        problems = [_describe(item, model) for item in error.errors()]
+        raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file. Raises `ConfigError`, which names the file and line of a syntax error."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
+    except (ValueError, RecursionError) as error:  # also for numbers too long and brackets too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
+
+
+def apply_setting(table: dict[str, Any], setting: str) -> None:
+    """Put the value of ``key=value`` or ``a.b=value``, an argument of --set, into `table`. Raises `ConfigError`."""
+    key, equals, text = setting.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not all([*sections, name]):
+        raise ConfigError(f"--set {setting!r} does not have the form key=value or a.b=value.", part=_PART)
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {setting!r}: {section} is a value, not a section.", part=_PART)
+    table[name] = toml_value(text.strip())
+
+
+def toml_value(text: str) -> Any:
+    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, which thus needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def _describe(item: Mapping[str, Any], root: type[BaseModel]) -> str:
+    path = ".".join(map(str, item["loc"]))
+    if item["type"] == "extra_forbidden":
+        section, known = _known_keys(item["loc"][:-1], root)
+        nearest = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
+        guess = f" Did you mean {'.'.join([*section, nearest[0]])}?" if nearest else ""
+        where = f"[{'.'.join(section)}]" if section else "The file"
+        return f"there is no key {path}.{guess} {where} has the keys {', '.join(known)}."
+    if item["type"] == "missing":
+        return f"{path} is missing."
+    if item["type"] == "model_type":
+        _, known = _known_keys(item["loc"], root)
+        return f"{path} must be a section with the keys {', '.join(known)} (got {item['input']!r})."
+    return f"{path}: {item['msg']} (got {item['input']!r})."
+
+
+def _known_keys(location: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], list[str]]:
+    section = []
+    for name in location:
+        field = model.model_fields.get(str(name))
+        inner = _model_of(field.annotation) if field else None
+        if inner is None:
+            break
+        section.append(str(name))
+        model = inner
+    return section, list(model.model_fields)
+
+
+def _model_of(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType):
+        return next((model for arg in get_args(annotation) if (model := _model_of(arg))), None)
+    return None
+
+
+def explain(config: BaseModel) -> str:
+    """Return `config` as TOML with the meaning and the default above every key."""
+    lines: list[str] = []
+    for name in type(config).model_fields:
+        lines += _explain_section(name, getattr(config, name))
+    return "\n".join(lines)
+
+
+def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
+    yield f"# {_first_line(type(section))}"
+    yield f"[{path}]"
+    inner: list[tuple[str, BaseModel]] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        if isinstance(value, BaseModel):  # in TOML a table ends the keys of its parent
+            inner.append((f"{path}.{name}", value))
+            continue
+        default = field.get_default(call_default_factory=True)
+        note = "required" if default is PydanticUndefined else f"default: {_toml(default) or 'none'}"
+        yield f"# {field.description} ({note})"
+        text = _toml(value)
+        yield f"{name} = {text}" if text else f"# {name} is not set"
+    yield ""
+    for inner_path, inner_section in inner:
+        yield from _explain_section(inner_path, inner_section)
+
+
+def _toml(value: Any) -> str:
+    """Return `value` as a TOML literal; empty for None, which TOML cannot express."""
+    if value is None:
+        return ""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return repr(value)
+    # A JSON string is a TOML string, except for surrogate pairs and a bare DEL.
+    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _first_line(annotation: Any) -> str:
+    return (annotation.__doc__ or "").strip().splitlines()[0]

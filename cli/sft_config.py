@@ -1,0 +1,45 @@
+"""The configuration of ``weightlane sft``: a TOML file with typed keys, most of them those of ``weightlane train``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from weightlane.trainer.config import TrainerConfig
+from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
+
+from .config import ModelSection, ObserversSection, RaySection, RunConfig, RunSection, check_observers, load_config
+from .config_file import read_config, read_toml
+
+
+class SftRunConfig(BaseModel):
+    """The configuration of ``weightlane sft``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run: RunSection
+    model: ModelSection
+    data: SftDataConfig
+    sft: SftConfig
+    trainer: TrainerConfig = TrainerConfig()
+    ray: RaySection = RaySection()
+    observers: ObserversSection = ObserversSection()
+
+
+def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SftRunConfig:
+    """Read a TOML file, apply ``a.b=c`` overrides, and validate them.
+
+    Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
+    """
+    config = read_config(path, overrides, SftRunConfig)
+    check_observers(config.observers)
+    return config
+
+
+def load_any_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = True) -> RunConfig | SftRunConfig:
+    """Read the configuration of ``weightlane sft`` if the file has a section [sft], else that of ``weightlane train``."""
+    if "sft" in read_toml(path):
+        return load_sft_config(path, overrides)
+    return load_config(path, overrides, runs_here=runs_here)

@@ -1,0 +1,113 @@
+"""Whole runs of ``weightlane sft`` on trainer ranks in Ray: every promised file, a resume, and a model that others load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from run_process import RunProcess
+from safetensors.torch import load_file
+from tiny_run import Material
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from weightlane.cli.main import app
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+StartRun = Callable[[Sequence[str]], RunProcess]
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
+
+
+def write_config(material: Material, folder: Path) -> Path:
+    """A run over conversations, whose template writes what the tasks' prompts and answers are."""
+    files = {}
+    for name, tasks in (("train", material.train), ("heldout", material.heldout)):
+        files[name] = folder / f"{name}.jsonl"
+        with files[name].open("w") as file:
+            for task in map(json.loads, tasks.read_text().splitlines()):
+                turns = [("user", task["prompt"]), ("assistant", task["answer"])]
+                file.write(json.dumps({"messages": [{"role": role, "content": text} for role, text in turns]}) + "\n")
+    model = folder / "base"
+    AutoModelForCausalLM.from_pretrained(material.model).save_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(material.model)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(model)
+    config = folder / "sft.toml"
+    config.write_text(
+        f"""
+        [run]
+        dir = "{folder / "run"}"
+        [model]
+        path = "{model}"
+        [data]
+        train = "{files["train"]}"
+        heldout = "{files["heldout"]}"
+        [sft]
+        epochs = 2
+        batch_size = 16
+        evaluate_every = 3
+        [trainer]
+        ranks = 2
+        learning_rate = 1e-2
+        cpus_per_rank = 0.5
+        [observers]
+        trace = "trace.json"
+        tensorboard = "board"
+        """
+    )
+    return config
+
+
+def heldout_logprob(model: Path, material: Material) -> float:
+    """The mean log-probability of the answers and the end of text, by transformers alone."""
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    found = []
+    for task in map(json.loads, material.heldout.read_text().splitlines()):
+        prompt, answer = (tokenizer(task[key]).input_ids for key in ("prompt", "answer"))
+        ids = torch.tensor([*prompt, *answer, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logprobs = network(ids[None]).logits[0].log_softmax(-1)
+        found += [float(logprobs[place - 1, ids[place]]) for place in range(len(prompt), len(ids))]
+    return sum(found) / len(found)
+
+
+def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == name]
+
+
+def test_a_supervised_run_trains_on_conversations_leaves_every_file_and_is_resumed(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    config, run_dir = write_config(material, tmp_path), tmp_path / "run"
+    ended = start_run(["sft", str(config), "--plain"]).end()
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    assert "step 5/5" in ended.out
+    assert [event["step"] for event in events_of(run_dir, "training_step")] == [1, 2, 3, 4, 5]
+    measured = events_of(run_dir, "evaluated")
+    assert [event["step"] for event in measured] == [0, 3, 5]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["epochs"], summary["run"]["trainer"]) == (5, 2.0, "fsdp2")
+    before, after = summary["heldout_logprob_before"], summary["heldout_logprob_after"]
+    assert before == pytest.approx(heldout_logprob(material.model, material), abs=1e-4)
+    assert after == pytest.approx(heldout_logprob(run_dir / "model", material), abs=1e-4)
+    assert after > before + 0.5
+    files = {path.name for path in run_dir.iterdir()}
+    assert files == {"board", "config.toml", "metrics.jsonl", "model", "state", "summary.json", "trace.json"}
+    again = ["sft", str(config), "--plain", "--resume"]
+    refused = start_run(again).end()
+    assert refused.code == 2
+    assert "is complete: it has taken 5 of 5 steps" in refused.err
+    resumed = start_run([*again, "--set", "sft.epochs=3"]).end()
+    assert (resumed.code, resumed.err) == (0, ""), resumed.out + resumed.err
+    assert [event["step"] for event in events_of(run_dir, "training_step")] == [1, 2, 3, 4, 5, 6, 7, 8]
+    exported = CliRunner().invoke(app, ["export", str(run_dir), "--out", str(tmp_path / "exported")])
+    assert exported.exit_code == 0, exported.stderr
+    one, other = (load_file(path / "model.safetensors") for path in (run_dir / "model", tmp_path / "exported"))
+    assert all(torch.equal(one[name], other[name]) for name in other)

@@ -1,0 +1,53 @@
+"""JSON Lines files of a user: one object per line, and errors that name file and line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+
+_PART = "data"
+
+
+def json_lines(path: Path, *, holds: str, setting: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ``"FILE, line N"`` and the object of each non-blank line of a file.
+
+    Args:
+        path: The file, UTF-8.
+        holds: The content of a line as a noun, for messages: ``"task"``.
+        setting: The configuration key that names the file, for messages.
+
+    Raises `ConfigError` naming file and line for a line that is not a JSON object; and for a file that is missing, unreadable
+    or has only blank lines.
+    """
+    found = False
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    found = True
+                    where = f"{path}, line {number}"
+                    yield where, _object(line, where)
+    except FileNotFoundError as cause:
+        raise ConfigError(f"there is no {holds} file {path}.", part=_PART, hint=f"Check {setting}.") from cause
+    except UnicodeDecodeError as cause:
+        raise ConfigError(f"{path} is not UTF-8 text: {cause}.", part=_PART) from cause
+    except OSError as cause:
+        raise ConfigError(f"{path} cannot be read: {cause.strerror}.", part=_PART) from cause
+    if not found:
+        raise ConfigError(f"{path} holds no {holds}.", part=_PART, hint="It needs one JSON object per line.")
+
+
+def _object(line: str, where: str) -> dict[str, Any]:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as cause:
+        raise ConfigError(f"{where}: not valid JSON: {cause.msg} at column {cause.colno}.", part=_PART) from cause
+    except (ValueError, RecursionError) as cause:  # a number of thousands of digits; brackets too deep
+        raise ConfigError(f"{where}: JSON that cannot be read: {cause}.", part=_PART) from cause
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected a JSON object, found {type(data).__name__}.", part=_PART)
+    return data
