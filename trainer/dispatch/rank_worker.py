@@ -165,8 +165,12 @@ class RankWorker:
         hosted = self._hosted(role)
         if hosted.publisher is None:
             raise ProtocolError("publish was called before connect.", part=publisher_name(self._rank))
+
+        def before_change(names: Collection[str]) -> None:
+            hosted.fence(names)
+
         if adapter is not None:
-            hosted.engine.load_published(hosted.fence, adapter)
+            hosted.engine.load_published(before_change, adapter)
         hosted.publisher.publish(version)
         return time.perf_counter() - started
 

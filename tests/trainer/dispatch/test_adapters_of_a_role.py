@@ -296,6 +296,8 @@ def test_outputs_are_those_of_peft_with_the_adapter_that_is_named(teams: Teams, 
 def test_what_cannot_be_published_in_its_place_is_refused_and_leaves_what_was_there(
     teams: Teams, tmp_path: Path
 ) -> None:
+    with pytest.raises(ValueError, match=r"lora would train an adapter, unless lora\.publish is"):
+        TrainerConfig(frozen=True, lora=LoraConfig())
     small = CARRIER.model_copy(update={"rank": 2, "targets": ("k_proj", "down_proj")})
 
     async def refused(role: Role, adapter: str, says: str) -> None:
