@@ -15,8 +15,8 @@ from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..dispatch.dispatch import BackwardAnswer
 from ..dispatch.role import StepResult
+from ..engines.adam_params import AdamParams
 from ..engines.contract import SequenceOutputs
-from ..engines.lora.adapter import AdamParams
 from ..loop.protocols import StepReport
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ...engines.lora import adapter as lora
+from ...engines.adam_params import AdamParams as AdamStep
 from .bodies import PART, WireLimits, checked_size
 from .names import IDENTIFIER, NAME, CheckpointPath
 
@@ -185,10 +185,10 @@ class AdamParams(Request):
     grad_clip_norm: float = 0.0
     """The largest norm of the gradient; no limit if it is not above 0."""
 
-    def params(self) -> lora.AdamParams:
+    def params(self) -> AdamStep:
         """The step as ranks take it."""
         limit = self.grad_clip_norm if self.grad_clip_norm > 0 else math.inf
-        return lora.AdamParams(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, limit)
+        return AdamStep(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, limit)
 
 
 class OptimStepRequest(AddressedRequest):
@@ -205,7 +205,7 @@ class OptimStepRequest(AddressedRequest):
             raise ValueError("adam_params are missing")
         return self
 
-    def params(self) -> lora.AdamParams:
+    def params(self) -> AdamStep:
         """The step as ranks take it."""
         assert self.adam_params is not None
         return self.adam_params.params()
