@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -87,19 +88,14 @@ class ObserversSection(BaseModel):
     )
 
 
-class RunConfig(BaseModel):
-    """The configuration of ``weightlane train``."""
+class ClusterConfig(BaseModel):
+    """Sections of whatever trains on ranks and generates on replicas."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: RunSection
     model: ModelSection
-    data: DataConfig
-    reward: RewardConfig
-    loop: LoopConfig = LoopConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    critic: CriticConfig = CriticConfig()
-    reference: ReferenceConfig = ReferenceConfig()
     checkpoint_engine: CheckpointEngineConfig = CheckpointEngineConfig()
     sync: SyncConfig = SyncConfig()
     trainer: TrainerConfig = TrainerConfig()
@@ -108,17 +104,30 @@ class RunConfig(BaseModel):
     observers: ObserversSection = ObserversSection()
 
 
+class RunConfig(ClusterConfig):
+    """The configuration of ``weightlane train``."""
+
+    data: DataConfig
+    reward: RewardConfig
+    loop: LoopConfig = LoopConfig()
+    critic: CriticConfig = CriticConfig()
+    reference: ReferenceConfig = ReferenceConfig()
+
+
+_Config = TypeVar("_Config", bound=ClusterConfig)
+
+
 def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = True) -> RunConfig:
     """Read a TOML file, apply ``a.b=c`` overrides, and validate them. With `runs_here` the checkpoint engine must run here.
 
     Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
     """
-    config = _with_adapter(_with_store_in_run_dir(read_config(path, overrides, RunConfig)))
+    config = _with_adapter(with_store_in_run_dir(read_config(path, overrides, RunConfig)))
     _check_together(config, runs_here=runs_here)
     return config
 
 
-def wire_dtype(config: RunConfig, computes: str) -> str:
+def wire_dtype(config: ClusterConfig, computes: str) -> str:
     """Return the dtype of floating-point tensors on the wire: the configured one, or `computes`.
 
     `computes` is the dtype that vLLM chose to compute in. It may differ from the checkpoint's, such as bfloat16 for float32.
@@ -127,7 +136,7 @@ def wire_dtype(config: RunConfig, computes: str) -> str:
     return computes if configured == "auto" else configured
 
 
-def check_engine(config: RunConfig) -> None:
+def check_engine(config: ClusterConfig) -> None:
     """Raise `ConfigError` if the configured checkpoint engine would not work on this machine."""
     engine = config.checkpoint_engine
     try:
@@ -136,7 +145,7 @@ def check_engine(config: RunConfig) -> None:
         raise ConfigError(f"checkpoint_engine {engine.backend!r} does not work here: {error}", part=_PART) from error
 
 
-def _with_store_in_run_dir(config: RunConfig) -> RunConfig:
+def with_store_in_run_dir(config: _Config) -> _Config:
     """Give an engine that needs a directory, and has none, one in the run's directory, which every machine of a run sees."""
     engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
     options = config.checkpoint_engine.options
@@ -180,12 +189,7 @@ def _with_adapter(config: RunConfig) -> RunConfig:
 
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:
     """Check values that depend on several sections, and the engine's options by the engine's own config type."""
-    registry, engine = CheckpointEngineRegistry(), config.checkpoint_engine
-    if config.ray.address or not runs_here:  # this machine need not have the accelerators of the cluster
-        registry.validate_options(engine.backend, engine.options)
-    else:
-        registry.create(engine.backend, engine.options)
-    check_observers(config.observers)
+    check_sections(config, runs_here=runs_here)
     if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
         raise ConfigError(
             f"rollout.max_model_len ({config.rollout.max_model_len}) is not above algorithm.max_new_tokens"
@@ -206,6 +210,16 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
             part=_PART,
             hint="A replica generates whole groups. Raise rollout.concurrency.",
         )
+
+
+def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
+    """Check the checkpoint engine's options by its own config type, and the observers. Raises `ConfigError`."""
+    registry, engine = CheckpointEngineRegistry(), config.checkpoint_engine
+    if config.ray.address or not runs_here:  # this machine need not have the accelerators of the cluster
+        registry.validate_options(engine.backend, engine.options)
+    else:
+        registry.create(engine.backend, engine.options)
+    check_observers(config.observers)
 
 
 def check_observers(observers: ObserversSection) -> None:

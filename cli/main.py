@@ -22,6 +22,7 @@ from .commands.new_engine import make_engine_package
 from .config_file import explain
 from .engine_reference.engine_reference import engine_reference
 from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
+from .extras import needs_extra
 from .output import console, own_stdout
 from .sft_config import load_any_config
 
@@ -140,14 +141,8 @@ def conformance(
 
     Exit code 1 if it does not.
     """
-    try:
+    with needs_extra("conformance"):
         from .commands.conformance import check_engine  # noqa: PLC0415 - needs an extra
-    except ImportError as error:
-        raise ConfigError(
-            "pytest is not installed.",
-            part="conformance",
-            hint="Install it with: pip install 'weightlane[conformance]'.",
-        ) from error
     if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=junit):
         raise typer.Exit(FAILED)
 
@@ -374,6 +369,14 @@ def sft(
     from .commands.sft import run_sft  # noqa: PLC0415 - loads torch, Ray and transformers
 
     asyncio.run(run_sft(path.resolve(), _prepared(override, address), resume=resume, live=_is_live(plain=plain)))
+
+
+@app.command()
+def serve(path: ConfigArgument, override: SetOption = None, *, address: AddressOption = "") -> None:
+    """Train and sample for programs that speak the Tinker API: adapters of one model, for any number of clients at once."""
+    with needs_extra("service"):
+        from .commands.serve import run_service  # noqa: PLC0415 - needs an extra
+    asyncio.run(run_service(path.resolve(), _prepared(override, address)))
 
 
 def _prepared(override: list[str] | None, address: str) -> list[str]:

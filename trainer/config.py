@@ -80,9 +80,7 @@ class LoraConfig(BaseModel):
         description="Linear layers by the last part of their Hugging Face names, such as q_proj or down_proj; none given: all"
         " those inside decoder layers.",
     )
-    seed: int = Field(
-        default=0, description="Seeds, together with the adapter's name, the initial values of A; B begins as 0."
-    )
+    seed: int = Field(default=0, description="Seeds the initial values of A; B begins as 0.")
     learning_rate: float | None = Field(
         default=None, gt=0, description="AdamW learning rate after the warm-up; none: trainer.learning_rate."
     )

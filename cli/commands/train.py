@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import shutil
-import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.plugins import RunHooks
-from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
-from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
+from weightlane.rollout.replicas.ray_actor import RolloutReplica
+from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.composition import algorithm_over, role_names, role_specs
 from weightlane.trainer.algorithms.ppo import critic_state
-from weightlane.trainer.algorithms.roles import CRITIC, POLICY
+from weightlane.trainer.algorithms.roles import CRITIC
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.data.tasks import Task, TaskStream
-from weightlane.trainer.dispatch.dispatch import WorkerDispatch
-from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
@@ -31,13 +26,14 @@ from weightlane.trainer.runner.run_dir import RunDir
 from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.runner import JobTrainers, Runner
 
-from ..config import VERSIONS_DIR, RunConfig, wire_dtype
+from ..config import VERSIONS_DIR, RunConfig
 from ..config_file import explain
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
 from ..run.observers import RunObservers
-from ..run.preparation import Preparation, prepare
+from ..run.preparation import prepare
+from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Sizes, fitted, reserved_cpus
 from ..run.run_description import about_run
@@ -70,7 +66,23 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         config = fitted(config, Sizes.of(config, model), cluster.machines())
         run_dir.write_text("config.toml", explain(config))
         stack.callback(shutil.rmtree, run_dir.path / VERSIONS_DIR, ignore_errors=True)
-        dispatch, replicas, coordinator = await _start(config, ready, run_dir, state, rendezvous, hooks, display, stack)
+        dispatch, replicas, coordinator = await start_processes(
+            config,
+            role_specs(
+                config.algorithm,
+                config.trainer,
+                config.critic,
+                ready.role_models,
+                ready.objective,
+                seed=config.run.seed,
+                state=run_dir.trainer_state(state.step) if state else None,
+            ),
+            rendezvous,
+            hooks,
+            display.say,
+            stack,
+            state.step if state else 0,
+        )
         runner = Runner(dispatch, algorithm_over(dispatch, config.algorithm), hooks=hooks)
         stack.push_async_callback(runner.close)
         await coordinator.connect()
@@ -124,65 +136,6 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     if summary.replicas_lost:
         display.say(f"logs of the run's processes: {run_dir.path / 'logs'}")
     return summary
-
-
-async def _start(
-    config: RunConfig,
-    ready: Preparation,
-    run_dir: RunDir,
-    state: LoopState | None,
-    rendezvous: Rendezvous,
-    hooks: RunHooks,
-    display: RunDisplay,
-    stack: AsyncExitStack,
-) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
-    """Start trainer ranks and replicas at the same time, and connect them."""
-    started = time.perf_counter()
-    version = state.step if state else 0
-    display.say(
-        f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
-        f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
-        + (f", resuming at step {version}" if state else "")
-    )
-    roles = role_specs(
-        config.algorithm,
-        config.trainer,
-        config.critic,
-        ready.role_models,
-        ready.objective,
-        seed=config.run.seed,
-        state=run_dir.trainer_state(version) if state else None,
-    )
-    ranks = {roles[0].group: RayRanks(config.trainer, None if config.ray.address else config.sync.host)}
-    dispatch = WorkerDispatch(roles, ranks, {roles[0].group: config.trainer.offload_roles})
-    stack.push_async_callback(dispatch.close)
-    starting_trainers = asyncio.create_task(dispatch.start())
-    try:
-        replicas = await start_replicas(config.rollout, ready.model.path, initial_version=version)
-    except BaseException:
-        starting_trainers.cancel()
-        await asyncio.gather(starting_trainers, return_exceptions=True)
-        raise
-    for replica in replicas:
-        stack.push_async_callback(replica.close)
-    await starting_trainers
-    coordinator = Coordinator(rendezvous, dispatch[POLICY].publisher_names(), replicas, config.sync, hooks=hooks)
-    stack.callback(coordinator.close)
-    engine = config.checkpoint_engine
-    address = rendezvous.address.to_plain()
-    computes = dtype_of(replicas[0].dtype)
-    wire = dtype_of(wire_dtype(config, replicas[0].dtype))
-    if wire.itemsize > computes.itemsize:
-        display.say(
-            f"weights are sent as {dtype_name(wire)}, but the rollouts compute in {dtype_name(computes)}: every version has"
-            f" {wire.itemsize / computes.itemsize:.0f} times the necessary bytes. Set sync.wire_dtype = auto to avoid that"
-        )
-    await asyncio.gather(
-        dispatch[POLICY].connect(address, engine, config.sync, wire),
-        *(replica.connect(address, engine.backend, engine.options) for replica in replicas),
-    )
-    display.say(f"all processes are connected after {time.perf_counter() - started:.1f} s")
-    return dispatch, replicas, coordinator
 
 
 def _successors(

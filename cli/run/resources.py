@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.config import GPU_SHARE, START_TIMEOUT_S
@@ -15,8 +16,9 @@ from weightlane.trainer.algorithms.roles import POLICY, REFERENCE
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, weight_elements
 
-from ..config import RunConfig
+from ..config import ClusterConfig
 
+_Config = TypeVar("_Config", bound=ClusterConfig)
 _PART = "resources"
 _GB = 1e9
 _START_S_PER_GB = 30.0
@@ -68,7 +70,7 @@ class Sizes:
     device together, each as large as the policy."""
 
     @classmethod
-    def of(cls, config: RunConfig, model: ModelInfo) -> Sizes:
+    def of(cls, config: ClusterConfig, model: ModelInfo) -> Sizes:
         """Return the sizes of `model`. Weights are sent in the checkpoint's dtype unless the configuration names another."""
         parameters = weight_elements(model.path)
         configured = (config.sync.wire_dtype, config.rollout.dtype, model.dtype)
@@ -85,7 +87,7 @@ class Sizes:
         return cls(parameters, version, share, staged, -(-parameters * state // config.trainer.ranks))
 
 
-def fitted(config: RunConfig, sizes: Sizes, machines: Machines, *, counted: bool = True) -> RunConfig:
+def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool = True) -> _Config:
     """Return `config` with every setting that follows from the model's size and the GPUs.
 
     The number of GPUs is only checked if `counted`, that is if `machines` are those of the run.
@@ -133,7 +135,7 @@ def fitted_trainer(trainer: TrainerConfig, machines: Machines, *, counted: bool 
     return trainer.model_copy(update={"gpus_per_rank": gpus})
 
 
-def reserved_cpus(config: RunConfig) -> float:
+def reserved_cpus(config: ClusterConfig) -> float:
     """Return the CPUs that Ray reserves for the processes of a run."""
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
@@ -146,7 +148,7 @@ def _trainer_gpus(trainer: TrainerConfig, machines: Machines) -> float:
     return float(machines.gpus > 0 and trainer.device != "cpu")
 
 
-def _check_gpus(config: RunConfig, trainer_gpus: float, rollout_gpus: float, machines: Machines) -> None:
+def _check_gpus(config: ClusterConfig, trainer_gpus: float, rollout_gpus: float, machines: Machines) -> None:
     """Raise `ConfigError` if there are too few GPUs, for which Ray would wait for ever."""
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
@@ -161,7 +163,7 @@ def _check_gpus(config: RunConfig, trainer_gpus: float, rollout_gpus: float, mac
         )
 
 
-def _staging(config: RunConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, float]:
+def _staging(config: ClusterConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, float]:
     """Return the bytes for staged versions, and the share of the device that vLLM gets."""
     rollout = config.rollout
     engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
@@ -193,7 +195,7 @@ def vllm_is_for_cpus() -> bool:
     return any("cpu" in name or "cpu" in importlib.metadata.version(name) for name in names)
 
 
-def described(config: RunConfig, sizes: Sizes, machines: Machines) -> Sequence[tuple[str, str]]:
+def described(config: ClusterConfig, sizes: Sizes, machines: Machines) -> Sequence[tuple[str, str]]:
     """Return name and amount of each resource that a run of the `fitted` configuration needs."""
     trainer, rollout = config.trainer, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel

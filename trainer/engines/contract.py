@@ -243,7 +243,7 @@ class TrainingEngine(ABC):
             name: Letters, digits, dots, dashes and underscores.
             config: Its rank, scale, layers and learning rate.
             source: A directory as PEFT saves adapters, readable on every rank, whose values it begins with. Without, A is
-                Kaiming-uniform as in PEFT, by a generator that only `name` and ``config.seed`` seed, and B is 0.
+                Kaiming-uniform as in PEFT, by a generator that only ``config.seed`` seeds, and B is 0.
             replace: Whether it takes the place of an adapter of that name, if there is one, which stays where this fails.
             resume: Whether it also takes the moments and steps that `export_adapter` wrote into `source`, if there are any.
             trained: Whether it has an optimizer. One that has none only computes, and is no part of a saved state.

@@ -106,7 +106,7 @@ class Adapter:
                 if values is not None:
                     whole = values[f"{site.module}|{matrix}"]
                 else:
-                    whole = initial_a(name, config, site) if matrix == "A" else torch.zeros(site.rows, config.rank)
+                    whole = initial_a(config, site) if matrix == "A" else torch.zeros(site.rows, config.rank)
                 held = whole[site.box(matrix, config.rank).index].to(device, torch.float32, copy=True)
                 matrices[matrix] = torch.nn.Parameter(held.contiguous(), requires_grad=trained)
             self.pairs[site.module] = LoraPair(site, matrices, config.scale)

@@ -97,12 +97,13 @@ def chosen_sites(sites: Iterable[LoraSite], config: LoraConfig) -> list[LoraSite
     return [site for site in found if not config.targets or site.target in config.targets]
 
 
-def initial_a(name: str, config: LoraConfig, site: LoraSite) -> torch.Tensor:
+def initial_a(config: LoraConfig, site: LoraSite) -> torch.Tensor:
     """The first value of a whole A: float32 [rank, columns] on the CPU, Kaiming-uniform with the bounds of PEFT.
 
-    The generator is seeded by the adapter's name, its seed and the layer's name, so it does not matter which ranks ask.
+    The generator is seeded by the adapter's seed and the layer's name, so it does not matter which ranks ask or what the adapter
+    is called.
     """
-    digest = hashlib.sha256(f"{config.seed}|{name}|{site.module}".encode()).digest()
+    digest = hashlib.sha256(f"{config.seed}|default|{site.module}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
     whole = torch.empty(config.rank, site.columns)
     return torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)

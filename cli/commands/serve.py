@@ -1,0 +1,149 @@
+"""``weightlane serve`` composes a service from its configuration, and ends everything it started."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.rollout.config import AdapterConfig
+from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
+from weightlane.sync import Rendezvous
+from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.config import LoraConfig
+from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
+from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.runner.runner import Runner
+from weightlane.trainer.service.base_model import BaseModel
+from weightlane.trainer.service.http.auth import Clients
+from weightlane.trainer.service.http.server import listening, serve
+from weightlane.trainer.service.service import Service
+
+from ..config import VERSIONS_DIR, check_engine
+from ..config_file import explain
+from ..output import console
+from ..run.observers import RunObservers
+from ..run.processes import start_processes
+from ..run.ray_cluster import RayCluster
+from ..run.resources import Sizes, fitted, reserved_cpus
+from ..serve_config import load_serve_config
+
+_T = TypeVar("_T")
+_PART = "service"
+
+
+async def run_service(path: Path, overrides: Sequence[str]) -> None:
+    """Serve the configuration at the absolute `path` until SIGINT or SIGTERM. Raises a typed error for every problem."""
+    ended = asyncio.Event()
+    config = load_serve_config(path, overrides)
+    clients = Clients(config.service)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
+    assert config.rollout.adapter is not None
+    layers = adapted_layers(model.path, config.rollout.adapter)
+    if not config.ray.address:
+        check_engine(config)
+    say = console(soft_wrap=True).print
+    directory = config.run.dir.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_alone(directory))
+        _log_to(directory / "service.log")
+        listener = stack.enter_context(listening(config.service.host, config.service.port))
+        rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
+        cpus = reserved_cpus(config)
+        observers = RunObservers(config.observers, directory, [], say)
+        hooks = stack.enter_context(observers)
+        cluster = stack.enter_context(
+            RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host)
+        )
+        _on_signals(ended.set)  # after Ray, which sets handlers of its own
+        config = fitted(config, Sizes.of(config, model), cluster.machines())
+        (directory / "config.toml").write_text(explain(config), encoding="utf-8")
+        stack.callback(shutil.rmtree, directory / VERSIONS_DIR, ignore_errors=True)
+        roles = [RoleSpec(POLICY, config.trainer, model.path.resolve(), seed=config.run.seed)]
+        starting = asyncio.create_task(start_processes(config, roles, rendezvous, hooks, say, stack))
+        dispatch, replicas, coordinator = await _unless(ended, starting)
+        await _unless(ended, asyncio.create_task(coordinator.connect()))
+        runner = Runner(dispatch, hooks=hooks)
+        stack.push_async_callback(runner.close)
+        base = BaseModel(
+            config.service.base_model or config.model.path,
+            model.architecture,
+            str(model.path.resolve()),
+            model.vocab_size,
+            min(replica.max_model_len for replica in replicas),
+            model.eos_token_ids,
+            {name.rpartition(".")[2]: _part_of(name) for name in layers},
+        )
+        service = Service(
+            config.service, directory, base, runner, coordinator, replicas, _announced, config.sync.deadline_s
+        )
+        stack.push_async_callback(service.close)
+        host, port = listener.getsockname()[:2]
+        say(f"serving {base.name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it")
+        await serve(service, clients, listener, ended)
+        cluster.succeeded()
+
+
+def _announced(config: LoraConfig) -> AdapterConfig:
+    return AdapterConfig(rank=config.rank, alpha=config.alpha, targets=config.targets)
+
+
+def _part_of(layer: str) -> str:
+    """``attention`` or ``mlp``, by the names that layers have in transformers."""
+    return "attention" if "attn" in layer or "attention" in layer else "mlp"
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """Refuse a directory that another service uses. A lock that ends with the process, however that ends."""
+    with (directory / "service.lock").open("w", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"another service runs on {directory}.", part=_PART, hint="Set run.dir to another directory, or end it."
+            ) from None
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield
+
+
+async def _unless(ended: asyncio.Event, task: asyncio.Task[_T]) -> _T:
+    """The result of `task`; asyncio.CancelledError, as by a signal, if `ended` comes first."""
+    waiting = asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            raise asyncio.CancelledError
+        return task.result()
+    finally:
+        waiting.cancel()
+
+
+def _on_signals(end: Callable[[], None]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
+
+
+def _log_to(file: Path) -> None:
+    """Append what the service logs to `file`, one JSON object or line each."""
+    logger = logging.getLogger("weightlane.service")
+    handler = logging.FileHandler(file, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False

@@ -1,0 +1,76 @@
+"""Starts the trainer ranks and rollout replicas of a configuration, and connects them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+
+from weightlane.plugins import RunHooks
+from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
+from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
+from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ray_ranks import RayRanks
+from weightlane.trainer.dispatch.role import RoleSpec
+
+from ..config import ClusterConfig, wire_dtype
+
+
+async def start_processes(
+    config: ClusterConfig,
+    roles: Sequence[RoleSpec],
+    rendezvous: Rendezvous,
+    hooks: RunHooks,
+    say: Callable[[str], None],
+    stack: AsyncExitStack,
+    version: int = 0,
+) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
+    """Start trainer ranks and replicas at the same time, and connect them; `stack` ends them.
+
+    Args:
+        config: The configuration, fitted to the machine.
+        roles: Models on the trainer ranks, all in one group; `POLICY` is published.
+        rendezvous: Where ranks and replicas meet.
+        hooks: Told of every sync.
+        say: Prints a line for the user.
+        stack: Gets everything that must be closed.
+        version: The version that replicas begin with.
+    """
+    started = time.perf_counter()
+    model_dir = next(role.model_dir for role in roles if role.name == POLICY)
+    say(
+        f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
+        f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
+        + (f", resuming at step {version}" if version else "")
+    )
+    ranks = {roles[0].group: RayRanks(config.trainer, None if config.ray.address else config.sync.host)}
+    dispatch = WorkerDispatch(roles, ranks, {roles[0].group: config.trainer.offload_roles})
+    stack.push_async_callback(dispatch.close)
+    starting_trainers = asyncio.create_task(dispatch.start())
+    try:
+        replicas = await start_replicas(config.rollout, model_dir, initial_version=version)
+    except BaseException:
+        starting_trainers.cancel()
+        await asyncio.gather(starting_trainers, return_exceptions=True)
+        raise
+    for replica in replicas:
+        stack.push_async_callback(replica.close)
+    await starting_trainers
+    coordinator = Coordinator(rendezvous, dispatch[POLICY].publisher_names(), replicas, config.sync, hooks=hooks)
+    stack.callback(coordinator.close)
+    engine, address = config.checkpoint_engine, rendezvous.address.to_plain()
+    computes = dtype_of(replicas[0].dtype)
+    wire = dtype_of(wire_dtype(config, replicas[0].dtype))
+    if wire.itemsize > computes.itemsize:
+        say(
+            f"weights are sent as {dtype_name(wire)}, but the rollouts compute in {dtype_name(computes)}: every version has"
+            f" {wire.itemsize / computes.itemsize:.0f} times the necessary bytes. Set sync.wire_dtype = auto to avoid that"
+        )
+    await asyncio.gather(
+        dispatch[POLICY].connect(address, engine, config.sync, wire),
+        *(replica.connect(address, engine.backend, engine.options) for replica in replicas),
+    )
+    say(f"all processes are connected after {time.perf_counter() - started:.1f} s")
+    return dispatch, replicas, coordinator

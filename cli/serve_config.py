@@ -1,0 +1,47 @@
+"""The configuration of ``weightlane serve``: sections of a run without data, reward and loop, and the service's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.rollout.config import AdapterConfig
+from weightlane.trainer.config import AlgorithmConfig, LoraConfig
+from weightlane.trainer.service.config import ServiceConfig
+
+from .config import ClusterConfig, check_sections, with_store_in_run_dir
+from .config_file import read_config
+
+_PART = "configuration"
+
+
+class ServeConfig(ClusterConfig):
+    """The configuration of ``weightlane serve``."""
+
+    service: ServiceConfig = ServiceConfig()
+
+
+def load_serve_config(path: Path, overrides: Sequence[str] = ()) -> ServeConfig:
+    """Read a TOML file as `load_config` does, and fill in what follows from the service's limits."""
+    config = with_store_in_run_dir(read_config(path, overrides, ServeConfig))
+    if config.algorithm != AlgorithmConfig():
+        raise ConfigError("[algorithm] is no section of a service: clients say what they train with.", part=_PART)
+    if config.trainer.lora is not None or config.trainer.frozen or config.rollout.adapter is not None:
+        raise ConfigError(
+            "trainer.lora, trainer.frozen and rollout.adapter are no settings of a service.",
+            part=_PART,
+            hint="Leave them out: clients say which adapters they train, up to service.max_lora_rank.",
+        )
+    service = config.service
+    # Versions of all adapters travel in the tensors of one of the largest rank, beside the layers that have adapters at all.
+    lora = LoraConfig(rank=service.max_lora_rank, alpha=service.lora_alpha, publish="adapter")
+    adapter = AdapterConfig(rank=lora.rank, alpha=lora.alpha)
+    config = config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"lora": lora, "frozen": True}),
+            "rollout": config.rollout.model_copy(update={"adapter": adapter}),
+        }
+    )
+    check_sections(config)
+    return config

@@ -1,0 +1,227 @@
+"""The public SDK trains adapters through the service: numbers are those of plain torch in float64, also across kills."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from service_process import SDK, ServiceProcess
+from tiny_models import add_tokenizer, make_qwen3
+from torch.func import functional_call
+from waiting import HANG_S
+
+pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it")
+
+VOCAB, ALPHA = 304, 32.0
+ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_clip_norm": 1.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", seed=3, vocab=VOCAB)
+    add_tokenizer(path, VOCAB)
+    return path
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    directory = tmp_path_factory.mktemp("service") / "files"
+    with ServiceProcess(model, directory, save_every=2, max_loaded=2, gap_timeout_s=2) as running:
+        yield running
+
+
+def sequences(seed: int, count: int = 4) -> list[tuple[list[int], list[float]]]:
+    """Tokens, one more than the model reads, and a weight for each that is predicted."""
+    draws = random.Random(seed)
+    lengths = [draws.randrange(2, 12) for _ in range(count)]
+    return [
+        ([draws.randrange(VOCAB) for _ in range(n + 1)], [draws.choice([0.0, 1.0, 0.5]) for _ in range(n)])
+        for n in lengths
+    ]
+
+
+def data(seed: int, count: int = 4) -> list[Any]:
+    from tinker import types
+
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+        )
+        for tokens, weights in sequences(seed, count)
+    ]
+
+
+def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[Any, Any]:
+    from tinker import types
+
+    passed = training.forward_backward(data(seed), "cross_entropy")
+    stepped = training.optim_step(types.AdamParams(learning_rate=rate, **{**ADAM, **more}))
+    return passed, stepped
+
+
+def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
+    """The tensors of a checkpoint, by PEFT's names."""
+    (found,) = service.directory.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '.')}")
+    return load_file(found / "adapter_model.safetensors")
+
+
+def saved(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
+    return files_of(service, training.save_state(name, overwrite=True).result(HANG_S).path)
+
+
+def reference(
+    model: Path, adapter: dict[str, torch.Tensor], rank: int, seed: int
+) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
+    """Log-probabilities, loss and gradients by A and B, in float64, from weights to which B A is added."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    matrices = {name: tensor.double().requires_grad_() for name, tensor in adapter.items()}
+    weights = dict(plain.named_parameters())
+    for name, weight in weights.items():
+        a = matrices.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
+        if a is not None:
+            b = matrices[f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"]
+            weights[name] = weight.detach() + ALPHA / rank * b @ a
+    logprobs, loss = [], torch.zeros((), dtype=torch.float64)
+    for tokens, each in sequences(seed):
+        logits = functional_call(plain, weights, (torch.tensor([tokens[:-1]]),), {"use_cache": False}).logits[0]
+        found = torch.log_softmax(logits, -1)[range(len(tokens) - 1), tokens[1:]]
+        logprobs.append(found.detach())
+        loss = loss - (found * torch.tensor(each, dtype=torch.float64)).sum()
+    loss.backward()
+    return logprobs, float(loss.detach()), {name: each.grad for name, each in matrices.items() if each.grad is not None}
+
+
+def test_log_probabilities_and_gradients_are_those_of_float64(service: ServiceProcess, model: Path) -> None:
+    from tinker import types
+
+    client = service.client()
+    begun = client.create_lora_training_client("tiny", 4, 7).result(HANG_S)
+    step(begun, 0, 1e-3)[1].result(HANG_S)  # so that B is not 0
+    state = begun.save_state("begun").result(HANG_S).path
+    before = files_of(service, state)
+    assert all(bool(tensor.any()) for tensor in before.values())
+    training = client.create_training_client_from_state(state).result(HANG_S)  # without the optimizer's moments
+    passed = training.forward_backward(data(1), "cross_entropy")
+    looked = training.forward(data(1), "cross_entropy")
+    rate, eps = 1e8, 1e4  # so large that float32 weights say what the update was, and the update what the gradient was
+    training.optim_step(types.AdamParams(learning_rate=rate, eps=eps)).result(HANG_S)
+    logprobs, loss, gradients = reference(model, before, 4, 1)
+    for answer in (passed.result(HANG_S), looked.result(HANG_S)):
+        assert answer.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        for ours, exact in zip(answer.loss_fn_outputs, logprobs, strict=True):
+            assert (ours["logprobs"].to_torch().double() - exact).abs().max() < 1e-5
+    after, wrong, size = saved(service, training, "after"), 0.0, 0.0
+    for name, exact in gradients.items():
+        update = (before[name].double() - after[name].double()) / rate  # AdamW's first: g / (|g| + eps)
+        wrong += float((eps * update / (1 - update.abs()) - exact).square().sum())
+        size += float(exact.square().sum())
+    assert len(gradients) == len(before)
+    assert (wrong / size) ** 0.5 < 1e-6
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["together", "killed"])
+def test_clients_that_train_together_end_as_alone_also_when_the_service_is_killed(
+    killed: bool, service: ServiceProcess
+) -> None:
+    settings = {"alice": (2, 1e-2), "bob": (4, 3e-3), "alice's other": (8, 1e-3)}
+    steps = 5
+
+    def alone(who: str) -> dict[str, torch.Tensor]:
+        rank, rate = settings[who]
+        training = (
+            service.client(who.split("'", maxsplit=1)[0]).create_lora_training_client("tiny", rank, 3).result(HANG_S)
+        )
+        for number in range(steps):
+            step(training, 100 * rank + number, rate)[1].result(HANG_S)
+        return saved(service, training, "alone")
+
+    expected = {who: alone(who) for who in settings}
+    trainings = {
+        who: service.client(who.split("'")[0]).create_lora_training_client("tiny", rank, 3).result(HANG_S)
+        for who, (rank, _) in settings.items()
+    }
+    order = [(who, number) for who in settings for number in range(steps)]
+    random.Random(0).shuffle(order)
+    turns = {who: iter(range(steps)) for who in settings}
+    pending = []
+    for position, (who, _) in enumerate(order):
+        rank, rate = settings[who]
+        pending.append(step(trainings[who], 100 * rank + next(turns[who]), rate))
+        if killed and position in (4, 9):
+            pending[-1][0].result(HANG_S)  # so that the kill comes between the pass and the step, or soon after it
+            service.kill()
+            service.start()
+    for _, stepped in pending:
+        stepped.result(HANG_S)
+    for who, training in trainings.items():
+        found = saved(service, training, "together")
+        assert found.keys() == expected[who].keys()
+        assert [name for name in found if not torch.equal(found[name], expected[who][name])] == []
+    assert all(bool(each.any()) for found in expected.values() for each in found.values()), "all were trained"
+
+
+def test_a_mistake_is_said_and_touches_nothing_else(service: ServiceProcess) -> None:
+    import tinker
+    from tinker import types
+
+    client, other = service.client("alice"), service.client("bob")
+    training = client.create_lora_training_client("tiny", 4, 5).result(HANG_S)
+    step(training, 0)[1].result(HANG_S)
+    before = saved(service, training, "before")
+    (datum,) = data(2, 1)
+    unknown = types.Datum(
+        model_input=datum.model_input, loss_fn_inputs={"target_tokens": [VOCAB] * datum.model_input.length}
+    )
+    for wrong, loss, said in (
+        ([datum], "nope", "nope"),
+        ([unknown], "cross_entropy", "target"),
+        (
+            [types.Datum(model_input=types.ModelInput.from_ints([1] * 65), loss_fn_inputs={"target_tokens": [1] * 65})],
+            "cross_entropy",
+            "65 tokens",
+        ),
+    ):
+        with pytest.raises(tinker.RequestFailedError, match=said):
+            training.forward_backward(wrong, loss).result(HANG_S)
+    with pytest.raises(tinker.RequestFailedError, match="no gradient"):
+        training.optim_step(types.AdamParams()).result(HANG_S)
+    for refused in (
+        lambda: client.create_lora_training_client("tiny", 9).result(HANG_S),
+        lambda: client.create_lora_training_client("other", 4).result(HANG_S),
+        lambda: other.create_training_client_from_state(training.save_state("mine").result(HANG_S).path).result(HANG_S),
+    ):
+        with pytest.raises((tinker.APIStatusError, tinker.RequestFailedError)):
+            refused()
+    after = saved(service, training, "after")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    step(training, 1)[1].result(HANG_S)
+    assert any(not torch.equal(before[name], each) for name, each in saved(service, training, "later").items())
+
+
+def test_strangers_garbage_and_large_bodies_are_turned_away(service: ServiceProcess) -> None:
+    import httpx
+
+    draws = random.Random(1)
+    paths = ["forward_backward", "optim_step", "create_model", "asample", "retrieve_future", "nothing", "load_weights"]
+    with httpx.Client(base_url=f"{service.url}/api/v1/", timeout=HANG_S) as web:
+        assert web.get("healthz").status_code == 200
+        for token in ({}, {"X-API-Key": "tml-wrong"}, {"Authorization": "Bearer x"}):
+            assert web.post("create_session", headers=token, content=b"{}").status_code == 401
+        ours = {"X-API-Key": "tml-alice"}
+        assert web.post("forward_backward", headers=ours, content=b"x" * (65 << 20)).status_code == 413
+        for _ in range(200):
+            body = draws.choice([b"", b"{", b"[]", b'{"model_id": 3}', draws.randbytes(draws.randrange(400))])
+            answer = web.post(draws.choice(paths), headers=ours, content=body)
+            assert 400 <= answer.status_code < 500, answer.text
+        with ThreadPoolExecutor(4) as many:
+            for answer in many.map(lambda _: web.get("training_runs", headers=ours), range(16)):
+                assert answer.status_code == 200
+        assert web.get("../../metrics", headers=ours).text.count("weightlane_service_") > 5

@@ -1,0 +1,76 @@
+"""A running `service_program`, and clients of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+from waiting import HANG_S
+
+PROGRAM = Path(__file__).with_name("service_program.py")
+SDK = Path(sys.prefix) / "tinker"
+"""Where `.ci/setup-env` puts the public SDK."""
+if str(SDK) not in sys.path:
+    sys.path.append(str(SDK))  # last, so that it brings nothing that is there already
+TOKENS = {"alice": "tml-alice", "bob": "tml-bob"}
+
+
+class ServiceProcess:
+    """The service, which can be killed and started again on the same directory.
+
+    Args:
+        model: Checkpoint.
+        directory: The service's files.
+        settings: See `service_program`.
+    """
+
+    def __init__(self, model: Path, directory: Path, **settings: Any) -> None:
+        self._model, self.directory = model, directory
+        tokens = directory.with_suffix(".tokens")
+        tokens.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
+        self._settings = {"tokens_file": str(tokens), **settings}
+        self.process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> Self:
+        port_file = self.directory.with_suffix(".port")
+        port_file.unlink(missing_ok=True)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+        arguments = [str(self._model), str(self.directory), str(port_file), json.dumps(self._settings)]
+        self.process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=environment)
+        until = time.monotonic() + HANG_S
+        while not port_file.is_file():
+            assert self.process.poll() is None, "the service ended while it started"
+            assert time.monotonic() < until, "the service did not start"
+            time.sleep(0.05)
+        self.url = f"http://127.0.0.1:{port_file.read_text()}"
+        self._settings["port"] = int(port_file.read_text())  # clients come back to it after a restart
+        return self
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait(HANG_S)
+
+    def stop(self) -> int:
+        assert self.process is not None
+        self.process.terminate()
+        return self.process.wait(HANG_S)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.kill()
+
+    def client(self, name: str = "alice") -> Any:
+        """A `tinker.ServiceClient`."""
+        import tinker
+
+        return tinker.ServiceClient(base_url=self.url, api_key=TOKENS[name])

@@ -1,0 +1,80 @@
+"""`ServiceConfig`: where the service listens, who may use it, and how much it takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+TOKEN_ENV = "WEIGHTLANE_SERVICE_TOKEN"  # noqa: S105 - a name, not a token
+"""Environment variable with the one token of a service that has no ``service.tokens_file``."""
+MAX_LORA_RANK = 512
+"""The largest rank for which vLLM has slots."""
+
+
+class ServiceConfig(BaseModel):
+    """The HTTP service of ``weightlane serve``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 chooses a free one, which is printed.")
+    tokens_file: Path | None = Field(
+        None,
+        description="File with one client a line: a name, a blank, and the token that it sends. Clients of different names don't"
+        f" see each other's sessions, models and checkpoints. none: the environment variable {TOKEN_ENV} has the only token.",
+    )
+    allow_anonymous: bool = Field(
+        False, description="Serve every client without a token; only on a loopback address. For trying things out."
+    )
+    base_model: str = Field(
+        "", description="Name by which clients ask for the model; empty: model.path as it is written."
+    )
+    max_lora_rank: int = Field(
+        64, ge=1, le=MAX_LORA_RANK, description="Largest rank of an adapter; each published version has this many rows."
+    )
+    lora_alpha: float = Field(32.0, gt=0, description="alpha of every adapter: B (A x) is scaled by alpha / rank.")
+    max_loaded: int = Field(
+        16,
+        ge=1,
+        description="Most adapters on the trainer ranks; others wait in files until their next request.",
+    )
+    max_models: int = Field(1024, ge=1, description="Most models that are not unloaded, over all clients.")
+    max_body_bytes: int = Field(64 << 20, ge=1 << 10, description="Largest request body, decompressed, in bytes.")
+    max_queued: int = Field(
+        256, ge=1, description="Most training requests of one model that wait; further ones are told to try again."
+    )
+    max_sampling: int = Field(
+        4096, ge=1, description="Most sampling requests that wait or run; further ones are told to try again."
+    )
+    save_every: int = Field(
+        16,
+        ge=1,
+        description="Optimizer steps of a model between two automatic saves; after a crash, requests since then run again.",
+    )
+    gap_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that requests of a model wait for an earlier one that has not arrived; then they fail.",
+    )
+    session_timeout_s: float = Field(
+        1800.0,
+        gt=0,
+        description="Seconds without a heartbeat after which a session ends: its samplers are closed and its models unloaded.",
+    )
+    answer_kept_s: float = Field(
+        3600.0, gt=0, description="Seconds that an answer is kept for its client to fetch, or fetch again."
+    )
+    shutdown_s: float = Field(
+        60.0,
+        gt=0,
+        description="Seconds that running requests have to finish at shutdown; the rest run after the next start.",
+    )
+
+    @model_validator(mode="after")
+    def _open_only_here(self) -> Self:
+        if self.allow_anonymous and self.host not in LOOPBACK:
+            raise ValueError(f"allow_anonymous is true, and host {self.host} can be reached from other machines")
+        return self

@@ -1,0 +1,17 @@
+"""Errors that only the service has."""
+
+from __future__ import annotations
+
+from weightlane.ckpt_engines import ConfigError, PeerLostError, ProtocolError
+
+
+class BusyError(PeerLostError):
+    """A queue is full: the client should try again later."""
+
+
+class UnknownError(ConfigError):
+    """A client asks for a session, model, sampler or checkpoint that it doesn't have."""
+
+
+class RepeatedRequestError(ProtocolError):
+    """A request has the number of an earlier one, but says something else."""

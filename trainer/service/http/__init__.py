@@ -1,0 +1,1 @@
+"""The service over HTTP, as the Tinker SDK speaks it."""

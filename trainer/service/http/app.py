@@ -1,0 +1,114 @@
+"""The HTTP application: its routes, and what happens around every request."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+
+from ..service import Service
+from . import listing, requests
+from .auth import Clients
+from .errors import answered, problem
+
+API = "/api/v1/"
+_log = logging.getLogger("weightlane.service.http")
+
+Handler = Callable[[Service, str, Request], Awaitable[Response]]
+
+_POST: dict[str, Handler] = {
+    "client/config": requests.client_config,
+    "client/dynamic_config": requests.client_dynamic_config,
+    "create_session": requests.create_session,
+    "session_heartbeat": requests.session_heartbeat,
+    "sessions/{session}/finish": requests.finish_session,
+    "telemetry": requests.telemetry,
+    "create_model": requests.create_model,
+    "get_info": requests.get_info,
+    "forward_backward": requests.forward_backward,
+    "optim_step": requests.optim_step,
+    "save_weights": requests.save_weights,
+    "save_weights_for_sampler": requests.save_weights_for_sampler,
+    "load_weights": requests.load_weights,
+    "unload_model": requests.unload_model,
+    "create_sampling_session": requests.create_sampling_session,
+    "join_sampling_session": requests.join_sampling_session,
+    "asample": requests.asample,
+    "retrieve_future": requests.retrieve_future,
+    "cancel_future": requests.cancel_future,
+    "weights_info": listing.weights_info,
+}
+_GET: dict[str, Handler] = {
+    "get_server_capabilities": listing.server_capabilities,
+    "training_runs": listing.training_runs,
+    "training_runs/{model}": listing.training_run,
+    "training_runs/{model}/checkpoints": listing.checkpoints_of_run,
+    "training_runs/{model}/checkpoints/{checkpoint:path}/archive": listing.archive,
+    "checkpoints": listing.checkpoints,
+    "sessions": listing.sessions,
+    "sessions/{session}": listing.session,
+    "samplers/{sampler}": listing.sampler,
+}
+_OTHER: dict[tuple[str, str], Handler] = {
+    ("DELETE", "training_runs/{model}/checkpoints/{checkpoint:path}"): listing.delete_checkpoint,
+    ("PUT", "training_runs/{model}/checkpoints/{checkpoint:path}/ttl"): listing.set_ttl,
+}
+
+
+def application(service: Service, clients: Clients) -> Starlette:
+    """The application over `service`, for `clients`."""
+
+    def route(method: str, path: str, handler: Handler) -> Route:
+        async def endpoint(request: Request) -> Response:
+            began = time.perf_counter()
+            client = clients.of(request.headers)
+            if client is None:
+                answer = problem(401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
+            else:
+                answer = await answered(lambda: handler(service, client, request))
+            _log.info(
+                json.dumps(
+                    {
+                        "method": method,
+                        "path": request.url.path,
+                        "status": answer.status_code,
+                        "client": client,
+                        "ms": round((time.perf_counter() - began) * 1e3, 1),
+                    }
+                )
+            )
+            return answer
+
+        return Route(API + path, endpoint, methods=[method])
+
+    async def health(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def metrics(request: Request) -> Response:
+        if clients.of(request.headers) is None:
+            return problem(401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
+        lines = [f"weightlane_service_{name} {value:g}" for name, value in sorted(service.figures().items())]
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+    async def unknown(request: Request, _: Any) -> Response:
+        return problem(
+            404, f"{request.method} {request.url.path} is not offered here; docs/guides/service.md lists what is."
+        )
+
+    return Starlette(
+        routes=[
+            Route(API + "healthz", health),
+            Route("/metrics", metrics),
+            *(route("POST", path, handler) for path, handler in _POST.items()),
+            *(route("GET", path, handler) for path, handler in _GET.items()),
+            *(route(method, path, handler) for (method, path), handler in _OTHER.items()),
+        ],
+        exception_handlers={404: unknown, 405: unknown},
+    )

@@ -1,0 +1,65 @@
+"""Typed errors as HTTP answers, and the limits of a request's body."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+
+from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
+
+from ..errors import BusyError, UnknownError
+from ..wire.bodies import WireLimits, decompressed
+
+RETRY_S = 1
+"""Seconds after which a client that was told to try again should."""
+
+
+BUSY = 429
+
+
+class TooLargeError(WeightlaneError):
+    """A request's body is larger than the service takes."""
+
+
+_STATUS: dict[type[WeightlaneError], int] = {
+    BusyError: BUSY,
+    TooLargeError: 413,
+    ClosedError: 410,
+    UnknownError: 404,
+    ConfigError: 422,
+    ProtocolError: 422,
+}
+"""The HTTP status of an error, of the first class that fits."""
+
+
+def problem(status: int, message: str, **headers: str) -> Response:
+    """An error as the SDK shows it."""
+    return JSONResponse({"detail": message, "error": message}, status, headers or None)
+
+
+async def answered(call: Callable[[], Awaitable[Response]]) -> Response:
+    """The answer of `call`, or its error as one: 4xx wherever the client can do something about it."""
+    try:
+        return await call()
+    except ClientDisconnect:
+        return problem(499, "the client has gone.")
+    except WeightlaneError as error:
+        status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
+        return problem(status, str(error), **({"Retry-After": str(RETRY_S)} if status == BUSY else {}))
+
+
+async def read_body(request: Request, limits: WireLimits) -> bytes:
+    """The body, decompressed. Raises `TooLargeError` as soon as it is too large, and `ProtocolError` as `decompressed`."""
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limits.body_bytes:
+            raise TooLargeError(
+                f"the body has more than {limits.body_bytes} bytes.",
+                part="service",
+                hint="Send less at once, or raise service.max_body_bytes.",
+            )
+        chunks.append(chunk)
+    return decompressed(b"".join(chunks), request.headers.get("content-encoding", ""), limits)

@@ -1,0 +1,195 @@
+"""Handlers of the requests by which clients train and sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from ..operations import SAVE, SAVE_FOR_SAMPLER, STEP, UNLOAD
+from ..records.futures import ERROR, JSON
+from ..service import Service
+from ..wire.requests import (
+    AddressedRequest,
+    CancelFutureRequest,
+    CreateModelRequest,
+    CreateSessionRequest,
+    FutureRetrieveRequest,
+    GetInfoRequest,
+    LoadWeightsRequest,
+    SessionHeartbeatRequest,
+    UnloadModelRequest,
+)
+from ..wire.requests import Request as Body
+from ..wire.requests import request as parsed
+from ..wire.sampling_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
+from .errors import read_body
+
+_WAIT_S = 25.0
+"""Seconds that a client waits at the server for an answer; the SDK gives up after 45."""
+_NO_UNEMBED = "Adapters are beside the linear layers of decoder layers: train_unembed has no effect here."
+
+
+async def client_config(service: Service, client: str, request: Request) -> Response:
+    """The SDK's switches: everything by the plainest way."""
+    del client
+    await read_body(request, service.limits)
+    return JSONResponse({"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": True})
+
+
+async def client_dynamic_config(service: Service, client: str, request: Request) -> Response:
+    """The SDK's switches that may change."""
+    del client
+    await read_body(request, service.limits)
+    return JSONResponse({"sample_cancel_enabled": True})
+
+
+async def create_session(service: Service, client: str, request: Request) -> Response:
+    """Begin a session."""
+    asked, _ = await _parsed(service, request, CreateSessionRequest)
+    about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "display_name": asked.display_name}
+    session = service.sessions.create(client, about)
+    return JSONResponse({"type": "create_session", "session_id": session, "info_message": _NO_UNEMBED})
+
+
+async def session_heartbeat(service: Service, client: str, request: Request) -> Response:
+    """Note a sign of life."""
+    asked, _ = await _parsed(service, request, SessionHeartbeatRequest)
+    service.sessions.seen(asked.session_id, client)
+    return JSONResponse({"type": "session_heartbeat"})
+
+
+async def finish_session(service: Service, client: str, request: Request) -> Response:
+    """End a session."""
+    await read_body(request, service.limits)
+    service.sessions.end(request.path_params["session"], client, "finished by its client")
+    return JSONResponse({})
+
+
+async def telemetry(service: Service, client: str, request: Request) -> Response:
+    """Take the SDK's telemetry, of which nothing is kept."""
+    del client
+    await read_body(request, service.limits)
+    return JSONResponse({"status": "accepted"})
+
+
+async def create_model(service: Service, client: str, request: Request) -> Response:
+    """Make a model."""
+    asked, payload = await _parsed(service, request, CreateModelRequest)
+    accepted = service.create_model(client, asked, payload)
+    return JSONResponse({"request_id": accepted.id, "model_id": accepted.owner})
+
+
+async def get_info(service: Service, client: str, request: Request) -> Response:
+    """Describe a model."""
+    asked, _ = await _parsed(service, request, GetInfoRequest)
+    model, base = service.lane.model(asked.model_id, client), service.base
+    return JSONResponse(
+        {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_name": base.name,
+            "model_data": {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.tokenizer},
+            "is_lora": True,
+            "lora_rank": model.config.rank,
+        }
+    )
+
+
+async def forward_backward(service: Service, client: str, request: Request) -> Response:
+    """Compute a loss, and its gradient unless the request says not to."""
+    body = await read_body(request, service.limits)
+    return _future(service.backward(client, body).id)
+
+
+async def optim_step(service: Service, client: str, request: Request) -> Response:
+    """Take an optimizer step."""
+    return await _training(service, client, request, STEP)
+
+
+async def save_weights(service: Service, client: str, request: Request) -> Response:
+    """Save a model and its optimizer."""
+    return await _training(service, client, request, SAVE)
+
+
+async def save_weights_for_sampler(service: Service, client: str, request: Request) -> Response:
+    """Bring a model's weights to the replicas."""
+    return await _training(service, client, request, SAVE_FOR_SAMPLER)
+
+
+async def load_weights(service: Service, client: str, request: Request) -> Response:
+    """Load a checkpoint: into a model, or as a new one."""
+    asked, payload = await _parsed(service, request, LoadWeightsRequest)
+    if asked.session_id is not None:
+        accepted = service.load_as_model(client, asked, payload)
+    else:
+        accepted = service.train(client, "load_weights", asked.model_id or "", asked.seq_id or 0, payload)
+    return _future(accepted.id, model_id=accepted.owner)
+
+
+async def unload_model(service: Service, client: str, request: Request) -> Response:
+    """Forget a model, after the requests that were sent before."""
+    asked, payload = await _parsed(service, request, UnloadModelRequest)
+    model = service.lane.model(asked.model_id, client)
+    seq = max([model.next_seq - 1, *model.waiting]) + 1
+    return _future(service.train(client, UNLOAD, asked.model_id, seq, payload).id)
+
+
+async def create_sampling_session(service: Service, client: str, request: Request) -> Response:
+    """Make a sampler."""
+    asked, _ = await _parsed(service, request, CreateSamplingSessionRequest)
+    sampler = service.create_sampler(
+        client, asked.session_id, asked.sampling_session_seq_id, asked.base_model, asked.model_path
+    )
+    return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+
+async def join_sampling_session(service: Service, client: str, request: Request) -> Response:
+    """Give a copy of a sampling client, in another process, a number of its own."""
+    asked, _ = await _parsed(service, request, JoinSamplingSessionRequest)
+    service.samplers.get(asked.sampling_session_id, client)
+    number = service.samplers.join(asked.sampling_session_id)
+    return JSONResponse({"type": "join_sampling_session", "client_counter": number})
+
+
+async def asample(service: Service, client: str, request: Request) -> Response:
+    """Sample."""
+    asked, payload = await _parsed(service, request, SampleRequest)
+    accepted = service.sample(client, asked, payload)
+    names = [f"{accepted.id}:{index}" for index in range(asked.num_samples)]
+    return _future(accepted.id, sample_sequence_ids=names)
+
+
+async def retrieve_future(service: Service, client: str, request: Request) -> Response:
+    """The answer of a request, for which the client waits a while."""
+    asked, _ = await _parsed(service, request, FutureRetrieveRequest)
+    found = await service.futures.wait(asked.request_id, client, _WAIT_S)
+    if found is None:
+        return JSONResponse({"detail": f"there is no request {asked.request_id}."}, 410)
+    if found.state == "queued":
+        return JSONResponse({"type": "try_again", "request_id": found.id, "queue_state": "active"})
+    return Response(found.answer, media_type=JSON if found.media == ERROR else found.media)
+
+
+async def cancel_future(service: Service, client: str, request: Request) -> Response:
+    """Give up a sampling request."""
+    asked, _ = await _parsed(service, request, CancelFutureRequest)
+    if await service.futures.wait(asked.request_id, client, 0) is not None:
+        service.samplers.cancel(asked.request_id)
+    return JSONResponse({})
+
+
+async def _training(service: Service, client: str, request: Request, kind: str) -> Response:
+    """Accept a request of a model. Whatever else it says is looked at in its turn: later requests count on its number."""
+    asked, payload = await _parsed(service, request, AddressedRequest)
+    return _future(service.train(client, kind, asked.model_id, asked.seq_id, payload).id)
+
+
+async def _parsed(service: Service, request: Request, form: type[Body]) -> tuple[Any, bytes]:
+    body = await read_body(request, service.limits)
+    return parsed(form, body, service.limits), body
+
+
+def _future(request: str, **more: Any) -> Response:
+    return JSONResponse({"request_id": request, **more})

@@ -1,0 +1,74 @@
+"""Listens, and answers until the service ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+
+from weightlane.ckpt_engines import AddressInUseError
+
+from ..service import Service
+from .app import application
+from .auth import Clients
+
+_KEEP_ALIVE_S = 75
+"""Seconds that an idle connection stays open: longer than a client waits between two requests of a running job."""
+
+
+@contextmanager
+def listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket on which nobody is answered yet. Raises `AddressInUseError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+        except OSError as cause:
+            raise AddressInUseError(
+                f"{host}:{port} cannot be listened on: {cause.strerror}.",
+                part="service",
+                hint="Set service.port to a free one.",
+            ) from cause
+        yield listener
+
+
+async def serve(service: Service, clients: Clients, listener: socket.socket, ended: asyncio.Event) -> None:
+    """Answer requests until `ended`, then shut down. Raises what ends the service before: the death of a rank, for example."""
+    shutdown_s = service.config.shutdown_s
+    server = _Server(
+        uvicorn.Config(
+            application(service, clients),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=max(1, int(shutdown_s)),
+        )
+    )
+    tasks = [
+        asyncio.create_task(server.serve([listener]), name="http"),
+        asyncio.create_task(service.run(), name="service"),
+        asyncio.create_task(ended.wait(), name="signal"),
+    ]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await asyncio.wait(tasks[:1], timeout=shutdown_s + 1)
+    await service.close()
+    for each in tasks:
+        each.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for each in done:
+        each.result()
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the program, which has more to end than HTTP."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Capture none."""
+        yield

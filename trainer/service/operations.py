@@ -1,0 +1,231 @@
+"""`Operations`: carries out the requests of models, one at a time, on the trainer ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError
+
+from ..config import LoraConfig
+from ..data.batch import MiniBatch
+from ..objectives.loss import LOGPROBS
+from ..runner.jobs import CreateAdapter, Forward, ForwardBackward, OptimStep, RemoveAdapter, SaveAdapter
+from ..runner.runner import Runner
+from .base_model import BaseModel
+from .losses import ServiceLoss, loss_report
+from .publications import Begun, Publications
+from .records.checkpoints import Checkpoint, Checkpoints, Kind
+from .records.futures import PROTOBUF, Futures
+from .records.store import StoredRequest
+from .samplers import Sampler, Samplers, inflight_key
+from .training_lane import Model, TrainingLane
+from .wire.answers import pass_answer, training_metrics
+from .wire.batches import TrainBody
+from .wire.bodies import WireLimits
+from .wire.requests import (
+    CreateModelRequest,
+    LoadWeightsRequest,
+    OptimStepRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from .wire.requests import request as parsed
+
+CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
+SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
+_PART = "service"
+_WHOLE = MiniBatch(1.0, 1.0)
+"""Losses of the service are sums, which nothing divides, so that all parts of a mini-batch agree about it."""
+
+
+class Operations:
+    """Every operation on a model. See `TrainingLane`, which calls `execute`.
+
+    Args:
+        futures: Takes answers.
+        runner: Runs jobs.
+        checkpoints: Takes what is saved.
+        publications: Brings weights to samplers.
+        base: The model.
+        limits: Sizes that a request may have.
+    """
+
+    def __init__(
+        self,
+        futures: Futures,
+        runner: Runner,
+        checkpoints: Checkpoints,
+        publications: Publications,
+        base: BaseModel,
+        limits: WireLimits,
+    ) -> None:
+        self._futures, self._runner, self._checkpoints = futures, runner, checkpoints
+        self._publications, self._base, self._limits = publications, base, limits
+        self._syncing: set[asyncio.Task[None]] = set()
+        self.lane: TrainingLane
+        self.samplers: Samplers
+        self.newest: dict[str, str] = {}
+        """The key that was published last, by model."""
+
+    def ready(self, request: StoredRequest) -> bool:
+        """Whether a request would not wait for a version that is on its way to the replicas."""
+        return request.kind != SAVE_FOR_SAMPLER or not self._publications.busy
+
+    async def execute(self, model: Model, request: StoredRequest) -> None:
+        """See `Execute`."""
+        await getattr(self, f"_{request.kind}")(model, request)
+
+    async def load_sampler(self, sampler: Sampler) -> None:
+        """Bring a sampler's weights to the replicas, from its checkpoint, or from its model as it is."""
+        begun = await self.lane.errand(lambda: self._begin_for(sampler))
+        try:
+            await self._publications.finish(begun)
+        finally:
+            self.lane.changed()
+
+    async def close(self) -> None:
+        """Wait for versions that are on their way, each of which has a deadline."""
+        await asyncio.gather(*self._syncing, return_exceptions=True)
+
+    async def _create_model(self, model: Model, request: StoredRequest) -> None:
+        parsed(CreateModelRequest, request.payload, self._limits)
+        await self.lane.make_room()
+        await self._runner.run(CreateAdapter(model.adapter, model.config))
+        model.loaded = True
+        self._answer(request, {"type": CREATE, "model_id": model.id})
+
+    async def _load_weights(self, model: Model, request: StoredRequest) -> None:
+        asked = parsed(LoadWeightsRequest, request.payload, self._limits)
+        found = self._checkpoints.get(asked.path, model.client)
+        if not model.loaded:
+            await self.lane.make_room()
+        job = CreateAdapter(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
+        model.steps = await self._runner.run(job)
+        model.saved_steps, model.loaded, model.open = model.steps, True, False
+        self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
+
+    async def _forward_backward(self, model: Model, request: StoredRequest) -> None:
+        body = TrainBody.parse(request.payload, limits=self._limits)
+        asked = await asyncio.to_thread(body.request, self._base.vocabulary)
+        longest = max(sequence.length for sequence in asked.batch.sequences)
+        if longest > self._base.max_length:
+            raise ConfigError(
+                f"a sequence has {longest} tokens, and the model takes {self._base.max_length}.", part=_PART
+            )
+        loss = ServiceLoss(asked.loss, asked.loss_config)
+        loss.check_inputs(asked.batch)
+        if asked.forward_only:
+            outputs = await self._runner.run(Forward(asked.batch, LOGPROBS, adapter=model.adapter))
+            report = loss_report(loss, asked.batch, [each["logprobs"] for each in outputs])
+        else:
+            model.open = True
+            passed = await self._runner.run(ForwardBackward(asked.batch, loss, _WHOLE, LOGPROBS, model.adapter))
+            report, outputs = dict(passed.metrics), list(passed.outputs)
+        answer = pass_answer([each["logprobs"] for each in outputs], asked.shapes, training_metrics(report))
+        self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
+
+    async def _optim_step(self, model: Model, request: StoredRequest) -> None:
+        params = parsed(OptimStepRequest, request.payload, self._limits).params()
+        try:
+            result = await self._runner.run(OptimStep(model.adapter, params))
+        finally:
+            model.open = False
+        if result.skipped:
+            raise ProtocolError(result.skipped, part=_PART, hint="The weights are unchanged; go on, or lower the rate.")
+        model.steps = result.step
+        self._answer(request, {"metrics": {"grad_norm": result.grad_norm, "step": float(result.step)}})
+
+    async def _save_weights(self, model: Model, request: StoredRequest) -> None:
+        asked = parsed(SaveWeightsRequest, request.payload, self._limits)
+        path, _ = await self._save(
+            model,
+            request,
+            "training",
+            asked.path or f"step-{model.steps}-{request.seq}",
+            asked,
+            overwrite=asked.overwrite,
+        )
+        self._answer(request, {"type": SAVE, "path": path})
+
+    async def _save_weights_for_sampler(self, model: Model, request: StoredRequest) -> None:
+        asked = parsed(SaveWeightsForSamplerRequest, request.payload, self._limits)
+        answer: dict[str, Any] = {"type": SAVE_FOR_SAMPLER}
+        if asked.kind == "inflight":
+            key, path = inflight_key(model.id), None
+        else:
+            path, _ = await self._save(model, request, "sampler", asked.path or f"snapshot-{request.seq}", asked)
+            key = path
+        if asked.path is None:
+            sampler = sampler_id(model.session, asked.sampling_session_seq_id or 0)
+            self.samplers.create(
+                sampler, model.session, model.client, checkpoint=path, model=model.id, inflight=path is None
+            )
+            answer["sampling_session_id"] = sampler
+        else:
+            answer["path"] = path
+        if request.state != "queued":
+            return  # replicas get it again when somebody samples from it
+        self.newest[model.id] = key
+        begun = await self._publications.begin(key, model.adapter, model.config)
+        task = asyncio.get_running_loop().create_task(self._finish(begun, request, answer))
+        self._syncing.add(task)
+        task.add_done_callback(self._syncing.discard)
+
+    async def _unload_model(self, model: Model, request: StoredRequest) -> None:
+        await self.lane.remove(model)
+        self._answer(request, {"type": UNLOAD, "model_id": model.id})
+
+    async def _save(
+        self, model: Model, request: StoredRequest, kind: Kind, name: str, asked: Any, *, overwrite: bool = False
+    ) -> tuple[str, Path]:
+        """Write a checkpoint, unless this request has done so before; its path and directory."""
+        path, directory = self._checkpoints.place(model.id, kind, name)
+        if (made := self._checkpoints.made_by(request.id)) is not None:
+            return made.path, made.directory
+        if request.state != "queued":
+            return path, directory  # it was made, and deleted since
+        self._checkpoints.make_room(path, directory, overwrite=overwrite)
+        await self._runner.run(SaveAdapter(model.adapter, directory, optimizer=kind == "training"))
+        about = {
+            "request": request.id,
+            "config": model.config.model_dump(mode="json"),
+            "base_model": model.about.get("base_model", ""),
+            "train": model.about.get("train", {}),
+            "user_metadata": asked.user_metadata,
+        }
+        self._checkpoints.add(path, model.id, model.client, kind, directory, about, asked.ttl_seconds)
+        return path, directory
+
+    async def _begin_for(self, sampler: Sampler) -> Begun:
+        if sampler.checkpoint is None:
+            assert sampler.model is not None
+            model = self.lane.model(sampler.model, sampler.client)
+            return await self._publications.begin(sampler.key, model.adapter, model.config)
+        found: Checkpoint = self._checkpoints.get(sampler.checkpoint, sampler.client)
+        config, name = LoraConfig.model_validate(found.about["config"]), "published-from-files"
+        await self._runner.run(CreateAdapter(name, config, found.directory, optimizer=False))
+        try:
+            return await self._publications.begin(sampler.key, name, config)
+        finally:
+            await self._runner.run(RemoveAdapter(name))
+
+    async def _finish(self, begun: Begun, request: StoredRequest, answer: dict[str, Any]) -> None:
+        try:
+            await self._publications.finish(begun)
+        except Exception as error:  # noqa: BLE001 - the client gets it
+            self._futures.fail(request.id, error, keep_payload=True)
+        else:
+            self._answer(request, answer)
+        finally:
+            self.lane.changed()
+
+    def _answer(self, request: StoredRequest, answer: dict[str, Any]) -> None:
+        self._futures.finish(request.id, json.dumps(answer).encode(), keep_payload=True)
+
+
+def sampler_id(session: str, seq: int) -> str:
+    """The id of a session's sampler number `seq`."""
+    return f"{session}:sample:{seq}"

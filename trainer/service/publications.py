@@ -1,0 +1,133 @@
+"""`Publications`: which adapters the replicas have, and under which versions."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
+from weightlane.sync import SyncReport
+
+from ..config import LoraConfig
+from ..runner.jobs import Publish
+from ..runner.runner import Runner
+
+_PART = "service publications"
+
+
+class AdapterReplica(Protocol):
+    """A rollout replica that holds many adapters."""
+
+    @property
+    def name(self) -> str:
+        """The replica's name."""
+
+    async def announce(self, version: int, adapter: Any, keep: Collection[int] = ()) -> None:
+        """Say what a version will be, and which ones stay loaded."""
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
+        """Generate a completion."""
+
+
+class Syncer(Protocol):
+    """Carries versions to the replicas."""
+
+    async def sync(self, version: int) -> SyncReport:
+        """Put a published version into service."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A version that the trainer ranks have published, and that is on its way to the replicas."""
+
+    version: int
+    key: str
+
+
+class Publications:
+    """Brings adapters from the trainer ranks to all replicas, one at a time, and knows the version of each.
+
+    A key stands for what is published: a checkpoint's path, a sampler's id, or a model whose newest weights are meant.
+
+    Args:
+        runner: Runs jobs on the trainer ranks.
+        syncer: Carries versions.
+        replicas: Where they go.
+        describe: Makes of an adapter's configuration what replicas are told.
+        in_use: The keys that somebody may still sample from.
+        timeout_s: Most seconds that a publication waits for the one before.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        syncer: Syncer,
+        replicas: Sequence[AdapterReplica],
+        describe: Callable[[LoraConfig], Any],
+        in_use: Callable[[], Collection[str]],
+        timeout_s: float,
+    ) -> None:
+        self._runner, self._syncer, self._replicas = runner, syncer, replicas
+        self._describe, self._in_use, self._timeout_s = describe, in_use, timeout_s
+        self._versions: dict[str, int] = {}
+        self._numbers = itertools.count(1)
+        self._turn = asyncio.Lock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a version is on its way, for whose end another one would wait."""
+        return self._turn.locked()
+
+    @property
+    def versions(self) -> dict[str, int]:
+        """The version of each key that is loaded."""
+        return dict(self._versions)
+
+    def version_of(self, key: str) -> int | None:
+        """The version under which replicas have `key`; None if they don't have it."""
+        return self._versions.get(key)
+
+    async def begin(self, key: str, adapter: str, config: LoraConfig) -> Begun:
+        """Publish an adapter of the trainer ranks, as it is now; `finish` must follow.
+
+        Raises:
+            DeadlineExceededError: The publication before is still under way.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._turn.acquire()
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"the version before was not in service after {self._timeout_s:.0f} s.", part=_PART
+            ) from cause
+        try:
+            version, wanted = next(self._numbers), set(self._in_use())
+            self._versions = {each: number for each, number in self._versions.items() if each in wanted}
+            described, keep = self._describe(config), sorted(self._versions.values())
+            await asyncio.gather(*(replica.announce(version, described, keep) for replica in self._replicas))
+            await self._runner.run(Publish(version, adapter))
+        except BaseException:
+            self._turn.release()
+            raise
+        return Begun(version, key)
+
+    async def finish(self, begun: Begun) -> SyncReport:
+        """Wait until the replicas have a version; from then on it is that of its key."""
+        try:
+            report = await self._syncer.sync(begun.version)
+            self._versions[begun.key] = begun.version
+            return report
+        finally:
+            self._turn.release()
+
+    def require(self, key: str) -> int:
+        """The version of `key`. Raises `ConfigError` if the replicas don't have it."""
+        version = self._versions.get(key)
+        if version is None:
+            raise ConfigError(
+                f"the replicas don't have {key}.", part=_PART, hint="Save the weights for sampling first."
+            )
+        return version

@@ -1,0 +1,1 @@
+"""Everything that the service keeps: requests and answers, sessions, and checkpoints."""

@@ -1,0 +1,160 @@
+"""`Checkpoints`: adapters that clients have saved, as PEFT's files, under ``tinker://`` paths."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..errors import UnknownError
+from .store import Store
+
+Kind = Literal["training", "sampler"]
+_SEGMENTS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
+_PATH = re.compile(r"tinker://(?P<model>[^/]+)/(?P<segment>weights|sampler_weights)/(?P<name>[^/]+)")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_PART = "service checkpoints"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An adapter that was saved."""
+
+    path: str
+    """``tinker://MODEL/weights/NAME``, with the optimizer, or ``tinker://MODEL/sampler_weights/NAME``, without."""
+    model: str
+    kind: Kind
+    directory: Path
+    created: float
+    """Seconds since 1970."""
+    expires: float | None
+    bytes: int
+    about: Mapping[str, Any]
+    """The adapter's configuration, and what its client said about it."""
+
+    @property
+    def id(self) -> str:
+        """The part of the path after the model."""
+        return self.path.removeprefix(f"tinker://{self.model}/")
+
+
+class Checkpoints:
+    """The checkpoints of all clients, each in a directory of its own.
+
+    Args:
+        store: Knows them.
+        directory: Where they are.
+    """
+
+    def __init__(self, store: Store, directory: Path) -> None:
+        self._store, self._directory = store, directory
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def place(self, model: str, kind: Kind, name: str) -> tuple[str, Path]:
+        """Path and directory of a checkpoint to be. Raises `ConfigError` for a name that can be no file's."""
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{name!r} is no name for a checkpoint.",
+                part=_PART,
+                hint="Use up to 200 letters, digits, dots and dashes.",
+            )
+        segment = _SEGMENTS[kind]
+        return f"tinker://{model}/{segment}/{name}", self._directory / model.replace(":", ".") / segment / name
+
+    def make_room(self, path: str, directory: Path, *, overwrite: bool) -> None:
+        """Let nothing be where a checkpoint is about to be written. Raises `ConfigError` if one is there that may not go."""
+        if self._store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None:
+            if not overwrite:
+                raise ConfigError(
+                    f"there is a checkpoint {path} already.",
+                    part=_PART,
+                    hint="Choose another name, or pass overwrite=True.",
+                )
+            self._store.delete("checkpoints", path)
+        shutil.rmtree(directory, ignore_errors=True)  # also what a killed process left
+        directory.parent.mkdir(parents=True, exist_ok=True)
+
+    def add(
+        self,
+        path: str,
+        model: str,
+        client: str,
+        kind: Kind,
+        directory: Path,
+        about: Mapping[str, Any],
+        ttl_s: float | None = None,
+    ) -> None:
+        """Know a checkpoint whose files are complete."""
+        now, size = time.time(), sum(file.stat().st_size for file in directory.iterdir())
+        self._store.insert(
+            "checkpoints",
+            path=path,
+            model=model,
+            client=client,
+            kind=kind,
+            directory=str(directory),
+            created=now,
+            expires=None if ttl_s is None else now + ttl_s,
+            bytes=size,
+            about=dict(about),
+        )
+
+    def get(self, path: str, client: str) -> Checkpoint:
+        """The checkpoint at `path`. Raises `ConfigError` if `client` has none there."""
+        if _PATH.fullmatch(path) is None:
+            raise ConfigError(
+                f"{path!r} is no path of a checkpoint.", part=_PART, hint="They look like tinker://MODEL/weights/NAME."
+            )
+        found = self._rows("path = ? AND client = ? AND (expires IS NULL OR expires > ?)", path, client, time.time())
+        if not found or not found[0].directory.is_dir():
+            raise UnknownError(
+                f"there is no checkpoint {path}.", part=_PART, hint="It may have expired, or been deleted."
+            )
+        return found[0]
+
+    def made_by(self, request: str) -> Checkpoint | None:
+        """The checkpoint that a request made; None if there is none."""
+        found = self._rows("json_extract(about, '$.request') = ?", request)
+        return found[0] if found else None
+
+    def of_client(self, client: str, model: str | None = None) -> list[Checkpoint]:
+        """The checkpoints of a client, or of one of its models, newest first."""
+        return self._rows(
+            "client = ? AND (? IS NULL OR model = ?) AND (expires IS NULL OR expires > ?) ORDER BY created DESC",
+            client,
+            model,
+            model,
+            time.time(),
+        )
+
+    def delete(self, path: str, client: str) -> None:
+        """Delete a checkpoint and its files."""
+        found = self.get(path, client)
+        self._store.delete("checkpoints", path)
+        shutil.rmtree(found.directory, ignore_errors=True)
+
+    def set_ttl(self, path: str, client: str, ttl_s: float | None) -> None:
+        """Let a checkpoint expire in `ttl_s` seconds from now, or never."""
+        self.get(path, client)
+        self._store.update("checkpoints", path, expires=None if ttl_s is None else time.time() + ttl_s)
+
+    def drop_expired(self) -> int:
+        """Delete checkpoints whose time is over; how many there were."""
+        expired = self._rows("expires IS NOT NULL AND expires <= ?", time.time())
+        for each in expired:
+            self._store.delete("checkpoints", each.path)
+            shutil.rmtree(each.directory, ignore_errors=True)
+        return len(expired)
+
+    def _rows(self, condition: str, *values: Any) -> list[Checkpoint]:
+        query = "SELECT path, model, kind, directory, created, expires, bytes, about FROM checkpoints WHERE "
+        return [
+            Checkpoint(**{**row, "directory": Path(row["directory"])})
+            for row in self._store.rows(query + condition, *values)
+        ]

@@ -1,0 +1,99 @@
+"""`Futures`: requests that were accepted, until their answers are fetched."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
+
+from ..errors import RepeatedRequestError
+from .store import Store, StoredRequest
+
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+ERROR = "error"
+"""The media type of an answer that is a failure."""
+_PART = "service"
+
+
+class Futures:
+    """Accepts requests, each once, and lets clients wait for their answers. Everything is in the store before it is said.
+
+    A client that repeats a request, because it has lost the answer, gets the same future.
+
+    Args:
+        store: The store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._answered: dict[str, asyncio.Event] = {}
+
+    def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
+        """Keep a request.
+
+        Args:
+            kind: What it asks for.
+            owner: The model, sampler or session that it is for.
+            seq: Its number among the requests of its owner.
+            client: Whoever sent it.
+            payload: Everything else that it says.
+
+        Returns:
+            The request, and whether it is new.
+
+        Raises:
+            RepeatedRequestError: Another request of that owner has this number.
+        """
+        digest = hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
+        made = StoredRequest(f"{owner}:{seq}", kind, owner, seq, client, "queued", payload, b"", "")
+        with self._store.transaction():
+            before = self._store.digest_of(made.id)
+            if before and before != digest:
+                raise RepeatedRequestError(
+                    f"request {seq} of {owner} was sent before, and said something else.",
+                    part=_PART,
+                    hint="Each request of a client has a number of its own; two processes may be using one client.",
+                )
+            return self._store.accept(made, digest), not before
+
+    def finish(self, request: str, body: bytes, media: str = JSON, *, keep_payload: bool = False) -> None:
+        """Answer a request. With `keep_payload`, it may have to run again after a crash."""
+        self._store.finish(request, body, media, keep_payload=keep_payload)
+        if (event := self._answered.pop(request, None)) is not None:
+            event.set()
+
+    def finish_json(self, request: str, answer: dict[str, Any], *, keep_payload: bool = False) -> None:
+        """Answer a request by a JSON object."""
+        self.finish(request, json.dumps(answer).encode(), keep_payload=keep_payload)
+
+    def fail(self, request: str, error: BaseException, *, keep_payload: bool = False) -> None:
+        """Answer a request by an error: the client's, if what it asked for can't be done, or ours."""
+        ours = not isinstance(error, ConfigError | ProtocolError)
+        text = str(error) if isinstance(error, WeightlaneError) else f"{type(error).__name__}: {error}"
+        body = json.dumps({"error": text, "category": "server" if ours else "user"}).encode()
+        self.finish(request, body, ERROR, keep_payload=keep_payload)
+
+    async def wait(self, request: str, client: str, timeout_s: float) -> StoredRequest | None:
+        """The request, answered or, after `timeout_s` seconds, not; None if `client` has no such request."""
+        found = self._of(request, client)
+        if found is None or found.state != "queued":
+            return found
+        event = self._answered.setdefault(request, asyncio.Event())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await event.wait()
+        except TimeoutError:
+            return found
+        return self._of(request, client)
+
+    def forget(self, older_than_s: float) -> None:
+        """Drop answers that were given more than `older_than_s` seconds ago."""
+        self._store.forget(finished_before=time.time() - older_than_s)
+
+    def _of(self, request: str, client: str) -> StoredRequest | None:
+        found = self._store.request(request)
+        return found if found is not None and found.client == client else None

@@ -1,0 +1,223 @@
+"""`Store`: everything that the service knows, in SQLite: after a kill at any moment, a new process goes on from it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from weightlane.ckpt_engines import StorageError
+
+PART = "service store"
+State = Literal["queued", "done", "failed"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, client TEXT NOT NULL, created REAL NOT NULL, seen REAL NOT NULL, ended TEXT, about TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, client TEXT NOT NULL, state TEXT NOT NULL, created REAL NOT NULL,
+    used REAL NOT NULL, saved_seq INTEGER NOT NULL DEFAULT -1, saved_dir TEXT, about TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS requests (
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, seq INTEGER NOT NULL, client TEXT NOT NULL,
+    state TEXT NOT NULL, created REAL NOT NULL, finished REAL, digest TEXT NOT NULL, payload BLOB, answer BLOB,
+    media TEXT NOT NULL DEFAULT ''
+);
+CREATE INDEX IF NOT EXISTS requests_by_owner ON requests (owner, seq);
+CREATE INDEX IF NOT EXISTS requests_by_state ON requests (state, finished);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, client TEXT NOT NULL, kind TEXT NOT NULL, directory TEXT NOT NULL,
+    created REAL NOT NULL, expires REAL, bytes INTEGER NOT NULL, about TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, client TEXT NOT NULL, model TEXT, checkpoint TEXT, inflight INTEGER NOT NULL,
+    created REAL NOT NULL, clients INTEGER NOT NULL DEFAULT 1
+);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """A request that was accepted."""
+
+    id: str
+    kind: str
+    owner: str
+    """The model, sampler or session that it is for."""
+    seq: int
+    """Its place among the requests of its owner."""
+    client: str
+    state: State
+    payload: bytes
+    answer: bytes
+    media: str
+    """The answer's media type; ``error`` for a failure, whose answer is JSON."""
+
+
+class Store:
+    """The service's database, a file in SQLite's WAL mode. Used from one thread.
+
+    Each method is one transaction: whatever it says is there for the next process, or none of it.
+
+    Args:
+        path: The file; made if it doesn't exist.
+
+    Raises:
+        StorageError: It can't be opened, or is no such database.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # A killed process loses nothing; a power cut may lose the last moments.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.Error as cause:
+            raise StorageError(
+                f"{path} cannot be opened: {cause}.",
+                part=PART,
+                hint="Is another service running on this run.dir? Or move the file away: what it knew is then forgotten.",
+            ) from cause
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        self._db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Several changes that are there together or not at all."""
+        if self._db.in_transaction:
+            yield self._db
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def insert(self, table: str, **values: Any) -> bool:
+        """Add a row; whether there was none of its key yet. Dictionaries are kept as JSON."""
+        plain = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in values.items()}
+        marks = ", ".join("?" * len(plain))
+        with self.transaction() as db:
+            made = db.execute(
+                f"INSERT INTO {table} ({', '.join(plain)}) VALUES ({marks}) ON CONFLICT DO NOTHING",  # noqa: S608 - our names
+                list(plain.values()),
+            )
+        return made.rowcount == 1
+
+    def update(self, table: str, key: str, **values: Any) -> None:
+        """Change columns of the row whose primary key is `key`."""
+        plain = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
+        primary = "path" if table == "checkpoints" else "id"
+        changes = ", ".join(f"{name} = ?" for name in plain)
+        with self.transaction() as db:
+            db.execute(
+                f"UPDATE {table} SET {changes} WHERE {primary} = ?",  # noqa: S608 - our names
+                [*plain.values(), key],
+            )
+
+    def delete(self, table: str, key: str) -> None:
+        """Drop the row whose primary key is `key`."""
+        primary = "path" if table == "checkpoints" else "id"
+        with self.transaction() as db:
+            db.execute(f"DELETE FROM {table} WHERE {primary} = ?", [key])  # noqa: S608 - our names
+
+    def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
+        """The rows of a SELECT, with ``about`` parsed. A row whose ``about`` is damaged is left out."""
+        cursor = self._db.execute(query, values)
+        names = [column[0] for column in cursor.description]
+        found = []
+        for each in cursor:
+            row = dict(zip(names, each, strict=True))
+            if "about" in row:
+                try:
+                    row["about"] = json.loads(row["about"])
+                except (ValueError, TypeError):
+                    continue
+            found.append(row)
+        return found
+
+    def row(self, query: str, *values: Any) -> dict[str, Any] | None:
+        """The first row of a SELECT; None if there is none."""
+        found = self.rows(query, *values)
+        return found[0] if found else None
+
+    def accept(self, request: StoredRequest, digest: str) -> StoredRequest:
+        """Keep a request, once: that of the same id if there is one. See `digest_of` for its fingerprint."""
+        with self.transaction():
+            self.insert(
+                "requests",
+                id=request.id,
+                kind=request.kind,
+                owner=request.owner,
+                seq=request.seq,
+                client=request.client,
+                state=request.state,
+                created=time.time(),
+                digest=digest,
+                payload=request.payload,
+            )
+            kept = self.request(request.id)
+        assert kept is not None
+        return kept
+
+    def digest_of(self, request: str) -> str:
+        """The fingerprint with which a request was accepted; empty if there is none."""
+        row = self.row("SELECT digest FROM requests WHERE id = ?", request)
+        return "" if row is None else str(row["digest"])
+
+    def request(self, request: str) -> StoredRequest | None:
+        """The request of that id, with its answer."""
+        found = self._requests("id = ?", request)
+        return found[0] if found else None
+
+    def requests_since(self, owner: str, seq: int) -> list[StoredRequest]:
+        """Requests of `owner` after `seq`, in their order, whatever their state."""
+        return self._requests("owner = ? AND seq > ? ORDER BY seq", owner, seq)
+
+    def queued(self, kinds: Sequence[str]) -> list[StoredRequest]:
+        """Requests of these kinds that have no answer, oldest first."""
+        marks = ", ".join("?" * len(kinds))
+        return self._requests(f"state = 'queued' AND kind IN ({marks}) ORDER BY created", *kinds)
+
+    def finish(self, request: str, answer: bytes, media: str, *, keep_payload: bool) -> None:
+        """Keep the answer of a request, unless it has one. Its payload goes, unless it may have to run again."""
+        payload = "payload" if keep_payload else "NULL"
+        state = "failed" if media == "error" else "done"
+        with self.transaction() as db:
+            db.execute(
+                f"UPDATE requests SET state = ?, answer = ?, media = ?, finished = ?, payload = {payload}"  # noqa: S608
+                " WHERE id = ? AND state = 'queued'",
+                [state, answer, media, time.time(), request],
+            )
+
+    def forget(self, *, finished_before: float) -> None:
+        """Drop requests that were answered before a time and whose payloads are not needed to repeat them."""
+        with self.transaction() as db:
+            db.execute("DELETE FROM requests WHERE finished < ? AND payload IS NULL", [finished_before])
+
+    def saved(self, model: str, seq: int, directory: Path) -> None:
+        """Say that everything of a model up to request `seq` is in `directory`: no request until then runs again."""
+        with self.transaction() as db:
+            db.execute("UPDATE models SET saved_seq = ?, saved_dir = ? WHERE id = ?", [seq, str(directory), model])
+            db.execute(
+                "UPDATE requests SET payload = NULL WHERE owner = ? AND seq <= ? AND state != 'queued'", [model, seq]
+            )
+
+    def _requests(self, condition: str, *values: Any) -> list[StoredRequest]:
+        query = "SELECT id, kind, owner, seq, client, state, payload, answer, media FROM requests WHERE "
+        return [
+            StoredRequest(**{**row, "payload": row["payload"] or b"", "answer": row["answer"] or b""})
+            for row in self.rows(query + condition, *values)
+        ]

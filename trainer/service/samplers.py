@@ -1,0 +1,250 @@
+"""`Samplers`: sampling sessions, and the requests to them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from weightlane.ckpt_engines import ConfigError, WeightlaneError, WorkerDiedError
+
+from .errors import UnknownError
+from .publications import AdapterReplica, Publications
+from .records.checkpoints import Checkpoints
+from .records.futures import PROTOBUF, Futures
+from .records.store import Store, StoredRequest
+from .wire.answers import Sample, sample_answer
+from .wire.requests import request as parsed
+from .wire.sampling_requests import SampleRequest
+
+SAMPLE = "sample"
+_Entry = TypeVar("_Entry")
+_PART = "service sampling"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A sampling session."""
+
+    id: str
+    client: str
+    model: str | None
+    """The model whose newest published weights it samples from, or whose snapshot it has; None for the base model."""
+    checkpoint: str | None
+    """The path of its snapshot."""
+    inflight: bool
+
+    @property
+    def key(self) -> str:
+        """What it samples from, as `Publications` knows it; empty for the base model."""
+        if self.checkpoint is not None:
+            return self.checkpoint
+        return inflight_key(self.model) if self.model is not None else ""
+
+
+def inflight_key(model: str) -> str:
+    """The key of the weights that samplers in flight of a model share."""
+    return f"{model}:inflight"
+
+
+class Samplers:
+    """Answers sampling requests from whatever replica has least to do.
+
+    Args:
+        store: Knows the samplers.
+        futures: Takes the answers.
+        checkpoints: What samplers can be made of.
+        publications: Which versions the replicas have.
+        replicas: Where requests run.
+        load: Brings a sampler's weights to the replicas, if they are not there.
+        max_model_len: Most tokens of a prompt and its completion.
+        eos_ids: Tokens that end a completion, unless a request says otherwise.
+        max_running: Most requests that run or wait.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        futures: Futures,
+        checkpoints: Checkpoints,
+        publications: Publications,
+        replicas: Sequence[AdapterReplica],
+        load: Callable[[Sampler], Awaitable[None]],
+        *,
+        max_model_len: int,
+        eos_ids: Sequence[int],
+        max_running: int,
+    ) -> None:
+        self._store, self._futures, self._checkpoints = store, futures, checkpoints
+        self._publications, self._load = publications, load
+        self._replicas = {replica.name: replica for replica in replicas}
+        self._max_model_len, self._eos_ids = max_model_len, tuple(eos_ids)
+        self._max_running = max_running
+        self._load_of: Counter[str] = Counter()
+        self._loading: dict[str, asyncio.Lock] = {}
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.tokens = 0
+        """Tokens sampled since the start."""
+
+    @property
+    def running(self) -> int:
+        """Requests that run or wait."""
+        return len(self._running)
+
+    @property
+    def full(self) -> bool:
+        """Whether a further request should be told to try again."""
+        return len(self._running) >= self._max_running
+
+    def create(
+        self, sampler: str, session: str, client: str, *, checkpoint: str | None, model: str | None, inflight: bool
+    ) -> Sampler:
+        """Make a sampler, or return the one of that id. Raises `ConfigError` for a checkpoint that isn't there."""
+        if checkpoint is not None:
+            self._checkpoints.get(checkpoint, client)
+        self._store.insert(
+            "samplers",
+            id=sampler,
+            session=session,
+            client=client,
+            model=model,
+            checkpoint=checkpoint,
+            inflight=int(inflight),
+            created=time.time(),
+        )
+        return self.get(sampler, client)
+
+    def get(self, sampler: str, client: str) -> Sampler:
+        """The sampler of that id. Raises `ConfigError` if `client` has none."""
+        row = self._store.row(
+            "SELECT id, client, model, checkpoint, inflight FROM samplers WHERE id = ? AND client = ?", sampler, client
+        )
+        if row is None:
+            raise UnknownError(f"there is no sampler {sampler}.", part=_PART, hint="Its session may have ended.")
+        return Sampler(**{**row, "inflight": bool(row["inflight"])})
+
+    def join(self, sampler: str) -> int:
+        """A number for one more client of a sampler, which no other has; the first one has 0."""
+        with self._store.transaction():
+            row = self._store.row("SELECT clients FROM samplers WHERE id = ?", sampler)
+            assert row is not None
+            self._store.update("samplers", sampler, clients=row["clients"] + 1)
+        return int(row["clients"])
+
+    def start(self, request: StoredRequest) -> None:
+        """Begin to answer a request that was accepted."""
+        if request.id not in self._running:
+            task = asyncio.get_running_loop().create_task(self._answer(request))
+            self._running[request.id] = task
+            task.add_done_callback(lambda _: self._running.pop(request.id, None))
+
+    def cancel(self, request: str) -> None:
+        """Give up a request that runs, since its client has."""
+        if (task := self._running.get(request)) is not None:
+            self._futures.fail(request, ConfigError("the request was cancelled.", part=_PART))
+            task.cancel()
+
+    def resume(self) -> int:
+        """Begin to answer what another process accepted and did not answer; how many requests that are."""
+        left = self._store.queued([SAMPLE])
+        for request in left:
+            self.start(request)
+        return len(left)
+
+    async def close(self, timeout_s: float) -> None:
+        """Let running requests finish for a while; those that don't run again after the next start."""
+        if self._running:
+            await asyncio.wait(list(self._running.values()), timeout=timeout_s)
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _answer(self, stored: StoredRequest) -> None:
+        try:
+            asked = parsed(SampleRequest, stored.payload)
+            sampler = self.get(stored.owner, stored.client)
+            version = await self._version(sampler)
+            answer = await self._sample(stored.id, asked, version)
+        except asyncio.CancelledError:
+            raise  # it stays queued
+        except Exception as error:  # noqa: BLE001 - the client gets it
+            self._futures.fail(stored.id, error)
+        else:
+            self._futures.finish(stored.id, answer, PROTOBUF)
+
+    async def _version(self, sampler: Sampler) -> int:
+        """The version that a request to `sampler` computes with, which the replicas have."""
+        if not sampler.key:
+            return 0
+        if self._publications.version_of(sampler.key) is None:
+            async with self._loading.setdefault(sampler.key, asyncio.Lock()):
+                if self._publications.version_of(sampler.key) is None:
+                    await self._load(sampler)
+        return self._publications.require(sampler.key)
+
+    async def _sample(self, request: str, asked: SampleRequest, version: int) -> bytes:
+        prompt, params = asked.prompt.tokens, asked.sampling_params
+        room = self._max_model_len - len(prompt)
+        if room < 1:
+            raise ConfigError(
+                f"a prompt of {len(prompt)} tokens leaves no room for a completion in {self._max_model_len}.",
+                part=_PART,
+            )
+        stop_ids = self._eos_ids if params.stop_tokens is None else params.stop_tokens
+        top_prompt = asked.topk_prompt_logprobs
+        options = {
+            "temperature": params.temperature or 1.0,
+            "greedy": params.temperature == 0,
+            "top_k": max(0, params.top_k),
+            "top_p": params.top_p,
+            "stop_ids": stop_ids,
+            "stop_strings": params.stop_strings,
+            "adapter": version,
+            "top_logprobs": asked.topk_sample_logprobs,
+        }
+        wants_prompt = bool(asked.prompt_logprobs) or top_prompt > 0
+        tasks = [
+            self._generate(
+                f"{request}:{index}",
+                prompt,
+                min(room, params.max_tokens or room),
+                {
+                    **options,
+                    "seed": params.seed_of(index),
+                    "prompt_logprobs": top_prompt if wants_prompt and index == 0 else None,
+                },
+            )
+            for index in range(asked.num_samples)
+        ]
+        completions = await asyncio.gather(*tasks)
+        self.tokens += sum(len(completion.token_ids) for completion in completions)
+        first = completions[0]
+        return sample_answer(
+            [Sample(each.token_ids, each.logprobs, each.finish_reason, each.top_logprobs) for each in completions],
+            prompt_logprobs=_last(first.prompt_logprobs, asked) if asked.prompt_logprobs else None,
+            prompt_top=_last(first.top_prompt_logprobs, asked) if top_prompt else None,
+            top_k=asked.topk_sample_logprobs,
+            top_prompt_k=top_prompt,
+        )
+
+    async def _generate(self, name: str, prompt: Sequence[int], most: int, options: dict[str, Any]) -> Any:
+        """A completion from the replica with least to do; from another one, where it dies."""
+        while self._replicas:
+            chosen = min(self._replicas, key=lambda each: self._load_of[each])
+            self._load_of[chosen] += 1
+            try:
+                return await self._replicas[chosen].generate(name, prompt, most, **options)
+            except WorkerDiedError:
+                self._replicas.pop(chosen, None)
+            finally:
+                self._load_of[chosen] -= 1
+        raise WeightlaneError("no replica is left.", part=_PART, hint="Start the service again.")
+
+
+def _last(found: Sequence[_Entry | None], asked: SampleRequest) -> Sequence[_Entry | None]:
+    """What was found for each prompt token, without those that the client asked to leave out."""
+    left_out = 0 if asked.prompt_logprobs_last_n is None else len(found) - asked.prompt_logprobs_last_n
+    return [None] * left_out + list(found[left_out:])

@@ -1,0 +1,286 @@
+"""`Service`: sessions, models, samplers and checkpoints of all clients, over trainer ranks and replicas. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+
+from ..config import LoraConfig
+from ..runner.runner import Runner
+from .base_model import BaseModel
+from .config import ServiceConfig
+from .errors import BusyError, UnknownError
+from .operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
+from .publications import AdapterReplica, Publications, Syncer
+from .records.checkpoints import Checkpoints
+from .records.futures import Futures
+from .records.sessions import Sessions
+from .records.store import Store, StoredRequest
+from .samplers import SAMPLE, Sampler, Samplers, inflight_key
+from .training_lane import Model, TrainingLane
+from .wire.batches import TrainBody
+from .wire.bodies import WireLimits
+from .wire.requests import CreateModelRequest, LoadWeightsRequest
+from .wire.sampling_requests import SampleRequest
+
+_PART = "service"
+_log = logging.getLogger("weightlane.service")
+_HOUSEKEEPING_S = 5.0
+
+
+class Service:
+    """Everything that clients can ask for.
+
+    Args:
+        config: Limits.
+        directory: The service's files.
+        base: The model.
+        runner: Runs jobs on the trainer ranks.
+        syncer: Carries versions.
+        replicas: Sample.
+        describe: Makes of an adapter's configuration what replicas are told.
+        sync_timeout_s: Most seconds that a version may take to be in service.
+    """
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        directory: Path,
+        base: BaseModel,
+        runner: Runner,
+        syncer: Syncer,
+        replicas: Sequence[AdapterReplica],
+        describe: Callable[[LoraConfig], Any],
+        sync_timeout_s: float,
+    ) -> None:
+        self.config, self.base = config, base
+        self._runner = runner
+        directory.mkdir(parents=True, exist_ok=True)
+        self.store = Store(directory / "service.sqlite")
+        self.futures = Futures(self.store)
+        self.sessions = Sessions(self.store, config.session_timeout_s)
+        self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
+        self.publications = Publications(runner, syncer, replicas, describe, self._keys_in_use, sync_timeout_s)
+        self.limits = WireLimits(body_bytes=config.max_body_bytes)
+        self._operations = Operations(self.futures, runner, self.checkpoints, self.publications, base, self.limits)
+        self.lane = TrainingLane(
+            self.store,
+            self.futures,
+            runner,
+            self._operations.execute,
+            self._operations.ready,
+            directory / "models",
+            save_every=config.save_every,
+            max_queued=config.max_queued,
+            max_loaded=config.max_loaded,
+        )
+        self.samplers = Samplers(
+            self.store,
+            self.futures,
+            self.checkpoints,
+            self.publications,
+            replicas,
+            self._operations.load_sampler,
+            max_model_len=base.max_length,
+            eos_ids=base.eos_ids,
+            max_running=config.max_sampling,
+        )
+        self._operations.lane, self._operations.samplers = self.lane, self.samplers
+        self._closing = False
+
+    async def run(self) -> None:
+        """Serve until `close`, beginning with what another process left. Raises when a rank or every replica has died."""
+        self.sessions.give_time()
+        models, samples = self.lane.resume(), self.samplers.resume()
+        if models or samples:
+            _log.info("going on with %d models and %d sampling requests", models, samples)
+        tasks = [
+            asyncio.create_task(self.lane.run(), name="training lane"),
+            asyncio.create_task(self._runner.watch(), name="trainer ranks"),
+            asyncio.create_task(self._keep_house(), name="housekeeping"),
+        ]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for each in done:
+                each.result()
+        finally:
+            for each in tasks:
+                each.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def close(self) -> None:
+        """Let running requests finish for a while. Others are in the store, and run after the next start."""
+        if self._closing:
+            return
+        self._closing = True
+        self.lane.close()
+        await self.samplers.close(self.config.shutdown_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self.config.shutdown_s):
+                await self._operations.close()
+        self.store.close()
+
+    def create_model(self, client: str, asked: CreateModelRequest, payload: bytes) -> StoredRequest:
+        """Begin to make a model: an adapter of the base model."""
+        self.sessions.require(asked.session_id, client)
+        self._check_base(asked.base_model)
+        lora = asked.lora_config
+        if lora is None:
+            raise ConfigError(
+                "training of all weights is not offered: every model is an adapter.",
+                part=_PART,
+                hint="Pass a lora_config: create_lora_training_client does.",
+            )
+        if lora.rank > self.config.max_lora_rank:
+            raise ConfigError(
+                f"rank {lora.rank} is above {self.config.max_lora_rank}, the largest here.",
+                part=_PART,
+                hint="Ask for less, or raise service.max_lora_rank.",
+            )
+        train = {"attention": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+        config = self._lora_config(lora.rank, train, lora.seed)
+        about = {"base_model": self.base.name, "train": train, "user_metadata": asked.user_metadata or {}}
+        model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id, client, config, about)
+        return self._made(model, CREATE, payload)
+
+    def load_as_model(self, client: str, asked: LoadWeightsRequest, payload: bytes) -> StoredRequest:
+        """Begin to make a model of a checkpoint."""
+        assert asked.session_id is not None
+        self.sessions.require(asked.session_id, client)
+        if asked.base_model:
+            self._check_base(asked.base_model)
+        found = self.checkpoints.get(asked.path, client)
+        about = {key: found.about.get(key, {}) for key in ("base_model", "train")}
+        about["user_metadata"] = asked.user_metadata or {}
+        config = LoraConfig.model_validate(found.about["config"])
+        model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id, client, config, about)
+        return self._made(model, LOAD, payload)
+
+    def train(self, client: str, kind: str, model: str, seq: int, payload: bytes) -> StoredRequest:
+        """Accept a request of a model. Raises `BusyError` where too many wait."""
+        found = self.lane.model(model, client)
+        self.sessions.require(found.session, client)
+        if self.lane.full(model):
+            raise BusyError(f"{self.config.max_queued} requests of {model} wait.", part=_PART, hint="Try again later.")
+        request, new = self.futures.accept(kind, model, seq, client, payload)
+        if new:
+            self.lane.put(request)
+        return request
+
+    def backward(self, client: str, payload: bytes) -> StoredRequest:
+        """Accept a request for a forward and backward pass in protobuf.
+
+        One that can't be carried out is accepted, too, and answered by an error: requests after it have later numbers.
+        """
+        body = TrainBody.parse(payload, limits=self.limits)
+        return self.train(client, BACKWARD, body.model_id, body.seq_id, payload)
+
+    def create_sampler(self, client: str, session: str, seq: int, base_model: str | None, path: str | None) -> Sampler:
+        """Make a sampler of the base model or of a checkpoint."""
+        self.sessions.require(session, client)
+        if base_model:
+            self._check_base(base_model)
+        return self.samplers.create(
+            sampler_id(session, seq), session, client, checkpoint=path, model=None, inflight=False
+        )
+
+    def sample(self, client: str, asked: SampleRequest, payload: bytes) -> StoredRequest:
+        """Begin a sampling request. Raises `BusyError` where too many run."""
+        if self.samplers.full:
+            raise BusyError(f"{self.config.max_sampling} sampling requests wait.", part=_PART, hint="Try again later.")
+        owner, seq = asked.sampling_session_id, asked.seq_id
+        if owner is None or seq is None:
+            owner, seq = self._single_sampler(client, asked), 0
+        self.samplers.get(owner, client)
+        request, new = self.futures.accept(SAMPLE, owner, seq, client, payload)
+        if new:
+            self.samplers.start(request)
+        return request
+
+    def figures(self) -> dict[str, float]:
+        """What ``/metrics`` shows."""
+        figures = {
+            "models": float(len(self.lane.models)),
+            "models_loaded": float(sum(model.loaded for model in self.lane.models.values())),
+            "training_requests_waiting": float(self.lane.queued),
+            "sampling_requests_running": float(self.samplers.running),
+            "sampled_tokens_total": float(self.samplers.tokens),
+            "versions_loaded": float(len(self.publications.versions)),
+        }
+        for kind, each in self._runner.figures.items():
+            figures[f'jobs_total{{kind="{kind}"}}'] = float(each.count)
+            figures[f'job_failures_total{{kind="{kind}"}}'] = float(each.failures)
+            figures[f'job_seconds_total{{kind="{kind}"}}'] = each.seconds
+            figures[f'job_tokens_total{{kind="{kind}"}}'] = float(each.tokens)
+        return figures
+
+    def _made(self, model: Model, kind: str, payload: bytes) -> StoredRequest:
+        if model.id not in self.lane.models and len(self.lane.models) >= self.config.max_models:
+            raise BusyError(f"there are {self.config.max_models} models.", part=_PART, hint="Unload one, or wait.")
+        with self.store.transaction():
+            self.lane.add(model)
+            request, new = self.futures.accept(kind, model.id, 0, model.client, payload)
+        if new:
+            self.lane.put(request)
+        return request
+
+    def _single_sampler(self, client: str, asked: SampleRequest) -> str:
+        """A sampler for one request that names no session."""
+        if asked.base_model:
+            self._check_base(asked.base_model)
+        sampler = f"single-{secrets.token_hex(8)}"
+        self.samplers.create(sampler, "", client, checkpoint=asked.model_path, model=None, inflight=False)
+        return sampler
+
+    def _lora_config(self, rank: int, train: Mapping[str, bool], seed: int | None) -> LoraConfig:
+        targets = tuple(sorted(leaf for leaf, part in self.base.layers.items() if train[part]))
+        if not targets:
+            raise ConfigError(
+                "an adapter of the unembedding layer alone is not offered.",
+                part=_PART,
+                hint="Set train_attn or train_mlp: adapters are beside the linear layers of decoder layers.",
+            )
+        everything = set(targets) == set(self.base.layers)
+        return LoraConfig(
+            rank=rank,
+            alpha=self.config.lora_alpha,
+            targets=() if everything else targets,
+            seed=secrets.randbits(32) if seed is None else seed,
+            publish="adapter",
+        )
+
+    def _check_base(self, name: str) -> None:
+        if name != self.base.name:
+            raise UnknownError(
+                f"there is no base model {name!r}.", part=_PART, hint=f"This service has {self.base.name!r}."
+            )
+
+    def _keys_in_use(self) -> Collection[str]:
+        """What may still be sampled from: by samplers of sessions that go on, or since it was just saved."""
+        rows = self.store.rows(
+            "SELECT samplers.model, samplers.checkpoint FROM samplers LEFT JOIN sessions ON samplers.session = sessions.id"
+            " WHERE sessions.ended IS NULL AND samplers.created > ?",
+            time.time() - 7 * 86400,
+        )
+        used = {row["checkpoint"] or inflight_key(row["model"] or "") for row in rows}
+        return used | {self._operations.newest[model] for model in self.lane.models if model in self._operations.newest}
+
+    async def _keep_house(self) -> None:
+        while True:
+            await asyncio.sleep(_HOUSEKEEPING_S)
+            ended = set(self.sessions.end_silent())
+            ended |= {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
+            for model in [each for each in self.lane.models.values() if each.session in ended]:
+                with suppress(WorkerDiedError):  # the lane raises it, too
+                    await self.lane.errand(lambda model=model: self.lane.remove(model))  # type: ignore[misc]
+            self.lane.give_up_gaps(self.config.gap_timeout_s)
+            self.futures.forget(self.config.answer_kept_s)
+            self.checkpoints.drop_expired()

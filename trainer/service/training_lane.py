@@ -1,0 +1,306 @@
+"""`TrainingLane`: the one queue through which all training of all clients passes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, WorkerDiedError
+
+from ..config import LoraConfig
+from ..runner.jobs import CreateAdapter, RemoveAdapter, SaveAdapter
+from ..runner.runner import Runner
+from .errors import UnknownError
+from .records.futures import Futures
+from .records.store import Store, StoredRequest
+
+_PART = "service training"
+_log = logging.getLogger("weightlane.service")
+CREATE = "create_model"
+
+
+@dataclass(slots=True)
+class Model:
+    """An adapter that a client trains."""
+
+    id: str
+    session: str
+    client: str
+    config: LoraConfig
+    about: dict[str, Any]
+    """What the client said about it."""
+    next_seq: int = 0
+    """The number of the request that is next."""
+    steps: int = 0
+    """Optimizer steps taken."""
+    open: bool = False
+    """Whether gradients have been added up for a step that has not been taken."""
+    loaded: bool = False
+    """Whether it is on the trainer ranks; otherwise it is in `saved_dir`."""
+    saved_seq: int = -1
+    """Requests up to this number are part of what is in `saved_dir`, and never run again."""
+    saved_dir: Path | None = None
+    saved_steps: int = 0
+    waiting: dict[int, StoredRequest] = field(default_factory=dict)
+    progress: float = field(default_factory=time.monotonic)
+    """When a request was last carried out or arrived in its turn."""
+
+    @property
+    def adapter(self) -> str:
+        """Its name on the trainer ranks."""
+        return self.id.replace(":", ".")
+
+
+Execute = Callable[[Model, StoredRequest], Awaitable[None]]
+"""Carries out one request of a model, and answers it. It may have run before a crash, and have an answer, which stays."""
+
+
+class TrainingLane:
+    """Takes the requests of each model in the order of their numbers, and models in turns, one request after the other.
+
+    So no client waits longer than one request of every other. A model's state is saved every now and then; requests since then
+    are kept, and run again in the same order after a crash, which gives the same weights.
+
+    Args:
+        store: Knows models and requests.
+        futures: Takes answers.
+        runner: Runs jobs.
+        execute: See `Execute`.
+        ready: Whether a request could run without waiting for something else.
+        directory: Where states are saved.
+        save_every: Optimizer steps of a model between two saves.
+        max_queued: Most requests of one model that wait.
+        max_loaded: Most models on the ranks; others are parked in files until their next request.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        futures: Futures,
+        runner: Runner,
+        execute: Execute,
+        ready: Callable[[StoredRequest], bool],
+        directory: Path,
+        *,
+        save_every: int,
+        max_queued: int,
+        max_loaded: int,
+    ) -> None:
+        self._store, self._futures, self._runner = store, futures, runner
+        self._execute, self._ready = execute, ready
+        self._directory, self._save_every, self._max_queued = directory, save_every, max_queued
+        self._max_loaded = max_loaded
+        self._models: OrderedDict[str, Model] = OrderedDict()
+        """Those that were served longest ago come first."""
+        self._errands: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self._changed = asyncio.Event()
+        self._closing = False
+        directory.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def models(self) -> Mapping[str, Model]:
+        """The models that are trained, by id."""
+        return self._models
+
+    @property
+    def queued(self) -> int:
+        """Requests that wait, over all models."""
+        return sum(len(model.waiting) for model in self._models.values())
+
+    def model(self, model: str, client: str) -> Model:
+        """The model of that id. Raises `ConfigError` if `client` has none."""
+        found = self._models.get(model)
+        if found is None or found.client != client:
+            raise UnknownError(
+                f"there is no model {model}.", part=_PART, hint="It may have been unloaded: make one from a checkpoint."
+            )
+        return found
+
+    def full(self, model: str) -> bool:
+        """Whether a further request of this model should be told to try again."""
+        found = self._models.get(model)
+        return found is not None and len(found.waiting) >= self._max_queued
+
+    def add(self, model: Model) -> None:
+        """Let a model have requests; the first one, number 0, makes it."""
+        if self._store.insert(
+            "models",
+            id=model.id,
+            session=model.session,
+            client=model.client,
+            state="live",
+            created=time.time(),
+            used=time.time(),
+            about={"config": model.config.model_dump(mode="json"), **model.about},
+        ):
+            self._models[model.id] = model
+
+    def put(self, request: StoredRequest) -> None:
+        """Let a request that was accepted wait for its turn."""
+        model = self._models[request.owner]
+        if request.seq >= model.next_seq:
+            model.waiting[request.seq] = request
+            if request.seq == model.next_seq or len(model.waiting) == 1:
+                model.progress = time.monotonic()
+            self._store.update("models", model.id, used=time.time())
+            self._changed.set()
+
+    async def errand(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        """Do something between two requests, before the next one; what it returns."""
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._errands.append((work, done))
+        self._changed.set()
+        return await done
+
+    def changed(self) -> None:
+        """Look again whether something is ready."""
+        self._changed.set()
+
+    def resume(self) -> int:
+        """Know every model that another process had; how many there are.
+
+        Each is brought back when its turn comes: from its last saved state, and by the requests since then, in their order.
+        """
+        for row in self._store.rows("SELECT * FROM models WHERE state = 'live' ORDER BY created"):
+            about = dict(row["about"])
+            try:
+                config = LoraConfig.model_validate(about.pop("config", None))
+            except ValidationError as error:
+                self._give_up(row["id"], error)
+                continue
+            model = Model(row["id"], row["session"], row["client"], config, about, next_seq=row["saved_seq"] + 1)
+            if row["saved_dir"]:
+                model.saved_seq, model.saved_dir = row["saved_seq"], Path(row["saved_dir"])
+            model.waiting = {each.seq: each for each in self._store.requests_since(model.id, model.saved_seq)}
+            self._models[model.id] = model
+        self._changed.set()
+        return len(self._models)
+
+    def give_up_gaps(self, timeout_s: float) -> None:
+        """Fail requests that have waited for more than `timeout_s` seconds for an earlier one that never arrived."""
+        for model in self._models.values():
+            if not model.waiting or model.next_seq in model.waiting or time.monotonic() - model.progress < timeout_s:
+                continue
+            error = ProtocolError(
+                f"request {model.next_seq} of {model.id} has not arrived, which comes before this one.",
+                part=_PART,
+                hint="It was refused or lost. Gradients that it should have added are missing: begin the step anew.",
+            )
+            model.next_seq = max(model.waiting) + 1
+            for request in model.waiting.values():
+                self._futures.fail(request.id, error, keep_payload=True)
+            model.waiting.clear()
+
+    async def run(self) -> None:
+        """Work until `close`. Raises what ends a service: the death of a rank."""
+        while not self._closing:
+            self._changed.clear()
+            if self._errands:
+                await self._do_errand(*self._errands.pop(0))
+                continue
+            model = self._next()
+            if model is None:
+                await self._changed.wait()
+                continue
+            self._models.move_to_end(model.id)
+            await self._serve(model, model.waiting.pop(model.next_seq))
+
+    async def save(self, model: Model) -> None:
+        """Save a model's whole state, so that no request so far runs again. Not while gradients are added up."""
+        seq, old = model.next_seq - 1, model.saved_dir
+        if seq == model.saved_seq:
+            return
+        place = self._directory / model.adapter / str(seq)
+        shutil.rmtree(place, ignore_errors=True)  # a process that was killed may have left it
+        place.parent.mkdir(exist_ok=True)
+        await self._runner.run(SaveAdapter(model.adapter, place, optimizer=True))
+        self._store.saved(model.id, seq, place)
+        model.saved_seq, model.saved_dir, model.saved_steps = seq, place, model.steps
+        if old is not None:
+            shutil.rmtree(old, ignore_errors=True)
+
+    async def park(self, model: Model) -> None:
+        """Save a model, and free what it takes on the ranks until its next request. Not while gradients are added up."""
+        await self.save(model)
+        await self._runner.run(RemoveAdapter(model.adapter))
+        model.loaded = False
+
+    async def remove(self, model: Model, state: str = "unloaded") -> None:
+        """Forget a model; its checkpoints stay. To be called from `Execute` or an errand."""
+        self._models.pop(model.id, None)
+        self._store.update("models", model.id, state=state)
+        gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
+        for request in model.waiting.values():
+            self._futures.fail(request.id, gone)
+        if model.loaded:
+            await self._runner.run(RemoveAdapter(model.adapter))
+        shutil.rmtree(self._directory / model.adapter, ignore_errors=True)
+
+    async def make_room(self) -> None:
+        """Park the models that were served longest ago, until there is room for one more."""
+        on_ranks = [each for each in self._models.values() if each.loaded]
+        for model in on_ranks[: max(0, len(on_ranks) - self._max_loaded + 1)]:
+            if not model.open:  # its gradients are on the ranks only
+                await self.park(model)
+
+    def close(self) -> None:
+        """Let `run` end after the request that is under way. What waits stays in the store."""
+        self._closing = True
+        self._changed.set()
+        for _, done in self._errands:
+            done.cancel()
+
+    def _next(self) -> Model | None:
+        for model in self._models.values():
+            request = model.waiting.get(model.next_seq)
+            if request is not None and self._ready(request):
+                return model
+        return None
+
+    async def _serve(self, model: Model, request: StoredRequest) -> None:
+        model.next_seq, model.progress = request.seq + 1, time.monotonic()
+        try:
+            if not model.loaded and model.saved_dir is not None:
+                await self.make_room()
+                job = CreateAdapter(model.adapter, model.config, model.saved_dir, optimizer=True)
+                model.steps = model.saved_steps = await self._runner.run(job)
+                model.loaded = True
+            await self._execute(model, request)
+        except (WorkerDiedError, asyncio.CancelledError):
+            raise  # it stays queued, and runs again
+        except Exception as error:  # noqa: BLE001 - the client gets it
+            if not isinstance(error, ConfigError | ProtocolError):
+                _log.exception("request %s failed", request.id)
+            self._futures.fail(request.id, error, keep_payload=True)
+        if model.id in self._models and not model.open and model.steps >= model.saved_steps + self._save_every:
+            await self.save(model)
+
+    def _give_up(self, model: str, error: Exception) -> None:
+        """Let a model whose entry is damaged be, and answer its requests."""
+        _log.error("model %s cannot be brought back: %s", model, error)
+        self._store.update("models", model, state="damaged")
+        for request in self._store.requests_since(model, -1):
+            self._futures.fail(request.id, error)
+
+    async def _do_errand(self, work: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
+        if done.cancelled():
+            return
+        try:
+            result = await work()
+        except WorkerDiedError as error:
+            done.set_exception(error)
+            raise
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            done.set_exception(error)
+        else:
+            if not done.cancelled():
+                done.set_result(result)
