@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,19 +26,29 @@ PROMPT = [(7 * position) % 290 for position in range(50)]
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NamedAdapters, list[Any]]]:
-    """The replica, and how it answered requests for the weights alone, the newest and a version before it had any version."""
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[NamedAdapters, list[list[Any]]]]:
+    """The replica, and how it answered requests for the weights alone, the newest and a version while it had none.
+
+    First before it had any, and then after the rollback of its first.
+    """
     with serving(tmp_path_factory.mktemp("named"), SLOTS) as replica:
 
         async def ask() -> list[Any]:
             calls = (replica.worker.generate("r", PROMPT, 16, greedy=True, adapter=adapter) for adapter in (0, None, 1))
-            return [*await asyncio.gather(*calls, return_exceptions=True), replica.worker.stats().serving]
+            loaded = await replica.probe("probe_adapters")
+            return [*await asyncio.gather(*calls, return_exceptions=True), replica.worker.stats().serving, *loaded]
 
-        yield replica, replica.run(ask())
+        async def ask_twice() -> list[list[Any]]:
+            before = await ask()
+            version = await replica.publish(replica.make(2, 1.0))
+            await replica.worker.rollback(version)
+            return [before, await ask()]
+
+        yield replica, replica.run(ask_twice())
 
 
 @pytest.fixture(scope="module")
-def replica(fresh: tuple[NamedAdapters, list[Any]]) -> NamedAdapters:
+def replica(fresh: tuple[NamedAdapters, list[list[Any]]]) -> NamedAdapters:
     return fresh[0]
 
 
@@ -65,16 +76,18 @@ async def decode_each(replica: NamedAdapters, versions: list[int], count: int) -
     return await asyncio.gather(*calls)
 
 
-def test_before_the_first_version_the_weights_alone_serve_those_who_name_them(
-    fresh: tuple[NamedAdapters, list[Any]],
+def test_while_there_is_no_version_the_weights_alone_serve_those_who_name_them(
+    fresh: tuple[NamedAdapters, list[list[Any]]],
 ) -> None:
-    replica, (alone, newest, named, serves) = fresh
-    assert alone.token_ids == greedy_tokens(replica.model, PROMPT, 16)
-    assert alone.versions == [0] * 16
-    assert isinstance(newest, QuarantinedError)
-    assert isinstance(named, ConfigError)
-    assert "adapter 1 is not loaded" in str(named)
-    assert not serves
+    replica, answers = fresh
+    for number, (alone, newest, named, serves, loaded) in enumerate(answers):
+        assert alone.token_ids == greedy_tokens(replica.model, PROMPT, 16)
+        assert alone.versions == [0] * 16
+        assert isinstance(newest, QuarantinedError)
+        assert isinstance(named, ConfigError)
+        assert "adapter 1 is not loaded" in str(named)
+        assert not serves
+        assert len(loaded) == number, "the next commit drops what was rolled back"
 
 
 def test_adapters_of_three_ranks_are_in_slots_as_vllm_loads_them_and_decode_beside_the_weights_alone(
@@ -138,6 +151,39 @@ def test_a_version_that_is_not_kept_is_dropped_but_for_requests_in_flight(
 
     ended = replica.run(drop())
     assert is_greedy(adapters[0].merged, PROMPT, ended.token_ids)
+
+
+def test_requests_that_race_with_commits_have_their_adapter_or_a_typed_error_and_never_end_the_engine(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    expected = [greedy_tokens(adapter.merged, PROMPT, 4) for adapter in adapters]
+    published: dict[int, int] = {}
+    """The adapter of each version."""
+    answered = refused = 0
+
+    async def ask(numbers: random.Random) -> None:
+        nonlocal answered, refused
+        while len(published) < 12:
+            await asyncio.sleep(0)
+            for version in numbers.sample(sorted(published)[-4:], min(2, len(published))):
+                try:
+                    completion = await replica.worker.generate("r", PROMPT, 4, greedy=True, adapter=version)
+                except ConfigError:
+                    refused += 1
+                    continue
+                answered += 1
+                assert completion.token_ids == expected[published[version]]
+
+    async def race() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for seed in range(4):
+                tasks.create_task(ask(random.Random(seed)))
+            for turn in range(12):
+                version = await replica.publish(adapters[turn % 4], keep=list(published)[-1:])
+                published[version] = turn % 4
+
+    replica.run(race())
+    assert min(answered, refused) >= 10
 
 
 def test_a_wrong_announcement_is_refused_and_leaves_every_version_as_it_was(

@@ -17,6 +17,7 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, StorageError, WorkerDiedError
 from weightlane.rollout import RolloutConfig, RolloutReplica, start_replicas
+from weightlane.rollout.config import AdapterConfig
 from weightlane.rollout.vllm.shared_memory import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
@@ -65,8 +66,12 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             report = await trainer.sync(models[1])
             assert report.replicas["rollout-0"].outcome == "committed"
             check_switch(await flying, [1, 2, 3], *models)
-            fresh = await replica.generate("fresh", [1, 2, 3], 16, greedy=True)
+            fresh = await replica.generate("fresh", [1, 2, 3], 16, greedy=True, prompt_logprobs=0)
             assert fresh.token_ids == greedy_tokens(models[1], [1, 2, 3], 16)
+            assert fresh.prompt_logprobs is not None
+            assert len(fresh.prompt_logprobs) == 3
+            with pytest.raises(ConfigError, match="versions are weights"):
+                await replica.announce(2, AdapterConfig(rank=1, alpha=1.0), keep=[1])
             stats = await replica.stats()
             assert (stats.version, stats.commits, stats.requests, stats.tokens) == (1, 1, 2, 416)
             await replica.quarantine(StorageError("the disk is full.", part="disk"))
