@@ -139,12 +139,16 @@ class VllmEngine:
         options = {"tokenizer_mode": model.tokenizer_mode, "trust_remote_code": model.trust_remote_code}
         try:
             tokenizer = await asyncio.to_thread(get_tokenizer, model.tokenizer, **options)
-        except Exception as cause:
+            # Where there are no files, transformers makes one that knows special tokens alone.
+            missing = "its files are missing" if len(tokenizer) <= len(tokenizer.all_special_ids) else ""
+        except Exception as cause:  # noqa: BLE001 - it runs code of other packages, and of the model
+            missing = str(cause)
+        if missing:
             raise ConfigError(
-                f"stop strings need the model's tokenizer, and it cannot be loaded: {cause}.",
+                f"stop strings need the model's tokenizer: {missing}.",
                 part=self.name,
                 hint="Put its files into model.path, or stop at token ids.",
-            ) from cause
+            )
         processor.tokenizer = tokenizer
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:

@@ -105,6 +105,22 @@ def test_only_the_given_stop_tokens_end_a_completion(setup: Setup) -> None:
     assert stopped.finish_reason == "stop"
 
 
+@two_ranks_in_test_all
+def test_where_versions_are_weights_and_the_model_has_no_tokenizer_adapters_and_stop_strings_are_refused(
+    setup: Setup,
+) -> None:
+    setup.serve(1)
+    for options, says in (
+        ({"adapter": 1}, "adapter 1 was asked for, and versions are weights"),
+        ({"stop_strings": ["w5"]}, "stop strings need the model's tokenizer: its files are missing"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            setup.run(setup.worker.generate("r", [1, 2, 3], 4, **options))
+    completion = setup.run(setup.worker.generate("r", [1, 2, 3], 4, greedy=True, adapter=0))
+    assert completion.token_ids == greedy_tokens(setup.models[1], [1, 2, 3], 4)
+    assert completion.versions == [setup.worker.version] * 4
+
+
 def test_a_version_that_is_not_staged_and_bad_fields_are_refused_by_name_and_change_nothing(setup: Setup) -> None:
     setup.serve(2)
     with pytest.raises(CommitError, match="not staged"):
