@@ -110,6 +110,25 @@ def test_adapters_of_three_ranks_are_in_slots_as_vllm_loads_them_and_decode_besi
     assert len({tuple(completion.token_ids) for completion in completions}) == 4
 
 
+@pytest.mark.exhaustive
+def test_two_ranks_in_half_precision_have_in_their_slots_what_vllm_loads(tmp_path: Path) -> None:
+    with serving(tmp_path, 1, world=2, dtype="bfloat16") as replica:
+
+        async def publish() -> None:
+            versions: list[int] = []
+            for rank, targets in ((3, ()), (RANK, ("o_proj", "k_proj"))):
+                adapter = replica.make(rank, 5.0, targets)
+                versions.append(await replica.publish(adapter, keep=versions))
+                for version, made in zip(versions, replica.made, strict=True):
+                    held = await replica.slot(version)
+                    assert len(held) == 2
+                    assert held == await replica.probe("probe_slot_of_files", str(made.files))
+            same = [await replica.worker.generate("r", PROMPT, 8, greedy=True, adapter=each) for each in versions]
+            assert same[0].token_ids != same[1].token_ids
+
+        replica.run(publish())
+
+
 def test_one_more_adapter_than_slots_waits_for_a_slot_and_is_right(
     replica: NamedAdapters, adapters: list[Adapter]
 ) -> None:
