@@ -96,7 +96,7 @@ def test_every_way_to_end_has_its_exit_code(
     def fail(*arguments: object) -> None:
         raise raised
 
-    monkeypatch.setattr(command, "load_config", fail)
+    monkeypatch.setattr(command, "load_any_config", fail)
     result = run("config", "x.toml")
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.strip() == (said or f"error: {raised}")

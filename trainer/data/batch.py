@@ -304,7 +304,7 @@ class TokenBatch:
                 )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _unpacked, (self.packed,)  # a few large tensors instead of thousands of small ones
+        return unpacked_batch, (self.packed,)  # a few large tensors instead of thousands of small ones
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -341,7 +341,7 @@ class TokenBatch:
         _refuse(self.packed, "target", self.packed.targets, self.packed.targets >= size, hint)
 
 
-def _unpacked(packed: MicroBatch) -> TokenBatch:
+def unpacked_batch(packed: MicroBatch) -> TokenBatch:
     """The batch whose sequences are packed in `packed`."""
     values = {name: packed.split(tensor) for name, tensor in packed.per_token.items()}
     whole = {name: tensor.tolist() for name, tensor in packed.per_sequence.items()}

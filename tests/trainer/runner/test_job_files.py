@@ -1,0 +1,272 @@
+"""`JobFiles`: whatever process is killed, every job is whole, in order, taken at most once, and found again."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import job_file_commands
+import pytest
+import torch
+from engine_batches import make_batch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from waiting import HANG_S
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WorkerDiedError
+from weightlane.trainer import LoraConfig, MiniBatch, TokenBatch, sft
+from weightlane.trainer.engines.lora.adapter import AdamParams
+from weightlane.trainer.runner.job_codec import decode_job, encode_job
+from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.jobs import (
+    JOBS,
+    CreateAdapter,
+    Export,
+    Forward,
+    ForwardBackward,
+    Job,
+    Load,
+    NamedLoss,
+    OptimStep,
+    Publish,
+    RemoveAdapter,
+    RlStep,
+    Save,
+    SaveAdapter,
+    SftStep,
+)
+
+PAIRS = TokenBatch(make_batch(1).sequences[:4], together=2)
+EXAMPLES: list[Job[Any]] = [
+    CreateAdapter("a", LoraConfig(rank=3, targets=("q_proj",)), Path("/from"), optimizer=False),
+    RemoveAdapter("a"),
+    SaveAdapter("a", Path("/to")),
+    Forward(PAIRS, ("logprobs", "entropy"), 4, "a"),
+    ForwardBackward(
+        make_batch(2), NamedLoss("ppo", {"clip": 0.2, "on": [True, None]}), MiniBatch(9.0, 2.5), ("logprobs",), "a"
+    ),
+    ForwardBackward(make_batch(2), "objective"),
+    OptimStep("a", AdamParams(1e-4, (0.8, 0.95), 1e-12, 0.1, float("inf"))),
+    RlStep(make_batch(0), MiniBatch(3.0, 1.0)),
+    SftStep(make_batch(0)),
+    Save(Path("/state")),
+    Load(Path("/state")),
+    Export(Path("/model"), "bfloat16"),
+    Publish(7, None),
+]
+WHOLE = encode_job(EXAMPLES[3])
+
+
+def assert_same(found: Job[Any], wanted: Job[Any]) -> None:
+    assert type(found) is type(wanted)
+    for name in type(wanted).__dataclass_fields__:  # type: ignore[attr-defined]
+        one, other = getattr(found, name), getattr(wanted, name)
+        if not isinstance(other, TokenBatch):
+            assert one == other, name
+            continue
+        assert one.together == other.together
+        for mine, its in zip(one.sequences, other.sequences, strict=True):
+            assert torch.equal(mine.tokens, its.tokens)
+            assert torch.equal(mine.targets, its.targets)
+            assert mine.per_token.keys() == its.per_token.keys()
+            assert all(torch.equal(mine.per_token[each], its.per_token[each]) for each in its.per_token)
+            assert mine.per_sequence == pytest.approx(its.per_sequence)
+
+
+def test_every_kind_of_job_comes_back_as_it_was(tmp_path: Path) -> None:
+    assert {type(job) for job in EXAMPLES} == set(JOBS)
+    files = JobFiles(tmp_path / "jobs")
+    names = [files.submit(job) for job in EXAMPLES]
+    assert files.waiting() == names == sorted(names)
+    for name, job in zip(names, EXAMPLES, strict=True):
+        taken = files.take()
+        assert taken is not None
+        assert taken.name == name
+        assert_same(taken.job, job)
+        taken.done()
+    assert files.take() is None
+    assert [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()] == [tmp_path / "jobs" / "numbering"]
+
+
+def test_a_job_with_a_function_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    files = JobFiles(tmp_path)
+    for job, said in (
+        (ForwardBackward(make_batch(0), sft), "is a function"),
+        (ForwardBackward(make_batch(0), NamedLoss("own", {"function": sft})), "cannot be written as JSON"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            files.submit(job)
+    assert files.waiting() == []
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_no_bytes_are_taken_for_a_job_that_nobody_wrote(data: st.DataObject) -> None:
+    changed = bytearray(WHOLE)
+    if data.draw(st.booleans()):
+        changed = bytearray(data.draw(st.binary(max_size=300)))
+    else:
+        for _ in range(data.draw(st.integers(1, 3))):
+            changed[data.draw(st.integers(0, len(changed) - 1))] = data.draw(st.integers(0, 255))
+        del changed[data.draw(st.integers(0, len(changed))) :]
+    with suppress(ProtocolError):  # and nothing else; a changed number may be another job
+        assert type(decode_job(bytes(changed))) in JOBS
+
+
+def test_a_damaged_job_is_set_aside_with_its_reason_and_the_others_are_taken(tmp_path: Path) -> None:
+    files = JobFiles(tmp_path)
+    names = [files.submit(Publish(version)) for version in range(4)]
+    (tmp_path / "queued" / names[0]).write_bytes(b"nothing")
+    (tmp_path / "queued" / names[2]).write_bytes(b"")
+    found = []
+    while (taken := files.take()) is not None:
+        found.append(taken.name)
+        taken.fail(WorkerDiedError("it died.", part="rank")) if taken.name == names[3] else taken.done()
+    assert found == [names[1], names[3]]
+    errors = {each.name: each.error for each in files.failed()}
+    assert {name: type(error) for name, error in errors.items()} == {
+        names[0]: ProtocolError,
+        names[2]: ProtocolError,
+        names[3]: WorkerDiedError,
+    }
+    assert str(errors[names[3]]) == "rank: it died."
+    (tmp_path / "failed" / f"{names[0]}.json").write_text("{")
+    assert isinstance(files.failed()[0].error, StorageError)
+    assert files.submit(Publish(9)) > names[3], "numbers go on"
+
+
+def test_a_job_that_is_queued_again_keeps_its_place_and_one_that_a_living_process_has_is_not_recovered(
+    tmp_path: Path,
+) -> None:
+    files, other = JobFiles(tmp_path), JobFiles(tmp_path)
+    names = [files.submit(Publish(version)) for version in range(3)]
+    first, second = files.take(), other.take()
+    assert first is not None
+    assert second is not None
+    assert files.recover() == other.recover() == []
+    first.requeue()
+    assert files.waiting() == [names[0], names[2]]
+    again = other.take()
+    assert again is not None
+    assert (again.name, again.job) == (names[0], Publish(0))
+    last_of_all = [files.submit(Publish(3))]
+    assert files.waiting() == [names[2], *last_of_all]
+
+
+def test_a_directory_that_cannot_be_used_is_a_storage_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be used"):
+        JobFiles(tmp_path / "file")
+
+
+class Processes:
+    """Submitters and takers of one directory."""
+
+    def __init__(self, children: Any, directory: Path) -> None:
+        self._children, self._directory = children, directory
+
+    def start(self, how: str) -> subprocess.Popen[str]:
+        program = [job_file_commands.__file__, how, str(self._directory)]
+        child: subprocess.Popen[str] = self._children.start(
+            program, forked=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline(), "it did not start"
+        return child
+
+    def notes(self) -> list[list[str]]:
+        """The names that each taker noted, in its order."""
+        return [path.read_text().split() for path in self._directory.glob("taken-by-*.txt")]
+
+
+def let_begin(takers: Sequence[subprocess.Popen[str]]) -> None:
+    for taker in takers:
+        assert taker.stdin is not None
+        taker.stdin.write("\n")
+        taker.stdin.flush()
+
+
+def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait(HANG_S)
+
+
+def count_of(submitter: subprocess.Popen[str]) -> int:
+    """The last count that it told; it told the first one when it started."""
+    assert submitter.stdout is not None
+    return max([1, *map(int, submitter.stdout.read().split())])
+
+
+def test_several_takers_take_each_job_once_in_order(children: Any, tmp_path: Path) -> None:
+    files, processes = JobFiles(tmp_path), Processes(children, tmp_path)
+    takers = [processes.start("take") for _ in range(3)]
+    let_begin(takers)
+    names = [files.submit(Publish(version)) for version in range(120)]
+    (tmp_path / "end").touch()
+    assert [taker.wait(HANG_S) for taker in takers] == [0, 0, 0]
+    notes = processes.notes()
+    assert Counter(name for each in notes for name in each) == Counter(names)
+    assert all(before < after for each in notes for before, after in pairwise(each))
+    failed = [each.name for each in files.failed()]
+    assert 0 < len(failed) < 60
+    assert files.waiting() == []
+
+
+def test_jobs_of_killed_takers_are_found_and_no_job_is_lost_or_taken_twice(children: Any, tmp_path: Path) -> None:
+    files, processes, rng = JobFiles(tmp_path), Processes(children, tmp_path), random.Random(0)
+    names: list[str] = []
+    lost: list[str] = []
+    for _ in range(8):
+        names += [files.submit(Publish(version)) for version in range(20)]
+        takers = [processes.start("take") for _ in range(2)]
+        let_begin(takers)
+        time.sleep(rng.uniform(0, 0.05))
+        kill(takers)
+        for taken in files.recover():
+            lost.append(taken.name)
+            taken.fail(WorkerDiedError("its process was killed.", part="test"))
+    (tmp_path / "end").touch()
+    last = processes.start("take")
+    let_begin([last])
+    assert last.wait(HANG_S) == 0
+    assert files.recover() == []
+    noted = Counter(name for each in processes.notes() for name in each)
+    assert max(noted.values()) == 1
+    assert set(names) - set(noted) <= set(lost), "a process may be killed between its rename and its note"
+    assert set(lost) <= {each.name for each in files.failed()}
+    assert list((tmp_path / "taken").iterdir()) == []
+    assert lost, "some were killed at work"
+
+
+def test_what_a_killed_submitter_queued_is_whole_and_in_its_order(children: Any, tmp_path: Path) -> None:
+    rng = random.Random(1)
+    for turn in range(6):
+        directory = tmp_path / str(turn)
+        files, processes = JobFiles(directory), Processes(children, directory)
+        submitters = [processes.start("submit") for _ in range(2)]
+        time.sleep(rng.uniform(0, 0.05))
+        kill(submitters)
+        told = {process.pid: count_of(process) for process in submitters}
+        assert files.recover() == []
+        assert list((directory / "partial").iterdir()) == [], "nothing half-written is left"
+        versions: dict[str, list[int]] = {}
+        while (taken := files.take()) is not None:
+            if isinstance(taken.job, Publish):
+                versions.setdefault(str(taken.job.adapter), []).append(taken.job.version)
+            else:
+                assert_same(taken.job, Forward(make_batch(0)))
+            taken.done()
+        assert files.failed() == []
+        for pid, count in told.items():
+            mine = versions[f"process-{pid}"]
+            assert mine == list(range(len(mine))), "in order, none is missing"
+            assert len(mine) >= count

@@ -1,0 +1,126 @@
+"""Jobs as bytes and back: JSON and the tensors of a batch, in the safetensors format. Nothing is unpickled, no code is named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import struct
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, TypeAdapter
+from safetensors.torch import load, save
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError
+
+from ..config import LoraConfig
+from ..data.batch import MicroBatch, MiniBatch, TokenBatch, unpacked_batch
+from ..engines.lora.adapter import AdamParams
+from ..objectives.loss import OutputName
+from .jobs import JOBS, Job, NamedLoss
+
+_PART = "job file"
+_KINDS = {job.kind: job for job in JOBS}
+_FIELDS: Mapping[str, Any] = {
+    "name": str,
+    "config": LoraConfig,
+    "source": Path | None,
+    "directory": Path,
+    "dtype": str,
+    "optimizer": bool,
+    "outputs": tuple[OutputName, ...],
+    "top_k": int,
+    "adapter": str | None,
+    "loss": str | NamedLoss,
+    "mini_batch": MiniBatch | None,
+    "params": AdamParams | None,
+    "version": int,
+}
+"""Types of all fields of jobs but for ``batch``, as they are in a file."""
+_TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
+
+
+def encode_job(job: Job[Any]) -> bytes:
+    """Write a job as bytes. Raises `ConfigError` for one with a function, or with settings that JSON cannot represent."""
+    plain: dict[str, Any] = {"kind": job.kind}
+    tensors: dict[str, torch.Tensor] = {}
+    for field in dataclasses.fields(job):  # type: ignore[arg-type]  # every job is a dataclass
+        value = getattr(job, field.name)
+        if isinstance(value, TokenBatch):
+            plain["together"], tensors = value.together, _tensors(value.packed)
+        elif field.name == "loss" and not isinstance(value, str | NamedLoss):
+            raise ConfigError(
+                "the loss of this job is a function, which cannot be written to a file.",
+                part=_PART,
+                hint="Give its name, or a NamedLoss with its settings.",
+            )
+        else:
+            plain[field.name] = _plain(value)
+    try:
+        text = json.dumps(plain)
+    except (TypeError, ValueError) as cause:
+        raise ConfigError(f"a setting of this job cannot be written as JSON: {cause}.", part=_PART) from cause
+    data: bytes = save(tensors, metadata={"job": text})
+    return data
+
+
+def decode_job(data: bytes) -> Job[Any]:
+    """Read what `encode_job` wrote. Raises `ProtocolError` for anything else."""
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["job"])
+        job = _KINDS[plain.pop("kind")]
+        together = plain.pop("together", None)
+        values = {name: _adapter(name).validate_python(value, strict=False) for name, value in plain.items()}
+        if together is not None:
+            values["batch"] = _batch(load(data), int(together))
+        return job(**values)
+    except ProtocolError as error:
+        raise ProtocolError(f"its batch is damaged: {error.message}", part=_PART, hint=error.hint) from error
+    except Exception as cause:  # parsers raise many types for bytes that nobody wrote
+        raise ProtocolError(
+            f"it is not a job, or a damaged one: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}",
+            part=_PART,
+        ) from cause
+
+
+@cache
+def _adapter(field: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_FIELDS[field])
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, tuple | set | frozenset) else value
+
+
+def _tensors(packed: MicroBatch) -> dict[str, torch.Tensor]:
+    return {
+        "batch.tokens": packed.tokens.contiguous(),
+        "batch.targets": packed.targets.contiguous(),
+        "batch.offsets": packed.offsets,
+        **{f"{_TOKEN}{name}": tensor.contiguous() for name, tensor in packed.per_token.items()},
+        **{f"{_SEQUENCE}{name}": tensor for name, tensor in packed.per_sequence.items()},
+    }
+
+
+def _batch(tensors: dict[str, torch.Tensor], together: int) -> TokenBatch:
+    tokens, targets, offsets = (tensors[f"batch.{name}"] for name in ("tokens", "targets", "offsets"))
+    whole = all(tensor.dtype == torch.int64 for tensor in (tokens, targets, offsets))
+    if not whole or int(offsets[0]) or int(offsets[-1]) != len(tokens):
+        raise ProtocolError("tokens, targets and offsets do not belong together.", part=_PART)
+
+    def named(prefix: str) -> dict[str, torch.Tensor]:
+        return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+    return unpacked_batch(MicroBatch(tokens, targets, offsets, named(_TOKEN), named(_SEQUENCE), together))

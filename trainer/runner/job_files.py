@@ -1,0 +1,279 @@
+"""`JobFiles`: a directory of jobs that wait for a process that executes them.
+
+Any number of processes of one machine may submit and take jobs. A job is a file whose name is its number, and its state is the
+folder that it is in:
+
+- ``partial/``: being written
+- ``queued/``: waits for its turn
+- ``taken/``: being executed, and locked (flock) by the process that does
+- ``failed/``: set aside, with the reason in a JSON file beside it
+
+A file changes folders by a rename, so it is in one of them whenever a process is killed. The kernel drops the lock of a process
+that has ended, and so `recover` finds the jobs that it had taken. A job that is done is deleted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError, WeightlaneError, error_from_wire
+
+from .job_codec import decode_job, encode_job
+from .jobs import Job
+
+_PART = "job files"
+_FOLDERS = ("partial", "queued", "taken", "failed")
+_NUMBERING_S = 30.0
+"""Seconds in which the other processes have to finish numbering their jobs; each needs milliseconds."""
+_POLL_S = 0.005
+_TRIES = 10
+"""Times that a file is written again, because another process took it for one that was left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailedJob:
+    """A job that was set aside."""
+
+    name: str
+    error: WeightlaneError
+    """The reason."""
+
+
+class TakenJob:
+    """A job that this process executes. It ends by one of `done`, `fail` and `requeue`, or by the end of the process."""
+
+    def __init__(self, folder: Path, name: str, job: Job[Any], lock: int) -> None:
+        self.name, self.job = name, job
+        self._folder, self._lock = folder, lock
+
+    def done(self) -> None:
+        """Delete the job, which was executed."""
+        with _storage(self._folder):
+            (self._folder / "taken" / self.name).unlink()
+            os.close(self._lock)
+
+    def fail(self, error: WeightlaneError) -> None:
+        """Set the job aside because of `error`."""
+        with _storage(self._folder):
+            _set_aside(self._folder, self.name, error)
+            os.close(self._lock)
+
+    def requeue(self) -> None:
+        """Put the job back in its place among those that wait."""
+        with _storage(self._folder):
+            (self._folder / "taken" / self.name).rename(self._folder / "queued" / self.name)
+            os.close(self._lock)
+
+
+class JobFiles:
+    """The jobs in a directory, which is made if there is none.
+
+    Every method raises `StorageError` if the file system refuses.
+
+    Args:
+        directory: On a file system of this machine, or one whose locks (flock) hold between all processes that use it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._folder = Path(directory)
+        with _storage(self._folder):
+            for name in _FOLDERS:
+                (self._folder / name).mkdir(parents=True, exist_ok=True)
+
+    def submit(self, job: Job[Any]) -> str:
+        """Queue `job` behind all that were submitted before; returns its name. It is queued as a whole or not at all.
+
+        Raises `ConfigError` for a job with a function, and `DeadlineExceededError` if another process numbers its job for long.
+        """
+        data = encode_job(job)
+        with _storage(self._folder):
+            for _ in range(_TRIES):
+                if name := self._submitted(data):
+                    return name
+        raise StorageError(f"files in {self._folder} vanish while they are written.", part=_PART)
+
+    def take(self) -> TakenJob | None:
+        """Take the first job that waits; None if none does. No other process gets it, unless it is queued again.
+
+        A damaged file is set aside.
+        """
+        with _storage(self._folder):
+            for name in self.waiting():
+                lock = _lock(self._folder / "queued" / name)
+                if lock is None:  # another process takes it
+                    continue
+                try:
+                    (self._folder / "queued" / name).rename(self._folder / "taken" / name)
+                except OSError as error:
+                    os.close(lock)
+                    if isinstance(error, FileNotFoundError):  # another process took it before
+                        continue
+                    raise
+                if taken := self._read(name, lock):
+                    return taken
+        return None
+
+    def recover(self) -> list[TakenJob]:
+        """Take the jobs of processes that ended while they executed them, in order; the caller decides what becomes of each.
+
+        Files that were being written by such processes are deleted.
+        """
+        with _storage(self._folder):
+            for path in (self._folder / "partial").iterdir():
+                if (lock := _lock(path)) is not None:
+                    path.unlink(missing_ok=True)
+                    os.close(lock)
+            found = []
+            for name in _names(self._folder / "taken"):
+                path = self._folder / "taken" / name
+                lock = _lock(path)
+                if lock is None:
+                    continue
+                if not path.exists():  # it has ended meanwhile
+                    os.close(lock)
+                elif taken := self._read(name, lock):
+                    found.append(taken)
+            return found
+
+    def waiting(self) -> list[str]:
+        """The names of the jobs that wait, in order."""
+        with _storage(self._folder):
+            return _names(self._folder / "queued")
+
+    def failed(self) -> list[FailedJob]:
+        """The jobs that were set aside, in order, with their reasons."""
+        with _storage(self._folder):
+            names = _names(self._folder / "failed")
+            return [FailedJob(name, _reason(self._folder / "failed" / f"{name}.json")) for name in names]
+
+    def _submitted(self, data: bytes) -> str:
+        """Write and queue a file; returns its name, which is empty if `recover` deleted the file before it was locked."""
+        partial = self._folder / "partial" / f"{os.getpid()}-{time.monotonic_ns()}"
+        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            with suppress(BlockingIOError):  # `recover` has it, and deletes it
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with os.fdopen(os.dup(descriptor), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            with self._numbering() as number:
+                name = f"{number:012d}.job"
+                try:
+                    partial.rename(self._folder / "queued" / name)
+                except FileNotFoundError:
+                    return ""
+                os.close(descriptor)  # before the next one is numbered, for a locked job is skipped
+                descriptor = -1
+            _sync(self._folder / "queued")
+            return name
+        finally:
+            if descriptor >= 0:
+                partial.unlink(missing_ok=True)
+                os.close(descriptor)
+
+    @contextmanager
+    def _numbering(self) -> Iterator[int]:
+        """Hold the lock of the directory, and give the next number."""
+        descriptor = os.open(self._folder / "numbering", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            deadline = Deadline.after(_NUMBERING_S)
+            while True:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if deadline.expired:
+                        raise DeadlineExceededError(
+                            f"another process has been numbering its job in {self._folder} for {_NUMBERING_S:.0f} s.",
+                            part=_PART,
+                            hint="Look for one that was stopped.",
+                        ) from None
+                    time.sleep(_POLL_S)
+            # Names are of one length, so that the last one is the largest. After a crash of the machine the file may be empty.
+            last = max((name for folder in _FOLDERS[1:] for name in _names(self._folder / folder)), default="0")
+            written = os.pread(descriptor, 32, 0).decode("ascii", "replace")
+            number = 1 + max(_number(last), _number(written))
+            os.pwrite(descriptor, f"{number:012d}".encode(), 0)
+            yield number
+        finally:
+            os.close(descriptor)
+
+    def _read(self, name: str, lock: int) -> TakenJob | None:
+        """Return a job in ``taken/`` that is locked; None if it is damaged, which sets it aside."""
+        try:
+            return TakenJob(self._folder, name, decode_job((self._folder / "taken" / name).read_bytes()), lock)
+        except WeightlaneError as error:
+            _set_aside(self._folder, name, error)
+            os.close(lock)
+            return None
+
+
+def _set_aside(folder: Path, name: str, error: WeightlaneError) -> None:
+    """Move a job from ``taken/`` to ``failed/``. The reason is there first."""
+    reason = folder / "failed" / f"{name}.json"
+    partial = reason.with_suffix(".partial")
+    partial.write_text(json.dumps({"time": round(time.time(), 3), **error.to_wire()}) + "\n")
+    partial.replace(reason)
+    (folder / "taken" / name).rename(folder / "failed" / name)
+
+
+def _reason(path: Path) -> WeightlaneError:
+    try:
+        return error_from_wire(json.loads(path.read_text()))
+    except (OSError, ValueError, RecursionError):
+        return StorageError(f"the reason in {path} cannot be read.", part=_PART)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.job"))
+
+
+def _number(text: str) -> int:
+    digits = text.partition(".")[0]
+    return int(digits) if digits.isascii() and digits.isdigit() else 0
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a file; None if another process holds it, or it is gone. Returns the descriptor, whose close drops the lock."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in `folder` survive a crash of the machine."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _storage(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except WeightlaneError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"{folder} cannot be used: {error.strerror or error}.",
+            part=_PART,
+            hint="Free space, or choose another one.",
+        ) from error
