@@ -20,6 +20,7 @@ from weightlane.cli.main import app
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
+PEFT_WEIGHTS = "adapter_model.safetensors"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
 
 
@@ -63,9 +64,17 @@ def write_config(material: Material, folder: Path) -> Path:
     return config
 
 
-def heldout_logprob(model: Path, material: Material) -> float:
-    """The mean log-probability of the answers and the end of text, by transformers alone."""
+def heldout_logprob(model: Path, material: Material, adapter: Path | None = None) -> float:
+    """The mean log-probability of the answers and the end of text, by transformers and the formula of an adapter alone."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    if adapter is not None:
+        config, tensors = json.loads((adapter / "adapter_config.json").read_text()), load_file(adapter / PEFT_WEIGHTS)
+        downs = [name for name in tensors if name.endswith("lora_A.weight")]
+        assert downs
+        for name in downs:
+            layer = network.get_submodule(name.removeprefix("base_model.model.").removesuffix(".lora_A.weight"))
+            change = tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+            layer.weight.data += config["lora_alpha"] / config["r"] * change
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = []
     for task in map(json.loads, material.heldout.read_text().splitlines()):
@@ -111,3 +120,19 @@ def test_a_supervised_run_trains_on_conversations_leaves_every_file_and_is_resum
     assert exported.exit_code == 0, exported.stderr
     one, other = (load_file(path / "model.safetensors") for path in (run_dir / "model", tmp_path / "exported"))
     assert all(torch.equal(one[name], other[name]) for name in other)
+
+
+@pytest.mark.exhaustive
+def test_a_supervised_run_of_an_adapter_leaves_it_as_files_of_peft(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    config, run_dir = write_config(material, tmp_path), tmp_path / "run"
+    more = ["--set", "trainer.lora.rank=4", "--set", "sft.export_every=3"]
+    ended = start_run(["sft", str(config), "--plain", *more]).end()
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    assert not (run_dir / "model").exists()
+    assert (run_dir / "exports" / "step-3" / PEFT_WEIGHTS).is_file()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["heldout_logprob_after"] > summary["heldout_logprob_before"]
+    found = heldout_logprob(material.model, material, run_dir / "adapter")
+    assert summary["heldout_logprob_after"] == pytest.approx(found, abs=1e-4)

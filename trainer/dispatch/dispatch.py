@@ -76,6 +76,12 @@ class _Group:
                 await self._noted(self.ranks.call("call", spec.name, everything, "rest"))
         return steps
 
+    async def offload(self) -> None:
+        """Move everything of every role off the device, until the next call brings back what it needs."""
+        if self._shares_device:
+            everything = Moves(dict.fromkeys(self.roles, frozenset(STATE_PARTS)))
+            await self._noted(self.ranks.call("call", self.roles[0], everything, "rest"))
+
     async def _noted(self, calling: Any) -> list[Any]:
         answers: list[Answer] = await calling
         self.offloaded = answers[0].offloaded
@@ -302,6 +308,13 @@ class WorkerDispatch:
     def stage(self, batch: TokenBatch) -> StagedBatch:
         """A batch for several calls, which travels once."""
         return StagedBatch(batch)
+
+    async def offload(self) -> None:
+        """Move everything of the roles that share a device off it, for rollouts that take turns with them.
+
+        The next call to a role brings back what it needs. Groups that share no device keep everything there.
+        """
+        await asyncio.gather(*(group.offload() for group in self._groups.values()))
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""

@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..config import LoraConfig
 from ..data.batch import MicroBatch, MiniBatch, TokenBatch, unpacked_batch
-from ..engines.lora.adapter import AdamParams
+from ..engines.adam_params import AdamParams
 from ..objectives.loss import OutputName
 from .jobs import JOBS, Job, NamedLoss
 

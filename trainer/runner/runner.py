@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, WeightlaneError, as_weightlane_error
 from weightlane.plugins import RunHooks, process_hooks
@@ -25,7 +25,6 @@ from weightlane.plugins import RunHooks, process_hooks
 from ..algorithms.policy_gradient import PolicyGradient
 from ..algorithms.roles import POLICY
 from ..algorithms.step import take_step
-from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..dispatch.dispatch import WorkerDispatch
 from ..loop.protocols import StepReport
@@ -53,7 +52,8 @@ _T = TypeVar("_T")
 
 Around = Callable[[Job[Any]], AbstractAsyncContextManager[object]]
 """Makes a context manager that is entered before a job begins and left when it has ended. A program in which trainer and rollouts
-take turns on a device waits in it for the device. An error when it is entered is the job's."""
+take turns on a device waits in it for the device, and maybe calls `WorkerDispatch.offload` when it is left. An error when it is
+entered or left is the job's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,24 +210,22 @@ class Runner:
 
     def _calls_by_job(self) -> dict[type[Job[Any]], Callable[[Any], Awaitable[Any]]]:
         """The call that each kind of jobs makes."""
-        policy, algorithm, adapters = self._policy, self._algorithm, cast("_AdapterCalls", self._policy)
+        policy, algorithm = self._policy, self._algorithm
         return {
-            Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, **_of(job.adapter)),
+            CreateAdapter: lambda job: policy.add_adapter(job.name, job.config, job.source, optimizer=job.optimizer),
+            RemoveAdapter: lambda job: policy.remove_adapter(job.name),
+            SaveAdapter: lambda job: policy.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
+            Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, job.adapter),
             ForwardBackward: lambda job: policy.forward_backward(
-                job.batch, self._loss(job.loss), job.mini_batch, job.outputs, **_of(job.adapter)
+                job.batch, self._loss(job.loss), job.mini_batch, job.outputs, job.adapter
             ),
-            OptimStep: lambda job: policy.optim_step(
-                **_of(job.adapter), **({} if job.params is None else {"params": job.params})
-            ),
+            OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
             RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
             SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
             Save: lambda job: algorithm.save(job.directory),
             Load: lambda job: algorithm.load(job.directory),
             Export: lambda job: policy.export_hf(job.directory, job.dtype),
-            Publish: lambda job: policy.publish(job.version, **_of(job.adapter)),
-            CreateAdapter: lambda job: adapters.add_adapter(job.name, job.config, job.source, optimizer=job.optimizer),
-            RemoveAdapter: lambda job: adapters.remove_adapter(job.name),
-            SaveAdapter: lambda job: adapters.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
+            Publish: lambda job: policy.publish(job.version, job.adapter),
         }
 
     def _loss(self, loss: str | NamedLoss | Loss) -> str | Loss:
@@ -267,23 +265,6 @@ class JobTrainers:
     async def watch(self) -> NoReturn:
         """See `Trainers.watch`."""
         await self._runner.watch()
-
-
-class _AdapterCalls(Protocol):
-    """The calls of a `Role` about its adapters."""
-
-    def add_adapter(self, name: str, config: LoraConfig, source: Path | None, *, optimizer: bool) -> asyncio.Task[int]:
-        """Put one there; the steps that it has taken."""
-
-    def remove_adapter(self, name: str) -> asyncio.Task[None]:
-        """Drop one."""
-
-    def export_adapter(self, directory: Path, name: str, *, with_optimizer: bool) -> asyncio.Task[None]:
-        """Write PEFT's files."""
-
-
-def _of(adapter: str | None) -> dict[str, Any]:
-    return {} if adapter is None else {"adapter": adapter}
 
 
 def _fail(submitted: _Submitted, error: WeightlaneError) -> None:

@@ -21,8 +21,7 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WorkerDiedError
-from weightlane.trainer import LoraConfig, MiniBatch, TokenBatch, sft
-from weightlane.trainer.engines.lora.adapter import AdamParams
+from weightlane.trainer import AdamParams, LoraConfig, MiniBatch, TokenBatch, sft
 from weightlane.trainer.runner.job_codec import decode_job, encode_job
 from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.jobs import (

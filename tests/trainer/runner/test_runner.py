@@ -16,14 +16,26 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 from weightlane.plugins import hookimpl, make_hooks
-from weightlane.trainer import AlgorithmConfig, Loss, Objective, TokenBatch, TokenSequence, TrainerConfig, sft
+from weightlane.trainer import (
+    AdamParams,
+    AlgorithmConfig,
+    LoraConfig,
+    Loss,
+    Objective,
+    TokenBatch,
+    TokenSequence,
+    TrainerConfig,
+    sft,
+)
 from weightlane.trainer.algorithms.composition import algorithm_over, policy_objective, role_names, role_specs
 from weightlane.trainer.config import CriticConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.engines.contract import SequenceOutputs
 from weightlane.trainer.objectives.policy_values import REWARD
 from weightlane.trainer.runner.jobs import (
     JOBS,
+    CreateAdapter,
     Export,
     Forward,
     ForwardBackward,
@@ -31,8 +43,10 @@ from weightlane.trainer.runner.jobs import (
     Load,
     NamedLoss,
     OptimStep,
+    RemoveAdapter,
     RlStep,
     Save,
+    SaveAdapter,
     SftStep,
 )
 from weightlane.trainer.runner.runner import JobTrainers, Runner
@@ -52,14 +66,19 @@ def judged(step: int) -> TokenBatch:
 
 
 def with_dispatch(
-    models: Mapping[str, Path], use: Callable[[WorkerDispatch], Awaitable[Any]], algorithm: AlgorithmConfig = ALGORITHM
+    models: Mapping[str, Path],
+    use: Callable[[WorkerDispatch], Awaitable[Any]],
+    algorithm: AlgorithmConfig = ALGORITHM,
+    *,
+    shares_device: bool = False,
+    trainer: TrainerConfig = TRAINER,
 ) -> Any:
     """The result of `use` on a dispatch of the algorithm's roles, in this process."""
 
     async def run() -> Any:
         paths = dict.fromkeys(role_names(algorithm), models["qwen3-untied"])
-        roles = role_specs(algorithm, TRAINER, CriticConfig(), paths, Objective(policy_objective(algorithm)))
-        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)})
+        roles = role_specs(algorithm, trainer, CriticConfig(), paths, Objective(policy_objective(algorithm)))
+        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)}, {"trainer": shares_device})
         try:
             await dispatch.start()
             return await use(dispatch)
@@ -129,6 +148,54 @@ def test_a_supervised_step_is_the_gradient_of_the_likelihood_and_so_are_its_part
         with_dispatch(models, train, AlgorithmConfig())
     first, second = weights_in(tmp_path / "whole"), weights_in(tmp_path / "parts")
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_adapters_are_trained_by_jobs_as_by_calls_also_where_the_device_is_left_after_every_job(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    config, params, batches = (
+        LoraConfig(rank=3, seed=1),
+        AdamParams(1e-2, weight_decay=0.1),
+        [make_batch(0), make_batch(1)],
+    )
+
+    async def by_calls(dispatch: WorkerDispatch) -> list[SequenceOutputs]:
+        policy = dispatch["policy"]
+        await policy.add_adapter("a", config)
+        for batch in batches:
+            await policy.forward_backward(batch, sft, adapter="a")
+            assert (await policy.optim_step("a", params)).grad_norm > 0
+        await policy.export_adapter(tmp_path / "calls", "a", with_optimizer=True)
+        return await policy.forward(batches[0], adapter="a")
+
+    async def by_jobs(dispatch: WorkerDispatch) -> list[SequenceOutputs]:
+        @asynccontextmanager
+        async def around(_: Job[Any]) -> AsyncIterator[None]:
+            yield
+            await dispatch.offload()
+            assert dispatch["policy"].on_device == frozenset()
+
+        runner = Runner(dispatch, around=around)
+        assert await runner.run(CreateAdapter("a", config)) == 0
+        for number, batch in enumerate(batches):
+            await runner.run(ForwardBackward(batch, sft, adapter="a"))
+            assert (await runner.run(OptimStep("a", params))).step == number + 1
+            place = tmp_path / f"jobs-{number}"
+            await runner.run(SaveAdapter("a", place))
+            await runner.run(RemoveAdapter("a"))
+            with pytest.raises(ConfigError):
+                await runner.run(Forward(batch, adapter="a"))
+            assert await runner.run(CreateAdapter("a", config, place)) == number + 1
+        return await runner.run(Forward(batches[0], adapter="a"))
+
+    trainer = TRAINER.model_copy(update={"lora": LoraConfig(rank=4)})
+    calls = with_dispatch(models, by_calls, AlgorithmConfig(), trainer=trainer)
+    jobs = with_dispatch(models, by_jobs, AlgorithmConfig(), trainer=trainer, shares_device=True)
+    assert all(torch.equal(one["logprobs"], other["logprobs"]) for one, other in zip(calls, jobs, strict=True))
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        one, other = (load_file(tmp_path / folder / name) for folder in ("calls", "jobs-1"))
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_job_fails_alone_with_a_typed_error_and_every_end_is_told_and_counted(models: dict[str, Path]) -> None:
