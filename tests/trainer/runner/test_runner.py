@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -279,3 +280,17 @@ def test_jobs_wait_for_their_turn_and_their_device_and_those_whose_caller_left_o
 
 def test_every_kind_of_job_has_a_name_of_its_own() -> None:
     assert len({job.kind for job in JOBS}) == len(JOBS)
+
+
+def test_the_program_of_the_guide_trains_and_saves(models: dict[str, Path], tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[3] / "docs/guides/roles.md").read_text()
+    (program,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "Runner" in block)
+    names: dict[str, Any] = {"Path": Path}
+    exec(program, names)
+
+    async def use(dispatch: WorkerDispatch) -> float:
+        loss: float = await names["step_and_save"](dispatch, make_batch(0), tmp_path / "state")
+        return loss
+
+    assert 0 < with_dispatch(models, use, AlgorithmConfig()) < 10
+    assert list((tmp_path / "state").iterdir())
