@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weightlane.cli.config import RunConfig
+from weightlane.cli.serve_config import ServeConfig
 from weightlane.cli.sft_config import SftRunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
@@ -27,6 +28,11 @@ SUPERVISED = """
 ## Supervised fine-tuning
 
 `weightlane sft` has the sections `run`, `model`, `trainer`, `ray` and `observers` of above, and these two.
+"""
+SERVED = """
+## The service
+
+`weightlane serve` has the sections `run`, `model`, `checkpoint_engine`, `sync`, `trainer`, `rollout`, `ray` and `observers` of above, and this one.
 """
 
 
@@ -85,7 +91,10 @@ def page() -> str:
     supervised = "".join(line for name, section in own.items() if section for line in sections(name, section))
     # Its data section has the name of another one above.
     supervised = supervised.replace("## [data]", "## [data] of supervised fine-tuning")
-    return HEAD + "".join([*sections("", RunConfig), SUPERVISED, supervised]).rstrip() + "\n"
+    service = ServeConfig.model_fields["service"].annotation
+    assert service is not None
+    parts = [*sections("", RunConfig), SUPERVISED, supervised, SERVED, *sections("service", service)]
+    return HEAD + "".join(parts).rstrip() + "\n"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ class BaseModel:
     """The model that clients train adapters of."""
 
     name: str
-    """By which clients ask for it."""
+    """Clients ask for it by this."""
     architecture: str
     tokenizer: str
     """Where clients can load its tokenizer from: a directory, or a name on the hub."""

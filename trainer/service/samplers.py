@@ -39,7 +39,7 @@ class Sampler:
 
     @property
     def key(self) -> str:
-        """What it samples from, as `Publications` knows it; empty for the base model."""
+        """The weights that it samples from, as `Publications` knows them; empty for the base model."""
         if self.checkpoint is not None:
             return self.checkpoint
         return inflight_key(self.model) if self.model is not None else ""
@@ -245,6 +245,6 @@ class Samplers:
 
 
 def _last(found: Sequence[_Entry | None], asked: SampleRequest) -> Sequence[_Entry | None]:
-    """What was found for each prompt token, without those that the client asked to leave out."""
+    """Entries for each prompt token, without those that the client asked to leave out."""
     left_out = 0 if asked.prompt_logprobs_last_n is None else len(found) - asked.prompt_logprobs_last_n
     return [None] * left_out + list(found[left_out:])

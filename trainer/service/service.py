@@ -206,7 +206,7 @@ class Service:
         return request
 
     def figures(self) -> dict[str, float]:
-        """What ``/metrics`` shows."""
+        """The numbers that ``/metrics`` shows."""
         figures = {
             "models": float(len(self.lane.models)),
             "models_loaded": float(sum(model.loaded for model in self.lane.models.values())),
@@ -264,7 +264,7 @@ class Service:
             )
 
     def _keys_in_use(self) -> Collection[str]:
-        """What may still be sampled from: by samplers of sessions that go on, or since it was just saved."""
+        """Keys that may still be sampled from: by samplers of sessions that go on, or since they were just saved."""
         rows = self.store.rows(
             "SELECT samplers.model, samplers.checkpoint FROM samplers LEFT JOIN sessions ON samplers.session = sessions.id"
             " WHERE sessions.ended IS NULL AND samplers.created > ?",

@@ -37,7 +37,7 @@ class Model:
     client: str
     config: LoraConfig
     about: dict[str, Any]
-    """What the client said about it."""
+    """Remarks of the client."""
     next_seq: int = 0
     """The number of the request that is next."""
     steps: int = 0
@@ -100,7 +100,7 @@ class TrainingLane:
         self._directory, self._save_every, self._max_queued = directory, save_every, max_queued
         self._max_loaded = max_loaded
         self._models: OrderedDict[str, Model] = OrderedDict()
-        """Those that were served longest ago come first."""
+        """Models that were served longest ago come first."""
         self._errands: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         self._changed = asyncio.Event()
         self._closing = False

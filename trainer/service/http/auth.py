@@ -1,4 +1,4 @@
-"""Who a request is from: by the token that it sends."""
+"""The client that a request is from, by the token that it sends."""
 
 from __future__ import annotations
 

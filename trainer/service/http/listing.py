@@ -34,7 +34,7 @@ async def server_capabilities(service: Service, client: str, request: Request) -
 
 
 async def weights_info(service: Service, client: str, request: Request) -> Response:
-    """What is needed to load a checkpoint."""
+    """Everything that is needed to load a checkpoint."""
     asked = parsed(WeightsInfoRequest, await read_body(request, service.limits))
     found = service.checkpoints.get(asked.tinker_path, client)
     train = found.about.get("train") or {}

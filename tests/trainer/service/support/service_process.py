@@ -6,11 +6,10 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any, Self
 
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 PROGRAM = Path(__file__).with_name("service_program.py")
 SDK = Path(sys.prefix) / "tinker"
@@ -42,12 +41,9 @@ class ServiceProcess:
         port_file.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         arguments = [str(self._model), str(self.directory), str(port_file), json.dumps(self._settings)]
-        self.process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=environment)
-        until = time.monotonic() + HANG_S
-        while not port_file.is_file():
-            assert self.process.poll() is None, "the service ended while it started"
-            assert time.monotonic() < until, "the service did not start"
-            time.sleep(0.05)
+        self.process = process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=environment)
+        wait_until(lambda: port_file.is_file() or process.poll() is not None, "the service started", poll_s=0.05)
+        assert process.poll() is None, "the service ended while it started"
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
         self._settings["port"] = int(port_file.read_text())  # clients come back to it after a restart
         return self
