@@ -32,7 +32,8 @@ SUPERVISED = """
 SERVED = """
 ## The service
 
-`weightlane serve` has the sections `run`, `model`, `checkpoint_engine`, `sync`, `trainer`, `rollout`, `ray` and `observers` of above, and this one.
+`weightlane serve` has the sections `run`, `model`, `checkpoint_engine`, `sync`, `trainer`, `rollout`, `ray` and `observers` of
+above, and this one.
 """
 
 
