@@ -191,6 +191,10 @@ class Role:
         """
         return self._steps("add_adapter", name, config, source, optimizer)
 
+    def drop_gradient(self, adapter: str | None = None) -> asyncio.Task[None]:
+        """Drop the gradients of an adapter's mini-batch, and whatever failed in it: it begins anew."""
+        return self._done("drop_gradient", adapter)
+
     def remove_adapter(self, name: str) -> asyncio.Task[None]:
         """Drop an adapter that `add_adapter` made; `ConfigError` for any other."""
         return self._done("remove_adapter", name)

@@ -255,6 +255,12 @@ class RankWorker:
         hosted.begun.pop(name, None)
         return hosted.engine.steps_of(name)
 
+    def drop_gradient(self, role: str, adapter: str | None = None) -> None:
+        """Drop the gradients of a mini-batch, and whatever failed in it."""
+        hosted = self._hosted(role)
+        hosted.begun.pop(name := hosted.adapter(adapter), None)
+        hosted.engine.zero_grad(name)
+
     def remove_adapter(self, role: str, name: str) -> None:
         """Drop an adapter, with its gradients and its optimizer."""
         hosted = self._hosted(role)

@@ -114,6 +114,15 @@ class OptimStep(Job[StepResult]):
 
 
 @dataclass(frozen=True, slots=True)
+class DropGradient(Job[None]):
+    """Drop the gradients that were added up, with whatever failed among them: the mini-batch begins anew."""
+
+    kind: ClassVar[str] = "drop_gradient"
+
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RlStep(Job[StepReport]):
     """Take one step of the runner's algorithm: advantages, forward, backward and optimizer, of every role that it trains."""
 
@@ -179,6 +188,7 @@ JOBS: tuple[type[Job[Any]], ...] = (
     Forward,
     ForwardBackward,
     OptimStep,
+    DropGradient,
     RlStep,
     SftStep,
     Save,

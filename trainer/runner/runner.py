@@ -32,6 +32,7 @@ from ..objectives.loss import Loss
 from ..objectives.supervised import sft
 from .jobs import (
     CreateAdapter,
+    DropGradient,
     Export,
     Forward,
     ForwardBackward,
@@ -220,6 +221,7 @@ class Runner:
                 job.batch, self._loss(job.loss), job.mini_batch, job.outputs, job.adapter
             ),
             OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
+            DropGradient: lambda job: policy.drop_gradient(job.adapter),
             RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
             SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
             Save: lambda job: algorithm.save(job.directory),

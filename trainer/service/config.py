@@ -64,6 +64,16 @@ class ServiceConfig(BaseModel):
         gt=0,
         description="Seconds without a heartbeat after which a session ends: its samplers are closed and its models unloaded.",
     )
+    max_versions: int = Field(
+        64,
+        ge=2,
+        description="Most versions that replicas keep loaded; one that was used longest ago comes back when it is sampled from.",
+    )
+    snapshot_kept_s: float = Field(
+        21600.0,
+        gt=0,
+        description="Seconds since its last use after which a snapshot that was saved without a name is deleted.",
+    )
     answer_kept_s: float = Field(
         3600.0, gt=0, description="Seconds that an answer is kept for its client to fetch, or fetch again."
     )

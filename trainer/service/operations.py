@@ -12,7 +12,15 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 from ..config import LoraConfig
 from ..data.batch import MiniBatch
 from ..objectives.loss import LOGPROBS
-from ..runner.jobs import CreateAdapter, Forward, ForwardBackward, OptimStep, RemoveAdapter, SaveAdapter
+from ..runner.jobs import (
+    CreateAdapter,
+    DropGradient,
+    Forward,
+    ForwardBackward,
+    OptimStep,
+    RemoveAdapter,
+    SaveAdapter,
+)
 from ..runner.runner import Runner
 from .base_model import BaseModel
 from .losses import ServiceLoss, loss_report
@@ -51,6 +59,7 @@ class Operations:
         publications: Brings weights to samplers.
         base: The model.
         limits: Sizes that a request may have.
+        snapshot_kept_s: Seconds since its last use after which a snapshot without a name is deleted.
     """
 
     def __init__(
@@ -61,9 +70,11 @@ class Operations:
         publications: Publications,
         base: BaseModel,
         limits: WireLimits,
+        snapshot_kept_s: float,
     ) -> None:
         self._futures, self._runner, self._checkpoints = futures, runner, checkpoints
         self._publications, self._base, self._limits = publications, base, limits
+        self._snapshot_kept_s = snapshot_kept_s
         self._syncing: set[asyncio.Task[None]] = set()
         self.lane: TrainingLane
         self.samplers: Samplers
@@ -76,10 +87,18 @@ class Operations:
 
     async def execute(self, model: Model, request: StoredRequest) -> None:
         """See `Execute`."""
+        if request.state == "failed":  # before a crash: it changed no weight then, and doesn't now
+            if request.kind == STEP:
+                model.open = False
+                await self._runner.run(DropGradient(model.adapter))
+            return
         await getattr(self, f"_{request.kind}")(model, request)
 
     async def load_sampler(self, sampler: Sampler) -> None:
         """Bring a sampler's weights to the replicas, from its checkpoint, or from its model as it is."""
+        if sampler.checkpoint is None:
+            assert sampler.model is not None
+            await self.lane.caught_up(self.lane.model(sampler.model, sampler.client))
         begun = await self.lane.errand(lambda: self._begin_for(sampler))
         try:
             await self._publications.finish(begun)
@@ -105,10 +124,21 @@ class Operations:
         job = CreateAdapter(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
         model.steps = await self._runner.run(job)
         model.saved_steps, model.loaded, model.open = model.steps, True, False
+        await self.lane.save(model)  # the checkpoint may be deleted before a crash
         self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
 
     async def _forward_backward(self, model: Model, request: StoredRequest) -> None:
         body = TrainBody.parse(request.payload, limits=self._limits)
+        try:
+            answer = await self._pass(model, body)
+        except Exception as error:
+            if not body.message.forward_only:  # until the step, since other parts may be on their way
+                model.spoiled, model.open = model.spoiled or str(error), True
+            raise
+        self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
+
+    async def _pass(self, model: Model, body: TrainBody) -> bytes:
+        """Run the model forward, and backward if that is asked for; the answer."""
         asked = await asyncio.to_thread(body.request, self._base.vocabulary)
         longest = max(sequence.length for sequence in asked.batch.sequences)
         if longest > self._base.max_length:
@@ -117,6 +147,8 @@ class Operations:
             )
         loss = ServiceLoss(asked.loss, asked.loss_config)
         loss.check_inputs(asked.batch)
+        if model.spoiled and not asked.forward_only:
+            raise _incomplete(model)
         if asked.forward_only:
             outputs = await self._runner.run(Forward(asked.batch, LOGPROBS, adapter=model.adapter))
             report = loss_report(loss, asked.batch, [each["logprobs"] for each in outputs])
@@ -124,10 +156,13 @@ class Operations:
             model.open = True
             passed = await self._runner.run(ForwardBackward(asked.batch, loss, _WHOLE, LOGPROBS, model.adapter))
             report, outputs = dict(passed.metrics), list(passed.outputs)
-        answer = pass_answer([each["logprobs"] for each in outputs], asked.shapes, training_metrics(report))
-        self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
+        return pass_answer([each["logprobs"] for each in outputs], asked.shapes, training_metrics(report))
 
     async def _optim_step(self, model: Model, request: StoredRequest) -> None:
+        if model.spoiled:
+            incomplete, model.spoiled, model.open = _incomplete(model), "", False
+            await self._runner.run(DropGradient(model.adapter))
+            raise incomplete
         params = parsed(OptimStepRequest, request.payload, self._limits).params()
         try:
             result = await self._runner.run(OptimStep(model.adapter, params))
@@ -182,6 +217,7 @@ class Operations:
         self, model: Model, request: StoredRequest, kind: Kind, name: str, asked: Any, *, overwrite: bool = False
     ) -> tuple[str, Path]:
         """Write a checkpoint, unless this request has done so before; its path and directory."""
+        unnamed = kind == "sampler" and asked.path is None
         path, directory = self._checkpoints.place(model.id, kind, name)
         if (made := self._checkpoints.made_by(request.id)) is not None:
             return made.path, made.directory
@@ -195,14 +231,17 @@ class Operations:
             "base_model": model.about.get("base_model", ""),
             "train": model.about.get("train", {}),
             "user_metadata": asked.user_metadata,
+            **({"unnamed": 1} if unnamed else {}),
         }
-        self._checkpoints.add(path, model.id, model.client, kind, directory, about, asked.ttl_seconds)
+        ttl_s = self._snapshot_kept_s if unnamed else asked.ttl_seconds
+        self._checkpoints.add(path, model.id, model.client, kind, directory, about, ttl_s)
         return path, directory
 
     async def _begin_for(self, sampler: Sampler) -> Begun:
         if sampler.checkpoint is None:
             assert sampler.model is not None
             model = self.lane.model(sampler.model, sampler.client)
+            await self.lane.bring_back(model)
             return await self._publications.begin(sampler.key, model.adapter, model.config)
         found: Checkpoint = self._checkpoints.get(sampler.checkpoint, sampler.client)
         config, name = LoraConfig.model_validate(found.about["config"]), "published-from-files"
@@ -224,6 +263,14 @@ class Operations:
 
     def _answer(self, request: StoredRequest, answer: dict[str, Any]) -> None:
         self._futures.finish(request.id, json.dumps(answer).encode(), keep_payload=True)
+
+
+def _incomplete(model: Model) -> ProtocolError:
+    return ProtocolError(
+        f"a part of the mini-batch has no gradient: {model.spoiled}",
+        part=_PART,
+        hint="optim_step ends the mini-batch, and changes nothing; then begin it anew.",
+    )
 
 
 def sampler_id(session: str, seq: int) -> str:

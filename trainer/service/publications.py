@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
-from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, WeightlaneError
 from weightlane.sync import SyncReport
 
 from ..config import LoraConfig
@@ -31,12 +32,18 @@ class AdapterReplica(Protocol):
     async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
         """Generate a completion."""
 
+    async def watch(self) -> NoReturn:
+        """Raise `WorkerDiedError` when its process dies."""
+
 
 class Syncer(Protocol):
     """Carries versions to the replicas."""
 
     async def sync(self, version: int) -> SyncReport:
         """Put a published version into service."""
+
+    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
+        """Tell the syncer that a replica has died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +65,7 @@ class Publications:
         replicas: Where they go.
         describe: Makes of an adapter's configuration what replicas are told.
         in_use: The keys that somebody may still sample from.
+        most: Most versions that replicas keep loaded; those that were used longest ago go, and come back when they are used.
         timeout_s: Most seconds that a publication waits for the one before.
     """
 
@@ -68,11 +76,14 @@ class Publications:
         replicas: Sequence[AdapterReplica],
         describe: Callable[[LoraConfig], Any],
         in_use: Callable[[], Collection[str]],
+        most: int,
         timeout_s: float,
     ) -> None:
-        self._runner, self._syncer, self._replicas = runner, syncer, replicas
-        self._describe, self._in_use, self._timeout_s = describe, in_use, timeout_s
-        self._versions: dict[str, int] = {}
+        self._runner, self._syncer = runner, syncer
+        self._replicas = {replica.name: replica for replica in replicas}
+        self._describe, self._in_use, self._most, self._timeout_s = describe, in_use, most, timeout_s
+        self._versions: OrderedDict[str, int] = OrderedDict()
+        """Versions by key; those that were used longest ago come first."""
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()
 
@@ -88,6 +99,8 @@ class Publications:
 
     def version_of(self, key: str) -> int | None:
         """The version under which replicas have `key`; None if they don't have it."""
+        if key in self._versions:
+            self._versions.move_to_end(key)
         return self._versions.get(key)
 
     async def begin(self, key: str, adapter: str, config: LoraConfig) -> Begun:
@@ -105,9 +118,10 @@ class Publications:
             ) from cause
         try:
             version, wanted = next(self._numbers), set(self._in_use())
-            self._versions = {each: number for each, number in self._versions.items() if each in wanted}
+            kept = [each for each in self._versions.items() if each[0] in wanted]
+            self._versions = OrderedDict(kept[max(0, len(kept) - self._most + 1) :])
             described, keep = self._describe(config), sorted(self._versions.values())
-            await asyncio.gather(*(replica.announce(version, described, keep) for replica in self._replicas))
+            await asyncio.gather(*(each.announce(version, described, keep) for each in self._replicas.values()))
             await self._runner.run(Publish(version, adapter))
         except BaseException:
             self._turn.release()
@@ -119,9 +133,15 @@ class Publications:
         try:
             report = await self._syncer.sync(begun.version)
             self._versions[begun.key] = begun.version
+            self._versions.move_to_end(begun.key)
             return report
         finally:
             self._turn.release()
+
+    def lost(self, replica: str, error: WeightlaneError) -> None:
+        """Go on without a replica that died."""
+        self._replicas.pop(replica, None)
+        self._syncer.participant_lost(error, replica)
 
     def require(self, key: str) -> int:
         """The version of `key`. Raises `ConfigError` if the replicas don't have it."""

@@ -63,6 +63,7 @@ class Samplers:
         max_model_len: Most tokens of a prompt and its completion.
         eos_ids: Tokens that end a completion, unless a request says otherwise.
         max_running: Most requests that run or wait.
+        snapshot_kept_s: Seconds for which a use lets a snapshot without a name stay.
     """
 
     def __init__(
@@ -77,12 +78,13 @@ class Samplers:
         max_model_len: int,
         eos_ids: Sequence[int],
         max_running: int,
+        snapshot_kept_s: float,
     ) -> None:
         self._store, self._futures, self._checkpoints = store, futures, checkpoints
         self._publications, self._load = publications, load
         self._replicas = {replica.name: replica for replica in replicas}
         self._max_model_len, self._eos_ids = max_model_len, tuple(eos_ids)
-        self._max_running = max_running
+        self._max_running, self._snapshot_kept_s = max_running, snapshot_kept_s
         self._load_of: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Lock] = {}
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -141,6 +143,10 @@ class Samplers:
             self._running[request.id] = task
             task.add_done_callback(lambda _: self._running.pop(request.id, None))
 
+    def lost(self, replica: str) -> None:
+        """Send no request to a replica that died any more."""
+        self._replicas.pop(replica, None)
+
     def cancel(self, request: str) -> None:
         """Give up a request that runs, since its client has."""
         if (task := self._running.get(request)) is not None:
@@ -179,6 +185,8 @@ class Samplers:
         """The version that a request to `sampler` computes with, which the replicas have."""
         if not sampler.key:
             return 0
+        if sampler.checkpoint is not None:
+            self._checkpoints.used(sampler.checkpoint, self._snapshot_kept_s)
         if self._publications.version_of(sampler.key) is None:
             async with self._loading.setdefault(sampler.key, asyncio.Lock()):
                 if self._publications.version_of(sampler.key) is None:

@@ -68,9 +68,13 @@ class Service:
         self.futures = Futures(self.store)
         self.sessions = Sessions(self.store, config.session_timeout_s)
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
-        self.publications = Publications(runner, syncer, replicas, describe, self._keys_in_use, sync_timeout_s)
+        self.publications = Publications(
+            runner, syncer, replicas, describe, self._keys_in_use, config.max_versions, sync_timeout_s
+        )
         self.limits = WireLimits(body_bytes=config.max_body_bytes)
-        self._operations = Operations(self.futures, runner, self.checkpoints, self.publications, base, self.limits)
+        self._operations = Operations(
+            self.futures, runner, self.checkpoints, self.publications, base, self.limits, config.snapshot_kept_s
+        )
         self.lane = TrainingLane(
             self.store,
             self.futures,
@@ -92,8 +96,10 @@ class Service:
             max_model_len=base.max_length,
             eos_ids=base.eos_ids,
             max_running=config.max_sampling,
+            snapshot_kept_s=config.snapshot_kept_s,
         )
         self._operations.lane, self._operations.samplers = self.lane, self.samplers
+        self._replicas = replicas
         self._closing = False
 
     async def run(self) -> None:
@@ -105,6 +111,7 @@ class Service:
         tasks = [
             asyncio.create_task(self.lane.run(), name="training lane"),
             asyncio.create_task(self._runner.watch(), name="trainer ranks"),
+            asyncio.create_task(self._watch_replicas(), name="replicas"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
         ]
         try:
@@ -121,6 +128,7 @@ class Service:
         if self._closing:
             return
         self._closing = True
+        self.futures.close()
         self.lane.close()
         await self.samplers.close(self.config.shutdown_s)
         with suppress(TimeoutError):
@@ -272,6 +280,25 @@ class Service:
         )
         used = {row["checkpoint"] or inflight_key(row["model"] or "") for row in rows}
         return used | {self._operations.newest[model] for model in self.lane.models if model in self._operations.newest}
+
+    async def _watch_replicas(self) -> None:
+        """Go on without replicas that die. Raises when none is left, unless there was none."""
+        left = len(self._replicas)
+
+        async def watch(replica: AdapterReplica) -> None:
+            nonlocal left
+            try:
+                await replica.watch()
+            except WorkerDiedError as error:
+                left -= 1
+                if not left:
+                    raise
+                _log.error("going on without a replica: %s", error)
+                self.samplers.lost(replica.name)
+                self.publications.lost(replica.name, error)
+
+        await asyncio.gather(*(watch(replica) for replica in self._replicas))
+        await asyncio.Event().wait()
 
     async def _keep_house(self) -> None:
         while True:

@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, StorageError, WorkerDiedError
 
 from ..config import LoraConfig
 from ..runner.jobs import CreateAdapter, RemoveAdapter, SaveAdapter
@@ -25,7 +25,7 @@ from .records.store import Store, StoredRequest
 
 _PART = "service training"
 _log = logging.getLogger("weightlane.service")
-CREATE = "create_model"
+_CATCH_UP_S, _POLL_S = 600.0, 0.05
 
 
 @dataclass(slots=True)
@@ -44,6 +44,8 @@ class Model:
     """Optimizer steps taken."""
     open: bool = False
     """Whether gradients have been added up for a step that has not been taken."""
+    spoiled: str = ""
+    """Why a part of the mini-batch has no gradient; empty if every part has."""
     loaded: bool = False
     """Whether it is on the trainer ranks; otherwise it is in `saved_dir`."""
     saved_seq: int = -1
@@ -51,6 +53,7 @@ class Model:
     saved_dir: Path | None = None
     saved_steps: int = 0
     waiting: dict[int, StoredRequest] = field(default_factory=dict)
+    """Requests that have not run, or not since the process started, by their numbers."""
     progress: float = field(default_factory=time.monotonic)
     """When a request was last carried out or arrived in its turn."""
 
@@ -59,13 +62,18 @@ class Model:
         """Its name on the trainer ranks."""
         return self.id.replace(":", ".")
 
+    @property
+    def repeats(self) -> list[int]:
+        """Numbers of the waiting requests that ran before a crash."""
+        return [seq for seq, request in self.waiting.items() if request.state != "queued"]
+
 
 Execute = Callable[[Model, StoredRequest], Awaitable[None]]
 """Carries out one request of a model, and answers it. It may have run before a crash, and have an answer, which stays."""
 
 
 class TrainingLane:
-    """Takes the requests of each model in the order of their numbers, and models in turns, one request after the other.
+    """Takes the requests of each model in the order of their numbers: clients in turns, and the models of each in turns.
 
     So no client waits longer than one request of every other. A model's state is saved every now and then; requests since then
     are kept, and run again in the same order after a crash, which gives the same weights.
@@ -101,9 +109,11 @@ class TrainingLane:
         self._max_loaded = max_loaded
         self._models: OrderedDict[str, Model] = OrderedDict()
         """Models that were served longest ago come first."""
+        self._served: dict[str, int] = {}
+        """When each client was served last, as a number of requests since the start."""
         self._errands: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
         self._changed = asyncio.Event()
-        self._closing = False
+        self._closing, self._count = False, 0
         directory.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -147,16 +157,23 @@ class TrainingLane:
     def put(self, request: StoredRequest) -> None:
         """Let a request that was accepted wait for its turn."""
         model = self._models[request.owner]
-        if request.seq >= model.next_seq:
-            model.waiting[request.seq] = request
-            if request.seq == model.next_seq or len(model.waiting) == 1:
-                model.progress = time.monotonic()
-            self._store.update("models", model.id, used=time.time())
-            self._changed.set()
+        if request.seq < model.next_seq:
+            late = ProtocolError(
+                f"request {request.seq} of {model.id} came after later ones had been given up for it.", part=_PART
+            )
+            self._futures.fail(request.id, late)
+            return
+        model.waiting[request.seq] = request
+        if request.seq == model.next_seq or len(model.waiting) == 1:
+            model.progress = time.monotonic()
+        self._store.update("models", model.id, used=time.time())
+        self._changed.set()
 
     async def errand(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """Do something between two requests, before the next one; what it returns."""
         done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._closing:
+            done.cancel()  # the caller's request stays in the store
         self._errands.append((work, done))
         self._changed.set()
         return await done
@@ -180,7 +197,8 @@ class TrainingLane:
             model = Model(row["id"], row["session"], row["client"], config, about, next_seq=row["saved_seq"] + 1)
             if row["saved_dir"]:
                 model.saved_seq, model.saved_dir = row["saved_seq"], Path(row["saved_dir"])
-            model.waiting = {each.seq: each for each in self._store.requests_since(model.id, model.saved_seq)}
+            since = self._store.requests_since(model.id, model.saved_seq)
+            model.waiting = {each.seq: each for each in since if each.payload}
             self._models[model.id] = model
         self._changed.set()
         return len(self._models)
@@ -197,7 +215,7 @@ class TrainingLane:
             )
             model.next_seq = max(model.waiting) + 1
             for request in model.waiting.values():
-                self._futures.fail(request.id, error, keep_payload=True)
+                self._futures.fail(request.id, error)  # without its payload: it never ran, and never will
             model.waiting.clear()
 
     async def run(self) -> None:
@@ -212,6 +230,7 @@ class TrainingLane:
                 await self._changed.wait()
                 continue
             self._models.move_to_end(model.id)
+            self._served[model.client] = self._count = self._count + 1
             await self._serve(model, model.waiting.pop(model.next_seq))
 
     async def save(self, model: Model) -> None:
@@ -227,6 +246,26 @@ class TrainingLane:
         model.saved_seq, model.saved_dir, model.saved_steps = seq, place, model.steps
         if old is not None:
             shutil.rmtree(old, ignore_errors=True)
+
+    async def bring_back(self, model: Model) -> None:
+        """Have a model on the ranks, if it was there before."""
+        if model.loaded or model.saved_dir is None:
+            return
+        await self.make_room()
+        job = CreateAdapter(model.adapter, model.config, model.saved_dir, optimizer=True)
+        model.steps = model.saved_steps = await self._runner.run(job)
+        model.loaded = True
+
+    async def caught_up(self, model: Model) -> None:
+        """Wait until a model is as it was before a crash. Raises `DeadlineExceededError`."""
+        try:
+            async with asyncio.timeout(_CATCH_UP_S):
+                while model.repeats:  # noqa: ASYNC110 - the lane's own steps change it
+                    await asyncio.sleep(_POLL_S)
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"{model.id} was not brought back within {_CATCH_UP_S} s.", part=_PART
+            ) from cause
 
     async def park(self, model: Model) -> None:
         """Save a model, and free what it takes on the ranks until its next request. Not while gradients are added up."""
@@ -244,13 +283,17 @@ class TrainingLane:
         if model.loaded:
             await self._runner.run(RemoveAdapter(model.adapter))
         shutil.rmtree(self._directory / model.adapter, ignore_errors=True)
+        self._store.drop_payloads(model.id)
 
     async def make_room(self) -> None:
         """Park the models that were served longest ago, until there is room for one more."""
         on_ranks = [each for each in self._models.values() if each.loaded]
         for model in on_ranks[: max(0, len(on_ranks) - self._max_loaded + 1)]:
             if not model.open:  # its gradients are on the ranks only
-                await self.park(model)
+                try:
+                    await self.park(model)
+                except StorageError:
+                    _log.exception("model %s stays on the ranks", model.id)
 
     def close(self) -> None:
         """Let `run` end after the request that is under way. What waits stays in the store."""
@@ -260,20 +303,20 @@ class TrainingLane:
             done.cancel()
 
     def _next(self) -> Model | None:
+        """The model whose request is next: of the client that was served longest ago, the one that was."""
+        ready = []
         for model in self._models.values():
+            if model.next_seq not in model.waiting and (repeats := model.repeats):
+                model.next_seq = min(repeats)  # what is missing before it never arrived
             request = model.waiting.get(model.next_seq)
             if request is not None and self._ready(request):
-                return model
-        return None
+                ready.append(model)
+        return min(ready, key=lambda model: self._served.get(model.client, 0), default=None)
 
     async def _serve(self, model: Model, request: StoredRequest) -> None:
         model.next_seq, model.progress = request.seq + 1, time.monotonic()
         try:
-            if not model.loaded and model.saved_dir is not None:
-                await self.make_room()
-                job = CreateAdapter(model.adapter, model.config, model.saved_dir, optimizer=True)
-                model.steps = model.saved_steps = await self._runner.run(job)
-                model.loaded = True
+            await self.bring_back(model)
             await self._execute(model, request)
         except (WorkerDiedError, asyncio.CancelledError):
             raise  # it stays queued, and runs again
@@ -281,8 +324,13 @@ class TrainingLane:
             if not isinstance(error, ConfigError | ProtocolError):
                 _log.exception("request %s failed", request.id)
             self._futures.fail(request.id, error, keep_payload=True)
+            if not request.seq:  # there is no such model then
+                await self.remove(model, "failed")
         if model.id in self._models and not model.open and model.steps >= model.saved_steps + self._save_every:
-            await self.save(model)
+            try:
+                await self.save(model)
+            except StorageError:  # requests are kept, so that nothing is lost; the next step tries again
+                _log.exception("model %s cannot be saved", model.id)
 
     def _give_up(self, model: str, error: Exception) -> None:
         """Let a model whose entry is damaged be, and answer its requests."""

@@ -27,6 +27,7 @@ from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.jobs import (
     JOBS,
     CreateAdapter,
+    DropGradient,
     Export,
     Forward,
     ForwardBackward,
@@ -52,6 +53,7 @@ EXAMPLES: list[Job[Any]] = [
         make_batch(2), NamedLoss("ppo", {"clip": 0.2, "on": [True, None]}), MiniBatch(9.0, 2.5), ("logprobs",), "a"
     ),
     ForwardBackward(make_batch(2), "objective"),
+    DropGradient("a"),
     OptimStep("a", AdamParams(1e-4, (0.8, 0.95), 1e-12, 0.1, float("inf"))),
     RlStep(make_batch(0), MiniBatch(3.0, 1.0)),
     SftStep(make_batch(0)),

@@ -206,6 +206,42 @@ def test_a_mistake_is_said_and_touches_nothing_else(service: ServiceProcess) -> 
     assert any(not torch.equal(before[name], each) for name, each in saved(service, training, "later").items())
 
 
+def test_what_failed_before_a_kill_changes_nothing_after_it(service: ServiceProcess) -> None:
+    import httpx
+    import tinker
+    from tinker import types
+
+    client = service.client()
+    plain, failing = (client.create_lora_training_client("tiny", 4, 9).result(HANG_S) for _ in range(2))
+    for training in (plain, failing):
+        step(training, 0)[1].result(HANG_S)
+    failing.forward_backward(data(1), "cross_entropy").result(HANG_S)  # a part of a mini-batch that fails as a whole
+    for refused in (
+        failing.forward_backward(
+            [types.Datum(types.ModelInput.from_ints([VOCAB]), {"target_tokens": [1]})], "cross_entropy"
+        ),
+        failing.optim_step(types.AdamParams()),
+    ):
+        with pytest.raises(tinker.RequestFailedError):
+            refused.result(HANG_S)
+    with httpx.Client(base_url=f"{service.url}/api/v1/", headers={"X-API-Key": "tml-alice"}, timeout=HANG_S) as web:
+        ahead = {"model_id": plain.model_id, "seq_id": 90, "adam_params": {}}
+        future = web.post("optim_step", json=ahead).json()
+        answer = web.post("retrieve_future", json=future).json()
+        assert "request 3" in answer["error"]
+        assert answer["category"] == "user"
+        late = web.post("optim_step", json={**ahead, "seq_id": 3}).json()
+        assert "given up" in web.post("retrieve_future", json=late).json()["error"]
+    service.kill()
+    service.start()
+    step(failing, 2)[1].result(HANG_S)
+    alone = client.create_lora_training_client("tiny", 4, 9).result(HANG_S)
+    for number in (0, 2):
+        step(alone, number)[1].result(HANG_S)
+    found, expected = saved(service, failing, "failed"), saved(service, alone, "alone")
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
 def test_strangers_garbage_and_large_bodies_are_turned_away(service: ServiceProcess) -> None:
     import httpx
 

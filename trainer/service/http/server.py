@@ -55,6 +55,7 @@ async def serve(service: Service, clients: Clients, listener: socket.socket, end
         asyncio.create_task(ended.wait(), name="signal"),
     ]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    service.futures.close()
     server.should_exit = True
     await asyncio.wait(tasks[:1], timeout=shutdown_s + 1)
     await service.close()

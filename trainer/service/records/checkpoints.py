@@ -124,9 +124,10 @@ class Checkpoints:
         return found[0] if found else None
 
     def of_client(self, client: str, model: str | None = None) -> list[Checkpoint]:
-        """The checkpoints of a client, or of one of its models, newest first."""
+        """The checkpoints of a client, or of one of its models, newest first, without those that only one sampler has."""
         return self._rows(
-            "client = ? AND (? IS NULL OR model = ?) AND (expires IS NULL OR expires > ?) ORDER BY created DESC",
+            "json_extract(about, '$.unnamed') IS NULL"
+            " AND client = ? AND (? IS NULL OR model = ?) AND (expires IS NULL OR expires > ?) ORDER BY created DESC",
             client,
             model,
             model,
@@ -143,6 +144,14 @@ class Checkpoints:
         """Let a checkpoint expire in `ttl_s` seconds from now, or never."""
         self.get(path, client)
         self._store.update("checkpoints", path, expires=None if ttl_s is None else time.time() + ttl_s)
+
+    def used(self, path: str, kept_s: float) -> None:
+        """Let a checkpoint that only one sampler has stay for `kept_s` seconds from now."""
+        with self._store.transaction() as db:
+            db.execute(
+                "UPDATE checkpoints SET expires = ? WHERE path = ? AND json_extract(about, '$.unnamed') = 1",
+                [time.time() + kept_s, path],
+            )
 
     def drop_expired(self) -> int:
         """Delete checkpoints whose time is over; how many there were."""

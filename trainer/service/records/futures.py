@@ -31,6 +31,7 @@ class Futures:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._answered: dict[str, asyncio.Event] = {}
+        self._closed = False
 
     def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
         """Keep a request.
@@ -80,7 +81,7 @@ class Futures:
     async def wait(self, request: str, client: str, timeout_s: float) -> StoredRequest | None:
         """The request, answered or, after `timeout_s` seconds, not; None if `client` has no such request."""
         found = self._of(request, client)
-        if found is None or found.state != "queued":
+        if found is None or found.state != "queued" or self._closed:
             return found
         event = self._answered.setdefault(request, asyncio.Event())
         try:
@@ -89,6 +90,12 @@ class Futures:
         except TimeoutError:
             return found
         return self._of(request, client)
+
+    def close(self) -> None:
+        """Let nobody wait any more: clients come back after the next start."""
+        self._closed = True
+        for event in self._answered.values():
+            event.set()
 
     def forget(self, older_than_s: float) -> None:
         """Drop answers that were given more than `older_than_s` seconds ago."""

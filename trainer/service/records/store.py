@@ -215,6 +215,11 @@ class Store:
                 "UPDATE requests SET payload = NULL WHERE owner = ? AND seq <= ? AND state != 'queued'", [model, seq]
             )
 
+    def drop_payloads(self, owner: str) -> None:
+        """Say that no request of `owner` runs again."""
+        with self.transaction() as db:
+            db.execute("UPDATE requests SET payload = NULL WHERE owner = ? AND state != 'queued'", [owner])
+
     def _requests(self, condition: str, *values: Any) -> list[StoredRequest]:
         query = "SELECT id, kind, owner, seq, client, state, payload, answer, media FROM requests WHERE "
         return [

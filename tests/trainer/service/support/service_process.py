@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -35,6 +36,7 @@ class ServiceProcess:
         self._settings = {"tokens_file": str(tokens), **settings}
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
+        self._clients: list[Any] = []
 
     def start(self) -> Self:
         port_file = self.directory.with_suffix(".port")
@@ -62,6 +64,9 @@ class ServiceProcess:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
+        for client in self._clients:  # each has threads that would go on calling
+            with contextlib.suppress(Exception):
+                client.close("success").result(HANG_S)
         if self.process is not None and self.process.poll() is None:
             self.kill()
 
@@ -69,4 +74,6 @@ class ServiceProcess:
         """A `tinker.ServiceClient`."""
         import tinker
 
-        return tinker.ServiceClient(base_url=self.url, api_key=TOKENS[name])
+        made = tinker.ServiceClient(base_url=self.url, api_key=TOKENS[name])
+        self._clients.append(made)
+        return made
