@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import tinker
 from tinker import types
 
 Task = dict[str, str]
+WARM_UP = 10
+"""Optimizer steps over which the learning rate rises."""
 
 
 def main() -> None:
@@ -42,13 +45,16 @@ def main() -> None:
     else:
         training = service.create_lora_training_client(model.model_name, args.rank, args.seed).result()
     tokenizer = training.get_tokenizer()
-    adam = types.AdamParams(learning_rate=args.learning_rate, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip_norm=1.0)
+
+    def adam(step: int) -> types.AdamParams:
+        rate = args.learning_rate * min(1.0, (step + 1) / WARM_UP)
+        return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.98, eps=1e-8)
 
     print(f"accuracy before: {accuracy(training, tokenizer, heldout):.3f}", flush=True)
     for step in range(args.supervised):
         batch = [train[(step * 32 + index) % len(train)] for index in range(32)]
         training.forward_backward([supervised(tokenizer, task) for task in batch], "cross_entropy")
-        training.optim_step(adam).result()
+        training.optim_step(adam(step)).result()
     if args.supervised:
         print(
             f"accuracy after {args.supervised} supervised steps: {accuracy(training, tokenizer, heldout):.3f}",
@@ -59,7 +65,7 @@ def main() -> None:
         data, reward = rollouts(training, tokenizer, batch, seed=1000 * args.seed + step)
         if data:
             training.forward_backward(data, args.loss)
-            training.optim_step(adam).result()
+            training.optim_step(adam(step)).result()
         if step % 10 == 0:
             print(f"step {step}: reward {reward:.3f}", flush=True)
     if args.reinforce:
@@ -98,12 +104,12 @@ def rollouts(training: Any, tokenizer: Any, batch: list[Task], seed: int) -> tup
     for (task, prompt), answer in zip(asked, answers, strict=True):
         sequences = answer.result().sequences
         rewards = [float(text_of(tokenizer, each.tokens) == task["answer"]) for each in sequences]
-        mean = sum(rewards) / len(rewards)
+        mean, spread = statistics.mean(rewards), statistics.pstdev(rewards)
         total += mean
-        if 0 < mean < 1:
+        if spread:
             pad = [0.0] * (len(prompt) - 1)
             for each, reward in zip(sequences, rewards, strict=True):
-                advantages = pad + [reward - mean] * len(each.tokens)
+                advantages = pad + [(reward - mean) / spread] * len(each.tokens)
                 data.append(datum(prompt, each.tokens, logprobs=pad + each.logprobs, advantages=advantages))
     return data, total / len(batch)
 
