@@ -1,0 +1,81 @@
+"""``weightlane serve`` on Ray: the example that drives it by the public SDK, and an end that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from run_process import RunProcess
+from service_process import SDK
+from tiny_run import Material
+from waiting import HANG_S
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.ray,
+    pytest.mark.slow,
+    pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it"),
+]
+
+EXAMPLE = Path(__file__).parents[2] / "examples/tinker/arithmetic.py"
+
+
+@pytest.mark.exhaustive
+def test_the_example_trains_and_samples_through_a_service_which_ends_well_and_goes_on(
+    material: Material, start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path
+) -> None:
+    config = tmp_path / "serve.toml"
+    config.write_text(
+        f"""
+        [run]
+        dir = "{tmp_path / "files"}"
+        [model]
+        path = "{material.model}"
+        [service]
+        port = 0
+        base_model = "tiny"
+        allow_anonymous = true
+        max_lora_rank = 8
+        [trainer]
+        ranks = 2
+        cpus_per_rank = 0.5
+        [rollout]
+        dtype = "float32"
+        max_model_len = 32
+        cpus_per_rank = 0.5
+        kv_cache_memory_bytes = {64 << 20}
+        """
+    )
+
+    def example(url: str, *arguments: str) -> str:
+        environment = {
+            **os.environ,
+            "TINKER_BASE_URL": url,
+            "TINKER_API_KEY": "tml-any",
+            "PYTHONPATH": os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(SDK)]),
+            "PYTHONWARNINGS": "ignore",
+        }
+        command = [sys.executable, str(EXAMPLE), "--data", str(material.train.parent), "--rank", "4", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    steps = ("--supervised", "3", "--reinforce", "2")
+    saved = ""
+    for number in range(2):
+        run = start_run(["serve", str(config)])
+        run.wait_for("TINKER_BASE_URL=")
+        found = re.search(r"TINKER_BASE_URL=(http://\S+?)\)", run.out)
+        assert found
+        told = example(found[1], *steps, *(["--resume", saved] if number else []))
+        assert told.count("accuracy") == 3, told
+        saved = told.rpartition("saved: ")[2].strip()
+        run.interrupt(signal.SIGTERM)
+        ended = run.end()
+        assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
