@@ -206,15 +206,14 @@ def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_
     assert not world.registered
 
 
-def test_a_refused_registration_leaves_no_error_behind_for_the_next_kernel(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_registration_leaves_no_error_behind_for_the_next_kernel(world: World) -> None:
     runtime = runtime_of(TRAINER_DEVICE)
     assert runtime.register_host(4096, 100)
     cleared: list[object] = []
     zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *args, **more: cleared.append(more["device"]) or zeros(*args, **more))
-    assert not runtime.register_host(4090, 100)
+    with pytest.MonkeyPatch.context() as patch:  # undone before the pretended devices are: they would stay for ever
+        patch.setattr(torch, "zeros", lambda *args, **more: cleared.append(more["device"]) or zeros(*args, **more))
+        assert not runtime.register_host(4090, 100)
     assert cleared == [TRAINER_DEVICE]
     runtime.unregister_host(4096)
     assert not world.registered
