@@ -42,6 +42,8 @@ def test_the_example_trains_and_samples_through_a_service_which_ends_well_and_go
         base_model = "tiny"
         allow_anonymous = true
         max_lora_rank = 8
+        [ray]
+        start_timeout_s = {HANG_S}
         [trainer]
         ranks = 2
         cpus_per_rank = 0.5

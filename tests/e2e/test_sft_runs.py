@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_run import Material
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
+from waiting import HANG_S
 
 from weightlane.cli.main import app
 
@@ -52,6 +53,8 @@ def write_config(material: Material, folder: Path) -> Path:
         epochs = 2
         batch_size = 16
         evaluate_every = 3
+        [ray]
+        start_timeout_s = {HANG_S}
         [trainer]
         ranks = 2
         learning_rate = 1e-2

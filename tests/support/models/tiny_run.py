@@ -79,6 +79,7 @@ class Material:
                 "cpus_per_rank": 0.5,
             },
             "sync": {"bucket_mib": 0.125, "deadline_s": HANG_S},
+            "ray": {"start_timeout_s": HANG_S},
         }
         for name, keys in sections.items():
             tables.setdefault(name, {}).update(keys)
