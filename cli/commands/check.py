@@ -11,7 +11,7 @@ from rich.table import Table
 
 from weightlane.sync import Rendezvous
 
-from ..config_file import read_toml
+from ..config.config_file import read_toml
 from ..run.preparation import prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
 from .sft import SftPreparation, prepare_sft

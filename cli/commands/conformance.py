@@ -22,7 +22,7 @@ from weightlane.ckpt_engines.conformance import (
 from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
 from weightlane.trainer import TrainingEngine, training_engine_names
 
-from ..config_file import apply_setting
+from ..config.config_file import apply_setting
 from ..output import console, own_stdout
 
 _STYLES = {

@@ -10,7 +10,7 @@ from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.runner.run_dir import RunDir
 
-from ..sft_config import load_any_config
+from ..config.sft_config import load_any_config
 
 _PART = "export"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -23,7 +23,7 @@ from weightlane.trainer.dispatch.planned_placements import outlined_placements
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
 
-from ..config import load_config, wire_dtype
+from ..config.run_config import load_config, wire_dtype
 
 _DIRECT = (
     ("busiest network card", "bound_s"),

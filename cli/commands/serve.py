@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import logging
+import logging.handlers
 import os
 import shutil
 import signal
@@ -28,17 +29,20 @@ from weightlane.trainer.service.http.auth import Clients
 from weightlane.trainer.service.http.server import listening, serve
 from weightlane.trainer.service.service import Service
 
-from ..config import VERSIONS_DIR, check_engine
-from ..config_file import explain
+from ..config.config_file import explain
+from ..config.run_config import VERSIONS_DIR, check_engine
+from ..config.serve_config import load_serve_config
 from ..output import console
 from ..run.observers import RunObservers
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Sizes, fitted, reserved_cpus
-from ..serve_config import load_serve_config
 
 _T = TypeVar("_T")
 _PART = "service"
+_KILLED_HINT = "Start the service again: it goes on from the files of run.dir."
+_LOG_BYTES = 64 << 20
+"""Size of the log at which a new one begins."""
 
 
 async def run_service(path: Path, overrides: Sequence[str]) -> None:
@@ -64,7 +68,7 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
         observers = RunObservers(config.observers, directory, [], say)
         hooks = stack.enter_context(observers)
         cluster = stack.enter_context(
-            RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host)
+            RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host, _KILLED_HINT)
         )
         _on_signals(ended.set)  # after Ray, which sets handlers of its own
         config = fitted(config, Sizes.of(config, model), cluster.machines())
@@ -140,9 +144,9 @@ def _on_signals(end: Callable[[], None]) -> None:
 
 
 def _log_to(file: Path) -> None:
-    """Append what the service logs to `file`, one JSON object or line each."""
+    """Append what the service logs to `file`, a line each; the file before the last is kept."""
     logger = logging.getLogger("weightlane.service")
-    handler = logging.FileHandler(file, encoding="utf-8")
+    handler = logging.handlers.RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)

@@ -20,6 +20,7 @@ from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
+from weightlane.trainer.engines.lora.adapters import DEFAULT
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
@@ -28,7 +29,8 @@ from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.runner.sft_loop import SftLoop, SftSummary
 
-from ..config_file import explain
+from ..config.config_file import explain
+from ..config.sft_config import SftRunConfig, load_sft_config
 from ..output import console
 from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
 from ..run.observers import RunObservers
@@ -36,10 +38,6 @@ from ..run.ray_cluster import RayCluster
 from ..run.resources import fitted_trainer
 from ..run.run_description import about_run
 from ..run.sft_display import SftDisplay, print_sft_summary
-from ..sft_config import SftRunConfig, load_sft_config
-
-_ADAPTER = "default"
-"""Name of the adapter that ``trainer.lora`` describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +154,7 @@ def _loop(ready: SftPreparation, run_dir: RunDir, state: LoopState | None, hooks
         if config.trainer.lora is None:
             await runner.run(Export(place, ready.model.dtype))
         else:
-            await runner.run(SaveAdapter(_ADAPTER, place, optimizer=False))
+            await runner.run(SaveAdapter(DEFAULT, place, optimizer=False))
         run_dir.finish_export(last=last, name=name)
 
     return SftLoop(

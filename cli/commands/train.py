@@ -26,8 +26,8 @@ from weightlane.trainer.runner.run_dir import RunDir
 from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.runner import JobTrainers, Runner
 
-from ..config import VERSIONS_DIR, RunConfig
-from ..config_file import explain
+from ..config.config_file import explain
+from ..config.run_config import VERSIONS_DIR, RunConfig
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray

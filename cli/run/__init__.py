@@ -1,1 +1,1 @@
-"""The parts of ``weightlane train``: resources, Ray cluster, observers, display and cleanup."""
+"""The processes of a run or service: preparation, resources, Ray cluster, observers, display and cleanup."""

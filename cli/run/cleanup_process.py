@@ -1,8 +1,9 @@
 """A process that reports a killed run and removes the files of its Ray.
 
 Ray kills the process of a run whose raylet is gone, so that no handler or clean-up of the run itself can do this. The cleanup
-process is in a session of its own: ``python -m weightlane.cli.run.cleanup_process``, with the directory of the run's Ray and the
-directory for its logs as arguments, waits for the end of its standard input. It acts unless the run dismissed it before.
+process is in a session of its own: ``python -m weightlane.cli.run.cleanup_process``, with the directory of the run's Ray, the
+directory for its logs, and how to go on as arguments, waits for the end of its standard input. It acts unless the run dismissed
+it before.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class CleanupProcess:
     Args:
         files: Directory of the run's Ray, which is removed.
         logs: Directory that Ray's logs are copied to.
+        hint: How to go on after the run was killed.
     """
 
-    def __init__(self, files: Path, logs: Path) -> None:
+    def __init__(self, files: Path, logs: Path, hint: str) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module, paths of the run
-            [sys.executable, "-m", __name__, str(files), str(logs)],
+            [sys.executable, "-m", __name__, str(files), str(logs), hint],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -61,11 +63,11 @@ def main() -> None:
     """Wait for the end of standard input. Then, unless dismissed, report the end of the run and remove its files."""
     if sys.stdin.buffer.read() == _DISMISSED:
         return
-    files, logs = map(Path, sys.argv[1:])
+    files, logs, hint = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     keep_logs(files, logs, "worker-*", "raylet.*", "python-core-driver-*")
     print(  # noqa: T201 - on the terminal of the run
         "error: ray: the process of the run was killed, perhaps by Ray itself, which does so when its raylet on this machine"
-        f" has died. Logs of the run's processes: {logs}. Use --resume to continue from the last saved state.",
+        f" has died. Logs of the run's processes: {logs}. {hint}",
         file=sys.stderr,
         flush=True,
     )

@@ -17,7 +17,7 @@ from weightlane.plugins.trace.merge import claim, merge
 from weightlane.plugins.trace.observer import TRACE_ENV, TRACE_LIMIT_ENV, TraceObserver
 from weightlane.plugins.trace.part import parts_dir
 
-from ..config import ObserversSection
+from ..config.run_config import ObserversSection
 
 
 class RunObservers:

@@ -17,7 +17,7 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, 
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.named import Objective
 
-from ..config import RunConfig, check_engine, load_config
+from ..config.run_config import RunConfig, check_engine, load_config
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.dispatch.role import RoleSpec
 
-from ..config import ClusterConfig, wire_dtype
+from ..config.run_config import ClusterConfig, wire_dtype
 
 
 async def start_processes(

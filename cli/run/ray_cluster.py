@@ -19,7 +19,7 @@ from typing import Any, Self
 from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
 from weightlane.plugins.prometheus import LOOPBACK
 
-from ..config import RaySection
+from ..config.run_config import RaySection
 from .cleanup_process import CleanupProcess, keep_logs
 from .resources import Machines
 
@@ -74,12 +74,20 @@ class RayCluster:
         logs: Directory for logs.
         environment: Variables that every process of the run gets.
         host: This machine's address, at which the run's other machines must reach it; None if none of them has to.
+        killed_hint: How to go on after the run's own process was killed.
     """
 
     def __init__(
-        self, section: RaySection, cpus: float, logs: Path, environment: Mapping[str, str], host: str | None = None
+        self,
+        section: RaySection,
+        cpus: float,
+        logs: Path,
+        environment: Mapping[str, str],
+        host: str | None = None,
+        killed_hint: str = "Use --resume to continue from the last saved state.",
     ) -> None:
         self._section, self._cpus, self._host = section, cpus, host
+        self._killed_hint = killed_hint
         self._environment = dict(environment)
         self._logs = logs
         self._failed = True
@@ -134,7 +142,7 @@ class RayCluster:
 
         # A short path, because Ray creates Unix sockets in it, and their paths may have 107 characters at most.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
-        self._cleanup = CleanupProcess(self._files, self._logs)
+        self._cleanup = CleanupProcess(self._files, self._logs, self._killed_hint)
         self._keep_compiled_code(self._files)
         try:
             with patient_ray(self._section.start_timeout_s):

@@ -16,7 +16,7 @@ from weightlane.trainer.algorithms.roles import POLICY, REFERENCE
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, weight_elements
 
-from ..config import ClusterConfig
+from ..config.run_config import ClusterConfig
 
 _Config = TypeVar("_Config", bound=ClusterConfig)
 _PART = "resources"

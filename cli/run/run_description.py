@@ -10,8 +10,8 @@ from typing import Any
 
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
-from ..config import RunConfig
-from ..sft_config import SftRunConfig
+from ..config.run_config import RunConfig
+from ..config.sft_config import SftRunConfig
 
 _LIBRARIES = ("weightlane", "torch", "vllm", "transformers", "ray", "megatron", "triton")
 """Names of modules, because vLLM's distributions have other names on other platforms."""

@@ -13,9 +13,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from weightlane.cli.config import RunConfig
-from weightlane.cli.serve_config import ServeConfig
-from weightlane.cli.sft_config import SftRunConfig
+from weightlane.cli.config.run_config import RunConfig
+from weightlane.cli.config.serve_config import ServeConfig
+from weightlane.cli.config.sft_config import SftRunConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys

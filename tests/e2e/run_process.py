@@ -156,8 +156,8 @@ class RunProcess:
         except subprocess.TimeoutExpired:
             tree = [f"{process.pid} {_title(process)}" for process in self.processes()]
             raise AssertionError(f"not over after {HANG_S} s:\n{self.out}\n{self.err}\n{tree}") from None
-        ended = Ended(code, self.out, self.err)
         self._check_nothing_left()
+        ended = Ended(code, self.out, self.err)  # and so of every process, which may print after the command has ended
         assert "Traceback" not in ended.out + ended.err, ended.err
         return ended
 

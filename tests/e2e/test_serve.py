@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/tinker/arithmetic.py"
 
 
 @pytest.mark.exhaustive
-def test_the_example_trains_and_samples_through_a_service_which_ends_well_and_goes_on(
+def test_the_example_trains_and_samples_through_a_service_that_leaves_nothing_when_it_is_killed_and_goes_on(
     material: Material, start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path
 ) -> None:
     config = tmp_path / "serve.toml"
@@ -70,7 +70,7 @@ def test_the_example_trains_and_samples_through_a_service_which_ends_well_and_go
 
     steps = ("--supervised", "3", "--reinforce", "2")
     saved = ""
-    for number in range(2):
+    for number, code in enumerate((-signal.SIGKILL, 0)):
         run = start_run(["serve", str(config)])
         run.wait_for("TINKER_BASE_URL=")
         found = re.search(r"TINKER_BASE_URL=(http://\S+?)\)", run.out)
@@ -78,6 +78,11 @@ def test_the_example_trains_and_samples_through_a_service_which_ends_well_and_go
         told = example(found[1], *steps, *(["--resume", saved] if number else []))
         assert told.count("accuracy") == 3, told
         saved = told.rpartition("saved: ")[2].strip()
-        run.interrupt(signal.SIGTERM)
+        run.interrupt(signal.SIGTERM if code == 0 else signal.SIGKILL)
         ended = run.end()
-        assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+        assert ended.code == code, ended.out + ended.err
+        if code == 0:
+            assert ended.err == ""
+        else:  # the process that cleans up for the killed one
+            assert ended.err.startswith("error: ray: the process of the run was killed"), ended.err
+            assert ended.err.endswith("Start the service again: it goes on from the files of run.dir.\n"), ended.err

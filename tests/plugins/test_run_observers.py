@@ -11,7 +11,7 @@ import pytest
 from trace_format import load
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
-from weightlane.cli.config import ObserversSection, RunConfig, load_config
+from weightlane.cli.config.run_config import ObserversSection, RunConfig, load_config
 from weightlane.cli.run.observers import RunObservers
 from weightlane.plugins import hookimpl, process_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV

@@ -147,7 +147,7 @@ class RayRanks:
                 f"trainer rank {rank}{process} died.",
                 part="trainer ranks",
                 peer=publisher_name(rank),
-                hint="Its log has the cause; --resume goes on from the last saved step.",
+                hint="See its log for the cause. Then start again to go on from the last saved state (a run with --resume).",
             ) from cause
         except RayTaskError as cause:
             raise as_weightlane_error(cause.cause, f"trainer rank {rank}") from cause

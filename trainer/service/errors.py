@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from weightlane.ckpt_engines import ConfigError, PeerLostError, ProtocolError
+from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
 
 
-class BusyError(PeerLostError):
+class BusyError(WeightlaneError):
     """A queue is full: the client should try again later."""
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +77,21 @@ class Operations:
         self._syncing: set[asyncio.Task[None]] = set()
         self.lane: TrainingLane
         self.samplers: Samplers
-        self.newest: dict[str, str] = {}
-        """The key that was published last, by model."""
 
     def ready(self, request: StoredRequest) -> bool:
         """Whether a request would not wait for a version that is on its way to the replicas."""
-        return request.kind != SAVE_FOR_SAMPLER or not self._publications.busy
+        return request.kind not in (SAVE_FOR_SAMPLER, LOAD) or not self._publications.busy
 
     async def execute(self, model: Model, request: StoredRequest) -> None:
         """See `Execute`."""
         if request.state == "failed":  # before a crash: it changed no weight then, and doesn't now
             if request.kind == STEP:
-                model.open = False
-                await self._runner.run(DropGradient(model.adapter))
+                await self._drop_gradient(model)
+            elif (
+                request.kind == BACKWARD
+                and not TrainBody.parse(request.payload, limits=self._limits).message.forward_only
+            ):
+                _spoil(model, "it failed before the service was started again.")
             return
         await getattr(self, f"_{request.kind}")(model, request)
 
@@ -123,7 +124,7 @@ class Operations:
             await self.lane.make_room()
         job = CreateAdapter(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
         model.steps = await self._runner.run(job)
-        model.saved_steps, model.loaded, model.open = model.steps, True, False
+        model.saved_steps, model.loaded, model.open, model.spoiled = model.steps, True, False, ""
         await self.lane.save(model)  # the checkpoint may be deleted before a crash
         self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
 
@@ -133,7 +134,7 @@ class Operations:
             answer = await self._pass(model, body)
         except Exception as error:
             if not body.message.forward_only:  # until the step, since other parts may be on their way
-                model.spoiled, model.open = model.spoiled or str(error), True
+                _spoil(model, str(error))
             raise
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
 
@@ -160,8 +161,8 @@ class Operations:
 
     async def _optim_step(self, model: Model, request: StoredRequest) -> None:
         if model.spoiled:
-            incomplete, model.spoiled, model.open = _incomplete(model), "", False
-            await self._runner.run(DropGradient(model.adapter))
+            incomplete = _incomplete(model)
+            await self._drop_gradient(model)
             raise incomplete
         params = parsed(OptimStepRequest, request.payload, self._limits).params()
         try:
@@ -203,9 +204,9 @@ class Operations:
             answer["path"] = path
         if request.state != "queued":
             return  # replicas get it again when somebody samples from it
-        self.newest[model.id] = key
         begun = await self._publications.begin(key, model.adapter, model.config)
-        task = asyncio.get_running_loop().create_task(self._finish(begun, request, answer))
+        model.publishing += 1
+        task = asyncio.get_running_loop().create_task(self._finish(begun, model, request, answer))
         self._syncing.add(task)
         task.add_done_callback(self._syncing.discard)
 
@@ -218,12 +219,12 @@ class Operations:
     ) -> tuple[str, Path]:
         """Write a checkpoint, unless this request has done so before; its path and directory."""
         unnamed = kind == "sampler" and asked.path is None
-        path, directory = self._checkpoints.place(model.id, kind, name)
+        path, directory = self._checkpoints.place(model.id, kind, name, request.seq)
         if (made := self._checkpoints.made_by(request.id)) is not None:
             return made.path, made.directory
         if request.state != "queued":
             return path, directory  # it was made, and deleted since
-        self._checkpoints.make_room(path, directory, overwrite=overwrite)
+        self._checkpoints.prepare(path, directory, overwrite=overwrite)
         await self._runner.run(SaveAdapter(model.adapter, directory, optimizer=kind == "training"))
         about = {
             "request": request.id,
@@ -251,7 +252,12 @@ class Operations:
         finally:
             await self._runner.run(RemoveAdapter(name))
 
-    async def _finish(self, begun: Begun, request: StoredRequest, answer: dict[str, Any]) -> None:
+    async def _drop_gradient(self, model: Model) -> None:
+        """Let a model's next mini-batch begin anew."""
+        model.spoiled, model.open = "", False
+        await self._runner.run(DropGradient(model.adapter))
+
+    async def _finish(self, begun: Begun, model: Model, request: StoredRequest, answer: dict[str, Any]) -> None:
         try:
             await self._publications.finish(begun)
         except Exception as error:  # noqa: BLE001 - the client gets it
@@ -259,10 +265,16 @@ class Operations:
         else:
             self._answer(request, answer)
         finally:
+            model.publishing -= 1
             self.lane.changed()
 
     def _answer(self, request: StoredRequest, answer: dict[str, Any]) -> None:
-        self._futures.finish(request.id, json.dumps(answer).encode(), keep_payload=True)
+        self._futures.finish_json(request.id, answer, keep_payload=True)
+
+
+def _spoil(model: Model, reason: str) -> None:
+    """Let a model's mini-batch fail as a whole."""
+    model.spoiled, model.open = model.spoiled or reason, True
 
 
 def _incomplete(model: Model) -> ProtocolError:

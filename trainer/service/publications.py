@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -64,8 +65,7 @@ class Publications:
         syncer: Carries versions.
         replicas: Where they go.
         describe: Makes of an adapter's configuration what replicas are told.
-        in_use: The keys that somebody may still sample from.
-        most: Most versions that replicas keep loaded; those that were used longest ago go, and come back when they are used.
+        most: Most keys whose versions replicas keep; those that were used longest ago go, and come back when they are used.
         timeout_s: Most seconds that a publication waits for the one before.
     """
 
@@ -75,15 +75,16 @@ class Publications:
         syncer: Syncer,
         replicas: Sequence[AdapterReplica],
         describe: Callable[[LoraConfig], Any],
-        in_use: Callable[[], Collection[str]],
         most: int,
         timeout_s: float,
     ) -> None:
         self._runner, self._syncer = runner, syncer
         self._replicas = {replica.name: replica for replica in replicas}
-        self._describe, self._in_use, self._most, self._timeout_s = describe, in_use, most, timeout_s
+        self._describe, self._most, self._timeout_s = describe, most, timeout_s
         self._versions: OrderedDict[str, int] = OrderedDict()
         """Versions by key; those that were used longest ago come first."""
+        self._held: Counter[int] = Counter()
+        """Requests that compute with each version, or are about to."""
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()
 
@@ -117,10 +118,10 @@ class Publications:
                 f"the version before was not in service after {self._timeout_s:.0f} s.", part=_PART
             ) from cause
         try:
-            version, wanted = next(self._numbers), set(self._in_use())
-            kept = [each for each in self._versions.items() if each[0] in wanted]
-            self._versions = OrderedDict(kept[max(0, len(kept) - self._most + 1) :])
-            described, keep = self._describe(config), sorted(self._versions.values())
+            while len(self._versions) >= self._most:
+                self._versions.popitem(last=False)
+            version, described = next(self._numbers), self._describe(config)
+            keep = sorted({*self._versions.values(), *self._held})
             await asyncio.gather(*(each.announce(version, described, keep) for each in self._replicas.values()))
             await self._runner.run(Publish(version, adapter))
         except BaseException:
@@ -143,11 +144,18 @@ class Publications:
         self._replicas.pop(replica, None)
         self._syncer.participant_lost(error, replica)
 
-    def require(self, key: str) -> int:
-        """The version of `key`. Raises `ConfigError` if the replicas don't have it."""
-        version = self._versions.get(key)
+    @contextmanager
+    def hold(self, key: str) -> Iterator[int]:
+        """The version of `key`, which replicas keep inside the block. Raises `ConfigError` if they don't have it."""
+        version = self.version_of(key)
         if version is None:
             raise ConfigError(
                 f"the replicas don't have {key}.", part=_PART, hint="Save the weights for sampling first."
             )
-        return version
+        self._held[version] += 1
+        try:
+            yield version
+        finally:
+            self._held[version] -= 1
+            if not self._held[version]:
+                del self._held[version]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 
 from .errors import UnknownError
 from .publications import AdapterReplica, Publications
@@ -23,6 +25,7 @@ from .wire.sampling_requests import SampleRequest
 SAMPLE = "sample"
 _Entry = TypeVar("_Entry")
 _PART = "service sampling"
+_log = logging.getLogger("weightlane.service")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Samplers:
         checkpoints: Checkpoints,
         publications: Publications,
         replicas: Sequence[AdapterReplica],
-        load: Callable[[Sampler], Awaitable[None]],
+        load: Callable[[Sampler], Coroutine[Any, Any, None]],
         *,
         max_model_len: int,
         eos_ids: Sequence[int],
@@ -86,7 +89,8 @@ class Samplers:
         self._max_model_len, self._eos_ids = max_model_len, tuple(eos_ids)
         self._max_running, self._snapshot_kept_s = max_running, snapshot_kept_s
         self._load_of: Counter[str] = Counter()
-        self._loading: dict[str, asyncio.Lock] = {}
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        """Weights that are on their way to the replicas, by key. They arrive also where whoever asked for them gives up."""
         self._running: dict[str, asyncio.Task[None]] = {}
         self.tokens = 0
         """Tokens sampled since the start."""
@@ -164,34 +168,38 @@ class Samplers:
         """Let running requests finish for a while; those that don't run again after the next start."""
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=timeout_s)
-        for task in list(self._running.values()):
+        left = [*self._running.values(), *self._loading.values()]
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _answer(self, stored: StoredRequest) -> None:
         try:
             asked = parsed(SampleRequest, stored.payload)
             sampler = self.get(stored.owner, stored.client)
-            version = await self._version(sampler)
-            answer = await self._sample(stored.id, asked, version)
+            await self._have(sampler)
+            with self._publications.hold(sampler.key) if sampler.key else nullcontext(0) as version:
+                answer = await self._sample(stored.id, asked, version)
         except asyncio.CancelledError:
             raise  # it stays queued
+        except WorkerDiedError as error:  # the service ends, and it runs after the next start
+            _log.error("request %s waits for the next start: %s", stored.id, error)
         except Exception as error:  # noqa: BLE001 - the client gets it
             self._futures.fail(stored.id, error)
         else:
             self._futures.finish(stored.id, answer, PROTOBUF)
 
-    async def _version(self, sampler: Sampler) -> int:
-        """The version that a request to `sampler` computes with, which the replicas have."""
-        if not sampler.key:
-            return 0
+    async def _have(self, sampler: Sampler) -> None:
+        """Let the replicas have the weights of `sampler`."""
+        key = sampler.key
         if sampler.checkpoint is not None:
             self._checkpoints.used(sampler.checkpoint, self._snapshot_kept_s)
-        if self._publications.version_of(sampler.key) is None:
-            async with self._loading.setdefault(sampler.key, asyncio.Lock()):
-                if self._publications.version_of(sampler.key) is None:
-                    await self._load(sampler)
-        return self._publications.require(sampler.key)
+        if not key or self._publications.version_of(key) is not None:
+            return
+        if key not in self._loading:
+            self._loading[key] = task = asyncio.get_running_loop().create_task(self._load(sampler))
+            task.add_done_callback(lambda _: self._loading.pop(key, None))
+        await asyncio.shield(self._loading[key])
 
     async def _sample(self, request: str, asked: SampleRequest, version: int) -> bytes:
         prompt, params = asked.prompt.tokens, asked.sampling_params
@@ -249,7 +257,7 @@ class Samplers:
                 self._replicas.pop(chosen, None)
             finally:
                 self._load_of[chosen] -= 1
-        raise WeightlaneError("no replica is left.", part=_PART, hint="Start the service again.")
+        raise WorkerDiedError("no replica is left.", part=_PART, hint="Start the service again.")
 
 
 def _last(found: Sequence[_Entry | None], asked: SampleRequest) -> Sequence[_Entry | None]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from .records.checkpoints import Checkpoints
 from .records.futures import Futures
 from .records.sessions import Sessions
 from .records.store import Store, StoredRequest
-from .samplers import SAMPLE, Sampler, Samplers, inflight_key
+from .samplers import SAMPLE, Sampler, Samplers
 from .training_lane import Model, TrainingLane
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
@@ -68,9 +67,7 @@ class Service:
         self.futures = Futures(self.store)
         self.sessions = Sessions(self.store, config.session_timeout_s)
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
-        self.publications = Publications(
-            runner, syncer, replicas, describe, self._keys_in_use, config.max_versions, sync_timeout_s
-        )
+        self.publications = Publications(runner, syncer, replicas, describe, config.max_versions, sync_timeout_s)
         self.limits = WireLimits(body_bytes=config.max_body_bytes)
         self._operations = Operations(
             self.futures, runner, self.checkpoints, self.publications, base, self.limits, config.snapshot_kept_s
@@ -100,6 +97,7 @@ class Service:
         )
         self._operations.lane, self._operations.samplers = self.lane, self.samplers
         self._replicas = replicas
+        self._training: asyncio.Task[None] | None = None
         self._closing = False
 
     async def run(self) -> None:
@@ -108,8 +106,9 @@ class Service:
         models, samples = self.lane.resume(), self.samplers.resume()
         if models or samples:
             _log.info("going on with %d models and %d sampling requests", models, samples)
-        tasks = [
-            asyncio.create_task(self.lane.run(), name="training lane"),
+        self._training = asyncio.create_task(self.lane.run(), name="training lane")
+        tasks: list[asyncio.Task[Any]] = [
+            self._training,
             asyncio.create_task(self._runner.watch(), name="trainer ranks"),
             asyncio.create_task(self._watch_replicas(), name="replicas"),
             asyncio.create_task(self._keep_house(), name="housekeeping"),
@@ -130,6 +129,8 @@ class Service:
         self._closing = True
         self.futures.close()
         self.lane.close()
+        if self._training is not None:
+            await asyncio.wait([self._training], timeout=self.config.shutdown_s)
         await self.samplers.close(self.config.shutdown_s)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.config.shutdown_s):
@@ -270,16 +271,6 @@ class Service:
             raise UnknownError(
                 f"there is no base model {name!r}.", part=_PART, hint=f"This service has {self.base.name!r}."
             )
-
-    def _keys_in_use(self) -> Collection[str]:
-        """Keys that may still be sampled from: by samplers of sessions that go on, or since they were just saved."""
-        rows = self.store.rows(
-            "SELECT samplers.model, samplers.checkpoint FROM samplers LEFT JOIN sessions ON samplers.session = sessions.id"
-            " WHERE sessions.ended IS NULL AND samplers.created > ?",
-            time.time() - 7 * 86400,
-        )
-        used = {row["checkpoint"] or inflight_key(row["model"] or "") for row in rows}
-        return used | {self._operations.newest[model] for model in self.lane.models if model in self._operations.newest}
 
     async def _watch_replicas(self) -> None:
         """Go on without replicas that die. Raises when none is left, unless there was none."""

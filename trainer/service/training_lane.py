@@ -8,7 +8,7 @@ import shutil
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from .records.store import Store, StoredRequest
 
 _PART = "service training"
 _log = logging.getLogger("weightlane.service")
-_CATCH_UP_S, _POLL_S = 600.0, 0.05
+_CATCH_UP_S = 600.0
+"""Most seconds that a sampler waits until a crash's requests have run again."""
+_POLL_S = 0.05
 
 
 @dataclass(slots=True)
@@ -46,6 +48,8 @@ class Model:
     """Whether gradients have been added up for a step that has not been taken."""
     spoiled: str = ""
     """Why a part of the mini-batch has no gradient; empty if every part has."""
+    publishing: int = 0
+    """Requests that have run, and are answered when a version is in service."""
     loaded: bool = False
     """Whether it is on the trainer ranks; otherwise it is in `saved_dir`."""
     saved_seq: int = -1
@@ -63,8 +67,13 @@ class Model:
         return self.id.replace(":", ".")
 
     @property
+    def settled(self) -> bool:
+        """Whether its whole state can be saved: no gradient is on the ranks only, and no request that ran lacks its answer."""
+        return not self.open and not self.publishing
+
+    @property
     def repeats(self) -> list[int]:
-        """Numbers of the waiting requests that ran before a crash."""
+        """Numbers of the waiting requests that have an answer: they ran before a crash, or were given up."""
         return [seq for seq, request in self.waiting.items() if request.state != "queued"]
 
 
@@ -127,7 +136,7 @@ class TrainingLane:
         return sum(len(model.waiting) for model in self._models.values())
 
     def model(self, model: str, client: str) -> Model:
-        """The model of that id. Raises `ConfigError` if `client` has none."""
+        """The model of that id. Raises `UnknownError` if `client` has none."""
         found = self._models.get(model)
         if found is None or found.client != client:
             raise UnknownError(
@@ -204,7 +213,10 @@ class TrainingLane:
         return len(self._models)
 
     def give_up_gaps(self, timeout_s: float) -> None:
-        """Fail requests that have waited for more than `timeout_s` seconds for an earlier one that never arrived."""
+        """Fail requests that have waited for more than `timeout_s` seconds for an earlier one that never arrived.
+
+        Each then has its turn as one that failed before a crash has, so that the model ends the same way after one.
+        """
         for model in self._models.values():
             if not model.waiting or model.next_seq in model.waiting or time.monotonic() - model.progress < timeout_s:
                 continue
@@ -213,10 +225,10 @@ class TrainingLane:
                 part=_PART,
                 hint="It was refused or lost. Gradients that it should have added are missing: begin the step anew.",
             )
-            model.next_seq = max(model.waiting) + 1
-            for request in model.waiting.values():
-                self._futures.fail(request.id, error)  # without its payload: it never ran, and never will
-            model.waiting.clear()
+            for seq, request in model.waiting.items():
+                self._futures.fail(request.id, error, keep_payload=True)
+                model.waiting[seq] = replace(request, state="failed")
+            self._changed.set()
 
     async def run(self) -> None:
         """Work until `close`. Raises what ends a service: the death of a rank."""
@@ -234,7 +246,7 @@ class TrainingLane:
             await self._serve(model, model.waiting.pop(model.next_seq))
 
     async def save(self, model: Model) -> None:
-        """Save a model's whole state, so that no request so far runs again. Not while gradients are added up."""
+        """Save the whole state of a model that is settled, so that no request so far runs again."""
         seq, old = model.next_seq - 1, model.saved_dir
         if seq == model.saved_seq:
             return
@@ -268,7 +280,7 @@ class TrainingLane:
             ) from cause
 
     async def park(self, model: Model) -> None:
-        """Save a model, and free what it takes on the ranks until its next request. Not while gradients are added up."""
+        """Save a model that is settled, and free what it takes on the ranks until its next request."""
         await self.save(model)
         await self._runner.run(RemoveAdapter(model.adapter))
         model.loaded = False
@@ -289,7 +301,7 @@ class TrainingLane:
         """Park the models that were served longest ago, until there is room for one more."""
         on_ranks = [each for each in self._models.values() if each.loaded]
         for model in on_ranks[: max(0, len(on_ranks) - self._max_loaded + 1)]:
-            if not model.open:  # its gradients are on the ranks only
+            if model.settled:
                 try:
                     await self.park(model)
                 except StorageError:
@@ -307,7 +319,8 @@ class TrainingLane:
         ready = []
         for model in self._models.values():
             if model.next_seq not in model.waiting and (repeats := model.repeats):
-                model.next_seq = min(repeats)  # what is missing before it never arrived
+                missing, model.next_seq = model.next_seq, min(repeats)
+                model.spoiled, model.open = model.spoiled or f"request {missing} never arrived.", True
             request = model.waiting.get(model.next_seq)
             if request is not None and self._ready(request):
                 ready.append(model)
@@ -326,7 +339,7 @@ class TrainingLane:
             self._futures.fail(request.id, error, keep_payload=True)
             if not request.seq:  # there is no such model then
                 await self.remove(model, "failed")
-        if model.id in self._models and not model.open and model.steps >= model.saved_steps + self._save_every:
+        if model.id in self._models and model.settled and model.steps >= model.saved_steps + self._save_every:
             try:
                 await self.save(model)
             except StorageError:  # requests are kept, so that nothing is lost; the next step tries again

@@ -13,8 +13,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
-from weightlane.cli.config import RunConfig, load_config, wire_dtype
-from weightlane.cli.config_file import explain
+from weightlane.cli.config.config_file import explain
+from weightlane.cli.config.run_config import RunConfig, load_config, wire_dtype
 
 MINIMAL = """
 [run]

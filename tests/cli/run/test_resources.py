@@ -10,7 +10,7 @@ from command_line import assert_refused, run
 from tiny_run import Material
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.cli.config import RunConfig
+from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir

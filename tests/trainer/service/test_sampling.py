@@ -69,7 +69,7 @@ class Merged:
         self._service, self._model, self._path = service, model, path
 
     def of(self, name: str, rank: int) -> Path:
-        (found,) = self._service.directory.glob(f"checkpoints/*/weights/{name}")
+        (found,) = self._service.directory.glob(f"checkpoints/*/weights/{name}~*")
         adapter = load_file(found / "adapter_model.safetensors")
         weights = load_tensors(self._model)
         for key in [key for key in adapter if ".lora_A." in key]:

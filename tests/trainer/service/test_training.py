@@ -69,7 +69,7 @@ def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[A
 
 def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint, by PEFT's names."""
-    (found,) = service.directory.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '.')}")
+    (found,) = service.directory.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '.')}~*")
     return load_file(found / "adapter_model.safetensors")
 
 
@@ -212,18 +212,19 @@ def test_what_failed_before_a_kill_changes_nothing_after_it(service: ServiceProc
     from tinker import types
 
     client = service.client()
-    plain, failing = (client.create_lora_training_client("tiny", 4, 9).result(HANG_S) for _ in range(2))
-    for training in (plain, failing):
+    plain, before, after = (client.create_lora_training_client("tiny", 4, 9).result(HANG_S) for _ in range(3))
+    for training in (plain, before, after):
         step(training, 0)[1].result(HANG_S)
-    failing.forward_backward(data(1), "cross_entropy").result(HANG_S)  # a part of a mini-batch that fails as a whole
-    for refused in (
-        failing.forward_backward(
-            [types.Datum(types.ModelInput.from_ints([VOCAB]), {"target_tokens": [1]})], "cross_entropy"
-        ),
-        failing.optim_step(types.AdamParams()),
-    ):
+
+    def fails(future: Any) -> None:
         with pytest.raises(tinker.RequestFailedError):
-            refused.result(HANG_S)
+            future.result(HANG_S)
+
+    outside = types.Datum(types.ModelInput.from_ints([VOCAB]), {"target_tokens": [1]})
+    for training in (before, after):  # a part of a mini-batch that fails as a whole
+        training.forward_backward(data(1), "cross_entropy").result(HANG_S)
+        fails(training.forward_backward([outside], "cross_entropy"))
+    fails(before.optim_step(types.AdamParams()))
     with httpx.Client(base_url=f"{service.url}/api/v1/", headers={"X-API-Key": "tml-alice"}, timeout=HANG_S) as web:
         ahead = {"model_id": plain.model_id, "seq_id": 90, "adam_params": {}}
         future = web.post("optim_step", json=ahead).json()
@@ -234,12 +235,15 @@ def test_what_failed_before_a_kill_changes_nothing_after_it(service: ServiceProc
         assert "given up" in web.post("retrieve_future", json=late).json()["error"]
     service.kill()
     service.start()
-    step(failing, 2)[1].result(HANG_S)
+    fails(after.optim_step(types.AdamParams()))
     alone = client.create_lora_training_client("tiny", 4, 9).result(HANG_S)
     for number in (0, 2):
         step(alone, number)[1].result(HANG_S)
-    found, expected = saved(service, failing, "failed"), saved(service, alone, "alone")
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    expected = saved(service, alone, "alone")
+    for training in (before, after):
+        step(training, 2)[1].result(HANG_S)
+        found = saved(service, training, "failed")
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 def test_strangers_garbage_and_large_bodies_are_turned_away(service: ServiceProcess) -> None:

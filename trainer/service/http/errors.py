@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable
 
 from starlette.requests import ClientDisconnect, Request
@@ -12,11 +13,11 @@ from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, Wei
 from ..errors import BusyError, UnknownError
 from ..wire.bodies import WireLimits, decompressed
 
+_log = logging.getLogger("weightlane.service.http")
 RETRY_S = 1
 """Seconds after which a client that was told to try again should."""
-
-
 BUSY = 429
+"""The status that says so."""
 
 
 class TooLargeError(WeightlaneError):
@@ -48,6 +49,9 @@ async def answered(call: Callable[[], Awaitable[Response]]) -> Response:
     except WeightlaneError as error:
         status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
         return problem(status, str(error), **({"Retry-After": str(RETRY_S)} if status == BUSY else {}))
+    except Exception as error:  # noqa: BLE001 - the log has the rest
+        _log.exception("a request failed")
+        return problem(500, f"{type(error).__name__}: {error}")
 
 
 async def read_body(request: Request, limits: WireLimits) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -13,12 +12,12 @@ from typing import Any, Literal
 from weightlane.ckpt_engines import ConfigError
 
 from ..errors import UnknownError
+from ..wire.names import CheckpointPath
+from ..wire.names import Kind as Segment
 from .store import Store
 
 Kind = Literal["training", "sampler"]
-_SEGMENTS: Mapping[Kind, str] = {"training": "weights", "sampler": "sampler_weights"}
-_PATH = re.compile(r"tinker://(?P<model>[^/]+)/(?P<segment>weights|sampler_weights)/(?P<name>[^/]+)")
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_SEGMENTS: Mapping[Kind, Segment] = {"training": "weights", "sampler": "sampler_weights"}
 _PART = "service checkpoints"
 
 
@@ -56,28 +55,21 @@ class Checkpoints:
         self._store, self._directory = store, directory
         directory.mkdir(parents=True, exist_ok=True)
 
-    def place(self, model: str, kind: Kind, name: str) -> tuple[str, Path]:
-        """Path and directory of a checkpoint to be. Raises `ConfigError` for a name that can be no file's."""
-        if not _NAME.fullmatch(name):
-            raise ConfigError(
-                f"{name!r} is no name for a checkpoint.",
-                part=_PART,
-                hint="Use up to 200 letters, digits, dots and dashes.",
-            )
-        segment = _SEGMENTS[kind]
-        return f"tinker://{model}/{segment}/{name}", self._directory / model.replace(":", ".") / segment / name
+    def place(self, model: str, kind: Kind, name: str, seq: int) -> tuple[str, Path]:
+        """Path and directory of a checkpoint that request `seq` of a model is about to make; `name` is one of `wire.names`."""
+        path = CheckpointPath(model, _SEGMENTS[kind], name)
+        # Not the directory of an earlier one of that name, which stays until this one is complete.
+        return str(path), self._directory / model.replace(":", ".") / path.kind / f"{name}~{seq}"
 
-    def make_room(self, path: str, directory: Path, *, overwrite: bool) -> None:
-        """Let nothing be where a checkpoint is about to be written. Raises `ConfigError` if one is there that may not go."""
-        if self._store.row("SELECT path FROM checkpoints WHERE path = ?", path) is not None:
-            if not overwrite:
-                raise ConfigError(
-                    f"there is a checkpoint {path} already.",
-                    part=_PART,
-                    hint="Choose another name, or pass overwrite=True.",
-                )
-            self._store.delete("checkpoints", path)
-        shutil.rmtree(directory, ignore_errors=True)  # also what a killed process left
+    def prepare(self, path: str, directory: Path, *, overwrite: bool) -> None:
+        """Let nothing be where a checkpoint is about to be written. Raises `ConfigError` if there is one that may not go."""
+        if not overwrite and self._rows("path = ?", path):
+            raise ConfigError(
+                f"there is a checkpoint {path} already.",
+                part=_PART,
+                hint="Choose another name, or pass overwrite=True.",
+            )
+        shutil.rmtree(directory, ignore_errors=True)  # what a killed process left
         directory.parent.mkdir(parents=True, exist_ok=True)
 
     def add(
@@ -90,27 +82,28 @@ class Checkpoints:
         about: Mapping[str, Any],
         ttl_s: float | None = None,
     ) -> None:
-        """Know a checkpoint whose files are complete."""
+        """Know a checkpoint whose files are complete, in the place of one of that path."""
+        before = self._rows("path = ?", path)
         now, size = time.time(), sum(file.stat().st_size for file in directory.iterdir())
-        self._store.insert(
-            "checkpoints",
-            path=path,
-            model=model,
-            client=client,
-            kind=kind,
-            directory=str(directory),
-            created=now,
-            expires=None if ttl_s is None else now + ttl_s,
-            bytes=size,
-            about=dict(about),
-        )
+        with self._store.transaction():
+            self._store.delete("checkpoints", path)
+            self._store.insert(
+                "checkpoints",
+                path=path,
+                model=model,
+                client=client,
+                kind=kind,
+                directory=str(directory),
+                created=now,
+                expires=None if ttl_s is None else now + ttl_s,
+                bytes=size,
+                about=dict(about),
+            )
+        for old in before:
+            shutil.rmtree(old.directory, ignore_errors=True)
 
     def get(self, path: str, client: str) -> Checkpoint:
-        """The checkpoint at `path`. Raises `ConfigError` if `client` has none there."""
-        if _PATH.fullmatch(path) is None:
-            raise ConfigError(
-                f"{path!r} is no path of a checkpoint.", part=_PART, hint="They look like tinker://MODEL/weights/NAME."
-            )
+        """The checkpoint at `path`. Raises `UnknownError` if `client` has none there."""
         found = self._rows("path = ? AND client = ? AND (expires IS NULL OR expires > ?)", path, client, time.time())
         if not found or not found[0].directory.is_dir():
             raise UnknownError(

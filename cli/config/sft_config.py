@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
 
-from .config import ModelSection, ObserversSection, RaySection, RunConfig, RunSection, check_observers, load_config
 from .config_file import read_config, read_toml
+from .run_config import ModelSection, ObserversSection, RaySection, RunConfig, RunSection, check_observers, load_config
 
 
 class SftRunConfig(BaseModel):
