@@ -19,8 +19,8 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Weigh
 
 from .commands.engines import engine_table, plain_listing
 from .commands.new_engine import make_engine_package
+from .config.any_config import load_any_config
 from .config.config_file import explain
-from .config.sft_config import load_any_config
 from .engine_reference.engine_reference import engine_reference
 from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
 from .extras import needs_extra

@@ -10,8 +10,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightlane.sync import Rendezvous
+from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 from ..config.config_file import read_toml
+from ..config.run_config import ClusterConfig
+from ..extras import needs_extra
 from ..run.preparation import prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
 from .sft import SftPreparation, prepare_sft
@@ -20,18 +23,37 @@ from .sft import SftPreparation, prepare_sft
 def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
     """Print the resources that the configuration at the absolute `path` needs.
 
-    Raises the errors of `weightlane train`, or of `weightlane sft` if there is a section [sft]. With ``ray.address``, the
-    machines of the cluster are assumed to have the GPUs of this machine.
+    Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane serve` if there
+    is [service]. With ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
     """
-    if "sft" in read_toml(path):
+    sections = read_toml(path)
+    if "sft" in sections:
         _print(path, _supervised(prepare_sft(path, overrides)), console)
         return
+    if "service" in sections:
+        _print(path, _served(path, overrides), console)
+        return
     ready = prepare(path, overrides)
-    config = ready.config
+    _print(path, _cluster(ready.config, ready.model), console)
+
+
+def _served(path: Path, overrides: Sequence[str]) -> Sequence[tuple[str, str]]:
+    """Return name and amount of what ``weightlane serve`` needs."""
+    with needs_extra("service"):
+        from weightlane.trainer.service.http.server import listening  # noqa: PLC0415 - needs an extra
+
+        from .serve import prepare_service  # noqa: PLC0415
+
+    config, model, _ = prepare_service(path, overrides)
+    with listening(config.service.host, config.service.port):
+        return _cluster(config, model)
+
+
+def _cluster(config: ClusterConfig, model: ModelInfo) -> Sequence[tuple[str, str]]:
+    """Return name and amount of what trainer ranks and replicas need."""
     Rendezvous.host(config.sync.host, config.sync.port)
-    machines, sizes = Machines.here(), Sizes.of(config, ready.model)
-    config = fitted(config, sizes, machines, counted=not config.ray.address)
-    _print(path, described(config, sizes, machines), console)
+    machines, sizes = Machines.here(), Sizes.of(config, model)
+    return described(fitted(config, sizes, machines, counted=not config.ray.address), sizes, machines)
 
 
 def _supervised(ready: SftPreparation) -> list[tuple[str, str]]:

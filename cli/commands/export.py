@@ -10,7 +10,8 @@ from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.runner.run_dir import RunDir
 
-from ..config.sft_config import load_any_config
+from ..config.any_config import load_any_config
+from ..config.serve_config import ServeConfig
 
 _PART = "export"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -28,6 +29,12 @@ def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     if not config_file.is_file():
         raise ConfigError(f"{run} is not the directory of a run: it has no config.toml.", part=_PART)
     config = load_any_config(config_file, runs_here=False)
+    if isinstance(config, ServeConfig):
+        raise ConfigError(
+            f"{run} is the directory of a service, which trains adapters alone.",
+            part=_PART,
+            hint=f"Each directory below {run / 'checkpoints'} has an adapter as PEFT's files.",
+        )
     run_dir = _with_states(run)
     saved = run_dir.saved_steps()
     chosen = run_dir.latest_step() if step is None else step

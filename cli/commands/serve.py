@@ -9,19 +9,21 @@ import logging.handlers
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+from weightlane.plugins import RunHooks
 from weightlane.rollout.config import AdapterConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.dispatch.role import RoleSpec
-from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
+from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel
@@ -31,8 +33,9 @@ from weightlane.trainer.service.service import Service
 
 from ..config.config_file import explain
 from ..config.run_config import VERSIONS_DIR, check_engine
-from ..config.serve_config import load_serve_config
+from ..config.serve_config import ServeConfig, as_written, load_serve_config
 from ..output import console
+from ..run.endings import point_to_logs
 from ..run.observers import RunObservers
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster
@@ -41,6 +44,8 @@ from ..run.resources import Sizes, fitted, reserved_cpus
 _T = TypeVar("_T")
 _PART = "service"
 _KILLED_HINT = "Start the service again: it goes on from the files of run.dir."
+_log = logging.getLogger("weightlane.service")
+_HOUR_S = 3600.0
 _LOG_BYTES = 64 << 20
 """Size of the log at which a new one begins."""
 
@@ -48,14 +53,7 @@ _LOG_BYTES = 64 << 20
 async def run_service(path: Path, overrides: Sequence[str]) -> None:
     """Serve the configuration at the absolute `path` until SIGINT or SIGTERM. Raises a typed error for every problem."""
     ended = asyncio.Event()
-    config = load_serve_config(path, overrides)
-    clients = Clients(config.service)
-    model = check_model_dir(find_model(config.model.path))
-    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
-    assert config.rollout.adapter is not None
-    layers = adapted_layers(model.path, config.rollout.adapter)
-    if not config.ray.address:
-        check_engine(config)
+    config, model, clients = prepare_service(path, overrides)
     say = console(soft_wrap=True).print
     directory = config.run.dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -63,40 +61,85 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
         stack.enter_context(_alone(directory))
         _log_to(directory / "service.log")
         listener = stack.enter_context(listening(config.service.host, config.service.port))
-        rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
         cpus = reserved_cpus(config)
         observers = RunObservers(config.observers, directory, [], say)
         hooks = stack.enter_context(observers)
+        stack.enter_context(point_to_logs(directory / "logs", say))
         cluster = stack.enter_context(
             RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host, _KILLED_HINT)
         )
         _on_signals(ended.set)  # after Ray, which sets handlers of its own
         config = fitted(config, Sizes.of(config, model), cluster.machines())
-        (directory / "config.toml").write_text(explain(config), encoding="utf-8")
+        (directory / "config.toml").write_text(explain(as_written(config)), encoding="utf-8")
         stack.callback(shutil.rmtree, directory / VERSIONS_DIR, ignore_errors=True)
-        roles = [RoleSpec(POLICY, config.trainer, model.path.resolve(), seed=config.run.seed)]
-        starting = asyncio.create_task(start_processes(config, roles, rendezvous, hooks, say, stack))
-        dispatch, replicas, coordinator = await _unless(ended, starting)
-        await _unless(ended, asyncio.create_task(coordinator.connect()))
-        runner = Runner(dispatch, hooks=hooks)
-        stack.push_async_callback(runner.close)
-        base = BaseModel(
-            config.service.base_model or config.model.path,
-            model.architecture,
-            str(model.path.resolve()),
-            model.vocab_size,
-            min(replica.max_model_len for replica in replicas),
-            model.eos_token_ids,
-            {name.rpartition(".")[2]: _part_of(name) for name in layers},
-        )
-        service = Service(
-            config.service, directory, base, runner, coordinator, replicas, _announced, config.sync.deadline_s
-        )
-        stack.push_async_callback(service.close)
-        host, port = listener.getsockname()[:2]
-        say(f"serving {base.name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it")
-        await serve(service, clients, listener, ended)
+        deaths: list[float] = []
+        while True:
+            async with AsyncExitStack() as life:
+                service = await _start(config, model, hooks, say, ended, life)
+                host, port = listener.getsockname()[:2]
+                name = service.base.name
+                say(f"serving {name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it")
+                try:
+                    await serve(service, clients, listener.dup(), ended)
+                    break
+                except WorkerDiedError as error:
+                    deaths = [*(each for each in deaths if each > time.monotonic() - _HOUR_S), time.monotonic()]
+                    if len(deaths) > config.service.restarts:
+                        raise
+                    cluster.keep_logs()
+                    _log.error("starting again: %s", error)
+                    say(
+                        f"{error} Starting its processes again; clients go on by themselves. Logs: {directory / 'logs'}"
+                    )
         cluster.succeeded()
+
+
+def prepare_service(path: Path, overrides: Sequence[str]) -> tuple[ServeConfig, ModelInfo, Clients]:
+    """Read the configuration at `path`, and find everything that can be wrong before a process starts."""
+    config = load_serve_config(path, overrides)
+    clients = Clients(config.service)
+    model = check_model_dir(find_model(config.model.path))
+    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
+    assert config.rollout.adapter is not None
+    adapted_layers(model.path, config.rollout.adapter)  # raises for a model that has none
+    if not config.ray.address:
+        check_engine(config)
+    return config, model, clients
+
+
+async def _start(
+    config: ServeConfig,
+    model: ModelInfo,
+    hooks: RunHooks,
+    say: Callable[[str], None],
+    ended: asyncio.Event,
+    life: AsyncExitStack,
+) -> Service:
+    """Start trainer ranks and replicas, and a service over them; `life` ends everything."""
+    rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
+    roles = [RoleSpec(POLICY, config.trainer, model.path.resolve(), seed=config.run.seed)]
+    starting = asyncio.create_task(start_processes(config, roles, rendezvous, hooks, say, life))
+    dispatch, replicas, coordinator = await _unless(ended, starting)
+    await _unless(ended, asyncio.create_task(coordinator.connect()))
+    runner = Runner(dispatch, hooks=hooks)
+    life.push_async_callback(runner.close)
+    assert config.rollout.adapter is not None
+    layers = adapted_layers(model.path, config.rollout.adapter)
+    base = BaseModel(
+        config.service.base_model or config.model.path,
+        model.architecture,
+        str(model.path.resolve()),
+        model.vocab_size,
+        min(replica.max_model_len for replica in replicas),
+        model.eos_token_ids,
+        {name.rpartition(".")[2]: _part_of(name) for name in layers},
+    )
+    directory = config.run.dir.resolve()
+    service = Service(
+        config.service, directory, base, runner, coordinator, replicas, _announced, config.sync.deadline_s
+    )
+    life.push_async_callback(service.close)
+    return service
 
 
 def _announced(config: LoraConfig) -> AdapterConfig:

@@ -45,3 +45,13 @@ def load_serve_config(path: Path, overrides: Sequence[str] = ()) -> ServeConfig:
     )
     check_sections(config)
     return config
+
+
+def as_written(config: ServeConfig) -> ServeConfig:
+    """The configuration as a file may have it: without what `load_serve_config` fills in."""
+    return config.model_copy(
+        update={
+            "trainer": config.trainer.model_copy(update={"lora": None, "frozen": False}),
+            "rollout": config.rollout.model_copy(update={"adapter": None}),
+        }
+    )

@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
 
-from .config_file import read_config, read_toml
-from .run_config import ModelSection, ObserversSection, RaySection, RunConfig, RunSection, check_observers, load_config
+from .config_file import read_config
+from .run_config import ModelSection, ObserversSection, RaySection, RunSection, check_observers
 
 
 class SftRunConfig(BaseModel):
@@ -36,10 +36,3 @@ def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SftRunConfig:
     config = read_config(path, overrides, SftRunConfig)
     check_observers(config.observers)
     return config
-
-
-def load_any_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = True) -> RunConfig | SftRunConfig:
-    """Read the configuration of ``weightlane sft`` if the file has a section [sft], else that of ``weightlane train``."""
-    if "sft" in read_toml(path):
-        return load_sft_config(path, overrides)
-    return load_config(path, overrides, runs_here=runs_here)

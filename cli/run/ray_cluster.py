@@ -106,6 +106,11 @@ class RayCluster:
         """Note that the run succeeded, so that its logs are not kept."""
         self._failed = False
 
+    def keep_logs(self) -> None:
+        """Copy the logs of the run's processes so far, of which one has died and is started again. Never raises."""
+        if self._files is not None:
+            keep_logs(self._files, self._logs, "worker-*")
+
     def __enter__(self) -> Self:
         patience = {"RAY_gcs_server_port_wait_time_s": str(math.ceil(self._section.start_timeout_s))}
         for name, value in {**_QUIET, **patience}.items():

@@ -21,6 +21,8 @@ from tinker import types
 Task = dict[str, str]
 WARM_UP = 10
 """Optimizer steps over which the learning rate rises."""
+SAMPLES = 8
+"""Completions of a task."""
 
 
 def main() -> None:
@@ -39,7 +41,7 @@ def main() -> None:
     random.Random(args.seed).shuffle(train)
 
     service = tinker.ServiceClient()
-    (model,) = service.get_server_capabilities().supported_models
+    (model,) = tinker.RestClient().get_server_capabilities().result().supported_models
     if args.resume:
         training = service.create_training_client_from_state_with_optimizer(args.resume).result()
     else:
@@ -95,11 +97,14 @@ def datum(prompt: list[int], completion: list[int], **inputs: list[float]) -> ty
 
 
 def rollouts(training: Any, tokenizer: Any, batch: list[Task], seed: int) -> tuple[list[types.Datum], float]:
-    """Eight completions of each task by the weights as they are now, where some are right; and their mean reward."""
+    """Completions of each task by the weights as they are now, where some are right; and their mean reward."""
     sampler = training.save_weights_and_get_sampling_client(kind="inflight").result()
-    params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=seed)
     asked = [(task, tokenizer.encode(task["prompt"])) for task in batch]
-    answers = [sampler.sample(types.ModelInput.from_ints(prompt), 8, params) for _, prompt in asked]
+    answers = []
+    for number, (_, prompt) in enumerate(asked):
+        # Sample n of a request has the seed + n: no two samples of a step may share one, or they would explore alike.
+        params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=SAMPLES * (len(batch) * seed + number))
+        answers.append(sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params))
     data, total = [], 0.0
     for (task, prompt), answer in zip(asked, answers, strict=True):
         sequences = answer.result().sequences

@@ -128,9 +128,9 @@ class RunProcess:
 
         wait_until(reached_or_over, f"{what}; it printed to {self._logs}", poll_s=_POLL_S)
 
-    def wait_for(self, text: str) -> None:
-        """Wait until the run has printed `text`."""
-        self.wait_until(lambda: text in self.out, repr(text))
+    def wait_for(self, text: str, times: int = 1) -> None:
+        """Wait until the run has printed `text`, so many times."""
+        self.wait_until(lambda: self.out.count(text) >= times, f"{text!r} {times} times")
 
     def kill(self, title: str) -> int:
         """SIGKILL the run's only process called `title`; returns its id."""

@@ -27,7 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/tinker/arithmetic.py"
 
 
 @pytest.mark.exhaustive
-def test_the_example_trains_and_samples_through_a_service_that_leaves_nothing_when_it_is_killed_and_goes_on(
+def test_the_example_trains_and_samples_through_a_service_that_goes_on_when_it_or_one_of_its_processes_is_killed(
     material: Material, start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path
 ) -> None:
     config = tmp_path / "serve.toml"
@@ -73,6 +73,11 @@ def test_the_example_trains_and_samples_through_a_service_that_leaves_nothing_wh
     for number, code in enumerate((-signal.SIGKILL, 0)):
         run = start_run(["serve", str(config)])
         run.wait_for("TINKER_BASE_URL=")
+        if number:
+            run.kill("VLLM::EngineCore")
+            run.wait_for("the engine's processes are gone.")
+            run.wait_for("TINKER_BASE_URL=", times=2)
+            assert list((tmp_path / "files" / "logs").glob("worker-*"))
         found = re.search(r"TINKER_BASE_URL=(http://\S+?)\)", run.out)
         assert found
         told = example(found[1], *steps, *(["--resume", saved] if number else []))

@@ -77,6 +77,12 @@ class ServiceConfig(BaseModel):
     answer_kept_s: float = Field(
         3600.0, gt=0, description="Seconds that an answer is kept for its client to fetch, or fetch again."
     )
+    restarts: int = Field(
+        3,
+        ge=0,
+        description="Most times in an hour that trainer ranks and replicas are started again after one has died; then the"
+        " service ends. It goes on by itself while other replicas are left.",
+    )
     shutdown_s: float = Field(
         60.0,
         gt=0,

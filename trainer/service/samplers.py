@@ -26,6 +26,8 @@ SAMPLE = "sample"
 _Entry = TypeVar("_Entry")
 _PART = "service sampling"
 _log = logging.getLogger("weightlane.service")
+_MOST_DEATHS = 2
+"""Replicas that may die while they compute a request, also of earlier processes; it could be what they die of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,20 +224,15 @@ class Samplers:
             "top_logprobs": asked.topk_sample_logprobs,
         }
         wants_prompt = bool(asked.prompt_logprobs) or top_prompt > 0
-        tasks = [
-            self._generate(
-                f"{request}:{index}",
-                prompt,
-                min(room, params.max_tokens or room),
-                {
-                    **options,
-                    "seed": params.seed_of(index),
-                    "prompt_logprobs": top_prompt if wants_prompt and index == 0 else None,
-                },
-            )
+        calls = [
+            {
+                **options,
+                "seed": params.seed_of(index),
+                "prompt_logprobs": top_prompt if wants_prompt and index == 0 else None,
+            }
             for index in range(asked.num_samples)
         ]
-        completions = await asyncio.gather(*tasks)
+        completions = await self._generate(request, prompt, min(room, params.max_tokens or room), calls)
         self.tokens += sum(len(completion.token_ids) for completion in completions)
         first = completions[0]
         return sample_answer(
@@ -246,18 +243,63 @@ class Samplers:
             top_prompt_k=top_prompt,
         )
 
-    async def _generate(self, name: str, prompt: Sequence[int], most: int, options: dict[str, Any]) -> Any:
-        """A completion from the replica with least to do; from another one, where it dies."""
-        while self._replicas:
-            chosen = min(self._replicas, key=lambda each: self._load_of[each])
-            self._load_of[chosen] += 1
-            try:
-                return await self._replicas[chosen].generate(name, prompt, most, **options)
-            except WorkerDiedError:
-                self._replicas.pop(chosen, None)
-            finally:
-                self._load_of[chosen] -= 1
-        raise WorkerDiedError("no replica is left.", part=_PART, hint="Start the service again.")
+    async def _generate(
+        self, request: str, prompt: Sequence[int], most: int, calls: Sequence[dict[str, Any]]
+    ) -> list[Any]:
+        """A completion for each of `calls`, each from the replica with least to do.
+
+        What a replica that dies leaves undone is begun again, on one other replica at a time: it may be what it died of.
+
+        Raises:
+            ConfigError: Too many have died of it, or beside it.
+            WorkerDiedError: None is left.
+        """
+        found: dict[int, Any] = {}
+        only = self._least() if self._store.deaths(request) else ""
+        while len(found) < len(calls):
+            left = [index for index in range(len(calls)) if index not in found]
+            lost: set[str] = set()
+            tried = await asyncio.gather(
+                *(self._ask(only, lost, f"{request}:{index}", prompt, most, calls[index]) for index in left),
+                return_exceptions=True,
+            )
+            for index, each in zip(left, tried, strict=True):
+                if not isinstance(each, BaseException):
+                    found[index] = each
+                elif not (isinstance(each, WorkerDiedError) and lost):
+                    raise each
+            if not lost:
+                break
+            deaths = self._store.add_deaths(request, len(lost))
+            if deaths >= _MOST_DEATHS:
+                raise ConfigError(
+                    f"{deaths} engines have died while they computed this request.",
+                    part=_PART,
+                    hint="It may be what they died of: the logs of the service's processes have the cause.",
+                )
+            only = self._least()
+        return [found[index] for index in range(len(calls))]
+
+    def _least(self) -> str:
+        """The replica with least to do."""
+        if not self._replicas:
+            raise WorkerDiedError("no replica is left.", part=_PART, hint="Start the service again.")
+        return min(self._replicas, key=lambda each: self._load_of[each])
+
+    async def _ask(
+        self, only: str, lost: set[str], name: str, prompt: Sequence[int], most: int, options: dict[str, Any]
+    ) -> Any:
+        """A completion from `only`, or from the replica with least to do; one that dies of it joins `lost`."""
+        replica = only if only in self._replicas else self._least()
+        self._load_of[replica] += 1
+        try:
+            return await self._replicas[replica].generate(name, prompt, most, **options)
+        except WorkerDiedError:
+            self._replicas.pop(replica, None)
+            lost.add(replica)
+            raise
+        finally:
+            self._load_of[replica] -= 1
 
 
 def _last(found: Sequence[_Entry | None], asked: SampleRequest) -> Sequence[_Entry | None]:

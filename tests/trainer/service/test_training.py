@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
+import json
 import random
+import tarfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,9 +21,30 @@ from tiny_models import add_tokenizer, make_qwen3
 from torch.func import functional_call
 from waiting import HANG_S
 
+from weightlane.trainer import (
+    AdamParams,
+    LoraConfig,
+    LossOutput,
+    LossTerm,
+    MicroBatch,
+    MiniBatch,
+    ModelOutputs,
+    TokenBatch,
+    TokenSequence,
+    TrainerConfig,
+    needs,
+)
+from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.runner.jobs import CreateAdapter, ForwardBackward, OptimStep, SaveAdapter
+from weightlane.trainer.runner.runner import Runner
+
 pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it")
 
 VOCAB, ALPHA = 304, 32.0
+FUZZED = 10_000
 ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_clip_norm": 1.0}
 
 
@@ -65,6 +90,14 @@ def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[A
     passed = training.forward_backward(data(seed), "cross_entropy")
     stepped = training.optim_step(types.AdamParams(learning_rate=rate, **{**ADAM, **more}))
     return passed, stepped
+
+
+@needs("logprobs")
+def weighted_sum(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+    """A program's own loss: minus the sum of all log-probabilities, each times its weight."""
+    return LossOutput(
+        {"loss": LossTerm(-(micro.per_token["weights"] * outputs.required("logprobs")).sum(), mean_over=1.0)}
+    )
 
 
 def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
@@ -125,6 +158,50 @@ def test_log_probabilities_and_gradients_are_those_of_float64(service: ServicePr
         size += float(exact.square().sum())
     assert len(gradients) == len(before)
     assert (wrong / size) ** 0.5 < 1e-6
+
+
+def test_a_local_program_with_the_same_jobs_ends_bit_for_bit_alike(
+    service: ServiceProcess, model: Path, tmp_path: Path
+) -> None:
+    training = service.client().create_lora_training_client("tiny", 4, 7).result(HANG_S)
+    for number in range(3):
+        step(training, number)[1].result(HANG_S)
+    expected = saved(service, training, "served")
+
+    async def local() -> None:
+        lora = LoraConfig(rank=4, alpha=ALPHA, publish="adapter", seed=7)
+        config = TrainerConfig(device="cpu", frozen=True, lora=lora)
+        dispatch = WorkerDispatch([RoleSpec(POLICY, config, model)], {"trainer": LocalRanks(HANG_S)})
+        await dispatch.start()
+        runner = Runner(dispatch)
+        try:
+            await runner.run(CreateAdapter("mine", lora))
+            for number in range(3):
+                batch = TokenBatch(
+                    tuple(
+                        TokenSequence(
+                            torch.tensor(tokens[:-1]), torch.tensor(tokens[1:]), {"weights": torch.tensor(weights)}
+                        )
+                        for tokens, weights in sequences(number, 4)
+                    )
+                )
+                await runner.run(ForwardBackward(batch, weighted_sum, MiniBatch(1.0, 1.0), adapter="mine"))
+                adam = AdamParams(learning_rate=1e-2, betas=(0.9, 0.98), eps=1e-8, max_grad_norm=1.0, weight_decay=0.0)
+                await runner.run(OptimStep("mine", adam))
+            await runner.run(SaveAdapter("mine", tmp_path / "local"))
+        finally:
+            await runner.close()
+            await dispatch.close()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the service
+    try:
+        asyncio.run(asyncio.wait_for(local(), HANG_S))
+    finally:
+        torch.set_num_threads(threads)
+    found = load_file(tmp_path / "local" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["together", "killed"])
@@ -246,22 +323,74 @@ def test_what_failed_before_a_kill_changes_nothing_after_it(service: ServiceProc
         assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-def test_strangers_garbage_and_large_bodies_are_turned_away(service: ServiceProcess) -> None:
+def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight(service: ServiceProcess) -> None:
     import httpx
+    from tinker.proto.request_conv import forward_backward_request_to_proto
+    from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
+    training = service.client("alice").create_lora_training_client("tiny", 4, 2).result(HANG_S)
+    step(training, 0)[1].result(HANG_S)
+    before = saved(service, training, "before")
+    owner = {"model_id": training.model_id, "seq_id": 9}
+    batch = ForwardBackwardRequest(forward_backward_input=ForwardBackwardInput(data(1), "cross_entropy"), **owner)
+    good = {
+        "forward_backward": forward_backward_request_to_proto(batch).SerializeToString(),
+        "optim_step": json.dumps({**owner, "adam_params": {"learning_rate": 1.0}}).encode(),
+        "save_weights": json.dumps({**owner, "path": "stolen"}).encode(),
+        "load_weights": json.dumps({**owner, "path": f"tinker://{training.model_id}/weights/before"}).encode(),
+        "unload_model": json.dumps(owner).encode(),
+    }
+    paths = [*good, "create_model", "asample", "retrieve_future", "nothing"]
     draws = random.Random(1)
-    paths = ["forward_backward", "optim_step", "create_model", "asample", "retrieve_future", "nothing", "load_weights"]
+
+    def damaged(body: bytes) -> bytes:
+        at = draws.randrange(len(body))
+        return draws.choice([body[:at], body[:at] + draws.randbytes(3) + body[at + 3 :], body + body[:at]])
+
     with httpx.Client(base_url=f"{service.url}/api/v1/", timeout=HANG_S) as web:
         assert web.get("healthz").status_code == 200
         for token in ({}, {"X-API-Key": "tml-wrong"}, {"Authorization": "Bearer x"}):
-            assert web.post("create_session", headers=token, content=b"{}").status_code == 401
-        ours = {"X-API-Key": "tml-alice"}
+            for path, body in good.items():
+                assert web.post(path, headers=token, content=body).status_code == 401
+        ours, other = {"X-API-Key": "tml-alice"}, {"X-API-Key": "tml-bob"}
         assert web.post("forward_backward", headers=ours, content=b"x" * (65 << 20)).status_code == 413
-        for _ in range(200):
+        for _ in range(FUZZED // 2):
             body = draws.choice([b"", b"{", b"[]", b'{"model_id": 3}', draws.randbytes(draws.randrange(400))])
             answer = web.post(draws.choice(paths), headers=ours, content=body)
+            assert 400 <= answer.status_code < 500, answer.text
+            path = draws.choice(list(good))  # of another client, as they are or damaged
+            body = good[path] if draws.random() < 0.2 else damaged(good[path])
+            answer = web.post(path, headers=other, content=body)
             assert 400 <= answer.status_code < 500, answer.text
         with ThreadPoolExecutor(4) as many:
             for answer in many.map(lambda _: web.get("training_runs", headers=ours), range(16)):
                 assert answer.status_code == 200
         assert web.get("../../metrics", headers=ours).text.count("weightlane_service_") > 5
+    after = saved(service, training, "after")
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_link_to_a_checkpoint_needs_no_token_and_leads_to_nothing_else(
+    service: ServiceProcess, tmp_path: Path
+) -> None:
+    import httpx
+
+    training = service.client("alice").create_lora_training_client("tiny", 4, 3).result(HANG_S)
+    saved_at = training.save_state("mine").result(HANG_S).path
+    link = f"training_runs/{training.model_id}/checkpoints/weights/mine/archive"
+    with httpx.Client(base_url=f"{service.url}/api/v1/", timeout=HANG_S) as web:
+        assert web.get(link).status_code == 401
+        assert web.get(link, headers={"X-API-Key": "tml-bob"}).status_code == 404
+        answer = web.get(link, headers={"X-API-Key": "tml-alice", "Accept": "application/json"})
+        assert answer.status_code == 302
+        url = answer.headers["Location"]
+        assert url.startswith(f"{service.url}/api/v1/archives/")
+        for wrong in (url.partition("?")[0], url[:-1] + ("0" if url[-1] != "0" else "1"), url.replace("mine?", "his?")):
+            assert web.get(wrong).status_code == 404
+        assert web.get(url.replace("expires=", "expires=9")).status_code == 404
+        with tarfile.open(fileobj=io.BytesIO(web.get(url).content)) as archive:
+            archive.extractall(tmp_path, filter="data")
+    found, expected = load_file(tmp_path / "adapter_model.safetensors"), files_of(service, saved_at)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4

@@ -15,6 +15,8 @@ from starlette.routing import Route
 
 from ..service import Service
 from . import listing, requests
+from .archives import ROUTE as ARCHIVES
+from .archives import ArchiveLinks
 from .auth import Clients
 from .errors import answered, problem
 
@@ -50,7 +52,6 @@ _GET: dict[str, Handler] = {
     "training_runs": listing.training_runs,
     "training_runs/{model}": listing.training_run,
     "training_runs/{model}/checkpoints": listing.checkpoints_of_run,
-    "training_runs/{model}/checkpoints/{checkpoint:path}/archive": listing.archive,
     "checkpoints": listing.checkpoints,
     "sessions": listing.sessions,
     "sessions/{session}": listing.session,
@@ -64,6 +65,7 @@ _OTHER: dict[tuple[str, str], Handler] = {
 
 def application(service: Service, clients: Clients) -> Starlette:
     """The application over `service`, for `clients`."""
+    links = ArchiveLinks()
 
     def route(method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -73,20 +75,16 @@ def application(service: Service, clients: Clients) -> Starlette:
                 answer = problem(401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
             else:
                 answer = await answered(lambda: handler(service, client, request))
-            _log.info(
-                json.dumps(
-                    {
-                        "method": method,
-                        "path": request.url.path,
-                        "status": answer.status_code,
-                        "client": client,
-                        "ms": round((time.perf_counter() - began) * 1e3, 1),
-                    }
-                )
-            )
+            _note(request, client, answer, began)
             return answer
 
         return Route(API + path, endpoint, methods=[method])
+
+    async def download(request: Request) -> Response:
+        began = time.perf_counter()
+        answer = await answered(lambda: links.download(service, request))
+        _note(request, None, answer, began)
+        return answer
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -106,9 +104,23 @@ def application(service: Service, clients: Clients) -> Starlette:
         routes=[
             Route(API + "healthz", health),
             Route("/metrics", metrics),
+            route("GET", "training_runs/{model}/checkpoints/{checkpoint:path}/archive", links.link),
+            Route(API + ARCHIVES, download),
             *(route("POST", path, handler) for path, handler in _POST.items()),
             *(route("GET", path, handler) for path, handler in _GET.items()),
             *(route(method, path, handler) for (method, path), handler in _OTHER.items()),
         ],
         exception_handlers={404: unknown, 405: unknown},
     )
+
+
+def _note(request: Request, client: str | None, answer: Response, began: float) -> None:
+    """Log a request that was answered."""
+    facts = {
+        "method": request.method,
+        "path": request.url.path,
+        "status": answer.status_code,
+        "client": client,
+        "ms": round((time.perf_counter() - began) * 1e3, 1),
+    }
+    _log.info(json.dumps(facts))

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -19,6 +16,7 @@ from ..records.checkpoints import Checkpoint
 from ..service import Service
 from ..wire.requests import CheckpointTtlRequest, WeightsInfoRequest
 from ..wire.requests import request as parsed
+from .archives import checkpoint_path
 from .errors import read_body
 
 _MOST = 1000
@@ -80,30 +78,15 @@ async def checkpoints(service: Service, client: str, request: Request) -> Respon
 
 async def delete_checkpoint(service: Service, client: str, request: Request) -> Response:
     """Delete a checkpoint."""
-    service.checkpoints.delete(_path(request), client)
+    service.checkpoints.delete(checkpoint_path(request), client)
     return JSONResponse({})
 
 
 async def set_ttl(service: Service, client: str, request: Request) -> Response:
     """Say when a checkpoint expires."""
     asked = parsed(CheckpointTtlRequest, await read_body(request, service.limits))
-    service.checkpoints.set_ttl(_path(request), client, asked.ttl_seconds)
+    service.checkpoints.set_ttl(checkpoint_path(request), client, asked.ttl_seconds)
     return JSONResponse({})
-
-
-async def archive(service: Service, client: str, request: Request) -> Response:
-    """A checkpoint's files, as PEFT has them, in one tar."""
-    found = service.checkpoints.get(_path(request), client)
-
-    def packed() -> bytes:
-        buffer = io.BytesIO()
-        with tarfile.open(fileobj=buffer, mode="w") as tar:
-            for file in sorted(found.directory.iterdir()):
-                tar.add(file, file.name)
-        return buffer.getvalue()
-
-    headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
-    return Response(await run_in_threadpool(packed), media_type="application/x-tar", headers=headers)
 
 
 async def sessions(service: Service, client: str, request: Request) -> Response:
@@ -135,10 +118,6 @@ async def sampler(service: Service, client: str, request: Request) -> Response:
     """Describe a sampler."""
     found = service.samplers.get(request.path_params["sampler"], client)
     return JSONResponse({"sampler_id": found.id, "base_model": service.base.name, "model_path": found.checkpoint})
-
-
-def _path(request: Request) -> str:
-    return f"tinker://{request.path_params['model']}/{request.path_params['checkpoint']}"
 
 
 def _page(request: Request, rows: list[Any]) -> tuple[list[Any], dict[str, int]]:

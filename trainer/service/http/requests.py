@@ -35,7 +35,16 @@ async def client_config(service: Service, client: str, request: Request) -> Resp
     """The SDK's switches: everything by the plainest way."""
     del client
     await read_body(request, service.limits)
-    return JSONResponse({"pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": True})
+    return JSONResponse(
+        {
+            "pjwt_auth_enabled": False,
+            "parallel_fwdbwd_chunks": True,
+            "proto_compress_fwdbwd": True,
+            # The next two are of SDKs before 0.30, which would send batches as JSON without them.
+            "proto_write_fwdbwd": True,
+            "fwd_via_fwdbwd": True,
+        }
+    )
 
 
 async def client_dynamic_config(service: Service, client: str, request: Request) -> Response:

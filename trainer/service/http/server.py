@@ -23,7 +23,8 @@ _KEEP_ALIVE_S = 75
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket on which nobody is answered yet. Raises `AddressInUseError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
+    # Only where the protocol is said does asyncio set TCP_NODELAY, without which every answer takes 40 ms more.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))

@@ -27,7 +27,7 @@ CREATE TABLE IF NOT EXISTS models (
 CREATE TABLE IF NOT EXISTS requests (
     id TEXT PRIMARY KEY, kind TEXT NOT NULL, owner TEXT NOT NULL, seq INTEGER NOT NULL, client TEXT NOT NULL,
     state TEXT NOT NULL, created REAL NOT NULL, finished REAL, digest TEXT NOT NULL, payload BLOB, answer BLOB,
-    media TEXT NOT NULL DEFAULT ''
+    media TEXT NOT NULL DEFAULT '', deaths INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX IF NOT EXISTS requests_by_owner ON requests (owner, seq);
 CREATE INDEX IF NOT EXISTS requests_by_state ON requests (state, finished);
@@ -201,6 +201,17 @@ class Store:
                 " WHERE id = ? AND state = 'queued'",
                 [state, answer, media, time.time(), request],
             )
+
+    def deaths(self, request: str) -> int:
+        """Replicas that died while they computed a request."""
+        row = self.row("SELECT deaths FROM requests WHERE id = ?", request)
+        return 0 if row is None else int(row["deaths"])
+
+    def add_deaths(self, request: str, count: int) -> int:
+        """Note that replicas died while they computed a request; how many have by now."""
+        with self.transaction() as db:
+            db.execute("UPDATE requests SET deaths = deaths + ? WHERE id = ?", [count, request])
+        return self.deaths(request)
 
     def forget(self, *, finished_before: float) -> None:
         """Drop requests that were answered before a time and whose payloads are not needed to repeat them."""

@@ -1,0 +1,343 @@
+"""Loads `weightlane serve` with many clients of the public Tinker SDK, kills processes if asked to, and checks every bit.
+
+    make demo                                              # makes the model
+    python -m benchmarks.service_load --seconds 300        # 64 clients sample, 8 train
+    python -m benchmarks.service_load --sampling 4 --training 2 --kills 30
+
+Clients that train take steps on batches of their own, and hand their new weights to clients that sample, who ask for one
+completion after the other. With --kills, the service, a trainer rank or vLLM's engine is killed at random; the service is started
+again by this program, the others by the service. Reported are the latencies of samples and steps, the largest gap without an
+answer, and the memory of all processes of the service over time.
+
+At the end, each client's weights are compared, bit for bit, with those of a client that took the same number of steps alone: a
+step that was lost, or counted twice, or met another client's, would show. The SDK must be installed (``make setup`` does).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file
+
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.cli.bench.report.machine import this_machine
+
+from .command import Report, finish, options_of, say
+
+RANK, BATCH, TOKENS = 8, 8, 12
+START_S, CALL_S = 300.0, 600.0
+"""Longest start of the service, and longest single call of a client."""
+EXCHANGE_STEPS = 5
+"""Steps after which a client that trains hands over new weights."""
+TITLES = {"trainer rank": "ray::RankActor", "replica": "VLLM::EngineCore"}
+_CONFIG = """
+[run]
+dir = "{directory}"
+[model]
+path = "{model}"
+[service]
+port = {port}
+base_model = "{model}"
+allow_anonymous = true
+max_lora_rank = 8
+restarts = 1000
+[trainer]
+niceness = 10
+[rollout]
+dtype = "float32"
+max_model_len = 64
+max_num_seqs = 64
+kv_cache_memory_bytes = 67108864
+adapter_slots = 4
+[checkpoint_engine]
+backend = "shm"
+"""
+
+
+class Service:
+    """A running ``weightlane serve``."""
+
+    def __init__(self, model: Path, directory: Path, port: int) -> None:
+        self.files, self._config, self._log = directory / "service", directory / "serve.toml", directory / "output"
+        self._config.write_text(_CONFIG.format(directory=self.files, model=model.resolve(), port=port))
+        self.url = f"http://127.0.0.1:{port}"
+        self.process: psutil.Popen
+
+    def start(self) -> None:
+        """Start it, and wait until it answers."""
+        with self._log.open("ab") as log:
+            command = [str(Path(sys.executable).with_name("weightlane")), "serve", str(self._config)]
+            self.process = psutil.Popen(command, stdout=log, stderr=log)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until it answers."""
+        import httpx
+
+        end = time.monotonic() + START_S
+        while time.monotonic() < end:
+            if self.process.poll() is not None:
+                break
+            try:
+                if httpx.get(f"{self.url}/api/v1/healthz", timeout=5).status_code == 200:
+                    return
+            except httpx.HTTPError:
+                time.sleep(0.2)
+        raise WeightlaneError(f"the service does not answer: {self._log.read_text()[-2000:]}", part="service_load")
+
+    def kill(self, what: str) -> None:
+        """Kill one of its processes, and see that it answers again."""
+        if what == "service":
+            self.process.kill()
+            self.process.wait(60)
+            self.start()
+            return
+        victims = [each for each in self.process.children(recursive=True) if TITLES[what] in _title(each)]
+        if victims:
+            victims[0].kill()
+            time.sleep(1)
+        self.wait()
+
+    def memory(self) -> int:
+        """Bytes of private memory of all its processes."""
+        total = 0
+        for each in [self.process, *self.process.children(recursive=True)]:
+            try:
+                total += each.memory_info().rss - each.memory_info().shared
+            except psutil.Error:
+                continue
+        return total
+
+    def stop(self) -> None:
+        """End it."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(120)
+
+
+@dataclass
+class Clients:
+    """What all clients share, and what they saw."""
+
+    trainings: list[Any]
+    samplers: list[Any]
+    counts: list[int]
+    """Steps of each client that trains."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    """End and seconds of every sampling request."""
+    steps: list[tuple[float, float]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def run(self, work: Callable[[int], None], number: int) -> None:
+        """Do a client's work until the end; note its error."""
+        try:
+            while not self.ended.is_set():
+                work(number)
+        except Exception as error:  # noqa: BLE001 - reported
+            self.failures.append(f"{work.__name__} {number}: {type(error).__name__}: {error}")
+
+    def train(self, number: int) -> None:
+        """Take a step, and now and then hand over the weights."""
+        training, began = self.trainings[number], time.monotonic()
+        take_step(training, number, self.counts[number])
+        self.steps.append((time.monotonic(), time.monotonic() - began))
+        self.counts[number] += 1
+        if self.counts[number] % EXCHANGE_STEPS == 0:
+            self.samplers[number] = training.save_weights_and_get_sampling_client().result(CALL_S)
+
+    def sample(self, number: int) -> None:
+        """Ask for a completion."""
+        from tinker import types
+
+        params = types.SamplingParams(max_tokens=8, temperature=1.0)
+        prompt, began = types.ModelInput.from_ints([3 + number % 10, 4, 5]), time.monotonic()
+        self.samplers[number % len(self.samplers)].sample(prompt, 1, params).result(CALL_S)
+        self.samples.append((time.monotonic(), time.monotonic() - began))
+
+
+def datums(client: int, step: int) -> list[Any]:
+    """The batch of a client's step."""
+    from tinker import types
+
+    draws = random.Random(1000 * client + step)
+    rows = [[draws.randrange(3, 13) for _ in range(TOKENS)] for _ in range(BATCH)]
+    return [types.Datum(types.ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in rows]
+
+
+def take_step(training: Any, client: int, step: int) -> None:
+    """One optimizer step."""
+    from tinker import types
+
+    training.forward_backward(datums(client, step), "cross_entropy")
+    training.optim_step(types.AdamParams(learning_rate=1e-3 * (1 + client))).result(CALL_S)
+
+
+def load(service: Service, args: Any) -> Report:
+    """Let clients work, and check what they got."""
+    import tinker
+
+    client = tinker.ServiceClient(base_url=service.url, api_key="tml-any")
+    web = tinker.RestClient(base_url=service.url, api_key="tml-any")
+    (model,) = web.get_server_capabilities().result().supported_models
+    name = model.model_name
+    trainings = [client.create_lora_training_client(name, RANK, each).result(CALL_S) for each in range(args.training)]
+    samplers = [each.save_weights_and_get_sampling_client().result(CALL_S) for each in trainings]
+    shared = Clients(trainings, samplers, [0] * args.training)
+    work = [(shared.train, each) for each in range(args.training)]
+    work += [(shared.sample, each) for each in range(args.sampling)]
+    threads = [threading.Thread(target=shared.run, args=each) for each in work]
+    memory = [service.memory()]
+    began = time.monotonic()
+    for each in threads:
+        each.start()
+    kills = _kill(service, args.kills, shared, memory) if args.kills else _watch(service, args.seconds, memory)
+    shared.ended.set()
+    for each in threads:
+        each.join(CALL_S)
+    seconds = time.monotonic() - began
+    wrong = []
+    for number, training in enumerate(trainings):
+        alone = client.create_lora_training_client(name, RANK, number).result(CALL_S)
+        for step in range(shared.counts[number]):
+            take_step(alone, number, step)
+        if not _equal(_saved(service, training), _saved(service, alone)):
+            wrong.append(number)
+    return {
+        "machine": this_machine(),
+        "seconds": seconds,
+        "clients": {"sampling": args.sampling, "training": args.training},
+        "kills": kills,
+        "samples": _latencies(shared.samples, began),
+        "steps": _latencies(shared.steps, began),
+        "memory_bytes": memory,
+        "failures": shared.failures,
+        "steps_of_each": shared.counts,
+        "wrong": wrong,
+        "hangs": [each.name for each in threads if each.is_alive()],
+        "verified": not wrong and not shared.failures and not any(each.is_alive() for each in threads),
+    }
+
+
+def _watch(service: Service, seconds: float, memory: list[int]) -> dict[str, int]:
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        time.sleep(min(5.0, left))
+        memory.append(service.memory())
+    return {}
+
+
+def _kill(service: Service, kills: int, shared: Clients, memory: list[int]) -> dict[str, int]:
+    draws, done = random.Random(0), {"service": 0, "trainer rank": 0, "replica": 0}
+    for number in range(kills):
+        steps = len(shared.steps)
+        until = time.monotonic() + CALL_S  # every life must get something done
+        while len(shared.steps) == steps and time.monotonic() < until and not shared.failures:
+            time.sleep(0.05)
+        time.sleep(draws.uniform(0.0, 3.0))
+        what = draws.choice(sorted(done))
+        say(f"kill {number + 1} of {kills}: {what} ({len(shared.steps)} steps, {len(shared.samples)} samples)")
+        service.kill(what)
+        done[what] += 1
+        memory.append(service.memory())
+    return done
+
+
+def _saved(service: Service, training: Any) -> dict[str, torch.Tensor]:
+    path = training.save_state("compared", overwrite=True).result(CALL_S).path
+    model, _, name = path.removeprefix("tinker://").split("/")
+    (directory,) = (service.files / "checkpoints" / model.replace(":", ".") / "weights").glob(f"{name}~*")
+    return load_file(directory / "adapter_model.safetensors")
+
+
+def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _latencies(seen: list[tuple[float, float]], began: float) -> dict[str, float]:
+    """Milliseconds, and the longest time in seconds in which none ended."""
+    if len(seen) < 2:
+        return {"count": len(seen)}
+    cuts = statistics.quantiles((seconds for _, seconds in seen), n=100)
+    ends = [began, *sorted(end for end, _ in seen)]
+    gap = max(later - earlier for earlier, later in itertools.pairwise(ends))
+    return {"count": len(seen), **{f"p{at}_ms": cuts[at - 1] * 1e3 for at in (50, 95, 99)}, "longest_gap_s": gap}
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline()) or process.name()
+    except psutil.Error:
+        return ""
+
+
+def text(report: Report) -> str:
+    """The report as lines."""
+    clients, memory = report["clients"], [each / 1e6 for each in report["memory_bytes"]]
+    lines = [
+        f"{clients['sampling']} clients sampled and {clients['training']} trained for {report['seconds']:.0f} s"
+        + "".join(f", {count} x {what} killed" for what, count in report["kills"].items())
+    ]
+    for what in ("samples", "steps"):
+        found = report[what]
+        if "p50_ms" in found:
+            lines.append(
+                f"{what}: {found['count']} ({found['count'] / report['seconds']:.1f} a second), p50 {found['p50_ms']:.0f} ms,"
+                f" p95 {found['p95_ms']:.0f} ms, p99 {found['p99_ms']:.0f} ms, longest gap {found['longest_gap_s']:.1f} s"
+            )
+    third = max(1, len(memory) // 3)
+    lines.append(
+        f"private memory: {memory[0]:.0f} MB before, largest {max(memory[:third]):.0f} MB in the first third,"
+        f" {max(memory[-third:]):.0f} MB in the last"
+    )
+    lines.append(
+        f"weights of {clients['training'] - len(report['wrong'])} of {clients['training']} clients are bit for bit those of"
+        f" a client alone, after {min(report['steps_of_each'], default=0)} to {max(report['steps_of_each'], default=0)} steps"
+    )
+    lines += [f"failed: {each}" for each in report["failures"] + report["hangs"]]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Load a service."""
+    parser = options_of(__doc__)
+    parser.add_argument("--model", type=Path, default=Path("runs/arithmetic/task-0/model"))
+    parser.add_argument("--sampling", type=int, default=64, help="clients that sample")
+    parser.add_argument("--training", type=int, default=8, help="clients that train")
+    parser.add_argument("--seconds", type=float, default=300.0, help="of load, without --kills")
+    parser.add_argument("--kills", type=int, default=0, help="kill that many processes, one after the other, instead")
+    parser.add_argument("--port", type=int, default=8765)
+    args = parser.parse_args()
+    sys.path.append(str(Path(sys.prefix) / "tinker"))  # where `make setup` puts the SDK
+
+    def measure() -> Report:
+        if not (args.model / "config.json").is_file():
+            raise ConfigError(f"{args.model} is no model.", part="service_load", hint="`make demo` makes one.")
+        with tempfile.TemporaryDirectory(prefix="weightlane-load-") as directory:
+            service = Service(args.model, Path(directory), args.port)
+            try:
+                service.start()
+                return load(service, args)
+            finally:
+                service.stop()
+
+    code = finish("service_load", measure, text, args.json)
+    os._exit(code) if threading.active_count() > 1 else sys.exit(code)  # the SDK's threads go on calling
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""``weightlane serve`` finds a user's mistake before it starts anything, and ``check`` and ``config`` know its files."""
+
+from __future__ import annotations
+
+import socket
+import tomllib
+from pathlib import Path
+
+import pytest
+from command_line import run
+from tiny_run import Material
+
+from weightlane.cli.config.any_config import load_any_config
+from weightlane.cli.config.serve_config import as_written, load_serve_config
+
+EXAMPLE = Path(__file__).parents[3] / "examples/tinker/serve.toml"
+
+
+@pytest.fixture
+def config(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    from weightlane.cli.commands import serve
+
+    def started(*arguments: object) -> None:
+        raise AssertionError("a process was started before everything had been checked")
+
+    monkeypatch.setattr(serve, "RayCluster", started)
+    monkeypatch.delenv("WEIGHTLANE_SERVICE_TOKEN", raising=False)
+    path = tmp_path / "serve.toml"
+    path.write_text(
+        f"""
+        [run]
+        dir = "{tmp_path / "files"}"
+        [model]
+        path = "{material.model}"
+        [service]
+        port = 0
+        allow_anonymous = true
+        [rollout]
+        max_model_len = 32
+        kv_cache_memory_bytes = {64 << 20}
+        """
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("service.host=0.0.0.0", "allow_anonymous is true, and host 0.0.0.0 can be reached from other machines"),
+        ("service.allow_anonymous=false", "Set WEIGHTLANE_SERVICE_TOKEN or service.tokens_file"),
+        ("service.tokens_file=nowhere", "service.tokens_file nowhere cannot be read"),
+        ("service.max_lora_rank=1000", "service.max_lora_rank"),
+        ("service.ports=1", "there is no key service.ports. Did you mean service.port?"),
+        ("loop.steps=2", "there is no key loop."),
+        ("trainer.lora.rank=4", "clients say which adapters they train, up to service.max_lora_rank"),
+        ("algorithm.group_size=4", "[algorithm] is no section of a service"),
+        ("trainer.engine=fsdp3", "fsdp3"),
+        ("model.path=nowhere/at/all", "there is no model directory"),
+    ],
+)
+def test_a_mistake_is_named_by_its_key_before_anything_starts(config: Path, setting: str, said: str) -> None:
+    for command in ("check", "serve"):
+        ended = run(command, str(config), "--set", setting, columns=1000)
+        assert (ended.exit_code, ended.stdout) == (2, ""), ended.stderr
+        assert said in ended.stderr
+    assert not (config.parent / "files").exists()
+
+
+def test_what_a_service_takes_is_counted_without_starting_it(config: Path) -> None:
+    ended = run("check", str(config), columns=200)
+    assert ended.exit_code == 0, ended.stderr
+    assert "1 ranks x 0 GPUs" in ended.stdout
+    assert not (config.parent / "files").exists()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        ended = run("check", str(config), "--set", f"service.port={taken.getsockname()[1]}", columns=1000)
+    assert ended.exit_code != 0
+    assert "Set service.port to a free one" in ended.stderr
+
+
+def test_the_printed_configuration_reads_back_the_same(config: Path) -> None:
+    printed = run("config", str(config), "--set", "service.max_lora_rank=4")
+    assert printed.exit_code == 0, printed.stderr
+    again = config.with_name("printed.toml")
+    again.write_text(printed.stdout)
+    loaded = load_serve_config(config, ["service.max_lora_rank=4"])
+    assert load_serve_config(again) == loaded
+    assert load_any_config(again) == as_written(loaded)
+    assert "lora" not in tomllib.loads(printed.stdout)["trainer"]
+
+
+def test_the_files_of_a_service_are_no_run_to_export(config: Path) -> None:
+    files = config.parent / "service"
+    files.mkdir()
+    (files / "config.toml").write_text(run("config", str(config)).stdout)
+    ended = run("export", str(files), "--out", str(config.parent / "out"), columns=1000)
+    assert ended.exit_code == 2
+    assert "has an adapter as PEFT's files" in ended.stderr
+
+
+def test_the_example_in_the_repository_is_one_of_a_service() -> None:
+    assert load_serve_config(EXAMPLE).service.base_model == "arithmetic"
