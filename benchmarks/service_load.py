@@ -312,7 +312,7 @@ def text(report: Report) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main() -> None:
     """Load a service."""
     parser = options_of(__doc__)
     parser.add_argument("--model", type=Path, default=Path("runs/arithmetic/task-0/model"))
@@ -323,6 +323,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8765)
     args = parser.parse_args()
     sys.path.append(str(Path(sys.prefix) / "tinker"))  # where `make setup` puts the SDK
+    os.environ["TINKER_TELEMETRY"] = "0"
 
     def measure() -> Report:
         if not (args.model / "config.json").is_file():
@@ -335,8 +336,12 @@ def main() -> int:
             finally:
                 service.stop()
 
-    code = finish("service_load", measure, text, args.json)
-    os._exit(code) if threading.active_count() > 1 else sys.exit(code)  # the SDK's threads go on calling
+    code = 143  # of a signal
+    try:
+        code = finish("service_load", measure, text, args.json)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)  # the SDK's threads would go on calling
 
 
 if __name__ == "__main__":
