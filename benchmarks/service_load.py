@@ -215,7 +215,7 @@ def load(service: Service, args: Any) -> Report:
         alone = client.create_lora_training_client(name, RANK, number).result(CALL_S)
         for step in range(shared.counts[number]):
             take_step(alone, number, step)
-        if not _equal(_saved(service, training), _saved(service, alone)):
+        if not equal_tensors(saved_tensors(service, training), saved_tensors(service, alone)):
             wrong.append(number)
     return {
         "machine": this_machine(),
@@ -257,14 +257,16 @@ def _kill(service: Service, kills: int, shared: Clients, memory: list[int]) -> d
     return done
 
 
-def _saved(service: Service, training: Any) -> dict[str, torch.Tensor]:
+def saved_tensors(service: Service, training: Any) -> dict[str, torch.Tensor]:
+    """A client's adapter, by PEFT's names."""
     path = training.save_state("compared", overwrite=True).result(CALL_S).path
     model, _, name = path.removeprefix("tinker://").split("/")
     (directory,) = (service.files / "checkpoints" / model.replace(":", ".") / "weights").glob(f"{name}~*")
     return load_file(directory / "adapter_model.safetensors")
 
 
-def _equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    """Whether both have the same tensors, bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 

@@ -89,7 +89,8 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
                     cluster.keep_logs()
                     _log.error("starting again: %s", error)
                     say(
-                        f"{error} Starting its processes again; clients go on by themselves. Logs: {directory / 'logs'}"
+                        f"{error.part}: {error.message} All are started again, and clients go on by themselves. Logs:"
+                        f" {directory / 'logs'}"
                     )
         cluster.succeeded()
 

@@ -106,9 +106,14 @@ class Operations:
         finally:
             self.lane.changed()
 
-    async def close(self) -> None:
-        """Wait for versions that are on their way, each of which has a deadline."""
-        await asyncio.gather(*self._syncing, return_exceptions=True)
+    async def close(self, wait_s: float) -> None:
+        """Wait for versions that are on their way, for some seconds; their requests run again after the next start."""
+        left = list(self._syncing)
+        if left:
+            await asyncio.wait(left, timeout=wait_s)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _create_model(self, model: Model, request: StoredRequest) -> None:
         parsed(CreateModelRequest, request.payload, self._limits)
@@ -261,12 +266,13 @@ class Operations:
         try:
             await self._publications.finish(begun)
         except Exception as error:  # noqa: BLE001 - the client gets it
+            if await self._futures.ends(error):
+                return  # it runs again after the next start, and the model is not settled until then
             self._futures.fail(request.id, error, keep_payload=True)
         else:
             self._answer(request, answer)
-        finally:
-            model.publishing -= 1
-            self.lane.changed()
+        model.publishing -= 1
+        self.lane.changed()
 
     def _answer(self, request: StoredRequest, answer: dict[str, Any]) -> None:
         self._futures.finish_json(request.id, answer, keep_payload=True)

@@ -26,7 +26,7 @@ SAMPLE = "sample"
 _Entry = TypeVar("_Entry")
 _PART = "service sampling"
 _log = logging.getLogger("weightlane.service")
-_MOST_DEATHS = 2
+_MOST_DEATHS = 3
 """Replicas that may die while they compute a request, also of earlier processes; it could be what they die of."""
 
 
@@ -187,7 +187,10 @@ class Samplers:
         except WorkerDiedError as error:  # the service ends, and it runs after the next start
             _log.error("request %s waits for the next start: %s", stored.id, error)
         except Exception as error:  # noqa: BLE001 - the client gets it
-            self._futures.fail(stored.id, error)
+            if await self._futures.ends(error):
+                _log.error("request %s waits for the next start: %s", stored.id, error)
+            else:
+                self._futures.fail(stored.id, error)
         else:
             self._futures.finish(stored.id, answer, PROTOBUF)
 

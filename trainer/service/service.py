@@ -122,19 +122,19 @@ class Service:
                 each.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def close(self) -> None:
-        """Let running requests finish for a while. Others are in the store, and run after the next start."""
+    async def close(self, wait_s: float = 0.0) -> None:
+        """Let running requests finish for some seconds. Others are in the store, and run after the next start."""
         if self._closing:
             return
         self._closing = True
         self.futures.close()
         self.lane.close()
         if self._training is not None:
-            await asyncio.wait([self._training], timeout=self.config.shutdown_s)
-        await self.samplers.close(self.config.shutdown_s)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.config.shutdown_s):
-                await self._operations.close()
+            await asyncio.wait([self._training], timeout=wait_s)
+            self._training.cancel()
+            await asyncio.gather(self._training, return_exceptions=True)
+        await self.samplers.close(wait_s)
+        await self._operations.close(wait_s)
         self.store.close()
 
     def create_model(self, client: str, asked: CreateModelRequest, payload: bytes) -> StoredRequest:

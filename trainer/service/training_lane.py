@@ -333,9 +333,11 @@ class TrainingLane:
             await self._execute(model, request)
         except (WorkerDiedError, asyncio.CancelledError):
             raise  # it stays queued, and runs again
-        except Exception as error:  # noqa: BLE001 - the client gets it
+        except Exception as error:
             if not isinstance(error, ConfigError | ProtocolError):
                 _log.exception("request %s failed", request.id)
+            if await self._futures.ends(error):
+                raise  # as above
             self._futures.fail(request.id, error, keep_payload=True)
             if not request.seq:  # there is no such model then
                 await self.remove(model, "failed")

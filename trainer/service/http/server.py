@@ -59,7 +59,7 @@ async def serve(service: Service, clients: Clients, listener: socket.socket, end
     service.futures.close()
     server.should_exit = True
     await asyncio.wait(tasks[:1], timeout=shutdown_s + 1)
-    await service.close()
+    await service.close(shutdown_s if ended.is_set() else 0.0)  # after a death, nothing is waited for
     for each in tasks:
         each.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
+from contextlib import suppress
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
@@ -17,6 +18,10 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ERROR = "error"
 """The media type of an answer that is a failure."""
 _PART = "service"
+_CLIENTS = (ConfigError, ProtocolError)
+"""Errors that are the client's own."""
+_DEATH_NOTICE_S = 5.0
+"""Seconds within which a death is known."""
 
 
 class Futures:
@@ -31,7 +36,7 @@ class Futures:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._answered: dict[str, asyncio.Event] = {}
-        self._closed = False
+        self._ending = asyncio.Event()
 
     def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
         """Keep a request.
@@ -73,15 +78,27 @@ class Futures:
 
     def fail(self, request: str, error: BaseException, *, keep_payload: bool = False) -> None:
         """Answer a request by an error: the client's, if what it asked for can't be done, or ours."""
-        ours = not isinstance(error, ConfigError | ProtocolError)
+        ours = not isinstance(error, _CLIENTS)
         text = str(error) if isinstance(error, WeightlaneError) else f"{type(error).__name__}: {error}"
         body = json.dumps({"error": text, "category": "server" if ours else "user"}).encode()
         self.finish(request, body, ERROR, keep_payload=keep_payload)
 
+    async def ends(self, error: BaseException) -> bool:
+        """Whether the service ends, which may be what `error` comes from: the request should then run after the next start.
+
+        A death is often felt by others before it is known. So this waits for some seconds, unless the client is to blame.
+        """
+        if isinstance(error, _CLIENTS):
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DEATH_NOTICE_S):
+                await self._ending.wait()
+        return self._ending.is_set()
+
     async def wait(self, request: str, client: str, timeout_s: float) -> StoredRequest | None:
         """The request, answered or, after `timeout_s` seconds, not; None if `client` has no such request."""
         found = self._of(request, client)
-        if found is None or found.state != "queued" or self._closed:
+        if found is None or found.state != "queued" or self._ending.is_set():
             return found
         event = self._answered.setdefault(request, asyncio.Event())
         try:
@@ -93,7 +110,7 @@ class Futures:
 
     def close(self) -> None:
         """Let nobody wait any more: clients come back after the next start."""
-        self._closed = True
+        self._ending.set()
         for event in self._answered.values():
             event.set()
 
