@@ -97,7 +97,9 @@ async def measure(args: Any, directory: Path) -> Report:
         stack.callback(service.stop)
         await asyncio.to_thread(service.start)
         client = tinker.ServiceClient(base_url=service.url, api_key="tml-any")
-        training = client.create_lora_training_client(str(model), RANK, 7).result(CALL_S)
+        training = await asyncio.to_thread(
+            lambda: client.create_lora_training_client(str(model), RANK, 7).result(CALL_S)
+        )
         stack.enter_context(RayCluster(RaySection(), 1.0, directory / "logs", {}))
         dispatch = WorkerDispatch([RoleSpec(POLICY, config, model)], {"trainer": RayRanks(config, "127.0.0.1")})
         stack.push_async_callback(dispatch.close)
