@@ -1,39 +1,49 @@
 """`SharedMemoryCleaner`: a process that outlives a replica for a moment and removes the replica's shared memory.
 
 Ray kills a dead actor's whole process group at once, so that none of the replica's own processes can clean up. The cleaner
-``python -m weightlane.rollout.replicas.shared_memory_cleaner`` runs in a separate session, with the segments' names as arguments.
-It waits for the end of its standard input, which closes with the replica, even if the replica is killed.
+``python -m weightlane.rollout.replicas.shared_memory_cleaner`` runs in a separate session. It reads lines of JSON, which say what
+is to be removed, until the end of its standard input, which closes with the replica, even if the replica is killed.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from ..vllm.shared_memory import unlink
+from ..vllm.shared_memory import segments_of_trees, unlink
 
 _WAIT_S = 5.0
 """Most seconds that `close` waits for the cleaner, which needs a few milliseconds."""
+_POLL_S = 0.5
+"""Seconds between two looks at a replica that starts."""
 
 
 class SharedMemoryCleaner:
     """The cleaner of one replica. Closing it, or the death of this process, starts the removal.
 
-    Args:
-        segments: Paths of the segments.
+    Until `settle`, it looks for itself what this process and its descendants map: vLLM makes segments long before it has started.
     """
 
-    def __init__(self, segments: Iterable[Path]) -> None:
-        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module, names from /proc
-            [sys.executable, "-m", __name__, *map(str, segments)],
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
+            [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        before = segments_of_trees([os.getpid()])  # of other engines in this process
+        self._tell({"watched": os.getpid(), "before": sorted(map(str, before))})
+
+    def settle(self, segments: Iterable[Path]) -> None:
+        """Say which segments are the replica's: these and no other ones are removed."""
+        self._tell({"segments": sorted(map(str, segments))})
 
     def close(self) -> None:
         """Let the cleaner remove the segments now. Idempotent, never raises, ends within seconds."""
@@ -43,11 +53,31 @@ class SharedMemoryCleaner:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_WAIT_S)
 
+    def _tell(self, message: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # a cleaner that was killed costs names, not the replica
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
 
 def main() -> None:
-    """Wait for the end of standard input, then remove the segments named as arguments."""
-    sys.stdin.read()
-    unlink(Path(name) for name in sys.argv[1:])
+    """Find out what is to be removed until the end of standard input, then remove it."""
+    segments: set[str] = set()
+    before: set[str] = set()
+    watched, rest = 0, b""
+    while True:
+        told = select.select([0], [], [], _POLL_S if watched else None)[0]
+        piece = os.read(0, 1 << 16) if told else b""
+        if watched and not piece:
+            segments |= {str(each) for each in segments_of_trees([watched])} - before
+        if told and not piece:
+            break
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            watched, before = message.get("watched", 0), set(message.get("before", ()))
+            segments = set(message.get("segments", ()))
+    unlink(map(Path, segments))
 
 
 if __name__ == "__main__":

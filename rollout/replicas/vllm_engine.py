@@ -214,11 +214,16 @@ class VllmEngine:
         self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
+        self._cleaner = SharedMemoryCleaner()
         # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.
-        self._engine = AsyncLLM.from_vllm_config(
-            vllm_config,
-            enable_log_requests=arguments.enable_log_requests,
-            disable_log_stats=arguments.disable_log_stats,
-        )
+        try:
+            self._engine = AsyncLLM.from_vllm_config(
+                vllm_config,
+                enable_log_requests=arguments.enable_log_requests,
+                disable_log_stats=arguments.disable_log_stats,
+            )
+        except BaseException:
+            self._cleaner.close()
+            raise
         processes = self._engine.engine_core.resources.engine_manager.processes
-        self._cleaner = SharedMemoryCleaner(segments_of_trees(process.pid for process in processes))
+        self._cleaner.settle(segments_of_trees(process.pid for process in processes))

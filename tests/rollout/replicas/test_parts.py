@@ -152,23 +152,33 @@ def test_an_engine_process_ends_when_the_process_that_started_it_is_killed(monke
         ours.recv()
 
 
-def test_the_cleaner_removes_what_a_killed_owner_leaves_and_waits_until_then() -> None:
-    segment = shared_memory.SharedMemory(create=True, size=64)
-    path = Path("/dev/shm") / segment.name
-    try:
-        assert path in segments_of_trees([os.getpid()])
+@pytest.mark.parametrize("settled", [False, True], ids=["while it starts", "when it has started"])
+def test_the_cleaner_removes_the_segments_of_its_engine_and_waits_until_then(settled: bool) -> None:
+    def segment() -> shared_memory.SharedMemory:
+        made = shared_memory.SharedMemory(create=True, size=64)
         # Ours to remove, not the tracker's, which would complain.
-        resource_tracker.unregister(f"/{segment.name}", "shared_memory")
-        cleaner = SharedMemoryCleaner([path])
+        resource_tracker.unregister(f"/{made.name}", "shared_memory")
+        return made
+
+    before = segment()
+    cleaner = SharedMemoryCleaner()
+    segments = {"before": before, "its": segment(), "other": segment()}
+    paths = {name: Path("/dev/shm") / made.name for name, made in segments.items()}
+    try:
+        assert set(paths.values()) <= segments_of_trees([os.getpid()])
+        if settled:
+            cleaner.settle([paths["its"]])
         time.sleep(0.3)
-        assert path.exists()
+        assert all(path.exists() for path in paths.values())
         cleaner.close()
         cleaner.close()
-        assert not path.exists()
-        assert path not in mapped_segments()
+        left = {name for name, path in paths.items() if path.exists()}
+        assert left == ({"before", "other"} if settled else {"before"})
+        assert paths["its"] not in mapped_segments()
     finally:
-        segment.close()
-        path.unlink(missing_ok=True)
+        for name, made in segments.items():
+            made.close()
+            paths[name].unlink(missing_ok=True)
 
 
 def test_semaphores_of_other_processes_are_found_though_they_are_mapped_under_another_name(children: Any) -> None:
