@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -113,6 +114,9 @@ def _what_counts(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Draw reward, staleness and sync times of a run's metrics file."""
+    logging.getLogger("matplotlib.font_manager").setLevel(
+        logging.ERROR
+    )  # where it is slow, it says so on standard error
     import matplotlib as mpl  # noqa: PLC0415 - optional, and slow to import
 
     mpl.use("Agg")

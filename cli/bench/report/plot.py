@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,9 @@ def check_plot(path: Path) -> None:
 
 
 def _figure(**how: Any) -> Any:
+    logging.getLogger("matplotlib.font_manager").setLevel(
+        logging.ERROR
+    )  # where it is slow, it says so on standard error
     try:
         return importlib.import_module("matplotlib.figure").Figure(**how)
     except ImportError as error:
