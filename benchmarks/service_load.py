@@ -131,7 +131,7 @@ class Service:
 
 @dataclass
 class Clients:
-    """What all clients share, and what they saw."""
+    """Everything that all clients share, and that they saw."""
 
     trainings: list[Any]
     samplers: list[Any]

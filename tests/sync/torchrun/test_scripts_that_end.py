@@ -46,5 +46,7 @@ def test_a_script_that_ends_before_it_closes_keeps_its_exit_status_and_says_noth
     for name, result in results.items():
         wanted, said = ENDED[name.partition(", ")[2]]
         assert result["status"] == wanted, (name, result)
-        assert (result["said"].splitlines() or [""])[-1] == said, (name, result)
+        # On a slow machine a publisher says that the optimizer waited, once.
+        lines = [line for line in result["said"].splitlines() if "the optimizer waited" not in line]
+        assert (lines or [""])[-1] == said, (name, result)
         assert result["said"].count("Traceback") == (1 if said else 0), (name, result)

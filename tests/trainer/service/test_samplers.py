@@ -38,7 +38,7 @@ class Replica:
 
 
 def run(directory: Path, replicas: Sequence[Replica], prompts: Sequence[int]) -> list[tuple[str, str]]:
-    """What became of a request for each prompt, and of those before: state and error. One life of a service."""
+    """Live once, with a request for each prompt beside those of before; state and error of all of them then."""
 
     async def live() -> None:
         samplers = Samplers(
