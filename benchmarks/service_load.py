@@ -16,117 +16,22 @@ step that was lost, or counted twice, or met another client's, would show. The S
 from __future__ import annotations
 
 import itertools
-import os
 import random
-import signal
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import psutil
-import torch
-from safetensors.torch import load_file
-
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.cli.bench.report.machine import this_machine
 
-from .command import Report, finish, options_of, say
+from .command import Report, options_of, say
+from .service import CALL_S, Service, equal_tensors, saved_tensors, with_service
 
 RANK, BATCH, TOKENS = 8, 8, 12
-START_S, CALL_S = 300.0, 600.0
-"""Longest start of the service, and longest single call of a client."""
 EXCHANGE_STEPS = 5
 """Steps after which a client that trains hands over new weights."""
-TITLES = {"trainer rank": "ray::RankActor", "replica": "VLLM::EngineCore"}
-_CONFIG = """
-[run]
-dir = "{directory}"
-[model]
-path = "{model}"
-[service]
-port = {port}
-base_model = "{model}"
-allow_anonymous = true
-max_lora_rank = 8
-restarts = 1000
-[trainer]
-niceness = 10
-[rollout]
-dtype = "float32"
-max_model_len = 64
-max_num_seqs = 64
-kv_cache_memory_bytes = 67108864
-adapter_slots = 4
-[checkpoint_engine]
-backend = "shm"
-"""
-
-
-class Service:
-    """A running ``weightlane serve``."""
-
-    def __init__(self, model: Path, directory: Path, port: int) -> None:
-        self.files, self._config, self._log = directory / "service", directory / "serve.toml", directory / "output"
-        self._config.write_text(_CONFIG.format(directory=self.files, model=model.resolve(), port=port))
-        self.url = f"http://127.0.0.1:{port}"
-        self.process: psutil.Popen
-
-    def start(self) -> None:
-        """Start it, and wait until it answers."""
-        with self._log.open("ab") as log:
-            command = [str(Path(sys.executable).with_name("weightlane")), "serve", str(self._config)]
-            self.process = psutil.Popen(command, stdout=log, stderr=log)
-        self.wait()
-
-    def wait(self) -> None:
-        """Wait until it answers."""
-        import httpx
-
-        end = time.monotonic() + START_S
-        while time.monotonic() < end:
-            if self.process.poll() is not None:
-                break
-            try:
-                if httpx.get(f"{self.url}/api/v1/healthz", timeout=5).status_code == 200:
-                    return
-            except httpx.HTTPError:
-                time.sleep(0.2)
-        raise WeightlaneError(f"the service does not answer: {self._log.read_text()[-2000:]}", part="service_load")
-
-    def kill(self, what: str) -> None:
-        """Kill one of its processes, and see that it answers again."""
-        if what == "service":
-            self.process.kill()
-            self.process.wait(60)
-            self.start()
-            return
-        victims = [each for each in self.process.children(recursive=True) if TITLES[what] in _title(each)]
-        if victims:
-            victims[0].kill()
-            time.sleep(1)
-        self.wait()
-
-    def memory(self) -> int:
-        """Bytes of private memory of all its processes."""
-        total = 0
-        for each in [self.process, *self.process.children(recursive=True)]:
-            try:
-                total += each.memory_info().rss - each.memory_info().shared
-            except psutil.Error:
-                continue
-        return total
-
-    def stop(self) -> None:
-        """End it."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            self.process.wait(120)
 
 
 @dataclass
@@ -257,19 +162,6 @@ def _kill(service: Service, kills: int, shared: Clients, memory: list[int]) -> d
     return done
 
 
-def saved_tensors(service: Service, training: Any) -> dict[str, torch.Tensor]:
-    """A client's adapter, by PEFT's names."""
-    path = training.save_state("compared", overwrite=True).result(CALL_S).path
-    model, _, name = path.removeprefix("tinker://").split("/")
-    (directory,) = (service.files / "checkpoints" / model.replace(":", ".") / "weights").glob(f"{name}~*")
-    return load_file(directory / "adapter_model.safetensors")
-
-
-def equal_tensors(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Whether both have the same tensors, bit for bit."""
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
 def _latencies(seen: list[tuple[float, float]], began: float) -> dict[str, float]:
     """Milliseconds, and the longest time in seconds in which none ended."""
     if len(seen) < 2:
@@ -278,13 +170,6 @@ def _latencies(seen: list[tuple[float, float]], began: float) -> dict[str, float
     ends = [began, *sorted(end for end, _ in seen)]
     gap = max(later - earlier for earlier, later in itertools.pairwise(ends))
     return {"count": len(seen), **{f"p{at}_ms": cuts[at - 1] * 1e3 for at in (50, 95, 99)}, "longest_gap_s": gap}
-
-
-def _title(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline()) or process.name()
-    except psutil.Error:
-        return ""
 
 
 def text(report: Report) -> str:
@@ -317,33 +202,11 @@ def text(report: Report) -> str:
 def main() -> None:
     """Load a service."""
     parser = options_of(__doc__)
-    parser.add_argument("--model", type=Path, default=Path("runs/arithmetic/task-0/model"))
     parser.add_argument("--sampling", type=int, default=64, help="clients that sample")
     parser.add_argument("--training", type=int, default=8, help="clients that train")
     parser.add_argument("--seconds", type=float, default=300.0, help="of load, without --kills")
     parser.add_argument("--kills", type=int, default=0, help="kill that many processes, one after the other, instead")
-    parser.add_argument("--port", type=int, default=8765)
-    args = parser.parse_args()
-    sys.path.append(str(Path(sys.prefix) / "tinker"))  # where `make setup` puts the SDK
-    os.environ["TINKER_TELEMETRY"] = "0"
-
-    def measure() -> Report:
-        if not (args.model / "config.json").is_file():
-            raise ConfigError(f"{args.model} is no model.", part="service_load", hint="`make demo` makes one.")
-        with tempfile.TemporaryDirectory(prefix="weightlane-load-") as directory:
-            service = Service(args.model, Path(directory), args.port)
-            try:
-                service.start()
-                return load(service, args)
-            finally:
-                service.stop()
-
-    code = 143  # of a signal
-    try:
-        code = finish("service_load", measure, text, args.json)
-    finally:
-        sys.stdout.flush()
-        os._exit(code)  # the SDK's threads would go on calling
+    with_service("service_load", parser, load, text)
 
 
 if __name__ == "__main__":

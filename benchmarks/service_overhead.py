@@ -11,20 +11,15 @@ for bit. The SDK must be installed (``make setup`` does).
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
-import sys
-import tempfile
 import time
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.config.run_config import RaySection
 from weightlane.cli.run.ray_cluster import RayCluster
@@ -48,8 +43,8 @@ from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.runner.jobs import CreateAdapter, ForwardBackward, OptimStep, SaveAdapter
 from weightlane.trainer.runner.runner import Runner
 
-from .command import Report, finish, options_of
-from .service_load import CALL_S, Service, equal_tensors, saved_tensors
+from .command import Report, options_of
+from .service import CALL_S, Service, equal_tensors, saved_tensors, with_service
 
 RANK, ALPHA, RATE = 8, 32.0, 1e-3
 TOKENS = 12
@@ -85,17 +80,15 @@ async def local_step(runner: Runner, sequences: list[list[int]]) -> None:
     await runner.run(OptimStep("local", adam))
 
 
-async def measure(args: Any, directory: Path) -> Report:
+async def measure(service: Service, args: Any) -> Report:
     """Take turns."""
     import tinker
 
-    service, model = Service(args.model, directory, args.port), args.model.resolve()
+    directory, model = service.files.parent, args.model.resolve()
     lora = LoraConfig(rank=RANK, alpha=ALPHA, publish="adapter", seed=7)
     config = TrainerConfig(device="cpu", frozen=True, lora=lora, niceness=10)
     seconds: dict[str, list[float]] = {"service": [], "local": []}
     async with AsyncExitStack() as stack:
-        stack.callback(service.stop)
-        await asyncio.to_thread(service.start)
         client = tinker.ServiceClient(base_url=service.url, api_key="tml-any")
         training = await asyncio.to_thread(
             lambda: client.create_lora_training_client(str(model), RANK, 7).result(CALL_S)
@@ -146,26 +139,9 @@ def text(report: Report) -> str:
 def main() -> None:
     """Measure."""
     parser = options_of(__doc__, rounds=5)
-    parser.add_argument("--model", type=Path, default=Path("runs/arithmetic/task-0/model"))
     parser.add_argument("--batch", type=int, default=256, help="sequences of a step: the demo has 256")
     parser.add_argument("--steps", type=int, default=20, help="of a turn")
-    parser.add_argument("--port", type=int, default=8766)
-    args = parser.parse_args()
-    sys.path.append(str(Path(sys.prefix) / "tinker"))  # where `make setup` puts the SDK
-    os.environ["TINKER_TELEMETRY"] = "0"
-
-    def measured() -> Report:
-        if not (args.model / "config.json").is_file():
-            raise ConfigError(f"{args.model} is no model.", part="service_overhead", hint="`make demo` makes one.")
-        with tempfile.TemporaryDirectory(prefix="weightlane-overhead-") as directory:
-            return asyncio.run(measure(args, Path(directory)))
-
-    code = 143  # of a signal
-    try:
-        code = finish("service_overhead", measured, text, args.json)
-    finally:
-        sys.stdout.flush()
-        os._exit(code)  # the SDK's threads would go on calling
+    with_service("service_overhead", parser, lambda service, args: asyncio.run(measure(service, args)), text)
 
 
 if __name__ == "__main__":

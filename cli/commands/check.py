@@ -44,9 +44,9 @@ def _served(path: Path, overrides: Sequence[str]) -> Sequence[tuple[str, str]]:
 
         from .serve import prepare_service  # noqa: PLC0415
 
-    config, model, _ = prepare_service(path, overrides)
-    with listening(config.service.host, config.service.port):
-        return _cluster(config, model)
+    ready = prepare_service(path, overrides)
+    with listening(ready.config.service.host, ready.config.service.port):
+        return _cluster(ready.config, ready.model)
 
 
 def _cluster(config: ClusterConfig, model: ModelInfo) -> Sequence[tuple[str, str]]:

@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,7 +54,8 @@ _LOG_BYTES = 64 << 20
 async def run_service(path: Path, overrides: Sequence[str]) -> None:
     """Serve the configuration at the absolute `path` until SIGINT or SIGTERM. Raises a typed error for every problem."""
     ended = asyncio.Event()
-    config, model, clients = prepare_service(path, overrides)
+    ready = prepare_service(path, overrides)
+    config = ready.config
     say = console(soft_wrap=True).print
     directory = config.run.dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
@@ -69,18 +71,18 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
             RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host, _KILLED_HINT)
         )
         _on_signals(ended.set)  # after Ray, which sets handlers of its own
-        config = fitted(config, Sizes.of(config, model), cluster.machines())
+        config = fitted(config, Sizes.of(config, ready.model), cluster.machines())
         (directory / "config.toml").write_text(explain(as_written(config)), encoding="utf-8")
         stack.callback(shutil.rmtree, directory / VERSIONS_DIR, ignore_errors=True)
         deaths: list[float] = []
         while True:
             async with AsyncExitStack() as life:
-                service = await _start(config, model, hooks, say, ended, life)
+                service = await _start_service(replace(ready, config=config), hooks, say, ended, life)
                 host, port = listener.getsockname()[:2]
                 name = service.base.name
                 say(f"serving {name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it")
                 try:
-                    await serve(service, clients, listener.dup(), ended)
+                    await serve(service, ready.clients, listener.dup(), ended)
                     break
                 except WorkerDiedError as error:
                     deaths = [*(each for each in deaths if each > time.monotonic() - _HOUR_S), time.monotonic()]
@@ -95,28 +97,39 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
         cluster.succeeded()
 
 
-def prepare_service(path: Path, overrides: Sequence[str]) -> tuple[ServeConfig, ModelInfo, Clients]:
+@dataclass(frozen=True, slots=True)
+class ServicePreparation:
+    """Everything that is known of a service before its first process starts."""
+
+    config: ServeConfig
+    model: ModelInfo
+    clients: Clients
+    layers: Sequence[str]
+    """Names of the layers beside which adapters can be."""
+
+
+def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     """Read the configuration at `path`, and find everything that can be wrong before a process starts."""
     config = load_serve_config(path, overrides)
     clients = Clients(config.service)
     model = check_model_dir(find_model(config.model.path))
     training_engine_class(config.trainer.engine).check(config.trainer, model.path)
     assert config.rollout.adapter is not None
-    adapted_layers(model.path, config.rollout.adapter)  # raises for a model that has none
+    layers = tuple(adapted_layers(model.path, config.rollout.adapter))
     if not config.ray.address:
         check_engine(config)
-    return config, model, clients
+    return ServicePreparation(config, model, clients, layers)
 
 
-async def _start(
-    config: ServeConfig,
-    model: ModelInfo,
+async def _start_service(
+    ready: ServicePreparation,
     hooks: RunHooks,
     say: Callable[[str], None],
     ended: asyncio.Event,
     life: AsyncExitStack,
 ) -> Service:
     """Start trainer ranks and replicas, and a service over them; `life` ends everything."""
+    config, model = ready.config, ready.model
     rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
     roles = [RoleSpec(POLICY, config.trainer, model.path.resolve(), seed=config.run.seed)]
     starting = asyncio.create_task(start_processes(config, roles, rendezvous, hooks, say, life))
@@ -124,8 +137,6 @@ async def _start(
     await _unless(ended, asyncio.create_task(coordinator.connect()))
     runner = Runner(dispatch, hooks=hooks)
     life.push_async_callback(runner.close)
-    assert config.rollout.adapter is not None
-    layers = adapted_layers(model.path, config.rollout.adapter)
     base = BaseModel(
         config.service.base_model or config.model.path,
         model.architecture,
@@ -133,7 +144,7 @@ async def _start(
         model.vocab_size,
         min(replica.max_model_len for replica in replicas),
         model.eos_token_ids,
-        {name.rpartition(".")[2]: _part_of(name) for name in layers},
+        {name.rpartition(".")[2]: _part_of(name) for name in ready.layers},
     )
     directory = config.run.dir.resolve()
     service = Service(

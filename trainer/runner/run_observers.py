@@ -114,9 +114,8 @@ def _what_counts(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Draw reward, staleness and sync times of a run's metrics file."""
-    logging.getLogger("matplotlib.font_manager").setLevel(
-        logging.ERROR
-    )  # where it is slow, it says so on standard error
+    # Where it builds its cache of fonts slowly, it says so on standard error.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     import matplotlib as mpl  # noqa: PLC0415 - optional, and slow to import
 
     mpl.use("Agg")

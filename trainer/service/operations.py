@@ -266,7 +266,7 @@ class Operations:
         try:
             await self._publications.finish(begun)
         except Exception as error:  # noqa: BLE001 - the client gets it
-            if await self._futures.ends(error):
+            if await self._futures.service_is_ending(error):
                 return  # it runs again after the next start, and the model is not settled until then
             self._futures.fail(request.id, error, keep_payload=True)
         else:

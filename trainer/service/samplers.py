@@ -187,7 +187,7 @@ class Samplers:
         except WorkerDiedError as error:  # the service ends, and it runs after the next start
             _log.error("request %s waits for the next start: %s", stored.id, error)
         except Exception as error:  # noqa: BLE001 - the client gets it
-            if await self._futures.ends(error):
+            if await self._futures.service_is_ending(error):
                 _log.error("request %s waits for the next start: %s", stored.id, error)
             else:
                 self._futures.fail(stored.id, error)

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
 
 from ..config import LoraConfig
 from ..runner.runner import Runner
@@ -127,14 +127,15 @@ class Service:
         if self._closing:
             return
         self._closing = True
+        deadline = Deadline.after(wait_s)
         self.futures.close()
         self.lane.close()
         if self._training is not None:
-            await asyncio.wait([self._training], timeout=wait_s)
+            await asyncio.wait([self._training], timeout=deadline.remaining_s)
             self._training.cancel()
             await asyncio.gather(self._training, return_exceptions=True)
-        await self.samplers.close(wait_s)
-        await self._operations.close(wait_s)
+        await self.samplers.close(deadline.remaining_s)
+        await self._operations.close(deadline.remaining_s)
         self.store.close()
 
     def create_model(self, client: str, asked: CreateModelRequest, payload: bytes) -> StoredRequest:

@@ -336,7 +336,7 @@ class TrainingLane:
         except Exception as error:
             if not isinstance(error, ConfigError | ProtocolError):
                 _log.exception("request %s failed", request.id)
-            if await self._futures.ends(error):
+            if await self._futures.service_is_ending(error):
                 raise  # as above
             self._futures.fail(request.id, error, keep_payload=True)
             if not request.seq:  # there is no such model then

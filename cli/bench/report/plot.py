@@ -28,9 +28,8 @@ def check_plot(path: Path) -> None:
 
 
 def _figure(**how: Any) -> Any:
-    logging.getLogger("matplotlib.font_manager").setLevel(
-        logging.ERROR
-    )  # where it is slow, it says so on standard error
+    # Where it builds its cache of fonts slowly, it says so on standard error.
+    logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     try:
         return importlib.import_module("matplotlib.figure").Figure(**how)
     except ImportError as error:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,13 +17,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from owned_processes import own_a_child
 from pydantic import ValidationError
 from tiny_models import make_qwen3, make_qwen3_moe, quantised_copy
-from waiting import HANG_S, MovableClock
+from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
@@ -179,6 +182,40 @@ def test_the_cleaner_removes_the_segments_of_its_engine_and_waits_until_then(set
         for name, made in segments.items():
             made.close()
             paths[name].unlink(missing_ok=True)
+
+
+def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_while_it_starts() -> None:
+    made_below = (
+        "from multiprocessing import resource_tracker, shared_memory; import time\n"
+        "made = shared_memory.SharedMemory(create=True, size=64)\n"
+        "resource_tracker.unregister('/' + made.name, 'shared_memory')\n"
+        "print(made.name, flush=True); time.sleep(1000)"
+    )
+    starts = (
+        "import subprocess, sys\n"
+        "from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner\n"
+        "print(SharedMemoryCleaner()._process.pid, flush=True)\n"
+        f"subprocess.run([sys.executable, '-c', {made_below!r}])"
+    )
+    replica = subprocess.Popen(
+        [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    path = Path("/dev/shm/nothing")
+    try:
+        assert replica.stdout is not None
+        cleaner = psutil.Process(int(replica.stdout.readline()))
+        path = Path("/dev/shm") / replica.stdout.readline().strip()
+        assert path.exists()
+        # It sleeps between two looks, so after three sleeps it has looked once from beginning to end.
+        slept = cleaner.num_ctx_switches().voluntary
+        wait_until(lambda: cleaner.num_ctx_switches().voluntary >= slept + 3, "the cleaner has looked")
+        os.killpg(replica.pid, signal.SIGKILL)
+        wait_until(lambda: not path.exists(), "the segment is removed")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(replica.pid, signal.SIGKILL)
+        replica.communicate(timeout=HANG_S)
+        path.unlink(missing_ok=True)
 
 
 def test_semaphores_of_other_processes_are_found_though_they_are_mapped_under_another_name(children: Any) -> None:

@@ -75,7 +75,7 @@ def application(service: Service, clients: Clients) -> Starlette:
                 answer = problem(401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
             else:
                 answer = await answered(lambda: handler(service, client, request))
-            _note(request, client, answer, began)
+            _log_answer(request, client, answer, began)
             return answer
 
         return Route(API + path, endpoint, methods=[method])
@@ -83,7 +83,7 @@ def application(service: Service, clients: Clients) -> Starlette:
     async def download(request: Request) -> Response:
         began = time.perf_counter()
         answer = await answered(lambda: links.download(service, request))
-        _note(request, None, answer, began)
+        _log_answer(request, None, answer, began)
         return answer
 
     async def health(_: Request) -> Response:
@@ -114,7 +114,7 @@ def application(service: Service, clients: Clients) -> Starlette:
     )
 
 
-def _note(request: Request, client: str | None, answer: Response, began: float) -> None:
+def _log_answer(request: Request, client: str | None, answer: Response, began: float) -> None:
     """Log a request that was answered."""
     facts = {
         "method": request.method,

@@ -15,6 +15,8 @@ from ..service import Service
 from .app import application
 from .auth import Clients
 
+_AFTER_DEATH_S = 5.0
+"""Most seconds that requests have to finish after a death: those that it costs fail within these, and some are counted."""
 _KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open: longer than a client waits between two requests of a running job."""
 
@@ -23,7 +25,7 @@ _KEEP_ALIVE_S = 75
 def listening(host: str, port: int) -> Iterator[socket.socket]:
     """A socket on which nobody is answered yet. Raises `AddressInUseError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only where the protocol is said does asyncio set TCP_NODELAY, without which every answer takes 40 ms more.
+    # Only where the protocol is said does asyncio set TCP_NODELAY, without which answers wait for delayed acknowledgements.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -58,8 +60,9 @@ async def serve(service: Service, clients: Clients, listener: socket.socket, end
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     service.futures.close()
     server.should_exit = True
-    await asyncio.wait(tasks[:1], timeout=shutdown_s + 1)
-    await service.close(shutdown_s if ended.is_set() else 0.0)  # after a death, nothing is waited for
+    wait_s = shutdown_s if ended.is_set() else min(shutdown_s, _AFTER_DEATH_S)
+    await asyncio.wait(tasks[:1], timeout=wait_s + 1)
+    await service.close(wait_s)
     for each in tasks:
         each.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

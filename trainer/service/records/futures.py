@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WeightlaneError
 
 from ..errors import RepeatedRequestError
 from .store import Store, StoredRequest
@@ -18,10 +18,10 @@ JSON, PROTOBUF = "application/json", "application/x-protobuf"
 ERROR = "error"
 """The media type of an answer that is a failure."""
 _PART = "service"
-_CLIENTS = (ConfigError, ProtocolError)
+_CLIENT_ERRORS = (ConfigError, ProtocolError)
 """Errors that are the client's own."""
 _DEATH_NOTICE_S = 5.0
-"""Seconds within which a death is known."""
+"""Seconds within which the death of a process is known."""
 
 
 class Futures:
@@ -78,17 +78,18 @@ class Futures:
 
     def fail(self, request: str, error: BaseException, *, keep_payload: bool = False) -> None:
         """Answer a request by an error: the client's, if what it asked for can't be done, or ours."""
-        ours = not isinstance(error, _CLIENTS)
+        ours = not isinstance(error, _CLIENT_ERRORS)
         text = str(error) if isinstance(error, WeightlaneError) else f"{type(error).__name__}: {error}"
         body = json.dumps({"error": text, "category": "server" if ours else "user"}).encode()
         self.finish(request, body, ERROR, keep_payload=keep_payload)
 
-    async def ends(self, error: BaseException) -> bool:
-        """Whether the service ends, which may be what `error` comes from: the request should then run after the next start.
+    async def service_is_ending(self, error: BaseException) -> bool:
+        """Whether a request that failed by `error` should rather run after the next start, because the service is ending.
 
-        A death is often felt by others before it is known. So this waits for some seconds, unless the client is to blame.
+        The death of a process makes requests fail, often before it is known. So this waits for some seconds, unless the error
+        is the client's or the disk's.
         """
-        if isinstance(error, _CLIENTS):
+        if isinstance(error, (*_CLIENT_ERRORS, StorageError)):
             return False
         with suppress(TimeoutError):
             async with asyncio.timeout(_DEATH_NOTICE_S):
