@@ -74,26 +74,30 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
         config = fitted(config, Sizes.of(config, ready.model), cluster.machines())
         (directory / "config.toml").write_text(explain(as_written(config)), encoding="utf-8")
         stack.callback(shutil.rmtree, directory / VERSIONS_DIR, ignore_errors=True)
+        ready = replace(ready, config=config)
         deaths: list[float] = []
+        has_served = False
         while True:
-            async with AsyncExitStack() as life:
-                service = await _start_service(replace(ready, config=config), hooks, say, ended, life)
-                host, port = listener.getsockname()[:2]
-                name = service.base.name
-                say(f"serving {name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it")
-                try:
-                    await serve(service, ready.clients, listener.dup(), ended)
-                    break
-                except WorkerDiedError as error:
-                    deaths = [*(each for each in deaths if each > time.monotonic() - _HOUR_S), time.monotonic()]
-                    if len(deaths) > config.service.restarts:
-                        raise
-                    cluster.keep_logs()
-                    _log.error("starting again: %s", error)
+            try:
+                async with AsyncExitStack() as life:
+                    service = await _start_service(ready, hooks, say, ended, life)
+                    has_served = True
+                    name, (host, port) = service.base.name, listener.getsockname()[:2]
                     say(
-                        f"{error.part}: {error.message} All are started again, and clients go on by themselves. Logs:"
-                        f" {directory / 'logs'}"
+                        f"serving {name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it"
                     )
+                    await serve(service, ready.clients, listener.dup(), ended)
+                break
+            except WorkerDiedError as error:
+                deaths = [*(each for each in deaths if each > time.monotonic() - _HOUR_S), time.monotonic()]
+                if not has_served or len(deaths) > config.service.restarts:
+                    raise
+                cluster.keep_logs()
+                _log.error("starting again: %s", error)
+                say(
+                    f"{error.part}: {error.message} All are started again, and clients go on by themselves. Logs:"
+                    f" {directory / 'logs'}"
+                )
         cluster.succeeded()
 
 
