@@ -23,7 +23,7 @@ from .command import Report, finish
 START_S, CALL_S = 300.0, 600.0
 """Longest start of the service, and longest single call of a client."""
 TITLES = {"trainer rank": "ray::RankActor", "replica": "VLLM::EngineCore"}
-"""What the processes are called that `Service.kill` kills."""
+"""Names of the processes that `Service.kill` kills, as `ps` shows them."""
 _CONFIG = """
 [run]
 dir = "{directory}"

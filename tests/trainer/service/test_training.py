@@ -337,7 +337,9 @@ def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight
         "forward_backward": forward_backward_request_to_proto(batch).SerializeToString(),
         "optim_step": json.dumps({**owner, "adam_params": {"learning_rate": 1.0}}).encode(),
         "save_weights": json.dumps({**owner, "path": "stolen"}).encode(),
-        "load_weights": json.dumps({**owner, "path": f"tinker://{training.model_id}/weights/before"}).encode(),
+        "load_weights": json.dumps(
+            {**owner, "path": f"tinker://{training.model_id}/weights/before", "optimizer": True}
+        ).encode(),
         "unload_model": json.dumps(owner).encode(),
     }
     paths = [*good, "create_model", "asample", "retrieve_future", "nothing"]
