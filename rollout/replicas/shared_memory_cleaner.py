@@ -1,8 +1,9 @@
 """`SharedMemoryCleaner`: a process that outlives a replica for a moment and removes the replica's shared memory.
 
-Ray kills a dead actor's whole process group at once, so that none of the replica's own processes can clean up. The cleaner
-``python -m weightlane.rollout.replicas.shared_memory_cleaner`` runs in a separate session. It reads lines of JSON, which say what
-is to be removed, until the end of its standard input, which closes with the replica, even if the replica is killed.
+Ray kills a dead actor's whole process group at once, and an actor whose raylet has died first kills its child processes, so that
+none of the replica's own processes can clean up. The cleaner runs in a separate session, as nobody's child:
+``python -m weightlane.rollout.replicas.shared_memory_cleaner``. It reads lines of JSON, which say what is to be removed, until
+the end of its standard input, which closes with the replica, even if the replica is killed.
 """
 
 from __future__ import annotations
@@ -34,10 +35,12 @@ class SharedMemoryCleaner:
         self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # nothing is written: the end of it is the end of the cleaner
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_WAIT_S)  # it has forked the cleaner
         before = segments_of_trees([os.getpid()])  # of other engines in this process
         self._tell({"watched": os.getpid(), "before": sorted(map(str, before))})
 
@@ -48,10 +51,12 @@ class SharedMemoryCleaner:
     def close(self) -> None:
         """Let the cleaner remove the segments now. Idempotent, never raises, ends within seconds."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         with suppress(OSError):
             self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_WAIT_S)
+        if not self._process.stdout.closed:
+            select.select([self._process.stdout], [], [], _WAIT_S)
+            self._process.stdout.close()
 
     def _tell(self, message: dict[str, object]) -> None:
         assert self._process.stdin is not None
@@ -61,7 +66,9 @@ class SharedMemoryCleaner:
 
 
 def main() -> None:
-    """Find out what is to be removed until the end of standard input, then remove it."""
+    """In a process of its own, find out what is to be removed until the end of standard input, then remove it."""
+    if os.fork():
+        os._exit(0)
     segments: set[str] = set()
     before: set[str] = set()
     watched, rest = 0, b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from waiting import HANG_S, wait_until
 MARKER = "WEIGHTLANE_TEST_RUN"
 _POLL_S = 0.2
 """Looking at every process of the machine takes its time, too."""
-_SEGMENT = re.compile(r"(/dev/shm/\S+?)(?: \(deleted\))?$")
 
 
 @dataclass(frozen=True)
@@ -112,11 +110,16 @@ class RunProcess:
 
     def note_segments(self) -> None:
         """Remember the shared memory that processes of the run have mapped now."""
+        mapped: set[int] = set()
         for process in self.processes():
             with contextlib.suppress(OSError):
-                for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
-                    if match := _SEGMENT.search(line):
-                        self._segments.add(Path(match[1]))
+                lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+                mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
+        # By inode: a semaphore is mapped under another name than the one it has afterwards.
+        for segment in Path("/dev/shm").iterdir():
+            with contextlib.suppress(OSError):
+                if segment.stat().st_ino in mapped:
+                    self._segments.add(segment)
 
     def wait_until(self, reached: Callable[[], bool], what: str) -> None:
         """Poll until `reached()`; fails at once when the run ends before."""

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
+from collections.abc import Iterator
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from types import SimpleNamespace
@@ -184,7 +186,15 @@ def test_the_cleaner_removes_the_segments_of_its_engine_and_waits_until_then(set
             paths[name].unlink(missing_ok=True)
 
 
-def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_while_it_starts() -> None:
+def _marked(marker: str) -> Iterator[psutil.Process]:
+    """The processes that inherited the marker."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("WEIGHTLANE_TEST_CLEANER") == marker:
+                yield process
+
+
+def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below_it_while_it_starts() -> None:
     made_below = (
         "from multiprocessing import resource_tracker, shared_memory; import time\n"
         "made = shared_memory.SharedMemory(create=True, size=64)\n"
@@ -194,21 +204,28 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_while_it_start
     starts = (
         "import subprocess, sys\n"
         "from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner\n"
-        "print(SharedMemoryCleaner()._process.pid, flush=True)\n"
+        "cleaner = SharedMemoryCleaner()\n"
         f"subprocess.run([sys.executable, '-c', {made_below!r}])"
     )
+    marker = uuid.uuid4().hex
     replica = subprocess.Popen(
-        [sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", starts],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "WEIGHTLANE_TEST_CLEANER": marker},
     )
     path = Path("/dev/shm/nothing")
     try:
         assert replica.stdout is not None
-        cleaner = psutil.Process(int(replica.stdout.readline()))
         path = Path("/dev/shm") / replica.stdout.readline().strip()
         assert path.exists()
+        (cleaner,) = (each for each in _marked(marker) if each.cmdline()[-1].endswith(".shared_memory_cleaner"))
         # It sleeps between two looks, so after three sleeps it has looked once from beginning to end.
         slept = cleaner.num_ctx_switches().voluntary
         wait_until(lambda: cleaner.num_ctx_switches().voluntary >= slept + 3, "the cleaner has looked")
+        for each in psutil.Process(replica.pid).children(recursive=True):
+            each.kill()  # as Ray does
         os.killpg(replica.pid, signal.SIGKILL)
         wait_until(lambda: not path.exists(), "the segment is removed")
     finally:
