@@ -17,6 +17,7 @@ packages = sorted(
 )
 
 package_data = {package: ["py.typed"] for package in packages}
+package_data["weightlane.cli.report"] = ["page_files/*"]
 # `weightlane new-engine` finds the templates beside its package in a checkout, so the wheel has them there too.
 package_data["weightlane.plugins"] += [
     f"packages/weightlane-{template}/{files}"

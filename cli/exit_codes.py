@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
+from typing import Any, NoReturn
+
+import typer
+from rich.text import Text
+from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import (
     AddressInUseError,
@@ -14,6 +20,8 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
+
+from .output import console
 
 FAILED = 1
 """A run, a check or a measurement started and failed."""
@@ -35,3 +43,35 @@ def exit_code_of(error: WeightlaneError) -> int:
     if isinstance(error, _LOSSES):
         return PROCESS_LOST
     return REFUSED if isinstance(error, _REFUSALS) else FAILED
+
+
+class _TerminatedError(BaseException):
+    """The process got SIGTERM. Like `KeyboardInterrupt` for Ctrl-C."""
+
+
+class Commands(TyperGroup):
+    """Reports every expected error as one line on standard error and an exit code. Typer reports wrong usage."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the click context `ctx` names."""
+        errors = console(stderr=True)
+        try:
+            return super().invoke(ctx)
+        except WeightlaneError as error:
+            errors.print(Text.assemble(("error:", "bold red"), f" {error}"))
+            raise typer.Exit(exit_code_of(error)) from error
+        except KeyboardInterrupt:
+            errors.print("interrupted; everything this run started has ended")
+            raise typer.Exit(INTERRUPTED) from None
+        except (_TerminatedError, asyncio.CancelledError):  # `run_training` is cancelled by SIGTERM only
+            errors.print("terminated; everything this run started has ended")
+            raise typer.Exit(TERMINATED) from None
+
+
+def end_by_sigterm() -> None:
+    """Let SIGTERM end the command as Ctrl-C does, from now on."""
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(*_: object) -> NoReturn:
+    raise _TerminatedError

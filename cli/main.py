@@ -6,56 +6,25 @@ import asyncio
 import json
 import logging
 import shlex
-import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated
 
 import typer
-from rich.text import Text
-from typer.core import TyperGroup
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 
 from .commands.engines import engine_table, plain_listing
 from .commands.new_engine import make_engine_package
 from .config.any_config import load_any_config
 from .config.config_file import explain
 from .engine_reference.engine_reference import engine_reference
-from .exit_codes import FAILED, INTERRUPTED, TERMINATED, exit_code_of
+from .exit_codes import FAILED, Commands, end_by_sigterm
 from .extras import needs_extra
 from .output import console, own_stdout
 
-
-class _TerminatedError(BaseException):
-    """The process got SIGTERM. Like `KeyboardInterrupt` for Ctrl-C."""
-
-
-def _end_by_sigterm(*_: object) -> NoReturn:
-    raise _TerminatedError
-
-
-class _Commands(TyperGroup):
-    """Reports every expected error as one line on standard error and an exit code. Typer reports wrong usage."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command that the click context `ctx` names."""
-        errors = console(stderr=True)
-        try:
-            return super().invoke(ctx)
-        except WeightlaneError as error:
-            errors.print(Text.assemble(("error:", "bold red"), f" {error}"))
-            raise typer.Exit(exit_code_of(error)) from error
-        except KeyboardInterrupt:
-            errors.print("interrupted; everything this run started has ended")
-            raise typer.Exit(INTERRUPTED) from None
-        except (_TerminatedError, asyncio.CancelledError):  # `run_training` is cancelled by SIGTERM only
-            errors.print("terminated; everything this run started has ended")
-            raise typer.Exit(TERMINATED) from None
-
-
 app = typer.Typer(
-    cls=_Commands,
+    cls=Commands,
     help="Send freshly trained weights from trainers to rollout workers while both keep working.",
     no_args_is_help=True,
     add_completion=False,
@@ -379,6 +348,25 @@ def serve(path: ConfigArgument, override: SetOption = None, *, address: AddressO
     asyncio.run(run_service(path.resolve(), _prepared(override, address)))
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="Directory of a run or a service.", show_default=False)],
+    *,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="By default report.html in the directory.", show_default=False)
+    ] = None,
+    serve: Annotated[bool, typer.Option("--serve", help="Serve the page on loopback, and keep it current.")] = False,
+    port: Annotated[int, typer.Option(help="With --serve: the port; 0 takes a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Write one self-contained HTML page about a run or a service: curves, time line, syncs, failures."""
+    from .commands.report import serve_report, write_report  # noqa: PLC0415 - loads the trainer's files
+
+    if serve:
+        serve_report(run, port, console())
+    else:
+        write_report(run, out, console())
+
+
 def _prepared(override: list[str] | None, address: str) -> list[str]:
     """Keep Python's warnings out of the display, which shows everything important itself; returns all overrides."""
     logging.getLogger("weightlane").addHandler(logging.NullHandler())
@@ -391,5 +379,5 @@ def _is_live(*, plain: bool) -> bool:
 
 def main() -> None:
     """Run the ``weightlane`` command."""
-    signal.signal(signal.SIGTERM, _end_by_sigterm)
+    end_by_sigterm()
     app()

@@ -26,6 +26,7 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.runner.run_observers import MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel
 from weightlane.trainer.service.http.auth import Clients
@@ -48,7 +49,7 @@ _KILLED_HINT = "Start the service again: it goes on from the files of run.dir."
 _log = logging.getLogger("weightlane.service")
 _HOUR_S = 3600.0
 _LOG_BYTES = 64 << 20
-"""Size of the log at which a new one begins."""
+"""Size of the log, and of the metrics, at which a new one begins."""
 
 
 async def run_service(path: Path, overrides: Sequence[str]) -> None:
@@ -64,7 +65,8 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
         _log_to(directory / "service.log")
         listener = stack.enter_context(listening(config.service.host, config.service.port))
         cpus = reserved_cpus(config)
-        observers = RunObservers(config.observers, directory, [], say)
+        metrics = MetricsFile(directory / "metrics.jsonl", _LOG_BYTES)
+        observers = RunObservers(config.observers, directory, [metrics], say, config.model_dump(mode="json"))
         hooks = stack.enter_context(observers)
         stack.enter_context(point_to_logs(directory / "logs", say))
         cluster = stack.enter_context(

@@ -92,7 +92,9 @@ async def run_sft(path: Path, overrides: Sequence[str], *, resume: bool, live: b
         stack.enter_context(point_to_logs(run_dir.path / "logs", display.say))
         stack.callback(display.stop)
         own = [MetricsFile(run_dir.path / "metrics.jsonl"), FailuresFile(run_dir.path / "failures.jsonl"), display]
-        observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
+        observers = RunObservers(
+            config.observers, run_dir.path.resolve(), own, display.say, config.model_dump(mode="json")
+        )
         hooks = stack.enter_context(observers)
         cpus = config.trainer.ranks * config.trainer.cpus_per_rank
         cluster = RayCluster(config.ray, cpus, run_dir.path / "logs", observers.environment)

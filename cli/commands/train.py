@@ -58,7 +58,9 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         # The observers close after the cluster, because the trace is complete when every process has ended.
         samples, failures = SamplesFile(run_dir.path / "samples.jsonl"), FailuresFile(run_dir.path / "failures.jsonl")
         own = [MetricsFile(metrics), samples, failures, display]
-        observers = RunObservers(config.observers, run_dir.path.resolve(), own, display.say)
+        observers = RunObservers(
+            config.observers, run_dir.path.resolve(), own, display.say, config.model_dump(mode="json")
+        )
         hooks = stack.enter_context(observers)
         cpus, logs = reserved_cpus(config), run_dir.path / "logs"
         cluster = RayCluster(config.ray, cpus, logs, observers.environment, config.sync.host)

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, Delivery, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
+from weightlane.plugins.trackers import TRACKERS
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.trainer.config import (
@@ -86,6 +87,9 @@ class ObserversSection(BaseModel):
         min_length=1,
         description=f"Address of that endpoint; if not loopback, {PROMETHEUS_TOKEN_ENV} must hold a bearer token.",
     )
+    wandb: str | None = Field(None, min_length=1, description="Project of Weights & Biases to log the run to.")
+    mlflow: str | None = Field(None, min_length=1, description="Experiment of MLflow to log the run to.")
+    trackio: str | None = Field(None, min_length=1, description="Project of trackio to log the run to.")
 
 
 class ClusterConfig(BaseModel):
@@ -224,13 +228,17 @@ def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
 
 def check_observers(observers: ObserversSection) -> None:
     """Raise `ConfigError` for an observer whose library is missing, or that strangers could reach."""
-    wanted = {"tensorboard": observers.tensorboard, "prometheus_port": observers.prometheus_port}
-    for (key, value), library in zip(wanted.items(), ("tensorboardX", "prometheus_client"), strict=True):
-        if value is not None and importlib.util.find_spec(library) is None:
+    needs = {
+        "tensorboard": ("tensorboardX", "observability"),
+        "prometheus_port": ("prometheus_client", "observability"),
+        **{name: (tracker.library(), "trackers") for name, tracker in TRACKERS.items()},
+    }
+    for key, (library, extra) in needs.items():
+        if getattr(observers, key) is not None and importlib.util.find_spec(library) is None:
             raise ConfigError(
                 f"observers.{key} needs {library}, which is not installed.",
                 part=_PART,
-                hint="Install it with: pip install 'weightlane[observability]'.",
+                hint=f"Install it with: pip install 'weightlane[{extra}]'.",
             )
     served = observers.prometheus_port is not None
     if served and not is_loopback(observers.prometheus_host) and not os.environ.get(PROMETHEUS_TOKEN_ENV):

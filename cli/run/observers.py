@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
-from weightlane.ckpt_engines import AddressInUseError
+from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.plugins import RunHooks, make_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV, reported_in
 from weightlane.plugins.prometheus import PROMETHEUS_TOKEN_ENV, PrometheusObserver
@@ -16,6 +17,7 @@ from weightlane.plugins.tensorboard import TensorBoardObserver
 from weightlane.plugins.trace.merge import claim, merge
 from weightlane.plugins.trace.observer import TRACE_ENV, TRACE_LIMIT_ENV, TraceObserver
 from weightlane.plugins.trace.part import parts_dir
+from weightlane.plugins.trackers import TRACKERS, TrackerObserver
 
 from ..config.run_config import ObserversSection
 
@@ -28,12 +30,20 @@ class RunObservers:
         run_dir: Absolute path of the run's directory.
         own: Observers that every run has.
         say: Prints a line.
+        settings: The run's configuration, which trackers show.
     """
 
     def __init__(
-        self, section: ObserversSection, run_dir: Path, own: Sequence[object], say: Callable[[str], None]
+        self,
+        section: ObserversSection,
+        run_dir: Path,
+        own: Sequence[object],
+        say: Callable[[str], None],
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._section = section
+        self._run_dir = run_dir
+        self._settings = settings
         self._own = own
         self._say = say
         self._trace = claim(run_dir / section.trace) if section.trace is not None else None
@@ -66,6 +76,11 @@ class RunObservers:
                 prometheus = self._serve(self._section.prometheus_port)
                 stack.callback(prometheus.close)
                 hooks.register(prometheus, "prometheus")
+            for name in TRACKERS:
+                if (project := getattr(self._section, name)) is not None:
+                    tracker = self._tracker(name, project)
+                    stack.callback(self._close_tracker, name, tracker)
+                    hooks.register(tracker, name)
             self._stack = stack.pop_all()
         return hooks
 
@@ -86,6 +101,25 @@ class RunObservers:
                 hint="Choose another observers.prometheus_port; 0 takes a free one.",
             ) from error
         return observer
+
+    def _tracker(self, name: str, project: str) -> TrackerObserver:
+        """Begin the tracker's run, so that who cannot log hears of it before anything starts."""
+        tracker = TRACKERS[name](project, self._run_dir.name, self._settings, self._run_dir)
+        try:
+            tracker.open()
+        except Exception as error:
+            raise ConfigError(
+                f"cannot log to {name}: {type(error).__name__}: {str(error).strip().rstrip('.')}.",
+                part=f"observers.{name}",
+                hint=f"Log in to {name}, set the variables that it reads, or leave observers.{name} out.",
+            ) from error
+        return tracker
+
+    def _close_tracker(self, name: str, tracker: TrackerObserver) -> None:
+        try:
+            tracker.close()
+        except Exception as error:  # noqa: BLE001 - the run is over, and its own files are whole
+            self._say(f"{name} did not take everything: {type(error).__name__}: {error}")
 
     def _merge(self, trace: Path) -> None:
         try:

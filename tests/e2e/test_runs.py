@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from weightlane.cli.main import app
+from weightlane.cli.report.run_record import read_record
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
@@ -77,6 +78,12 @@ def check_files(run_dir: Path, steps: int) -> None:
     AutoTokenizer.from_pretrained(run_dir / "model")
     assert (model.dtype, (run_dir / "model" / "generation_config.json").is_file()) == (torch.float32, True)
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    record = read_record(run_dir)
+    figures = {each["name"]: each["value"] for each in record["figures"]}
+    assert (record["status"], figures["held-out accuracy, last"]) == ("ended", summary["accuracy_after"])
+    assert record["stalls"]["blocking"] == pytest.approx(sync["lost_per_step_s"]["blocking_way"])
+    assert {span["lane"] for span in record["time_line"]} == {"trainer", "sync", "generation"}
+    assert all(span["start"] <= span["end"] for span in record["time_line"])
     assert [path.name for path in (run_dir / "logs").iterdir()] == ["plugins.log"], "of a plugin that raises"
     assert not (run_dir / "versions").exists()
 

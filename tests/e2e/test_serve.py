@@ -16,6 +16,8 @@ from service_process import SDK
 from tiny_run import Material
 from waiting import HANG_S
 
+from weightlane.cli.report.run_record import read_record
+
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.ray,
@@ -91,3 +93,6 @@ def test_the_example_trains_and_samples_through_a_service_that_goes_on_when_it_o
         else:  # the process that cleans up for the killed one
             assert ended.err.startswith("error: ray: the process of the run was killed"), ended.err
             assert ended.err.endswith("Start the service again: it goes on from the files of run.dir.\n"), ended.err
+    record = read_record(tmp_path / "files")
+    assert sorted(model["steps"] for model in record["service"]["models"]) == [5, 5]
+    assert record["syncs"], "adapters were published"

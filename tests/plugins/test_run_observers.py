@@ -16,6 +16,7 @@ from weightlane.cli.run.observers import RunObservers
 from weightlane.plugins import hookimpl, process_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV
 from weightlane.plugins.trace.observer import TRACE_ENV, TraceObserver
+from weightlane.plugins.trackers import TRACKERS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
 FACTS = {"seconds": 0.001, "nbytes": 8, "participant": "trainer-0"}
@@ -41,15 +42,56 @@ def test_a_run_that_asks_for_nothing_opens_writes_and_says_nothing(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("key", "library"), [("tensorboard=board", "tensorboardX"), ("prometheus_port=0", "prometheus_client")]
+    ("key", "library", "extra"),
+    [
+        ("tensorboard=board", "tensorboardX", "observability"),
+        ("prometheus_port=0", "prometheus_client", "observability"),
+        ("wandb=p", "wandb", "trackers"),
+        ("mlflow=p", "mlflow", "trackers"),
+        ("trackio=p", "trackio", "trackers"),
+    ],
 )
 def test_a_missing_library_is_named_with_what_to_install(
-    monkeypatch: pytest.MonkeyPatch, key: str, library: str
+    monkeypatch: pytest.MonkeyPatch, key: str, library: str, extra: str
 ) -> None:
     found = __import__("importlib.util").util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else found(name))
-    with pytest.raises(ConfigError, match=rf"needs {library}.*pip install 'weightlane\[observability\]'"):
+    with pytest.raises(ConfigError, match=rf"needs {library}.*pip install 'weightlane\[{extra}\]'"):
         configured(key)
+
+
+class Unreachable(TRACKERS["mlflow"]):  # type: ignore[misc]
+    """A tracker whose server does not answer at the start, or at the end."""
+
+    at_end = False
+
+    @staticmethod
+    def library() -> str:
+        return "json"
+
+    def _open(self) -> str:
+        if not self.at_end:
+            raise OSError("no answer.")
+        return "open"
+
+    def _write(self, *_: object) -> None:
+        pass
+
+    def _close(self, _: object) -> None:
+        raise OSError("no answer")
+
+
+def test_a_tracker_that_does_not_answer_ends_a_run_before_it_starts_and_no_run_that_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("weightlane.cli.run.observers.TRACKERS", {"mlflow": Unreachable})
+    with pytest.raises(ConfigError, match=r"cannot log to mlflow: OSError: no answer\. Log in to mlflow"):
+        observers(tmp_path, said, mlflow="p").__enter__()
+    monkeypatch.setattr(Unreachable, "at_end", True)
+    with observers(tmp_path, said, mlflow="p") as hooks:
+        hooks.training_step(step=1, facts={"reward": 0.5})
+    assert said == ["mlflow did not take everything: OSError: no answer"]
 
 
 def test_an_endpoint_beyond_loopback_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, StorageError
 
 _PART = "run directory"
-_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs"})
+_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs", "wandb"})
 """Files of a run that could not start; the next run may use its directory."""
 _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 

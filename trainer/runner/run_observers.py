@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,13 @@ from weightlane.ckpt_engines import StorageError
 from weightlane.plugins import hookimpl
 
 
-def _append(path: Path, facts: Mapping[str, Any]) -> None:
+def _append(path: Path, facts: Mapping[str, Any]) -> int:
+    """Append a line; the size of the file afterwards, in bytes."""
     line = json.dumps({"time": round(time.time(), 3), **facts})
     try:
         with path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
+            return file.tell()
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}.", part="metrics") from error
 
@@ -48,13 +50,22 @@ class SamplesFile:
 
 
 class MetricsFile:
-    """Appends every event of a run to a JSON Lines file, as it happens."""
+    """Appends every event of a run to a JSON Lines file, as it happens.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The file.
+        most_bytes: The size at which it is put aside, as ``<path>.1`` in the place of an earlier one, and begun anew; None for
+            a run, which ends.
+    """
+
+    def __init__(self, path: Path, most_bytes: int | None = None) -> None:
         self._path = path
+        self._most_bytes = most_bytes
 
     def _write(self, event: str, facts: Mapping[str, Any], **more: Any) -> None:
-        _append(self._path, {"event": event, **more, **facts})
+        size = _append(self._path, {"event": event, **more, **facts})
+        if self._most_bytes is not None and size >= self._most_bytes:
+            self._path.replace(f"{self._path}.1")
 
     @hookimpl
     def run_started(self, facts: Mapping[str, Any]) -> None:
@@ -102,14 +113,37 @@ class MetricsFile:
         self._write("run_ended", facts)
 
 
-def _what_counts(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Without what a run did after the step from which it was resumed."""
-    left: list[Mapping[str, Any]] = []
-    for event in events:
-        if event["event"] == "run_started":
-            left = [each for each in left if each.get("step", each.get("version", 0)) <= event["step"]]
-        left.append(event)
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The events of a `MetricsFile`, without what a run did after the step from which it was resumed.
+
+    A line that is no event, such as one that is being written, is left out. There are none without a file.
+
+    Raises:
+        StorageError: The file can't be read.
+    """
+    left: list[dict[str, Any]] = []
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                event = _event(line)
+                if event is None:
+                    continue
+                if event["event"] == "run_started":
+                    left = [each for each in left if each.get("step", each.get("version", 0)) <= event["step"]]
+                left.append(event)
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot read {path}: {error.strerror}.", part="metrics") from error
     return left
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and isinstance(event.get("event"), str) and "time" in event else None
 
 
 def draw_curves(metrics: Path, picture: Path) -> None:
@@ -121,7 +155,7 @@ def draw_curves(metrics: Path, picture: Path) -> None:
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    events = _what_counts([json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()])
+    events = read_metrics(metrics)
     steps = [event for event in events if event["event"] == "training_step"]
     commits = [event for event in events if event["event"] == "version_committed"]
     evaluations = [event for event in events if event["event"] == "evaluated"]

@@ -22,7 +22,7 @@ from .publications import AdapterReplica, Publications, Syncer
 from .records.checkpoints import Checkpoints
 from .records.futures import Futures
 from .records.sessions import Sessions
-from .records.store import Store, StoredRequest
+from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
 from .training_lane import Model, TrainingLane
 from .wire.batches import TrainBody
@@ -63,7 +63,7 @@ class Service:
         self.config, self.base = config, base
         self._runner = runner
         directory.mkdir(parents=True, exist_ok=True)
-        self.store = Store(directory / "service.sqlite")
+        self.store = Store(directory / DATABASE)
         self.futures = Futures(self.store)
         self.sessions = Sessions(self.store, config.session_timeout_s)
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")

@@ -9,7 +9,7 @@ import pytest
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.trainer.runner.run_dir import RunDir
-from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, _what_counts
+from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, read_metrics
 
 
 def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:
@@ -81,7 +81,10 @@ def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(tmp_
         for step in steps:
             file.training_step(step=step, facts={"reward": 0.1 * start})
             file.version_committed(version=step, facts={"latency_s": 0.1})
-    counted = _what_counts([json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()])
+    with (tmp_path / "metrics.jsonl").open("a") as lines:
+        lines.write('"no event"\n{"event": "training_step", "st')  # it is being written
+    counted = read_metrics(tmp_path / "metrics.jsonl")
     steps = [(event["step"], event["reward"]) for event in counted if event["event"] == "training_step"]
     assert steps == [(1, 0.0), (2, 0.0), (3, 0.2), (4, 0.2)]
     assert [event["version"] for event in counted if event["event"] == "version_committed"] == [1, 2, 3, 4]
+    assert read_metrics(tmp_path / "none.jsonl") == []

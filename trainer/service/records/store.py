@@ -14,6 +14,8 @@ from typing import Any, Literal
 from weightlane.ckpt_engines import StorageError
 
 PART = "service store"
+DATABASE = "service.sqlite"
+"""Its name in the service's directory."""
 State = Literal["queued", "done", "failed"]
 
 _SCHEMA = """

@@ -1,0 +1,101 @@
+"""`PageServer`: the page of a run that goes on, over HTTP on loopback."""
+
+from __future__ import annotations
+
+import http.server
+import ipaddress
+import urllib.parse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import AddressInUseError, WeightlaneError
+
+from .page import json_of, page_of
+from .run_record import read_record
+
+LOOPBACK = "127.0.0.1"
+_REQUEST_TIMEOUT_S = 10.0
+"""Longest time a client may leave its connection silent."""
+
+
+class PageServer(http.server.ThreadingHTTPServer):
+    """Serves the page of the run in `run` at ``/``, and its record, read anew each time, at ``/record.json``.
+
+    It answers only who asks for this machine by an address or as ``localhost``: a page of the web that a browser on this machine
+    shows can't read it under a name of its own.
+
+    Raises:
+        AddressInUseError: It can't listen on `port`.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, run: Path, port: int) -> None:
+        self.run = run
+        try:
+            super().__init__((LOOPBACK, port), _Handler)
+        except OSError as error:
+            raise AddressInUseError(
+                f"cannot serve on {LOOPBACK}:{port}: {error.strerror or error}.",
+                part="report",
+                hint="Choose another --port; 0 takes a free one.",
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """Where the page is."""
+        return f"http://{LOOPBACK}:{self.server_port}/"
+
+    def record(self) -> Mapping[str, Any]:
+        """Read the run, as it is now."""
+        return {**read_record(self.run), "live": True}
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: PageServer
+    timeout = _REQUEST_TIMEOUT_S
+
+    def do_GET(self) -> None:
+        """Answer with the page or the record."""
+        answers: dict[str, tuple[str, Callable[[Mapping[str, Any]], str]]] = {
+            "/": ("text/html; charset=utf-8", page_of),
+            "/record.json": ("application/json", json_of),
+        }
+        found = answers.get(urllib.parse.urlsplit(self.path).path)
+        if not _is_here(self.headers.get("Host", "")):
+            self._answer(403, "text/plain; charset=utf-8", "Ask for 127.0.0.1 or localhost.")
+        elif found is None:
+            self._answer(404, "text/plain; charset=utf-8", "There is / and /record.json.")
+        else:
+            media, text_of = found
+            try:
+                self._answer(200, media, text_of(self.server.record()))
+            except WeightlaneError as error:
+                self._answer(500, "text/plain; charset=utf-8", str(error))
+
+    def _answer(self, status: int, media: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        for name, value in (
+            ("Content-Type", media),
+            ("Content-Length", str(len(body))),
+            ("Cache-Control", "no-store"),
+            ("X-Content-Type-Options", "nosniff"),
+        ):
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing: the command's output is for the URL."""
+
+
+def _is_here(host: str) -> bool:
+    name = urllib.parse.urlsplit(f"//{host}").hostname or ""
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,219 @@
+"""`read_record`: what the page about a run or a service shows, read from its directory, as data that JSON can represent."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer.runner.run_observers import read_metrics
+from weightlane.trainer.service.records.store import DATABASE
+
+from .service_record import read_service
+
+Event = Mapping[str, Any]
+_CURVE_POINTS = 1000
+"""Most points of a curve; more steps are drawn as the means of as many neighbours as it takes."""
+_SPANS = 400
+"""Most versions in the time line."""
+_ROWS = 200
+"""Most rows of each table."""
+_SAMPLES = 20
+_TAIL_BYTES = 1 << 18
+"""Bytes at the end of a file of samples or failures that are read."""
+_REPLICA_EVENTS = ("replica_quarantined", "replica_lost", "replica_joined")
+
+
+def read_record(run: Path) -> dict[str, Any]:
+    """Read the run or the service in `run`, while it goes on or afterwards.
+
+    Times are Unix times and durations, in seconds. ``steps`` are thinned to `_CURVE_POINTS`, tables to their last rows.
+
+    Raises:
+        ConfigError: `run` is not the directory of a run.
+        StorageError: Its files can't be read.
+    """
+    is_service = (run / DATABASE).is_file()
+    if not is_service and not (run / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{run} is not the directory of a run: it has neither metrics.jsonl nor {DATABASE}.",
+            part="report",
+            hint="Name the run.dir of a configuration; a run writes its first event when its replicas serve.",
+        )
+    events = read_metrics(run / "metrics.jsonl")
+    of = {
+        kind: [each for each in events if each["event"] == kind]
+        for kind in ("run_started", "training_step", "evaluated", "version_committed", "version_aborted", "run_ended")
+    }
+    steps, syncs = of["training_step"], _syncs([*of["version_committed"], *of["version_aborted"]])
+    return {
+        "name": run.resolve().name,
+        "read": time.time(),
+        "status": _status(of["run_started"], of["run_ended"], steps, is_service=is_service),
+        "figures": _figures(events, steps, of["version_committed"], of["evaluated"]),
+        "steps": [_numbers(each) for each in thinned(steps, _CURVE_POINTS)],
+        "evaluations": [_numbers(each) for each in of["evaluated"]],
+        "stalls": _stalls(steps, of["version_committed"]),
+        "time_line": _time_line(steps, of["version_committed"]),
+        "syncs": syncs[-_ROWS:],
+        "aborted": [each for each in syncs if each["outcome"] != "committed"][-_ROWS:],
+        "events": [_replica_event(each) for each in events if each["event"] in _REPLICA_EVENTS][-_ROWS:],
+        "failures": _last_lines(run / "failures.jsonl", _ROWS),
+        "samples": _last_lines(run / "samples.jsonl", _SAMPLES),
+        "service": read_service(run / DATABASE, _ROWS) if is_service else None,
+    }
+
+
+def thinned(events: Sequence[Event], most: int) -> list[Event]:
+    """At most `most` events in the place of `events`: means of neighbours' numbers, but maxima of those called ``..._max``."""
+    size = -(-len(events) // most)
+    if size <= 1:
+        return list(events)
+    means: list[Event] = []
+    for start in range(0, len(events), size):
+        group = events[start : start + size]
+        names = {name for each in group for name, value in each.items() if _is_number(value)}
+        mean: dict[str, Any] = {}
+        for name in names:
+            values = [each[name] for each in group if _is_number(each.get(name))]
+            mean[name] = max(values) if name.endswith("_max") or name == "step" else sum(values) / len(values)
+        means.append(mean)
+    return means
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _numbers(event: Event) -> dict[str, float]:
+    """The numbers that JSON knows. A loss may have become infinite."""
+    return {name: value for name, value in event.items() if _is_number(value) and abs(value) < float("inf")}
+
+
+def _status(begun: Sequence[Event], ended: Sequence[Event], steps: Sequence[Event], *, is_service: bool) -> str:
+    if is_service:
+        return "service"
+    if ended and (not begun or ended[-1]["time"] >= begun[-1]["time"]):
+        return f"failed: {ended[-1]['error']}" if "error" in ended[-1] else "ended"
+    at = f" at step {steps[-1]['step']}" if steps else ""
+    return f"not ended{at}" + (f" of {begun[-1]['steps']}" if begun and "steps" in begun[-1] else "")
+
+
+def _figures(
+    events: Sequence[Event], steps: Sequence[Event], commits: Sequence[Event], evaluations: Sequence[Event]
+) -> list[dict[str, Any]]:
+    """The figures at the top: a name, a value, and its unit or ``share``."""
+    found: list[dict[str, Any]] = []
+
+    def add(name: str, value: float | None, unit: str = "") -> None:
+        if value is not None and abs(value) < float("inf"):
+            found.append({"name": name, "value": value, "unit": unit})
+
+    last: Event = steps[-1] if steps else {}
+    add("optimizer steps", last.get("step"))
+    for key, name in (("accuracy", "held-out accuracy"), ("mean_logprob", "held-out mean log-prob")):
+        values = [each[key] for each in evaluations if _is_number(each.get(key))]
+        add(f"{name}, first", values[0] if values else None)
+        add(f"{name}, last", values[-1] if len(values) > 1 else None)
+    add("reward of the last step", last.get("reward"))
+    add("tokens a second", last.get("tokens_per_s"))
+    if commits:
+        add("versions committed", len(commits))
+        add("versions aborted", sum(each["event"] == "version_aborted" for each in events))
+    waited, trained = _sum(steps, "waited_for_rollouts_s"), _sum(steps, "seconds")
+    if steps and commits and waited + trained > 0:
+        wall = steps[-1]["time"] - steps[0]["time"] + steps[0].get("seconds", 0.0)
+        add("trainer idle", waited / (waited + trained), "share")
+        add("trainer blocked by syncs", _sum(steps, "trainer_blocked_s") / (waited + trained), "share")
+        add("rollouts blocked by syncs", min(1.0, _sum(steps, "rollout_blocked_s") / max(wall, 1e-9)), "share")
+        add("both busy at once", last.get("overlap_share"), "share")
+    return found
+
+
+def _sum(events: Sequence[Event], name: str) -> float:
+    return sum(float(each[name]) for each in events if _is_number(each.get(name)))
+
+
+def _stalls(steps: Sequence[Event], commits: Sequence[Event]) -> dict[str, float] | None:
+    """Seconds per step that versions kept each side from working, beside those it would lose if it waited for every version."""
+    if not steps or not commits:
+        return None
+    blocking = next(
+        (each["blocking_way_s"] for each in reversed(steps) if _is_number(each.get("blocking_way_s"))), None
+    )
+    stalls = {
+        "trainer": _sum(steps, "trainer_blocked_s") / len(steps),
+        "rollouts": _sum(steps, "rollout_blocked_s") / len(steps),
+    }
+    return stalls if blocking is None else {**stalls, "blocking": blocking}
+
+
+def _time_line(steps: Sequence[Event], commits: Sequence[Event]) -> list[dict[str, Any]]:
+    """Spans of the newest versions: ``lane``, ``kind``, ``version``, ``start`` and ``end``."""
+    spans: list[dict[str, Any]] = []
+
+    def add(lane: str, kind: str, version: int, start: float, end: float) -> None:
+        spans.append({"lane": lane, "kind": kind, "version": version, "start": start, "end": end})
+
+    for each in steps[-_SPANS:]:
+        end, number = each["time"], each["step"]
+        start = end - each.get("seconds", 0.0)
+        add("trainer", "trains", number, start, end)
+        if waited := each.get("waited_for_rollouts_s", 0.0):
+            add("trainer", "waits for samples", number, start - waited, start)
+    shown = list(commits[-_SPANS:])
+    for each, following in zip_longest(shown, shown[1:]):
+        version, end = each["version"], each["time"]
+        add("sync", "syncs", version, end - each.get("latency_s", 0.0), end)
+        add("generation", "blocked by the commit", version, end - each.get("rollout_blocked_s", 0.0), end)
+        served_until = max(end, steps[-1]["time"] if steps else end)
+        if following is not None:
+            served_until = max(end, following["time"] - following.get("rollout_blocked_s", 0.0))
+        add("generation", f"serves {'odd' if version % 2 else 'even'} versions", version, end, served_until)
+    return spans
+
+
+def _syncs(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """A row for each version, oldest first."""
+    return [
+        {
+            "version": each.get("version"),
+            "time": each["time"],
+            "outcome": each["event"].removeprefix("version_"),
+            "latency_s": each.get("latency_s", each.get("seconds")),
+            "rollout_blocked_s": each.get("rollout_blocked_s"),
+            "sent_bytes": each.get("sent_bytes"),
+            "replicas": len(each.get("replicas", ())),
+            "retries": len(each.get("failures", ())),
+            "error": str(each.get("error", "")),
+        }
+        for each in sorted(events, key=lambda each: float(each["time"]))
+    ]
+
+
+def _replica_event(event: Event) -> dict[str, Any]:
+    detail = event.get("error") or f"in the place of {event.get('instead_of')}, with version {event.get('version')}"
+    return {
+        "time": event["time"],
+        "replica": event.get("replica"),
+        "event": event["event"].removeprefix("replica_"),
+        "detail": str(detail),
+    }
+
+
+def _last_lines(path: Path, most: int) -> list[dict[str, Any]]:
+    """The last objects of a JSON Lines file; none without it."""
+    found: list[dict[str, Any]] = []
+    with suppress(OSError), path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        for line in file.read().decode(errors="replace").splitlines()[-most - 1 :]:
+            with suppress(ValueError):
+                each = json.loads(line)
+                if isinstance(each, dict):
+                    found.append(each)
+    return found[-most:]

@@ -1,0 +1,186 @@
+"""Observers that log a run to an experiment tracker: Weights & Biases, MLflow, or trackio.
+
+Each tracker reads its own environment variables: where its server is, who one is, whether it works offline
+(``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_DIR``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import importlib
+import io
+import json
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .curves import CurvesObserver
+from .hooks import Facts, hookimpl
+
+WANDB_ENV, MLFLOW_ENV, TRACKIO_ENV = "WEIGHTLANE_WANDB", "WEIGHTLANE_MLFLOW", "WEIGHTLANE_TRACKIO"
+"""Environment variables with the name of the project; of the experiment for MLflow."""
+_LOGIN_S = 30
+"""Longest time that W&B asks on a terminal who one is."""
+_PARAMS_PER_CALL = 100
+_PARAM_CHARACTERS = 6000
+"""Limits of MLflow."""
+
+
+class TrackerObserver(CurvesObserver):
+    """Logs curves and texts as a run called `name` of `project`, which `open` or the first event begins and `close` ends.
+
+    Args:
+        project: The tracker's project, or experiment; made if there is none.
+        name: What the run is called.
+        settings: What the tracker shows as the run's settings; JSON can represent it.
+        directory: Where the tracker keeps its files, if it keeps any of a run. Only W&B does.
+
+    Raises `ImportError` if the tracker is not installed (extra ``trackers``).
+    """
+
+    def __init__(
+        self, project: str, name: str, settings: Mapping[str, Any] | None = None, directory: Path | None = None
+    ) -> None:
+        super().__init__()
+        self._project, self._name, self._settings = project, name, dict(settings or {})
+        self._directory = directory
+        self._failed = False
+        self._library: Any = importlib.import_module(self.library())
+
+    @staticmethod
+    @abstractmethod
+    def library() -> str:
+        """The module that is imported."""
+
+    @hookimpl
+    def run_ended(self, facts: Facts) -> None:
+        """Note whether the run failed, which `close` tells the tracker."""
+        self._failed = "error" in facts
+
+
+class WandbObserver(TrackerObserver):
+    """Logs to Weights & Biases. Curves over versions have ``sync/version`` as their axis."""
+
+    @staticmethod
+    def library() -> str:
+        """Its name."""
+        return "wandb"
+
+    def _open(self) -> Any:
+        run = self._library.init(
+            project=self._project,
+            name=self._name,
+            group=self._name,
+            config=self._settings,
+            dir=None if self._directory is None else str(self._directory),
+            reinit="create_new",  # whatever else this process logs
+            settings=self._library.Settings(silent=True, console="off", login_timeout=_LOGIN_S),
+        )
+        for group, axis in (("train", "step"), ("eval", "step"), ("sync", "version")):
+            run.define_metric(f"{group}/*", step_metric=f"{group}/{axis}")
+        return run
+
+    def _write(self, writer: Any, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        group = next(iter({**numbers, **texts})).partition("/")[0]
+        writer.log({**numbers, **texts, f"{group}/{'version' if group == 'sync' else 'step'}": step})
+
+    def _close(self, writer: Any) -> None:
+        writer.finish(exit_code=int(self._failed))
+
+
+@dataclass(slots=True)
+class _MlflowRun:
+    client: Any
+    id: str
+    last: Any = None
+    """The newest call, which need not have ended."""
+
+
+class MlflowObserver(TrackerObserver):
+    """Logs to MLflow. Texts are tags, of which the last one counts."""
+
+    @staticmethod
+    def library() -> str:
+        """Its name."""
+        return "mlflow"
+
+    def _open(self) -> Any:
+        client = self._library.MlflowClient()
+        found = client.get_experiment_by_name(self._project)
+        experiment = client.create_experiment(self._project) if found is None else found.experiment_id
+        run = _MlflowRun(client, client.create_run(experiment, run_name=self._name).info.run_id)
+        entities = self._library.entities
+        params = [entities.Param(key, value[:_PARAM_CHARACTERS]) for key, value in _flat(self._settings)]
+        for start in range(0, len(params), _PARAMS_PER_CALL):
+            client.log_batch(run.id, params=params[start : start + _PARAMS_PER_CALL])
+        return run
+
+    def _write(self, writer: Any, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        entities, now = self._library.entities, int(1e3 * time.time())
+        metrics = [entities.Metric(name, value, now, step) for name, value in numbers.items()]
+        tags = [entities.RunTag(name, text[:_PARAM_CHARACTERS]) for name, text in texts.items()]
+        writer.last = writer.client.log_batch(writer.id, metrics=metrics, tags=tags, synchronous=False)
+
+    def _close(self, writer: Any) -> None:
+        try:
+            if writer.last is not None:
+                writer.last.wait()
+        finally:
+            writer.client.set_terminated(writer.id, "FAILED" if self._failed else "FINISHED")
+
+
+class TrackioObserver(TrackerObserver):
+    """Logs to trackio."""
+
+    @staticmethod
+    def library() -> str:
+        """Its name."""
+        return "trackio"
+
+    def _open(self) -> Any:
+        with contextlib.redirect_stdout(io.StringIO()):  # how to start its dashboard
+            return contextvars.Context().run(  # elsewhere the process may have a current run of its own
+                self._library.init, self._project, name=self._name, config=self._settings, resume="never", embed=False
+            )
+
+    def _write(self, writer: Any, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
+        writer.log({**numbers, **texts}, step=step)
+
+    def _close(self, writer: Any) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            writer.finish()
+
+
+TRACKERS: Mapping[str, type[TrackerObserver]] = {
+    "wandb": WandbObserver,
+    "mlflow": MlflowObserver,
+    "trackio": TrackioObserver,
+}
+"""Every tracker, by the name that configurations use."""
+
+
+def tracker_from_environment(name: str) -> Callable[[str], TrackerObserver]:
+    """Make tracker `name` for the project that its variable names. It ends with the process."""
+
+    def make(project: str) -> TrackerObserver:
+        tracker = TRACKERS[name](project, "weightlane")
+        atexit.register(tracker.close)
+        return tracker
+
+    return make
+
+
+def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """Nested settings as dotted names and texts."""
+    found: list[tuple[str, str]] = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{prefix}{key}.")
+        else:
+            found.append((f"{prefix}{key}", value if isinstance(value, str) else json.dumps(value)))
+    return found
