@@ -7,6 +7,7 @@ import ipaddress
 import math
 import os
 import shutil
+import signal
 import socket
 import tempfile
 import time
@@ -31,6 +32,12 @@ _QUIET = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
 _POLL_S = 0.1
+_STARTS = 3
+"""Times that Ray is started until its raylet lives. Ray chooses ports that another process may take before the raylet does."""
+
+
+class _RayletDiedError(Exception):
+    """Ray's raylet has died before its node registered, for which Ray itself would go on waiting."""
 
 
 @contextmanager
@@ -38,6 +45,7 @@ def patient_ray(timeout_s: float) -> Iterator[None]:
     """Let a Ray that starts inside take up to `timeout_s`.
 
     Ray gives its node 30 seconds, and no setting changes that. On a busy machine the node's processes alone need as long.
+    A raylet that has died meanwhile is not waited for.
     """
     from ray._private import services  # noqa: PLC0415 - optional
 
@@ -53,6 +61,9 @@ def patient_ray(timeout_s: float) -> Iterator[None]:
             except RuntimeError:  # the node has not registered yet
                 if deadline.expired:
                     raise
+                started = _started_here().values()
+                if started and not any(_is_raylet(command) for command in started):
+                    raise _RayletDiedError("Ray's raylet has died while it started.") from None
                 time.sleep(_POLL_S)
 
     services.get_node = wait_for_node
@@ -60,6 +71,21 @@ def patient_ray(timeout_s: float) -> Iterator[None]:
         yield
     finally:
         services.get_node = get_node
+
+
+def _is_raylet(command: str) -> bool:
+    return command.split("\0", maxsplit=1)[0].endswith("raylet/raylet")
+
+
+def _started_here() -> dict[int, str]:
+    """Command lines of the processes that this one started, by their ids; empty for one that has ended, and without ``/proc``."""
+    found: dict[int, str] = {}
+    for children in Path("/proc/self/task").glob("*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                found[int(child)] = ""
+                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text(errors="replace")
+    return found
 
 
 class RayCluster:
@@ -112,7 +138,16 @@ class RayCluster:
             keep_logs(self._files, self._logs, "worker-*")
 
     def __enter__(self) -> Self:
-        patience = {"RAY_gcs_server_port_wait_time_s": str(math.ceil(self._section.start_timeout_s))}
+        patience_s = math.ceil(self._section.start_timeout_s)
+        patience = {
+            "RAY_gcs_server_port_wait_time_s": str(patience_s),
+            # The raylet ends itself if one of its agents has not answered by then.
+            "RAY_agent_register_timeout_ms": str(1000 * patience_s),
+        }
+        if not self._section.address:
+            patience["RAY_raylet_start_wait_time_s"] = (
+                "2"  # of one look for the node, of which `patient_ray` takes many
+            )
         for name, value in {**_QUIET, **patience}.items():
             os.environ.setdefault(name, value)
         try:
@@ -143,26 +178,20 @@ class RayCluster:
             self._cleanup.dismiss()
 
     def _start(self) -> None:
-        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
-
         # A short path, because Ray creates Unix sockets in it, and their paths may have 107 characters at most.
         self._files = Path(tempfile.mkdtemp(prefix="weightlane-ray-"))
         self._cleanup = CleanupProcess(self._files, self._logs, self._killed_hint)
         self._keep_compiled_code(self._files)
         try:
             with patient_ray(self._section.start_timeout_s):
-                ray.init(
-                    address="local",  # even if RAY_ADDRESS names another cluster
-                    # Ray's CPUs are logical: a run on a small machine shares cores instead of waiting for more.
-                    num_cpus=max(int(self._cpus) + 1, os.cpu_count() or 1),
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    _temp_dir=str(self._files),
-                    _node_ip_address=self._host or LOOPBACK,
-                    # vLLM leaves files and sockets in the temporary directory when its processes are killed.
-                    runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
-                )
+                for left in reversed(range(_STARTS)):
+                    try:
+                        self._start_once()
+                        break
+                    except _RayletDiedError:
+                        if not left:
+                            raise
+                        self._kill_what_started()
         except Exception as error:  # Ray raises a plain Exception for a slow raylet
             raise WorkerDiedError(
                 f"Ray did not start on this machine: {str(error).rstrip('.')}.",
@@ -171,6 +200,32 @@ class RayCluster:
                 " slow, raise ray.start_timeout_s.",
             ) from error
         self._started = True
+
+    def _start_once(self) -> None:
+        import ray  # noqa: PLC0415 - optional, and reads the environment when imported
+
+        ray.init(
+            address="local",  # even if RAY_ADDRESS names another cluster
+            # Ray's CPUs are logical: a run on a small machine shares cores instead of waiting for more.
+            num_cpus=max(int(self._cpus) + 1, os.cpu_count() or 1),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _temp_dir=str(self._files),
+            _node_ip_address=self._host or LOOPBACK,
+            # vLLM leaves files and sockets in the temporary directory when its processes are killed.
+            runtime_env={"env_vars": {"TMPDIR": str(self._files), **self._environment}},
+        )
+
+    def _kill_what_started(self) -> None:
+        """Kill the processes of a Ray that did not start. It would do so itself, but only when this process ends."""
+        import ray  # noqa: PLC0415 - optional
+
+        for process, command in _started_here().items():
+            if f"{self._files}/session_" in command:
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+        ray.shutdown()
 
     def _join(self) -> None:
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported

@@ -79,9 +79,9 @@ function curves(grid) {
     ["reward of the batch", COLORS.blue, steps, step, (row) => row.reward],
     ["held-out accuracy", COLORS.orange, evaluations, step, (row) => row.accuracy, { pointRadius: 4, borderDash: [5, 4] }],
   ]);
-  curve(grid, "Log-probability of the targets", at, "nats", [
-    ["loss", COLORS.blue, record.evaluations.some((row) => "mean_logprob" in row) ? steps : [], step, (row) => row.loss],
-    ["held-out mean", COLORS.orange, evaluations, step, (row) => row.mean_logprob, { pointRadius: 4 }],
+  curve(grid, "Loss and held-out log-probability", at, "nats", [
+    ["loss", COLORS.blue, steps.some((row) => "reward" in row) ? [] : steps, step, (row) => row.loss],
+    ["mean log-probability of held-out targets", COLORS.orange, evaluations, step, (row) => row.mean_logprob, { pointRadius: 4 }],
   ]);
   curve(grid, "Staleness", at, lag, [
     ["mean", COLORS.blue, steps, step, (row) => row.staleness_mean],

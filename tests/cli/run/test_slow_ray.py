@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from itertools import repeat
 from pathlib import Path
 
@@ -66,3 +69,54 @@ def test_a_node_that_takes_its_time_is_waited_for_and_one_that_never_comes_up_is
     outcomes = repeat(RuntimeError("not yet"))
     with patient_ray(0.001), pytest.raises(RuntimeError, match="not yet"):
         services.get_node("address", "id")
+
+
+KILLS = """
+import json, os, re, signal, sys, threading, time
+from pathlib import Path
+from weightlane.cli.config.run_config import RaySection
+from weightlane.cli.run.ray_cluster import RayCluster, _is_raylet, _started_here
+
+times, logs = int(sys.argv[1]), Path(sys.argv[2])
+killed = set()
+
+def kill():
+    while len(killed) < times:
+        for process, command in _started_here().items():
+            if _is_raylet(command) and process not in killed:
+                killed.add(process)
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.001)
+
+threading.Thread(target=kill, daemon=True).start()
+try:
+    with RayCluster(RaySection(start_timeout_s=600), 1, logs, {}) as cluster:
+        import ray
+        sessions = set(re.findall("session_[0-9_-]+", "".join(_started_here().values())))
+        print(json.dumps([len(killed), len(ray.nodes()), len(sessions)]))
+        cluster.succeeded()
+except Exception as error:
+    print(json.dumps([len(killed), f"{type(error).__name__}: {error}"]))
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("times", "told"),
+    [
+        (1, [1, 1, 1]),  # one node, and processes of one session alone
+        (3, [3, "WorkerDiedError: ray: Ray did not start on this machine: Ray's raylet has died"]),
+    ],
+)
+def test_a_raylet_that_dies_while_it_starts_is_started_again_and_not_waited_for(
+    times: int, told: list[object], tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(times), str(tmp_path / "logs")],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
+    )
+    assert str(json.loads(done.stdout)).startswith(str(told)[:-2]), done.stdout + done.stderr
