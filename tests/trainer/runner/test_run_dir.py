@@ -74,6 +74,17 @@ def test_metrics_are_lines_of_json_that_survive_from_run_to_run(tmp_path: Path) 
         MetricsFile(tmp_path / "nowhere" / "metrics.jsonl").evaluated(step=0, facts={})
 
 
+def test_metrics_of_what_does_not_end_take_no_more_than_twice_their_size(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl", most_bytes=300)
+    for version in range(20):
+        file.version_committed(version=version, facts={"latency_s": 0.1})
+    kept = [
+        event["version"] for name in ("metrics.jsonl.1", "metrics.jsonl") for event in read_metrics(tmp_path / name)
+    ]
+    assert kept == list(range(kept[0], 20)), "the newest ones, none twice"
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 2 * 400
+
+
 def test_curves_show_what_was_trained_and_not_what_was_lost_before_a_resume(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for start, steps in ((0, (1, 2, 3)), (2, (3, 4))):
