@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 from weightlane.ckpt_engines.engines.torch_distributed.gloo_connect import connect_gloo
+from weightlane.ckpt_engines.engines.torch_distributed.interfaces import interface_towards
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
 
@@ -75,7 +74,7 @@ def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.devi
             )
         return False
     host, port = rendezvous
-    use_loopback(host)
+    use_interface_towards(host)
     deadline = Deadline.after(timeout_s)
     with typed_collective_errors("the trainer ranks to join", part, timeout_s):
         store = host_store(host, port)[0] if rank == 0 else _await_store(host, port, deadline)
@@ -183,24 +182,14 @@ def require_open(is_open: bool, part: str) -> None:
         raise ClosedError("the training engine is not set up, or was closed.", part=part, hint="Call setup first.")
 
 
-def use_loopback(host: str) -> None:
-    """Let gloo listen on the loopback interface where the ranks meet at `host`, if that is there.
+def use_interface_towards(host: str) -> None:
+    """Let gloo listen on the interface through which this machine reaches `host`, where the ranks meet.
 
-    It would advertise the address of the machine's host name, which need not be reachable.
+    It would advertise the address of the machine's host name, which other machines, or this one, need not reach.
+    ``GLOO_SOCKET_IFNAME`` in the environment takes precedence.
     """
-    if _is_loopback(host):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _loopback_interface() -> str:
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    if interface := interface_towards(host):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def _await_store(host: str, port: int, deadline: Deadline) -> dist.Store:

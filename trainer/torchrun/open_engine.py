@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 
 from ..config import TrainerConfig
 from ..engines.lora.engine import AdaptedEngine
-from ..engines.rank_collectives import leave_ranks, typed_collective_errors, use_loopback
+from ..engines.rank_collectives import leave_ranks, typed_collective_errors, use_interface_towards
 from ..engines.registry import training_engine_class
 from .inputs import PART
 
@@ -86,6 +86,6 @@ def _join(config: TrainerConfig) -> None:
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
         return
-    use_loopback(os.environ.get("MASTER_ADDR", ""))
+    use_interface_towards(os.environ.get("MASTER_ADDR", ""))
     with typed_collective_errors("the ranks that torchrun started", PART, config.collective_timeout_s):
         dist.init_process_group(backend, timeout=timeout)

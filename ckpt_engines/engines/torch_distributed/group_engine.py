@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import re
-import socket
-import struct
 from typing import ClassVar
 
 from pydantic import Field, field_validator
@@ -15,11 +12,10 @@ from ...channels.meeting import Meeting, TcpMeeting
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig
 from ...deadline import Deadline
 from ...errors import ConfigError
+from .interfaces import address_of_interface
 from .process_group import BackendName
 from .tcp_store import reserve_port
 
-_SIOCGIFADDR = 0x8915
-"""From <linux/sockios.h>: asks for an interface's address."""
 _LAST_NUMBER = re.compile(r"\d+$")
 
 
@@ -59,7 +55,7 @@ class TorchDistributedConfig(EngineConfig):
         if not interfaces:
             return self.host
         number = _LAST_NUMBER.search(name)
-        return _address_of(interfaces[int(number.group()) % len(interfaces) if number else 0])
+        return address_of_interface(interfaces[int(number.group()) % len(interfaces) if number else 0])
 
     def interfaces(self) -> list[str]:
         """Names of the network interfaces that participants take in turn; empty where they use `host`."""
@@ -68,22 +64,6 @@ class TorchDistributedConfig(EngineConfig):
     def communicator_settings(self) -> dict[str, int | str]:
         """Fields of ``ncclConfig_t`` that the user chose, by name; empty for backends other than NCCL."""
         return {}
-
-
-def _address_of(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine, or `ConfigError`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-        except OSError as error:
-            existing = ", ".join(name for _, name in socket.if_nameindex())
-            raise ConfigError(
-                f"interface {interface!r} has no IPv4 address: {error}.",
-                part="interface",
-                hint=f"Network interfaces of this machine: {existing}.",
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
 
 
 class GroupEngine(CheckpointEngine):
@@ -102,7 +82,7 @@ class GroupEngine(CheckpointEngine):
         """Raise `ConfigError` unless every interface has an address, or else `host` is an address of this machine."""
         interfaces = self.config.interfaces()
         for interface in interfaces:
-            _address_of(interface)
+            address_of_interface(interface)
         if interfaces:
             return
         try:
