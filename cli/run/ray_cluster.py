@@ -247,8 +247,8 @@ class RayCluster:
             raise ConfigError(
                 f"cannot join the Ray cluster at {self._section.address!r}: {str(error).rstrip('.')}.",
                 part="ray",
-                hint="Start one with `ray start --head`, or leave ray.address empty to use this machine. A cluster that checks tokens"
-                " wants RAY_AUTH_MODE=token in the environment of every node and of this command.",
+                hint="Start one with `ray start --head`, or leave ray.address empty to use this machine. A cluster that checks"
+                " tokens wants RAY_AUTH_MODE=token in the environment of every node and of this command.",
             ) from error
 
     @staticmethod

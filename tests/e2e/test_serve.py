@@ -94,5 +94,7 @@ def test_the_example_trains_and_samples_through_a_service_that_goes_on_when_it_o
             assert ended.err.startswith("error: ray: the process of the run was killed"), ended.err
             assert ended.err.endswith("Start the service again: it goes on from the files of run.dir.\n"), ended.err
     record = read_record(tmp_path / "files")
-    assert sorted(model["steps"] for model in record["service"]["models"]) == [5, 5]
+    # Of the steps of reinforcement learning those count in which any reward differed.
+    assert all(3 <= model["steps"] <= 5 for model in record["service"]["models"])
+    assert len(record["service"]["models"]) == 2
     assert record["syncs"], "adapters were published"
