@@ -6,8 +6,10 @@ import json
 import os
 import re
 import sqlite3
+import struct
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -114,19 +116,31 @@ def test_wandb_has_every_curve_over_its_own_axis_and_no_network_was_needed(tmp_p
     logged("wandb", tmp_path)
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     curves: dict[str, dict[int, float]] = {}
-    text, record = file.read_bytes(), dict[str, str]()
-    # Its format is protobuf: an item of a history record is a nested key (field 2) and its value as JSON (field 16).
-    for key, value in re.findall(rb"\x12[\x01-\x7f]([\w/ -]+)\x82\x01[\x01-\x7f]([\d.e+-]+)", text):
-        if key == b"_timestamp":  # the end of a record
-            step = record.pop("train/step", record.pop("eval/step", record.pop("sync/version", "")))
-            for name, number in record.items():
-                if name in CURVES:
-                    curves.setdefault(name, {})[int(step)] = float(number)
-            record = {}
-        record[key.decode()] = value.decode()
+    records = list(records_of(file.read_bytes()))
+    for record in records:
+        if re.match(rb"\x08[\x80-\xff]*[\x00-\x7f]\x12", record, re.DOTALL):  # its number, then field 2: a history
+            # An item's nested key is field 2, its value as JSON is field 16.
+            items = dict(re.findall(rb"\x12[\x01-\x7f]([\w/ -]+)\x82\x01[\x01-\x7f]([\d.e+-]+)", record))
+            (step,) = (items[axis] for axis in (b"train/step", b"eval/step", b"sync/version") if axis in items)
+            for key in CURVES.keys() & {key.decode() for key in items}:
+                add(curves, key, int(step), float(items[key.encode()]))
     assert curves == CURVES
-    assert b"a reason" in text
-    assert b"sync/version" in text, "an axis of its own"
+    assert any(b"a reason" in record for record in records)
+
+
+def records_of(data: bytes) -> Iterator[bytes]:
+    """The protobuf messages in W&B's file: after a header, blocks of 32 KiB with records, whole or in parts, as LevelDB's."""
+    at, record = 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        record += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or the last part
+            yield record
+            record = b""
 
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
