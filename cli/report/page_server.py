@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import http.server
-import ipaddress
 import urllib.parse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import AddressInUseError, WeightlaneError
+from weightlane.plugins.prometheus import LOOPBACK, is_loopback
 
 from .page import json_of, page_of
 from .run_record import read_record
 
-LOOPBACK = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 10.0
 """Longest time a client may leave its connection silent."""
 
@@ -63,7 +62,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             "/record.json": ("application/json", json_of),
         }
         found = answers.get(urllib.parse.urlsplit(self.path).path)
-        if not _is_here(self.headers.get("Host", "")):
+        if not is_loopback(urllib.parse.urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""):
             self._answer(403, "text/plain; charset=utf-8", "Ask for 127.0.0.1 or localhost.")
         elif found is None:
             self._answer(404, "text/plain; charset=utf-8", "There is / and /record.json.")
@@ -89,13 +88,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         """Say nothing: the command's output is for the URL."""
-
-
-def _is_here(host: str) -> bool:
-    name = urllib.parse.urlsplit(f"//{host}").hostname or ""
-    if name == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(name).is_loopback
-    except ValueError:
-        return False

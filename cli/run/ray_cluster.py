@@ -145,9 +145,8 @@ class RayCluster:
             "RAY_agent_register_timeout_ms": str(1000 * patience_s),
         }
         if not self._section.address:
-            patience["RAY_raylet_start_wait_time_s"] = (
-                "2"  # of one look for the node, of which `patient_ray` takes many
-            )
+            # The length of one look for the node; `patient_ray` looks again and again.
+            patience["RAY_raylet_start_wait_time_s"] = "2"
         for name, value in {**_QUIET, **patience}.items():
             os.environ.setdefault(name, value)
         try:

@@ -11,7 +11,6 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@120
 set -euo pipefail
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trace_format import load
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.cli.config.run_config import ObserversSection, RunConfig, load_config
@@ -92,6 +94,13 @@ def test_a_tracker_that_does_not_answer_ends_a_run_before_it_starts_and_no_run_t
     with observers(tmp_path, said, mlflow="p") as hooks:
         hooks.training_step(step=1, facts={"reward": 0.5})
     assert said == ["mlflow did not take everything: OSError: no answer"]
+    hangs = threading.Event()
+    monkeypatch.setattr("weightlane.cli.run.observers._TRACKER_S", 0.05)
+    monkeypatch.setattr(Unreachable, "_close", lambda *_: hangs.wait(HANG_S))
+    with observers(tmp_path, said, mlflow="p") as hooks:
+        hooks.training_step(step=1, facts={"reward": 0.5})
+    assert said[1:] == ["mlflow did not take everything: TimeoutError: no answer within 0.05 s"]
+    hangs.set()
 
 
 def test_an_endpoint_beyond_loopback_wants_a_token(monkeypatch: pytest.MonkeyPatch) -> None:

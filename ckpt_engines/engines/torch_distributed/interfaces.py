@@ -32,9 +32,11 @@ def address_of_interface(interface: str) -> str:
 
 def interface_towards(host: str) -> str:
     """The interface whose IPv4 address is this machine's own in connections to `host`; empty if there is no such one."""
+    if not host:
+        return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((host, _ANY_PORT))  # chooses a route, and sends nothing
+            probe.connect(("127.0.0.1" if host == "::1" else host, _ANY_PORT))  # chooses a route, and sends nothing
         except OSError:
             return ""
         ours = probe.getsockname()[0]

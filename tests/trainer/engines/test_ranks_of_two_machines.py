@@ -71,4 +71,5 @@ def test_the_interface_of_a_route_is_that_of_our_own_address() -> None:
     loopback = interface_towards("127.0.0.1")
     assert loopback
     assert address_of_interface(loopback) == "127.0.0.1"
-    assert interface_towards("no such host") == ""
+    assert interface_towards("::1") == interface_towards("localhost") == loopback
+    assert interface_towards("no such host") == interface_towards("") == ""
