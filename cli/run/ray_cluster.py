@@ -50,6 +50,7 @@ def patient_ray(timeout_s: float) -> Iterator[None]:
     from ray._private import services  # noqa: PLC0415 - optional
 
     get_node, deadline = getattr(services, "get_node", None), Deadline.after(timeout_s)
+    before = set(_started_here())
     if get_node is None:  # another version of Ray
         yield
         return
@@ -61,8 +62,8 @@ def patient_ray(timeout_s: float) -> Iterator[None]:
             except RuntimeError:  # the node has not registered yet
                 if deadline.expired:
                     raise
-                started = _started_here().values()
-                if started and not any(_is_raylet(command) for command in started):
+                started = [command for process, command in _started_here().items() if process not in before]
+                if started and not any(map(_is_raylet, started)):
                     raise _RayletDiedError("Ray's raylet has died while it started.") from None
                 time.sleep(_POLL_S)
 
