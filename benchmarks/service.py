@@ -116,8 +116,10 @@ class Service:
 
 
 def saved_tensors(service: Service, training: Any) -> dict[str, torch.Tensor]:
-    """A client's adapter, by PEFT's names."""
-    path = training.save_state("compared", overwrite=True).result(CALL_S).path
+    """The adapter of a client, or of a path that it saved to, by PEFT's names."""
+    path = (
+        training if isinstance(training, str) else training.save_state("compared", overwrite=True).result(CALL_S).path
+    )
     model, _, name = path.removeprefix("tinker://").split("/")
     (directory,) = (service.files / "checkpoints" / model.replace(":", ".") / "weights").glob(f"{name}~*")
     return load_file(directory / "adapter_model.safetensors")

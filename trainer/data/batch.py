@@ -178,6 +178,20 @@ class MicroBatch:
         )
 
     @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All sequences of `parts`, one part after the other, for a model: per-token values are left out."""
+        if len(parts) == 1:
+            return parts[0]
+        lengths = torch.cat([parts[0].offsets.new_zeros(1), *(part.lengths for part in parts)])
+        return cls(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.targets for part in parts]),
+            lengths.cumsum(0),
+            {},
+            {name: torch.cat([part.per_sequence[name] for part in parts]) for name in parts[0].per_sequence},
+        )
+
+    @classmethod
     def without_targets(cls, like: TokenSequence, together: int = 1) -> Self:
         """`together` sequences of one token that predicts nothing, with values of the names and shapes of `like`.
 

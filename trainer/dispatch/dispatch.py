@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.publisher import publisher_name
 
@@ -19,11 +19,12 @@ from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..engines.adam_params import AdamParams
 from ..engines.contract import STATE_PARTS, SequenceOutputs, StatePart
+from ..engines.lora.joint import BackwardPart
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_worker import Answer
 from .ranks import Ranks
 from .residency import Moves, moves_before
-from .role import RankOutputs, RoleSpec, StepResult
+from .role import RankOutputs, RoleSpec, StepPart, StepResult
 
 _PART = "worker dispatch"
 _T = TypeVar("_T")
@@ -147,9 +148,7 @@ class Role:
         calling = self._group.call(self.name, "forward_backward", sent, loss, mini_batch, tuple(outputs), adapter)
 
         async def answer() -> BackwardAnswer:
-            answers = await calling
-            found = [outputs for _, outputs in answers]
-            return BackwardAnswer(answers[0][0], _joined(found, len(staged.batch)) if outputs else [])
+            return _backward_answer(await calling, staged.batch, outputs)
 
         return _begun(answer())
 
@@ -163,16 +162,28 @@ class Role:
         calling = self._group.call(self.name, "optim_step", adapter, params)
 
         async def slowest() -> StepResult:
-            results: list[StepResult] = await calling
-            return StepResult(
-                results[0].step,
-                results[0].grad_norm,
-                max(result.fence_s for result in results),
-                max(result.seconds for result in results),
-                results[0].skipped,
-            )
+            return StepResult.slowest(await calling)
 
         return _begun(slowest())
+
+    def together(
+        self, parts: Sequence[BackwardPart | StepPart]
+    ) -> asyncio.Task[list[BackwardAnswer | StepResult | WeightlaneError]]:
+        """Do what `forward_backward` and `optim_step` do for several adapters, each named once, in one call.
+
+        Forward and backward passes are computed together where the training engine is one that `JoinsPasses`.
+
+        Returns:
+            What each call would have returned, or the error that it would have raised; one says nothing about the others.
+        """
+        calling = self._group.call(self.name, "together", self._group.ranks.put(list(parts)))
+
+        async def answers() -> list[BackwardAnswer | StepResult | WeightlaneError]:
+            return [
+                _answer_to(part, found) for part, found in zip(parts, zip(*await calling, strict=True), strict=True)
+            ]
+
+        return _begun(answers())
 
     def add_adapter(
         self, name: str, config: LoraConfig, source: Path | None = None, *, optimizer: bool = True
@@ -362,6 +373,21 @@ def _check(roles: Sequence[RoleSpec], groups: Mapping[str, Ranks]) -> None:
 
 def _begun(running: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
     return asyncio.get_running_loop().create_task(running)
+
+
+def _answer_to(part: BackwardPart | StepPart, found: Sequence[Any]) -> BackwardAnswer | StepResult | WeightlaneError:
+    """The answer that the ranks' answers to a part are together."""
+    if failed := [each for each in found if isinstance(each, WeightlaneError)]:
+        return failed[0]
+    if isinstance(part, StepPart):
+        return StepResult.slowest(found)
+    return _backward_answer(found, part.batch, part.outputs)
+
+
+def _backward_answer(found: Sequence[Any], batch: TokenBatch, outputs: Collection[OutputName]) -> BackwardAnswer:
+    """What the ranks' metrics and outputs are together."""
+    joined = _joined([each for _, each in found], len(batch)) if outputs else []
+    return BackwardAnswer(found[0][0], joined)
 
 
 async def _in_order(calling: Coroutine[Any, Any, list[RankOutputs]], count: int) -> list[SequenceOutputs]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError, WeightlaneError
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
@@ -19,12 +19,13 @@ from weightlane.sync.publisher import publisher_name
 from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..engines.adam_params import AdamParams
-from ..engines.contract import StatePart, TrainingEngine
+from ..engines.contract import BackwardResult, StatePart, TrainingEngine
 from ..engines.lora.adapters import DEFAULT
+from ..engines.lora.joint import BackwardPart, JoinsPasses, one_by_one
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .residency import Moves
-from .role import RankOutputs, RoleSpec, StepResult
+from .role import RankOutputs, RoleSpec, StepPart, StepResult
 
 
 @dataclass(slots=True)
@@ -242,6 +243,48 @@ class RankWorker:
         }
         process_hooks().rank_stepped(rank=self._rank, step=step, facts=facts)
         return StepResult(step, grad_norm, fence_s, begun.computed_s + stepped_s)
+
+    def together(self, role: str, parts: Sequence[BackwardPart | StepPart]) -> list[Any]:
+        """Carry out calls of `forward_backward` and `optim_step`, each of another adapter. Collective.
+
+        Returns:
+            What each call would have returned, or the error that it would have raised.
+        """
+        passes = [part for part in parts if isinstance(part, BackwardPart)]
+        computed = iter(self._pass_together(role, passes))
+        found: list[Any] = []
+        for part in parts:
+            if isinstance(part, BackwardPart):
+                found.append(next(computed))
+                continue
+            try:
+                found.append(self.optim_step(role, part.adapter, part.params))
+            except WeightlaneError as error:
+                found.append(error)
+        return found
+
+    def _pass_together(self, role: str, parts: Sequence[BackwardPart]) -> list[Any]:
+        """See `together`; as in `forward_backward`, a part that fails fails its adapter's mini-batch."""
+        started, hosted = time.perf_counter(), self._hosted(role)
+        begun = [hosted.begun.setdefault(hosted.adapter(part.adapter), _Begun()) for part in parts]
+        whole = [part for part, each in zip(parts, begun, strict=True) if not each.failed]
+        try:
+            join = hosted.engine.forward_backward_together if isinstance(hosted.engine, JoinsPasses) else None
+            computed = iter(join(whole) if join else one_by_one(hosted.engine, whole))
+        except Exception as error:
+            for each in begun:
+                each.failed = each.failed or str(error)
+            raise
+        found: list[Any] = []
+        for each in begun:
+            answer = self._incomplete(each) if each.failed else next(computed)
+            if isinstance(answer, BackwardResult):
+                each.computed_s += (time.perf_counter() - started) / len(whole)
+                found.append((answer.metrics, RankOutputs.of(answer.outputs)))
+            else:
+                each.failed = each.failed or str(answer)
+                found.append(answer)
+        return found
 
     def add_adapter(
         self, role: str, name: str, config: LoraConfig, source: Path | None = None, optimizer: bool = True

@@ -11,6 +11,7 @@ NEEDS: Mapping[str, frozenset[StatePart]] = {
     "forward": frozenset({"parameters"}),
     "forward_backward": frozenset({"parameters", "gradients"}),
     "optim_step": frozenset(STATE_PARTS),
+    "together": frozenset(STATE_PARTS),
     "placement": frozenset({"parameters"}),
     "connect": frozenset({"parameters"}),
     "add_adapter": frozenset({"parameters", "optimizer"}),

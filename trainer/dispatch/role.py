@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from ..config import TrainerConfig
+from ..engines.adam_params import AdamParams
 from ..engines.contract import SequenceOutputs
 from ..objectives.loss import Loss
 
@@ -33,6 +34,14 @@ class RoleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StepPart:
+    """The arguments of one `Role.optim_step` among calls that are made together."""
+
+    adapter: str | None = None
+    params: AdamParams | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """The result of one optimizer step; where ranks differ, the figures of the slowest one."""
 
@@ -45,6 +54,13 @@ class StepResult:
     """Seconds of forward and backward passes since the step before, and of this one."""
     skipped: str = ""
     """Reason why no parameter was changed and `step` is unchanged; empty when all went well."""
+
+    @classmethod
+    def slowest(cls, results: Sequence[StepResult]) -> StepResult:
+        """The result of a step from those of its ranks."""
+        first = results[0]
+        fence_s, seconds = max(each.fence_s for each in results), max(each.seconds for each in results)
+        return cls(first.step, first.grad_norm, fence_s, seconds, first.skipped)
 
 
 @dataclass(frozen=True, slots=True)

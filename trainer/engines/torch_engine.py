@@ -236,14 +236,41 @@ class TorchEngine(TrainingEngine):
         Raises `ProtocolError`, on every rank, for a token or target that the model doesn't have.
         """
         batch.check_vocabulary(self._vocabulary)
-        lengths = [sequence.length for sequence in batch.sequences]
-        together, limit = batch.together, self.config.micro_batch_tokens
-        plan = micro_batches(lengths, data_world, limit, padded=padded, together=together)[data_rank]
-        nothing = MicroBatch.without_targets(batch.sequences[0], together)
-        packed = [
-            MicroBatch.of([batch.sequences[index] for index in part], together) if part else nothing for part in plan
+        shares = self._joint_share([batch], data_rank, data_world, padded=padded)
+        return [(indices, micro) for ((_, indices, micro),) in shares]
+
+    def _joint_share(
+        self, batches: Sequence[TokenBatch], data_rank: int, data_world: int, *, padded: bool
+    ) -> list[list[tuple[int, list[int], MicroBatch]]]:
+        """This rank's micro-batches of several batches, each as its parts of the batches.
+
+        A part is the number of its batch, its sequences in that, and these on the device. Every batch has one, so that every rank
+        computes every loss; there may be no sequence in it. Several batches must have a `TokenBatch.together` of 1.
+        """
+        rows = [(number, index) for number, batch in enumerate(batches) for index in range(len(batch))]
+        lengths = [batches[number].sequences[index].length for number, index in rows]
+        together, limit = batches[0].together, self.config.micro_batch_tokens
+        shares: list[dict[int, list[int]]] = []
+        for chosen in micro_batches(lengths, data_world, limit, padded=padded, together=together)[data_rank]:
+            shares.append({})
+            for number, index in (rows[each] for each in chosen):
+                shares[-1].setdefault(number, []).append(index)
+        missing = set(range(len(batches))).difference(*shares)
+        shares[0].update({number: [] for number in missing})
+        return [
+            [
+                (number, indices, self._packed(batches[number], indices))
+                for number, indices in (share or {0: []}).items()
+            ]
+            for share in shares
         ]
-        return [(part, micro.to(self._device)) for part, micro in zip(plan, packed, strict=True)]
+
+    def _packed(self, batch: TokenBatch, indices: Sequence[int]) -> MicroBatch:
+        """These sequences of `batch` on the device; where there are none, some without targets."""
+        chosen = [batch.sequences[index] for index in indices]
+        if not chosen:
+            return MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
+        return MicroBatch.of(chosen, batch.together).to(self._device)
 
 
 def outputs_by_sequence(

@@ -7,7 +7,7 @@ how it is split into calls, ranks and micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
@@ -58,6 +58,12 @@ class ModelOutputs:
         zeros = torch.zeros(micro.tokens.shape, device=device)
         hidden = torch.zeros((*micro.tokens.shape, width), device=device)
         return cls(torch.zeros(micro.targets.shape, device=device), zeros, zeros, hidden)
+
+    def split(self, lengths: Sequence[int]) -> list[Self]:
+        """The outputs of parts of a micro-batch that follow each other, each of so many tokens."""
+        found = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
+        split = {name: torch.split(value, list(lengths)) for name, value in found.items()}
+        return [type(self)(**{name: parts[at] for name, parts in split.items()}) for at in range(len(lengths))]
 
     def required(self, name: str) -> torch.Tensor:
         """The output `name`; KeyError if it was not asked for."""

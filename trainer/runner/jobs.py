@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from weightlane.ckpt_engines import WeightlaneError
+
 from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..dispatch.dispatch import BackwardAnswer
@@ -114,6 +116,19 @@ class OptimStep(Job[StepResult]):
 
 
 @dataclass(frozen=True, slots=True)
+class Together(Job[list[BackwardAnswer | StepResult | WeightlaneError]]):
+    """Do what several jobs do, each of another adapter, in one call to the ranks. See `Role.together`.
+
+    Result: what each job's would be, or the error that it would fail with. It is no job of a file: its parts are.
+    """
+
+    kind: ClassVar[str] = "together"
+
+    parts: tuple[ForwardBackward | OptimStep, ...]
+    """No loss of them is named by ``RoleSpec.losses``."""
+
+
+@dataclass(frozen=True, slots=True)
 class DropGradient(Job[None]):
     """Drop the gradients that were added up, with whatever failed among them: the mini-batch begins anew."""
 
@@ -196,4 +211,4 @@ JOBS: tuple[type[Job[Any]], ...] = (
     Export,
     Publish,
 )
-"""All kinds of jobs."""
+"""All kinds of jobs but for `Together`."""

@@ -27,6 +27,8 @@ from ..algorithms.roles import POLICY
 from ..algorithms.step import take_step
 from ..data.batch import MiniBatch, TokenBatch
 from ..dispatch.dispatch import WorkerDispatch
+from ..dispatch.role import StepPart
+from ..engines.lora.joint import BackwardPart
 from ..loop.protocols import StepReport
 from ..objectives.loss import Loss
 from ..objectives.supervised import sft
@@ -46,6 +48,7 @@ from .jobs import (
     Save,
     SaveAdapter,
     SftStep,
+    Together,
 )
 
 _PART = "runner"
@@ -185,8 +188,7 @@ class Runner:
             raise error from cause
         finally:
             seconds, waited_s = time.perf_counter() - began, began - submitted.since
-            batch = getattr(job, "batch", None)
-            tokens = sum(sequence.length for sequence in batch.sequences) if batch is not None else 0
+            tokens = sum(_tokens(part) for part in (job.parts if isinstance(job, Together) else [job]))
             before = self._figures.get(job.kind, JobFigures())
             self._figures[job.kind] = JobFigures(
                 before.count + 1,
@@ -221,6 +223,7 @@ class Runner:
                 job.batch, self._loss(job.loss), job.mini_batch, job.outputs, job.adapter
             ),
             OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
+            Together: lambda job: policy.together([self._part(part) for part in job.parts]),
             DropGradient: lambda job: policy.drop_gradient(job.adapter),
             RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
             SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
@@ -229,6 +232,15 @@ class Runner:
             Export: lambda job: policy.export_hf(job.directory, job.dtype),
             Publish: lambda job: policy.publish(job.version, job.adapter),
         }
+
+    def _part(self, job: ForwardBackward | OptimStep) -> BackwardPart | StepPart:
+        """The part of a `Together` that a job is."""
+        if isinstance(job, OptimStep):
+            return StepPart(job.adapter, job.params)
+        loss = self._loss(job.loss)
+        if isinstance(loss, str):
+            raise ConfigError(f"the loss {loss!r} of a joint job is a name.", part=_PART, hint="Pass the loss itself.")
+        return BackwardPart(job.batch, loss, job.mini_batch, job.outputs, job.adapter)
 
     def _loss(self, loss: str | NamedLoss | Loss) -> str | Loss:
         if not isinstance(loss, NamedLoss):
@@ -267,6 +279,11 @@ class JobTrainers:
     async def watch(self) -> NoReturn:
         """See `Trainers.watch`."""
         await self._runner.watch()
+
+
+def _tokens(job: Job[Any]) -> int:
+    batch = getattr(job, "batch", None)
+    return sum(sequence.length for sequence in batch.sequences) if batch is not None else 0
 
 
 def _fail(submitted: _Submitted, error: WeightlaneError) -> None:

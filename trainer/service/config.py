@@ -36,6 +36,16 @@ class ServiceConfig(BaseModel):
         64, ge=1, le=MAX_LORA_RANK, description="Largest rank of an adapter; each published version has this many rows."
     )
     lora_alpha: float = Field(32.0, gt=0, description="alpha of every adapter: B (A x) is scaled by alpha / rank.")
+    join_clients: bool = Field(
+        True,
+        description="Compute requests of several models together where they wait at once. Sums are then rounded in another"
+        " order, so that a model's weights may differ in their last bits from those that it would get alone.",
+    )
+    join_wait_s: float = Field(
+        0.02,
+        ge=0,
+        description="Seconds that a forward and backward pass waits for one of a model that was answered just now, to join it.",
+    )
     max_loaded: int = Field(
         16,
         ge=1,

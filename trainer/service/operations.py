@@ -20,15 +20,17 @@ from ..runner.jobs import (
     RemoveAdapter,
     SaveAdapter,
 )
+from ..runner.joint_jobs import RunJob
 from ..runner.runner import Runner
 from .base_model import BaseModel
 from .losses import ServiceLoss, loss_report
 from .publications import Begun, Publications
 from .records.checkpoints import Checkpoint, Checkpoints, Kind
 from .records.futures import PROTOBUF, Futures
+from .records.models import Model
 from .records.store import StoredRequest
 from .samplers import Sampler, Samplers, inflight_key
-from .training_lane import Model, TrainingLane
+from .training_lane import Joining, TrainingLane
 from .wire.answers import pass_answer, training_metrics
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
@@ -82,7 +84,11 @@ class Operations:
         """Whether a request would not wait for a version that is on its way to the replicas."""
         return request.kind not in (SAVE_FOR_SAMPLER, LOAD) or not self._publications.busy
 
-    async def execute(self, model: Model, request: StoredRequest) -> None:
+    def joins(self, request: StoredRequest) -> Joining | None:
+        """How a request may be carried out together with those of other models; None if it may not."""
+        return {BACKWARD: Joining.WITH_LATE, STEP: Joining.AT_ONCE}.get(request.kind)
+
+    async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         """See `Execute`."""
         if request.state == "failed":  # before a crash: it changed no weight then, and doesn't now
             if request.kind == STEP:
@@ -93,7 +99,8 @@ class Operations:
             ):
                 _spoil(model, "it failed before the service was started again.")
             return
-        await getattr(self, f"_{request.kind}")(model, request)
+        operation = getattr(self, f"_{request.kind}")
+        await (operation(model, request, run) if self.joins(request) else operation(model, request))
 
     async def load_sampler(self, sampler: Sampler) -> None:
         """Bring a sampler's weights to the replicas, from its checkpoint, or from its model as it is."""
@@ -133,17 +140,17 @@ class Operations:
         await self.lane.save(model)  # the checkpoint may be deleted before a crash
         self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
 
-    async def _forward_backward(self, model: Model, request: StoredRequest) -> None:
+    async def _forward_backward(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         body = TrainBody.parse(request.payload, limits=self._limits)
         try:
-            answer = await self._pass(model, body)
+            answer = await self._pass(model, body, run)
         except Exception as error:
             if not body.message.forward_only:  # until the step, since other parts may be on their way
                 _spoil(model, str(error))
             raise
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
 
-    async def _pass(self, model: Model, body: TrainBody) -> bytes:
+    async def _pass(self, model: Model, body: TrainBody, run: RunJob) -> bytes:
         """Run the model forward, and backward if that is asked for; the answer."""
         asked = await asyncio.to_thread(body.request, self._base.vocabulary)
         longest = max(sequence.length for sequence in asked.batch.sequences)
@@ -160,18 +167,18 @@ class Operations:
             report = loss_report(loss, asked.batch, [each["logprobs"] for each in outputs])
         else:
             model.open = True
-            passed = await self._runner.run(ForwardBackward(asked.batch, loss, _WHOLE, LOGPROBS, model.adapter))
+            passed = await run(ForwardBackward(asked.batch, loss, _WHOLE, LOGPROBS, model.adapter))
             report, outputs = dict(passed.metrics), list(passed.outputs)
         return pass_answer([each["logprobs"] for each in outputs], asked.shapes, training_metrics(report))
 
-    async def _optim_step(self, model: Model, request: StoredRequest) -> None:
+    async def _optim_step(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         if model.spoiled:
             incomplete = _incomplete(model)
             await self._drop_gradient(model)
             raise incomplete
         params = parsed(OptimStepRequest, request.payload, self._limits).params()
         try:
-            result = await self._runner.run(OptimStep(model.adapter, params))
+            result = await run(OptimStep(model.adapter, params))
         finally:
             model.open = False
         if result.skipped:

@@ -21,10 +21,11 @@ from .operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
 from .publications import AdapterReplica, Publications, Syncer
 from .records.checkpoints import Checkpoints
 from .records.futures import Futures
+from .records.models import Model
 from .records.sessions import Sessions
 from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
-from .training_lane import Model, TrainingLane
+from .training_lane import TrainingLane
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
 from .wire.requests import CreateModelRequest, LoadWeightsRequest
@@ -78,10 +79,12 @@ class Service:
             runner,
             self._operations.execute,
             self._operations.ready,
+            self._operations.joins if config.join_clients else lambda _: None,
             directory / "models",
             save_every=config.save_every,
             max_queued=config.max_queued,
             max_loaded=config.max_loaded,
+            join_wait_s=config.join_wait_s,
         )
         self.samplers = Samplers(
             self.store,

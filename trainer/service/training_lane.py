@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +21,11 @@ from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, Protocol
 
 from ..config import LoraConfig
 from ..runner.jobs import CreateAdapter, RemoveAdapter, SaveAdapter
+from ..runner.joint_jobs import JointJobs, RunJob
 from ..runner.runner import Runner
 from .errors import UnknownError
 from .records.futures import Futures
+from .records.models import Model
 from .records.store import Store, StoredRequest
 
 _PART = "service training"
@@ -30,55 +35,19 @@ _CATCH_UP_S = 600.0
 _POLL_S = 0.05
 
 
-@dataclass(slots=True)
-class Model:
-    """An adapter that a client trains."""
+class Joining(Enum):
+    """Requests that are carried out together with those of the same kind of other models."""
 
-    id: str
-    session: str
-    client: str
-    config: LoraConfig
-    about: dict[str, Any]
-    """Remarks of the client."""
-    next_seq: int = 0
-    """The number of the request that is next."""
-    steps: int = 0
-    """Optimizer steps taken."""
-    open: bool = False
-    """Whether gradients have been added up for a step that has not been taken."""
-    spoiled: str = ""
-    """Why a part of the mini-batch has no gradient; empty if every part has."""
-    publishing: int = 0
-    """Requests that have run, and are answered when a version is in service."""
-    loaded: bool = False
-    """Whether it is on the trainer ranks; otherwise it is in `saved_dir`."""
-    saved_seq: int = -1
-    """Requests up to this number are part of what is in `saved_dir`, and never run again."""
-    saved_dir: Path | None = None
-    saved_steps: int = 0
-    waiting: dict[int, StoredRequest] = field(default_factory=dict)
-    """Requests that have not run, or not since the process started, by their numbers."""
-    progress: float = field(default_factory=time.monotonic)
-    """When a request was last carried out or arrived in its turn."""
-
-    @property
-    def adapter(self) -> str:
-        """Its name on the trainer ranks."""
-        return self.id.replace(":", ".")
-
-    @property
-    def settled(self) -> bool:
-        """Whether its whole state can be saved: no gradient is on the ranks only, and no request that ran lacks its answer."""
-        return not self.open and not self.publishing
-
-    @property
-    def repeats(self) -> list[int]:
-        """Numbers of the waiting requests that have an answer: they ran before a crash, or were given up."""
-        return [seq for seq, request in self.waiting.items() if request.state != "queued"]
+    AT_ONCE = "at once"
+    """It takes next to no time, and goes before others once, since what its model asks next may join these."""
+    WITH_LATE = "with late"
+    """It waits for models that were answered just now, and are likely to ask for the same."""
 
 
-Execute = Callable[[Model, StoredRequest], Awaitable[None]]
-"""Carries out one request of a model, and answers it. It may have run before a crash, and have an answer, which stays."""
+Execute = Callable[[Model, StoredRequest, RunJob], Awaitable[None]]
+"""Carries out one request of a model, and answers it. It may have run before a crash, and have an answer, which stays.
+
+Jobs of requests that may be joined are executed by the function that it is given, maybe with those of other models."""
 
 
 class TrainingLane:
@@ -93,6 +62,8 @@ class TrainingLane:
         runner: Runs jobs.
         execute: See `Execute`.
         ready: Whether a request could run without waiting for something else.
+        joins: How a request may be carried out together with those of other models; None if it may not.
+        join_wait_s: See `ServiceConfig.join_wait_s`.
         directory: Where states are saved.
         save_every: Optimizer steps of a model between two saves.
         max_queued: Most requests of one model that wait.
@@ -106,16 +77,19 @@ class TrainingLane:
         runner: Runner,
         execute: Execute,
         ready: Callable[[StoredRequest], bool],
+        joins: Callable[[StoredRequest], Joining | None],
         directory: Path,
         *,
         save_every: int,
         max_queued: int,
         max_loaded: int,
+        join_wait_s: float,
     ) -> None:
         self._store, self._futures, self._runner = store, futures, runner
-        self._execute, self._ready = execute, ready
+        self._execute, self._ready, self._joins = execute, ready, joins
         self._directory, self._save_every, self._max_queued = directory, save_every, max_queued
         self._max_loaded = max_loaded
+        self._join_wait_s, self._ahead = join_wait_s, False
         self._models: OrderedDict[str, Model] = OrderedDict()
         """Models that were served longest ago come first."""
         self._served: dict[str, int] = {}
@@ -237,13 +211,23 @@ class TrainingLane:
             if self._errands:
                 await self._do_errand(*self._errands.pop(0))
                 continue
-            model = self._next()
-            if model is None:
+            models = self._next()
+            if not models:
                 await self._changed.wait()
                 continue
-            self._models.move_to_end(model.id)
-            self._served[model.client] = self._count = self._count + 1
-            await self._serve(model, model.waiting.pop(model.next_seq))
+            if (wait_s := self._late_s(models)) > 0:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._changed.wait()
+                continue
+            jobs, serving = JointJobs(self._runner, len(models)), []
+            for model in models:
+                self._models.move_to_end(model.id)
+                self._served[model.client] = self._count = self._count + 1
+                serving.append(self._serve(model, model.waiting.pop(model.next_seq), jobs))
+            for ended in await asyncio.gather(*serving, return_exceptions=True):
+                if isinstance(ended, BaseException):
+                    raise ended
 
     async def save(self, model: Model) -> None:
         """Save the whole state of a model that is settled, so that no request so far runs again."""
@@ -314,8 +298,8 @@ class TrainingLane:
         for _, done in self._errands:
             done.cancel()
 
-    def _next(self) -> Model | None:
-        """The model whose request is next: of the client that was served longest ago, the one that was."""
+    def _next(self) -> list[Model]:
+        """The model whose request is next: of the client that was served longest ago, the one that was; then those that join."""
         ready = []
         for model in self._models.values():
             if model.next_seq not in model.waiting and (repeats := model.repeats):
@@ -324,13 +308,39 @@ class TrainingLane:
             request = model.waiting.get(model.next_seq)
             if request is not None and self._ready(request):
                 ready.append(model)
-        return min(ready, key=lambda model: self._served.get(model.client, 0), default=None)
+        ready.sort(key=lambda model: self._served.get(model.client, 0))
+        if not ready or not ready[0].loaded or not (kind := self._joins(ready[0].waiting[ready[0].next_seq])):
+            return ready[:1]
+        by_kind = {each: self._joining(ready, each) for each in Joining}
+        if kind is Joining.WITH_LATE and by_kind[Joining.AT_ONCE] and not self._ahead:
+            kind = Joining.AT_ONCE  # the passes after these steps can then join
+        self._ahead = kind is Joining.AT_ONCE
+        return by_kind[kind]
 
-    async def _serve(self, model: Model, request: StoredRequest) -> None:
+    def _joining(self, ready: Sequence[Model], kind: Joining) -> list[Model]:
+        """The models whose requests are carried out together if one of this kind is."""
+        return [each for each in ready if each.loaded and self._joins(each.waiting[each.next_seq]) is kind]
+
+    def _late_s(self, models: Sequence[Model]) -> float:
+        """Seconds for which requests that can be joined should wait for those of models that were answered just now."""
+        if not self._joining(models, Joining.WITH_LATE):
+            return 0.0
+        idle = [each.progress for each in self._models.values() if each.loaded and not each.waiting]
+        return max(idle, default=-math.inf) + self._join_wait_s - time.monotonic()
+
+    async def _serve(self, model: Model, request: StoredRequest, jobs: JointJobs) -> None:
+        """Carry out a request, whose jobs may be joined with those of others."""
+        try:
+            await self._carry_out(model, request, jobs.run)
+        finally:
+            jobs.leave()
+
+    async def _carry_out(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         model.next_seq, model.progress = request.seq + 1, time.monotonic()
         try:
             await self.bring_back(model)
-            await self._execute(model, request)
+            await self._execute(model, request, run)
+            model.progress = time.monotonic()
         except (WorkerDiedError, asyncio.CancelledError):
             raise  # it stays queued, and runs again
         except Exception as error:

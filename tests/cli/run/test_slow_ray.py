@@ -63,9 +63,9 @@ def test_a_node_that_takes_its_time_is_waited_for_and_one_that_never_comes_up_is
         return outcome
 
     monkeypatch.setattr(services, "get_node", look)
-    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE):  # a process of the caller's says nothing of Ray's
-        with patient_ray(HANG_S):
-            assert services.get_node("address", "id") == "the node"
+    # A process of the caller's says nothing of Ray's.
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE), patient_ray(HANG_S):
+        assert services.get_node("address", "id") == "the node"
     assert services.get_node is look
     outcomes = repeat(RuntimeError("not yet"))
     with patient_ray(0.001), pytest.raises(RuntimeError, match="not yet"):

@@ -16,8 +16,9 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.service.operations import SAVE_FOR_SAMPLER, STEP, Operations
 from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.futures import Futures
+from weightlane.trainer.service.records.models import Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training_lane import Model, TrainingLane
+from weightlane.trainer.service.training_lane import TrainingLane
 from weightlane.trainer.service.wire.bodies import WireLimits
 
 RESET = PeerLostError("the connection was reset.", part="gloo")
@@ -36,10 +37,12 @@ class World:
             cast("Any", None),
             self.fail,
             lambda _: True,
+            lambda _: None,
             directory / "models",
             save_every=1,
             max_queued=8,
             max_loaded=8,
+            join_wait_s=0.0,
         )
         publications = SimpleNamespace(begin=self.begin, finish=self.fail, busy=False)
         limits = WireLimits()
@@ -86,7 +89,7 @@ def test_a_publication_that_a_death_aborts_stays_queued_and_keeps_its_model_from
     async def live() -> None:
         world = World(tmp_path, RESET)
         request = world.accept(SAVE_FOR_SAMPLER, sampling_session_seq_id=0, kind="inflight")
-        await world.operations.execute(world.model, request)
+        await world.operations.execute(world.model, request, world.fail)
         asyncio.get_running_loop().call_later(0.01, world.futures.close)
         await asyncio.wait_for(world.operations.close(HANG_S), HANG_S)
         assert world.state(request) == "queued"

@@ -12,11 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from service_process import SDK, ServiceProcess
+from service_process import SDK, TOKENS, ServiceProcess
 from tiny_models import add_tokenizer, make_qwen3
 from torch.func import functional_call
 from waiting import HANG_S
@@ -58,7 +59,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     directory = tmp_path_factory.mktemp("service") / "files"
-    with ServiceProcess(model, directory, save_every=2, max_loaded=2, gap_timeout_s=2) as running:
+    with ServiceProcess(model, directory, save_every=2, max_loaded=3, gap_timeout_s=2) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def separate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+    """A service that computes each client's requests by themselves."""
+    directory = tmp_path_factory.mktemp("separate") / "files"
+    settings = {"save_every": 2, "max_loaded": 2, "gap_timeout_s": 2, "join_clients": False}
+    with ServiceProcess(model, directory, **settings) as running:
         yield running
 
 
@@ -204,10 +214,19 @@ def test_a_local_program_with_the_same_jobs_ends_bit_for_bit_alike(
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
 
 
-@pytest.mark.parametrize("killed", [False, True], ids=["together", "killed"])
+@pytest.mark.parametrize(
+    ("kind", "killed"),
+    [
+        pytest.param("separate", True, id="separate, killed"),
+        pytest.param("service", False, id="joined"),
+        pytest.param("service", True, id="joined, killed"),
+    ],
+)
 def test_clients_that_train_together_end_as_alone_also_when_the_service_is_killed(
-    killed: bool, service: ServiceProcess
+    kind: str, killed: bool, request: pytest.FixtureRequest
 ) -> None:
+    """Bit for bit where their requests are computed separately, and but for rounding where they are joined."""
+    service: ServiceProcess = request.getfixturevalue(kind)
     settings = {"alice": (2, 1e-2), "bob": (4, 3e-3), "alice's other": (8, 1e-3)}
     steps = 5
 
@@ -241,7 +260,14 @@ def test_clients_that_train_together_end_as_alone_also_when_the_service_is_kille
     for who, training in trainings.items():
         found = saved(service, training, "together")
         assert found.keys() == expected[who].keys()
-        assert [name for name in found if not torch.equal(found[name], expected[who][name])] == []
+        if kind == "separate":
+            assert [name for name in found if not torch.equal(found[name], expected[who][name])] == []
+        difference = sum(float((found[name].double() - expected[who][name].double()).square().sum()) for name in found)
+        norm = sum(float(each.double().square().sum()) for each in expected[who].values())
+        assert (difference / norm) ** 0.5 <= 1e-6
+    metrics = httpx.get(f"{service.url}/metrics", headers={"x-api-key": TOKENS["alice"]}).raise_for_status().text
+    if kind == "separate" or not killed:  # a killed service counts from 0
+        assert ('jobs_total{kind="together"}' in metrics) == (kind == "service")
     assert all(bool(each.any()) for found in expected.values() for each in found.values()), "all were trained"
 
 
@@ -283,7 +309,8 @@ def test_a_mistake_is_said_and_touches_nothing_else(service: ServiceProcess) -> 
     assert any(not torch.equal(before[name], each) for name, each in saved(service, training, "later").items())
 
 
-def test_what_failed_before_a_kill_changes_nothing_after_it(service: ServiceProcess) -> None:
+def test_what_failed_before_a_kill_changes_nothing_after_it(separate: ServiceProcess) -> None:
+    service = separate
     import httpx
     import tinker
     from tinker import types

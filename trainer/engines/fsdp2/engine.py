@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
+from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig
@@ -23,6 +24,7 @@ from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
+from ..lora.joint import BackwardPart, JoinsPasses, PreparedPart, one_by_one
 from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, outputs_by_sequence
@@ -34,7 +36,7 @@ from .shards import checkpoint_tensors, local_shards
 from .state import export_model, export_saved, load_state, save_state
 
 
-class Fsdp2Engine(AdaptedEngine):
+class Fsdp2Engine(AdaptedEngine, JoinsPasses):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
@@ -132,26 +134,75 @@ class Fsdp2Engine(AdaptedEngine):
         adapter: str | None = None,
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
-        model, mesh = self._open_model(), self._mesh
+        return self._run_parts([self._prepared(BackwardPart(batch, loss, mini_batch, outputs, adapter))])[0]
+
+    def forward_backward_together(self, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
+        """See `JoinsPasses`: parts whose targets have one shape share passes, if the model computes packed sequences."""
+        if not self._packs:
+            return one_by_one(self, parts)
+        found: dict[int, BackwardResult | WeightlaneError] = {}
+        groups: dict[object, dict[int, PreparedPart]] = {}
+        for number, part in enumerate(parts):
+            try:
+                prepared = self._prepared(part)
+            except WeightlaneError as error:
+                found[number] = error
+            else:
+                groups.setdefault(prepared.likeness or number, {})[number] = prepared
+        for group in groups.values():
+            try:
+                found.update(zip(group, self._run_parts(list(group.values())), strict=True))
+            except WeightlaneError as error:
+                found.update(dict.fromkeys(group, error))
+        return [found[number] for number in range(len(parts))]
+
+    def _prepared(self, part: BackwardPart) -> PreparedPart:
+        """Begin the mini-batch of `part`, which is checked."""
+        self._open_model()
         self._require_here("parameters", "gradients")
-        self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
-        chosen = self._trained(adapter)
+        self._check_outputs({*part.outputs, *needed_outputs(part.loss)})
+        chosen = self._trained(part.adapter)
+        sums = LossSums(self._begin_for(chosen, part.batch, part.mini_batch))
+        with self._whole_gradients(chosen):
+            part.batch.check_vocabulary(self._vocabulary)
+        return PreparedPart(part, chosen, sums)
+
+    def _run_parts(self, parts: Sequence[PreparedPart]) -> list[BackwardResult]:
+        """Run the model forward and backward on all parts together; several have one likeness."""
+        model, mesh = self._open_model(), self._mesh
         model.train(self._dropout)
-        sums = LossSums(self._begin_for(chosen, batch, mini_batch))
-        found: dict[int, SequenceOutputs] = {}
-        with self._collective("the gradients of the other ranks"), self._computing_with(chosen, gradients=True):
-            for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
-                computed = self._outputs(model, micro, needed)
-                part = sums.add(loss(computed, micro))
-                if chosen is None:
-                    # FSDP averages gradients over the ranks, where their sum is wanted.
-                    torch.autograd.backward(part * mesh.data_world)
-                else:  # and nothing is added to the gradients of the model's own weights
-                    torch.autograd.backward(part, inputs=chosen.parameters)
-                found |= outputs_by_sequence(indices, micro, computed, outputs)
-            totals = sums.as_tensor()
-            dist.all_reduce(totals, group=mesh.data.get_group())
-        return BackwardResult(sums.named(totals, batch.target_tokens), found if mesh.answers else {})
+        needed = {name for each in parts for name in each.needed}
+        batches = [each.part.batch for each in parts]
+        found: list[dict[int, SequenceOutputs]] = [{} for _ in parts]
+        with (
+            self._collective("the gradients of the other ranks"),
+            self._whole_gradients(*(each.adapter for each in parts)),
+        ):
+            for share in self._joint_share(batches, mesh.data_rank, mesh.data_world, padded=not self._packs):
+                lengths = [len(micro.tokens) for *_, micro in share]
+                runs = [
+                    (adapter, len(micro.tokens)) for number, _, micro in share if (adapter := parts[number].adapter)
+                ]
+                with self._open_adapters().active_runs(runs):
+                    joined = self._outputs(model, MicroBatch.joined([micro for *_, micro in share]), needed)
+                    losses = []
+                    for (number, indices, micro), outputs in zip(share, joined.split(lengths), strict=True):
+                        each = parts[number]
+                        losses.append(each.sums.add(each.part.loss(outputs, micro)))
+                        found[number] |= outputs_by_sequence(indices, micro, outputs, each.part.outputs)
+                    if runs:  # and nothing is added to the gradients of the model's own weights
+                        own = [parameter for adapter, _ in runs for parameter in adapter.parameters]
+                        torch.autograd.backward(losses, inputs=own)
+                    else:
+                        # FSDP averages gradients over the ranks, where their sum is wanted.
+                        torch.autograd.backward([loss * mesh.data_world for loss in losses])
+            totals = [each.sums.as_tensor() for each in parts]
+            for total in totals:
+                dist.all_reduce(total, group=mesh.data.get_group())
+        return [
+            BackwardResult(each.sums.named(total, each.part.batch.target_tokens), outputs if mesh.answers else {})
+            for each, total, outputs in zip(parts, totals, found, strict=True)
+        ]
 
     def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
         """See `TrainingEngine.optim_step`."""

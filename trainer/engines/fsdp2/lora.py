@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..hf.names import CheckpointRun
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
-from ..lora.maths import copied, lowered, raised, summed
+from ..lora.maths import copied, summed
 from ..lora.merged import MergedSlice, MergedWeights
 from ..lora.sites import LoraSite
 from .mesh import RankMesh
@@ -92,12 +92,10 @@ class _Beside:
         self._input = None
         if pair is None or given is None:
             return output
-        low = lowered(pair, given)
-        if self._group is not None and self._by_rows:
-            low = copied(low, self._group)
-        elif self._group is not None and self._by_columns:
-            low = summed(low, self._group)
-        return output + raised(pair, low)
+        if self._group is None or not (self._by_rows or self._by_columns):
+            return output + pair.added(given)
+        low = pair.lowered(given)
+        return output + pair.raised(copied(low, self._group) if self._by_rows else summed(low, self._group))
 
 
 def _site(name: str, module: torch.nn.Linear) -> LoraSite:

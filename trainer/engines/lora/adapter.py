@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.functional import linear
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
@@ -54,6 +55,26 @@ class LoraPair:
     def up(self) -> torch.nn.Parameter:
         """B."""
         return self.matrices["B"]
+
+    @property
+    def width(self) -> int:
+        """Numbers that it lowers a token to: its rank."""
+        return len(self.down)
+
+    def lowered(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A x: [..., rank] from this rank's columns [..., held columns], in the dtype of `inputs`."""
+        return linear(inputs, self.down.to(inputs.dtype))
+
+    def raised(self, low: torch.Tensor) -> torch.Tensor:
+        """Scale * B (A x): [..., held rows] from [..., rank].
+
+        B is never multiplied by A, and their product never added to the layer's weight: half precision would lose small changes.
+        """
+        return linear(low * self.scale, self.up.to(low.dtype))
+
+    def added(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Both products, where no rank has to be asked in between."""
+        return self.raised(self.lowered(inputs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -14,8 +14,9 @@ from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import LoraConfig, TrainerConfig
 from ..contract import Fence, StatePart
-from .adapter import Adapter, LoraGroups, LoraPair
+from .adapter import Adapter, LoraGroups
 from .gathered import gathered
+from .joint import JointPairs, LayerPair
 from .merged import MergedWeights
 from .peft_files import read_peft
 from .published import adapter_names, adapter_shards, check_carries, copy_padded
@@ -26,7 +27,7 @@ DEFAULT = "default"
 """Name of the adapter that ``trainer.lora`` makes, as PEFT calls an adapter that is given no name."""
 
 
-PairOf = Callable[[str], LoraPair | None]
+PairOf = Callable[[str], LayerPair | None]
 """Returns A and B that a layer, by its name, computes with now; None for nothing."""
 
 
@@ -67,7 +68,8 @@ class Adapters:
         self._rank, self._device = rank, device
         self._layers: tuple[list[LoraSite], dict[str, tuple[int, int]]] | None = None
         self._adapters: dict[str, Adapter] = {}
-        self._active: Adapter | None = None
+        self._active: Sequence[tuple[Adapter, int]] = ()
+        """The adapters that the model computes with now, and the tokens of each where there are several."""
         self._merged: MergedWeights | None = None
         if trainer.lora is not None:
             self.keep(self.make(DEFAULT, trainer.lora, None, trained=not trainer.frozen))
@@ -138,15 +140,24 @@ class Adapters:
     @contextmanager
     def active(self, adapter: Adapter | None) -> Iterator[None]:
         """Let the model compute with `adapter` inside the block."""
-        self._active = adapter
+        with self.active_runs([] if adapter is None else [(adapter, 0)]):
+            yield
+
+    @contextmanager
+    def active_runs(self, runs: Sequence[tuple[Adapter, int]]) -> Iterator[None]:
+        """Let the model compute inside the block with adapters one after the other, each for some tokens of a packed pass."""
+        self._active = runs
         try:
             yield
         finally:
-            self._active = None
+            self._active = ()
 
-    def _pair(self, module: str) -> LoraPair | None:
+    def _pair(self, module: str) -> LayerPair | None:
         """A and B that a layer computes with now; None without."""
-        return None if self._active is None else self._active.pairs.get(module)
+        if len(self._active) == 1:
+            return self._active[0][0].pairs.get(module)
+        runs = [(adapter.pairs.get(module), tokens) for adapter, tokens in self._active]
+        return JointPairs(runs) if any(pair is not None for pair, _ in runs) else None
 
     def published_names(self, adapter: Adapter) -> list[str]:
         """The published tensors that steps of `adapter` change, on any rank, in their order; none for most adapters."""

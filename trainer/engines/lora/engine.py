@@ -226,15 +226,21 @@ class AdaptedEngine(TorchEngine):
     def _computing_with(self, adapter: Adapter | None, *, gradients: bool) -> Iterator[None]:
         """Around forward and backward with an adapter: where they fail, no part of the mini-batch's gradient is left."""
         assert self._lora is not None
-        with self._lora.active(adapter):
-            try:
-                yield
-            except BaseException:
-                if gradients and adapter is not None:
+        with self._lora.active(adapter), self._whole_gradients(*[adapter] * gradients):
+            yield
+
+    @contextmanager
+    def _whole_gradients(self, *adapters: Adapter | None) -> Iterator[None]:
+        """Around passes: where one fails, no part of the gradients of these mini-batches is left."""
+        try:
+            yield
+        except BaseException:
+            for adapter in adapters:
+                if adapter is not None:
                     adapter.clear_gradients()
-                elif gradients:
+                else:
                     self._clear_gradients()
-                raise
+            raise
 
     def _step_adapter(self, adapter: Adapter, before_change: Fence, params: AdamParams | None) -> float:
         """See `TrainingEngine.optim_step`. An adapter is stepped at once: `before_change` is called once at most."""

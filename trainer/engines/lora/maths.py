@@ -1,4 +1,4 @@
-"""The two products of an adapter in the dtype of a forward pass, and their sums over tensor parallel ranks."""
+"""Sums over tensor parallel ranks, with their gradients."""
 
 from __future__ import annotations
 
@@ -6,22 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import linear
-
-from .adapter import LoraPair
-
-
-def lowered(pair: LoraPair, inputs: torch.Tensor) -> torch.Tensor:
-    """A x: [..., rank] from this rank's columns [..., held columns], in the dtype of `inputs`."""
-    return linear(inputs, pair.down.to(inputs.dtype))
-
-
-def raised(pair: LoraPair, low: torch.Tensor) -> torch.Tensor:
-    """Scale * B (A x): [..., held rows] from [..., rank].
-
-    B is never multiplied by A, and their product never added to the layer's weight: half precision would lose small changes.
-    """
-    return linear(low * pair.scale, pair.up.to(low.dtype))
 
 
 def copied(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

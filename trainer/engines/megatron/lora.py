@@ -24,9 +24,9 @@ from megatron.core.tensor_parallel import (
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..lora.adapter import LoraGroups, LoraPair
+from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
-from ..lora.maths import lowered, raised
+from ..lora.joint import LayerPair
 from ..lora.merged import MergedSlice, MergedWeights
 from ..lora.sites import LoraSite
 from .checkpoint_names import CheckpointShape, checkpoint_shapes
@@ -190,29 +190,29 @@ def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
     return hook
 
 
-def _by_rows(fused: _Fused, pairs: Sequence[LoraPair | None], given: torch.Tensor) -> torch.Tensor:
+def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
     """The sum for a column parallel layer: [..., this rank's rows] from an input [..., columns] or its part of the sequence."""
-    low = torch.cat([lowered(pair, given) for pair in pairs if pair is not None], dim=-1)
+    low = torch.cat([pair.lowered(given) for pair in pairs if pair is not None], dim=-1)
     if fused.sequence_parallel:
         low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
     else:
         low = copy_to_tensor_model_parallel_region(low)
-    lows = iter(low.split([len(pair.down) for pair in pairs if pair is not None], dim=-1))
+    lows = iter(low.split([pair.width for pair in pairs if pair is not None], dim=-1))
     groups = fused.sites[0].held_rows[1] // fused.group_rows[0]
     parts = []
     for pair, rows in zip(pairs, fused.group_rows, strict=True):
         if pair is None:
             parts.append(low.new_zeros(*low.shape[:-1], groups, rows))
         else:
-            parts.append(raised(pair, next(lows)).view(*low.shape[:-1], groups, rows))
+            parts.append(pair.raised(next(lows)).view(*low.shape[:-1], groups, rows))
     return torch.cat(parts, dim=-1).flatten(-2)
 
 
-def _by_columns(fused: _Fused, pairs: Sequence[LoraPair | None], given: torch.Tensor) -> torch.Tensor:
+def _by_columns(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
     """The sum for a row parallel layer: [..., rows], or its part of the sequence, from an input [..., this rank's columns]."""
     (pair,) = pairs
     assert pair is not None  # or `beside` would not have asked
-    low = lowered(pair, given)
+    low = pair.lowered(given)
     if fused.sequence_parallel:
-        return raised(pair, reduce_scatter_to_sequence_parallel_region(low))
-    return raised(pair, reduce_from_tensor_model_parallel_region(low))
+        return pair.raised(reduce_scatter_to_sequence_parallel_region(low))
+    return pair.raised(reduce_from_tensor_model_parallel_region(low))

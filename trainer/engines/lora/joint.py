@@ -1,0 +1,158 @@
+"""Passes that several adapters share: what is asked of an engine, and what a layer adds for tokens of different adapters."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import pad
+
+from weightlane.ckpt_engines import WeightlaneError
+
+from ...data.batch import MiniBatch, TokenBatch
+from ...objectives.loss import Loss, LossSums, OutputName, needed_outputs
+from ..contract import BackwardResult, TrainingEngine
+from .adapter import Adapter, LoraPair
+from .sites import MATRICES
+
+_PADDED = 2.0
+"""Most tokens, padding included, that are computed for each one of a pass, where adapters are computed by stacked matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardPart:
+    """The arguments of one `TrainingEngine.forward_backward` among several that are computed together."""
+
+    batch: TokenBatch
+    loss: Loss
+    mini_batch: MiniBatch | None = None
+    outputs: Collection[OutputName] = ()
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPart:
+    """A part that can be computed: its mini-batch has begun."""
+
+    part: BackwardPart
+    adapter: Adapter | None
+    """None for the model's own weights."""
+    sums: LossSums
+
+    @property
+    def likeness(self) -> tuple[object, ...] | None:
+        """Equal for parts that can share a pass; None for one that cannot share any."""
+        packed = self.part.batch.packed
+        if self.adapter is None or packed.together > 1:
+            return None
+        return packed.targets.shape[1:], *sorted(packed.per_sequence)
+
+    @property
+    def needed(self) -> set[OutputName]:
+        """The outputs of the model that the loss needs, and those that are returned."""
+        return {*self.part.outputs, *needed_outputs(self.part.loss)}
+
+
+class JoinsPasses(ABC):
+    """A training engine that can compute with several adapters in one pass."""
+
+    @abstractmethod
+    def forward_backward_together(self, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
+        """Do what `forward_backward` of each part does, each of another adapter, in as few passes as shapes allow. Collective.
+
+        Sums are rounded in another order than by separate calls; nothing else differs. A part that is refused is answered by its
+        error, and the others are computed. Where a pass itself fails, the mini-batches of all its parts do.
+        """
+
+
+def one_by_one(engine: TrainingEngine, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
+    """`JoinsPasses.forward_backward_together` of any engine, by separate calls."""
+    found: list[BackwardResult | WeightlaneError] = []
+    for part in parts:
+        try:
+            found.append(engine.forward_backward(part.batch, part.loss, part.mini_batch, part.outputs, part.adapter))
+        except WeightlaneError as error:
+            found.append(error)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class JointPairs:
+    """A and B of one layer for tokens [..., N, width] of a packed pass in which adapters follow each other."""
+
+    runs: Sequence[tuple[LoraPair | None, int]]
+    """For each run of tokens A and B, of which one has some, and how many tokens there are, N in all."""
+
+    @property
+    def width(self) -> int:
+        """The largest rank."""
+        return max(pair.width for pair, _ in self.runs if pair is not None)
+
+    def lowered(self, inputs: torch.Tensor) -> torch.Tensor:
+        """A x: [..., N, largest rank]; 0 beyond a run's own rank."""
+        width = self.width
+        parts = [
+            inputs.new_zeros(*part.shape[:-1], width)
+            if pair is None
+            else pad(pair.lowered(part), (0, width - pair.width))
+            for pair, part in self._split(inputs)
+        ]
+        return torch.cat(parts, dim=-2)
+
+    def raised(self, low: torch.Tensor) -> torch.Tensor:
+        """Scale * B (A x): [..., N, held rows]."""
+        rows = self._rows
+        parts = [
+            part.new_zeros(*part.shape[:-1], rows) if pair is None else pair.raised(part[..., : pair.width])
+            for pair, part in self._split(low)
+        ]
+        return torch.cat(parts, dim=-2)
+
+    def added(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Both products, where no rank has to be asked in between."""
+        pairs, counts = [pair for pair, _ in self.runs if pair is not None], [count for _, count in self.runs]
+        alike = len(pairs) == len(counts) and len({pair.width for pair in pairs}) == 1
+        if alike and len(counts) * max(counts) <= _PADDED * sum(counts):
+            return _stacked(pairs, counts, inputs)
+        rows = self._rows
+        parts = [
+            part.new_zeros(*part.shape[:-1], rows) if pair is None else pair.added(part)
+            for pair, part in self._split(inputs)
+        ]
+        return torch.cat(parts, dim=-2)
+
+    @property
+    def _rows(self) -> int:
+        return next(len(pair.up) for pair, _ in self.runs if pair is not None)
+
+    def _split(self, tensor: torch.Tensor) -> list[tuple[LoraPair | None, torch.Tensor]]:
+        parts = torch.split(tensor, [count for _, count in self.runs], dim=-2)
+        return [(pair, part) for (pair, _), part in zip(self.runs, parts, strict=True)]
+
+
+def _stacked(pairs: Sequence[LoraPair], counts: Sequence[int], inputs: torch.Tensor) -> torch.Tensor:
+    """`JointPairs.added` for pairs of one rank: two products of stacked matrices in the place of two for every pair.
+
+    Shorter runs are padded by their own last token, so that no number of one adapter's tokens ever meets another's.
+    """
+    flat, longest = inputs.reshape(-1, inputs.shape[-1]), max(counts)
+    padded = min(counts) < longest
+    if padded:
+        places = torch.arange(longest, device=inputs.device)
+        lengths = torch.tensor(counts, device=inputs.device)
+        first = lengths.cumsum(0) - lengths
+        flat = flat[(first[:, None] + torch.minimum(places, lengths[:, None] - 1)).flatten()]
+    down, up = (
+        torch.stack([pair.matrices[matrix] for pair in pairs]).to(inputs.dtype).transpose(1, 2) for matrix in MATRICES
+    )
+    scales = torch.tensor([pair.scale for pair in pairs], dtype=inputs.dtype, device=inputs.device)
+    added = torch.bmm(torch.bmm(flat.view(len(pairs), longest, -1), down) * scales[:, None, None], up).flatten(0, 1)
+    if padded:
+        added = added[(places < lengths[:, None]).flatten().nonzero().squeeze(1)]
+    return added.view(*inputs.shape[:-1], -1)
+
+
+LayerPair = LoraPair | JointPairs
+"""A and B by which a layer's output is changed."""

@@ -1,0 +1,63 @@
+"""`JointJobs`: one job in the place of those that several tasks run side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from .jobs import ForwardBackward, OptimStep, Together
+from .runner import Runner
+
+RunJob = Callable[[ForwardBackward | OptimStep], Awaitable[Any]]
+"""Executes a job; what it returns."""
+
+
+class JointJobs:
+    """Executes jobs of several tasks, each about an adapter of its own, as one `Together`, when every task has run one or left.
+
+    Args:
+        runner: Executes it.
+        tasks: How many there are. Each calls `run` as often as it likes, and `leave` at its end, whatever happened.
+    """
+
+    def __init__(self, runner: Runner, tasks: int) -> None:
+        self._runner, self._tasks = runner, tasks
+        self._waiting: list[tuple[ForwardBackward | OptimStep, asyncio.Future[Any]]] = []
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def run(self, job: ForwardBackward | OptimStep) -> Any:
+        """Execute a task's job together with those of the other tasks; its result, or its own error."""
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.append((job, answer))
+        self._run_if_complete()
+        return await answer
+
+    def leave(self) -> None:
+        """Let the other tasks not wait for this one any more."""
+        self._tasks -= 1
+        self._run_if_complete()
+
+    def _run_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) >= self._tasks:
+            waiting, self._waiting = self._waiting, []
+            running = asyncio.get_running_loop().create_task(self._run(waiting))
+            self._running.add(running)
+            running.add_done_callback(self._running.discard)
+
+    async def _run(self, waiting: list[tuple[ForwardBackward | OptimStep, asyncio.Future[Any]]]) -> None:
+        jobs = [job for job, _ in waiting]
+        try:
+            results = await (self._runner.run(Together(tuple(jobs))) if len(jobs) > 1 else self._alone(jobs[0]))
+        except Exception as error:  # noqa: BLE001 - each task gets it
+            results = [error] * len(jobs)
+        for (_, answer), result in zip(waiting, results, strict=True):
+            if answer.done():  # its task was cancelled
+                continue
+            if isinstance(result, Exception):
+                answer.set_exception(result)
+            else:
+                answer.set_result(result)
+
+    async def _alone(self, job: ForwardBackward | OptimStep) -> list[Any]:
+        return [await self._runner.run(job)]
