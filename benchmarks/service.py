@@ -33,6 +33,7 @@ path = "{model}"
 port = {port}
 base_model = "{model}"
 allow_anonymous = true
+join_clients = {join_clients}
 max_lora_rank = 8
 restarts = 1000
 [trainer]
@@ -49,11 +50,12 @@ backend = "shm"
 
 
 class Service:
-    """A running ``weightlane serve``."""
+    """A running ``weightlane serve``; `join_clients` says whether it computes requests of several clients together."""
 
-    def __init__(self, model: Path, directory: Path, port: int) -> None:
+    def __init__(self, model: Path, directory: Path, port: int, *, join_clients: bool = True) -> None:
         self.files, self._config, self._log = directory / "service", directory / "serve.toml", directory / "output"
-        self._config.write_text(_CONFIG.format(directory=self.files, model=model.resolve(), port=port))
+        settings = {"model": model.resolve(), "port": port, "join_clients": str(join_clients).lower()}
+        self._config.write_text(_CONFIG.format(directory=self.files, **settings))
         self.url = f"http://127.0.0.1:{port}"
         self.process: psutil.Popen
 
@@ -135,6 +137,8 @@ def with_service(
     parser: argparse.ArgumentParser,
     measure: Callable[[Service, argparse.Namespace], Report],
     text: Callable[[Report], str],
+    *,
+    join_clients: bool = True,
 ) -> NoReturn:
     """Run a benchmark on a service that has been started, and end the program.
 
@@ -143,6 +147,7 @@ def with_service(
         parser: Its options.
         measure: Makes the report.
         text: The report as lines.
+        join_clients: See `Service`.
     """
     parser.add_argument("--model", type=Path, default=Path("runs/arithmetic/task-0/model"))
     parser.add_argument("--port", type=int, default=8765)
@@ -154,7 +159,7 @@ def with_service(
         if not (args.model / "config.json").is_file():
             raise ConfigError(f"{args.model} is no model.", part=name, hint="`make demo` makes one.")
         with tempfile.TemporaryDirectory(prefix="weightlane-service-") as directory:
-            service = Service(args.model, Path(directory), args.port)
+            service = Service(args.model, Path(directory), args.port, join_clients=join_clients)
             try:
                 service.start()
                 return measure(service, args)

@@ -206,7 +206,7 @@ def main() -> None:
     parser.add_argument("--training", type=int, default=8, help="clients that train")
     parser.add_argument("--seconds", type=float, default=300.0, help="of load, without --kills")
     parser.add_argument("--kills", type=int, default=0, help="kill that many processes, one after the other, instead")
-    with_service("service_load", parser, load, text)
+    with_service("service_load", parser, load, text, join_clients=False)  # so that every bit can be compared
 
 
 if __name__ == "__main__":

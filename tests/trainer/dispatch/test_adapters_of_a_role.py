@@ -32,7 +32,7 @@ from weightlane.trainer.engines.adam_params import AdamParams
 from weightlane.trainer.engines.lora.joint import BackwardPart
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.named import Objective
-from weightlane.trainer.objectives.supervised import sft
+from weightlane.trainer.objectives.supervised import WEIGHTS, sft
 
 MODEL = "qwen3-tied"
 CARRIER = LoraConfig(rank=5, publish="adapter")
@@ -215,7 +215,7 @@ def test_parts_of_several_adapters_are_computed_together_as_separately(
     async def take(way: str, take_round: Callable[..., Coroutine[Any, Any, Any]]) -> dict[str, Any]:
         found = {}
         async with opened(teams, world, **settings) as role:
-            for name, config in {**adapters, "wrong": CARRIER}.items():
+            for name, config in {**adapters, "wrong": CARRIER, "large": LoraConfig(rank=3)}.items():
                 await role.add_adapter(name, config)
             for number, (size, *names) in enumerate(rounds):
                 answers = await take_round(role, {name: batches[size + name] for name in names})
@@ -254,13 +254,19 @@ async def separately(role: Role, batches: Mapping[str, TokenBatch]) -> list[tupl
 
 
 async def together(role: Role, batches: Mapping[str, TokenBatch]) -> list[tuple[Any, Any]]:
-    """As `separately`, in two calls, in each of which one more part is refused."""
+    """As `separately`, in two calls, which have two more parts: one is refused, and one computes with infinite numbers."""
     unknown = batch_of([Sample((1,), (9999, 3), (-4.0, -4.0), 1.0)] * 4)
     parts = [BackwardPart(batch, sft, None, LOGPROBS, name) for name, batch in batches.items()]
-    refused, *answers = await role.together([BackwardPart(unknown, sft, adapter="wrong"), *parts])
+    large = make_batch(9)
+    large = large.with_values(WEIGHTS, [torch.full((each.length,), 3e38) for each in large.sequences])
+    wrong = [BackwardPart(unknown, sft, adapter="wrong"), BackwardPart(large, sft, adapter="large")]
+    refused, _, *answers = await role.together([*wrong, *parts])
     assert isinstance(refused, ProtocolError)
     assert "9999" in str(refused)
-    refused, *stepped = await role.together([StepPart("wrong"), *(StepPart(name, GRADIENTS) for name in batches)])
+    wrong_steps = [StepPart("wrong"), StepPart("large", GRADIENTS)]
+    refused, skipped, *stepped = await role.together([*wrong_steps, *(StepPart(name, GRADIENTS) for name in batches)])
+    assert isinstance(skipped, StepResult)
+    assert "gradient norm of 'large' is" in skipped.skipped
     assert isinstance(refused, ProtocolError)
     assert "a part of the mini-batch has no gradient" in str(refused)
     return list(zip(answers, stepped, strict=True))
