@@ -236,41 +236,39 @@ class TorchEngine(TrainingEngine):
         Raises `ProtocolError`, on every rank, for a token or target that the model doesn't have.
         """
         batch.check_vocabulary(self._vocabulary)
-        shares = self._joint_share([batch], data_rank, data_world, padded=padded)
+        limit = self.config.micro_batch_tokens
+        shares = micro_batches_of([batch], (data_rank, data_world), limit, self._device, padded=padded)
         return [(indices, micro) for ((_, indices, micro),) in shares]
 
-    def _joint_share(
-        self, batches: Sequence[TokenBatch], data_rank: int, data_world: int, *, padded: bool
-    ) -> list[list[tuple[int, list[int], MicroBatch]]]:
-        """This rank's micro-batches of several batches, each as its parts of the batches.
 
-        A part is the number of its batch, its sequences in that, and these on the device. Every batch has one, so that every rank
-        computes every loss; there may be no sequence in it. Several batches must have a `TokenBatch.together` of 1.
-        """
-        rows = [(number, index) for number, batch in enumerate(batches) for index in range(len(batch))]
-        lengths = [batches[number].sequences[index].length for number, index in rows]
-        together, limit = batches[0].together, self.config.micro_batch_tokens
-        shares: list[dict[int, list[int]]] = []
-        for chosen in micro_batches(lengths, data_world, limit, padded=padded, together=together)[data_rank]:
-            shares.append({})
-            for number, index in (rows[each] for each in chosen):
-                shares[-1].setdefault(number, []).append(index)
-        missing = set(range(len(batches))).difference(*shares)
-        shares[0].update({number: [] for number in missing})
-        return [
-            [
-                (number, indices, self._packed(batches[number], indices))
-                for number, indices in (share or {0: []}).items()
-            ]
-            for share in shares
-        ]
+def micro_batches_of(
+    batches: Sequence[TokenBatch], data_share: tuple[int, int], max_tokens: int, device: torch.device, *, padded: bool
+) -> list[list[tuple[int, list[int], MicroBatch]]]:
+    """A rank's micro-batches of several batches, each as its parts of the batches.
 
-    def _packed(self, batch: TokenBatch, indices: Sequence[int]) -> MicroBatch:
-        """These sequences of `batch` on the device; where there are none, some without targets."""
-        chosen = [batch.sequences[index] for index in indices]
-        if not chosen:
-            return MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
-        return MicroBatch.of(chosen, batch.together).to(self._device)
+    A part is the number of its batch, its sequences in that, and these on `device`. Every batch has one, so that every rank
+    computes every loss; there may be no sequence in it. Several batches must have a `TokenBatch.together` of 1.
+    """
+    rows = [(number, index) for number, batch in enumerate(batches) for index in range(len(batch))]
+    lengths = [batches[number].sequences[index].length for number, index in rows]
+    (data_rank, data_world), together = data_share, batches[0].together
+    shares: list[dict[int, list[int]]] = []
+    for chosen in micro_batches(lengths, data_world, max_tokens, padded=padded, together=together)[data_rank]:
+        shares.append({})
+        for number, index in (rows[each] for each in chosen):
+            shares[-1].setdefault(number, []).append(index)
+    missing = set(range(len(batches))).difference(*shares)
+    shares[0].update({number: [] for number in missing})
+
+    def packed(batch: TokenBatch, indices: Sequence[int]) -> MicroBatch:
+        if not indices:
+            return MicroBatch.without_targets(batch.sequences[0], together).to(device)
+        return MicroBatch.of([batch.sequences[index] for index in indices], together).to(device)
+
+    return [
+        [(number, indices, packed(batches[number], indices)) for number, indices in (share or {0: []}).items()]
+        for share in shares
+    ]
 
 
 def outputs_by_sequence(

@@ -27,7 +27,7 @@ from ..lora.engine import AdaptedEngine
 from ..lora.joint import BackwardPart, JoinsPasses, PreparedPart, one_by_one
 from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
-from ..torch_engine import TOP, outputs_by_sequence
+from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
 from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh, check_mesh, clip_gradients
@@ -172,17 +172,14 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         model, mesh = self._open_model(), self._mesh
         model.train(self._dropout)
         needed = {name for each in parts for name in each.needed}
-        batches = [each.part.batch for each in parts]
+        adapters, batches = [each.adapter for each in parts], [each.part.batch for each in parts]
         found: list[dict[int, SequenceOutputs]] = [{} for _ in parts]
-        with (
-            self._collective("the gradients of the other ranks"),
-            self._whole_gradients(*(each.adapter for each in parts)),
-        ):
-            for share in self._joint_share(batches, mesh.data_rank, mesh.data_world, padded=not self._packs):
+        limit = self.config.micro_batch_tokens
+        with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
+            for share in micro_batches_of(batches, self.data_share, limit, self._device, padded=not self._packs):
                 lengths = [len(micro.tokens) for *_, micro in share]
-                runs = [
-                    (adapter, len(micro.tokens)) for number, _, micro in share if (adapter := parts[number].adapter)
-                ]
+                of_tokens = [adapters[number] for number, *_ in share]
+                runs = [(each, count) for each, count in zip(of_tokens, lengths, strict=True) if each is not None]
                 with self._open_adapters().active_runs(runs):
                     joined = self._outputs(model, MicroBatch.joined([micro for *_, micro in share]), needed)
                     losses = []
