@@ -169,9 +169,7 @@ class Role:
     def together(
         self, parts: Sequence[BackwardPart | StepPart]
     ) -> asyncio.Task[list[BackwardAnswer | StepResult | WeightlaneError]]:
-        """Do what `forward_backward` and `optim_step` do for several adapters, each named once, in one call.
-
-        Forward and backward passes are computed together where the training engine is one that `JoinsPasses`.
+        """Do what `forward_backward` and `optim_step` do for several adapters, each named once; `JoinsPasses` joins passes.
 
         Returns:
             What each call would have returned, or the error that it would have raised; one says nothing about the others.
@@ -179,9 +177,8 @@ class Role:
         calling = self._group.call(self.name, "together", self._group.ranks.put(list(parts)))
 
         async def answers() -> list[BackwardAnswer | StepResult | WeightlaneError]:
-            return [
-                _answer_to(part, found) for part, found in zip(parts, zip(*await calling, strict=True), strict=True)
-            ]
+            found = zip(*await calling, strict=True)
+            return [_answer_to(part, each) for part, each in zip(parts, found, strict=True)]
 
         return _begun(answers())
 
@@ -379,15 +376,13 @@ def _answer_to(part: BackwardPart | StepPart, found: Sequence[Any]) -> BackwardA
     """The answer that the ranks' answers to a part are together."""
     if failed := [each for each in found if isinstance(each, WeightlaneError)]:
         return failed[0]
-    if isinstance(part, StepPart):
-        return StepResult.slowest(found)
-    return _backward_answer(found, part.batch, part.outputs)
+    return (
+        StepResult.slowest(found) if isinstance(part, StepPart) else _backward_answer(found, part.batch, part.outputs)
+    )
 
 
 def _backward_answer(found: Sequence[Any], batch: TokenBatch, outputs: Collection[OutputName]) -> BackwardAnswer:
-    """What the ranks' metrics and outputs are together."""
-    joined = _joined([each for _, each in found], len(batch)) if outputs else []
-    return BackwardAnswer(found[0][0], joined)
+    return BackwardAnswer(found[0][0], _joined([each for _, each in found], len(batch)) if outputs else [])
 
 
 async def _in_order(calling: Coroutine[Any, Any, list[RankOutputs]], count: int) -> list[SequenceOutputs]:

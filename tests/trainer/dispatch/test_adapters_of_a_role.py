@@ -6,8 +6,7 @@ import asyncio
 import math
 import random
 import shutil
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +14,19 @@ import numpy as np
 import peft_oracle
 import pytest
 import torch
+from adapter_roles import CARRIER, CONFIGS, LAYOUTS, MODEL, opened, run, written
 from engine_batches import Sample, batch_of, make_batch, make_samples
-from engine_ranks import FSDP2_TP2, TRAINER, Ranks, Teams, assert_same, checkpoint, megatron
+from engine_ranks import Ranks, Teams, assert_same, checkpoint
 from published_versions import publishing
 from safetensors.torch import load_file
-from team_ranks import TeamRanks
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.sync import Coordinator
-from weightlane.trainer.config import AlgorithmConfig, LoraConfig, TrainerConfig
-from weightlane.trainer.data.batch import MiniBatch, TokenBatch
-from weightlane.trainer.dispatch.dispatch import Role, WorkerDispatch
-from weightlane.trainer.dispatch.role import RoleSpec, StepPart, StepResult
+from weightlane.trainer.config import LoraConfig, TrainerConfig
+from weightlane.trainer.data.batch import MiniBatch
+from weightlane.trainer.dispatch.dispatch import Role
 from weightlane.trainer.engines.adam_params import AdamParams
-from weightlane.trainer.engines.lora.joint import BackwardPart
-from weightlane.trainer.objectives.loss import LOGPROBS
-from weightlane.trainer.objectives.named import Objective
-from weightlane.trainer.objectives.supervised import WEIGHTS, sft
 
-MODEL = "qwen3-tied"
-CARRIER = LoraConfig(rank=5, publish="adapter")
-CONFIGS = {
-    "a": LoraConfig(rank=3, alpha=6, seed=1, targets=("q_proj", "o_proj", "up_proj", "down_proj")),
-    "b": LoraConfig(rank=2, targets=("k_proj", "gate_proj", "down_proj")),
-}
 PARAMS = {
     "a": AdamParams(3e-3, weight_decay=0.1),
     "b": AdamParams(0.02, betas=(0.8, 0.95), eps=1e-6, max_grad_norm=math.inf),
@@ -48,41 +35,6 @@ STEPS = 3
 ONE_STEP = ("forward_backward", "forward_backward", "optim_step")
 Call = tuple[str, str, int]
 """A method, its adapter, and the number of the batch or step."""
-LAYOUTS = [
-    pytest.param(1, {}, id="fsdp2-1"),
-    pytest.param(2, {}, id="fsdp2-2"),
-    pytest.param(2, FSDP2_TP2, id="fsdp2-tp2"),
-    pytest.param(2, megatron({"tensor_parallel": 2}), id="megatron-tp2", marks=pytest.mark.megatron),
-    pytest.param(
-        2,
-        megatron({"pipeline_parallel": 2}),
-        id="megatron-pp2",
-        marks=[pytest.mark.megatron, pytest.mark.exhaustive],
-    ),
-]
-
-
-@asynccontextmanager
-async def opened(teams: Teams, world: int, **trainer: Any) -> AsyncIterator[Role]:
-    """A role on a team of `world` ranks, by default with a model that is not trained itself."""
-    model = teams.models[MODEL]
-    settings = {"frozen": True, "micro_batch_tokens": 40, **TRAINER, **trainer}
-    config = TrainerConfig(device="cpu", ranks=world, collective_timeout_s=HANG_S, **settings)
-    spec = RoleSpec("policy", config, model, {"loss": Objective(AlgorithmConfig())})
-    dispatch = WorkerDispatch([spec], {"trainer": TeamRanks(teams.of(world), model)})
-    try:
-        await dispatch.start()
-        yield dispatch["policy"]
-    finally:
-        await dispatch.close()
-
-
-def run(use: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-    async def in_time() -> Any:
-        async with asyncio.timeout(HANG_S):
-            return await use()
-
-    return asyncio.run(in_time())
 
 
 def begin(role: Role, call: Call) -> asyncio.Task[Any]:
@@ -105,19 +57,6 @@ async def train(role: Role, adapter: str, first: int = 0, count: int = STEPS) ->
     """Take steps; returns the gradient norms."""
     answers = await asyncio.gather(*(begin(role, call) for call in steps(adapter, first, count)))
     return [answer.grad_norm for answer in answers if hasattr(answer, "grad_norm")]
-
-
-def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """Everything that was written about an adapter, moments included."""
-    found = {}
-    for path in directory.glob("*.safetensors"):
-        found |= {f"{path.stem}|{key}": tensor for key, tensor in load_file(path).items()}
-    return found
-
-
-async def written(role: Role, adapter: str, directory: Path) -> dict[str, torch.Tensor]:
-    await role.export_adapter(directory, adapter, with_optimizer=True)
-    return tensors_of(directory)
 
 
 def padded(directory: Path, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -189,87 +128,6 @@ def test_adapters_end_as_if_alone_whatever_is_interleaved_and_published(
         run(lambda name=name: alone(name))
     run(together)
     assert all(tensor.any() for key, tensor in wanted["a"].items() if "lora_B" in key)
-
-
-@pytest.mark.parametrize(
-    ("world", "settings"),
-    [
-        *LAYOUTS[:-1],
-        pytest.param(2, {"fsdp2": {"packing": "off"}, "activation_checkpointing": True}, id="fsdp2-2, padded"),
-    ],
-)
-def test_parts_of_several_adapters_are_computed_together_as_separately(
-    teams: Teams, world: int, settings: dict[str, Any], tmp_path: Path
-) -> None:
-    """Each way is within 1e-6 of exact gradients, so both are within 2e-6 of each other.
-
-    Adapters have different layers and ranks, or one rank and different lengths; there are more micro-batches than one, and ranks
-    without a sequence of some.
-    """
-    adapters = {**CONFIGS, "c": LoraConfig(rank=3, seed=2), "d": LoraConfig(rank=3, alpha=2, seed=3)}
-    batches = {name: make_batch(number) for number, name in enumerate(adapters)}
-    for name, rows in zip(adapters, [(0,), (1, 2), (3,), (4, 0)], strict=True):
-        batches[f"small {name}"] = TokenBatch(tuple(batches[name].sequences[row] for row in rows))
-    rounds = [("", "a", "b", "c", "d"), ("small ", "a", "c", "d"), ("small ", "c", "d"), ("", "b", "d")]
-
-    async def take(way: str, take_round: Callable[..., Coroutine[Any, Any, Any]]) -> dict[str, Any]:
-        found = {}
-        async with opened(teams, world, **settings) as role:
-            for name, config in {**adapters, "wrong": CARRIER, "large": LoraConfig(rank=3)}.items():
-                await role.add_adapter(name, config)
-            for number, (size, *names) in enumerate(rounds):
-                answers = await take_round(role, {name: batches[size + name] for name in names})
-                for name, (answer, step) in zip(names, answers, strict=True):
-                    tensors = await written(role, name, tmp_path / f"{way} {number} {name}")
-                    found[f"{number} {name}"] = (answer, step.grad_norm, tensors)
-        return found
-
-    wanted, found = (run(lambda way=way: take(*way)) for way in (("alone", separately), ("joined", together)))
-    assert found.keys() == wanted.keys()
-    for key, (answer, norm, tensors) in wanted.items():
-        assert found[key][1] == pytest.approx(norm, rel=2e-6)
-        assert found[key][0].metrics == pytest.approx(answer.metrics, rel=1e-5, abs=1e-5)
-        for one, other in zip(answer.outputs, found[key][0].outputs, strict=True):
-            assert torch.allclose(one["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
-        for kind in ("exp_avg", "adapter_model"):
-            pairs = [(tensors[name].double(), found[key][2][name]) for name in tensors if kind in name.split("|")]
-            difference, size = (
-                sum(float(each.square().sum()) for each in tensors)
-                for tensors in ([one - other for one, other in pairs], [one for one, _ in pairs])
-            )
-            assert size > 0
-            assert difference <= (2e-6) ** 2 * size
-
-
-# Moments that are the gradient and its square, and steps that do not make much of what is next to 0.
-GRADIENTS = AdamParams(1e-3, betas=(0.0, 0.9), eps=0.1, max_grad_norm=math.inf)
-
-
-async def separately(role: Role, batches: Mapping[str, TokenBatch]) -> list[tuple[Any, StepResult]]:
-    """A pass and a step of each adapter, one after the other."""
-    return [
-        (await role.forward_backward(batch, sft, None, LOGPROBS, name), await role.optim_step(name, GRADIENTS))
-        for name, batch in batches.items()
-    ]
-
-
-async def together(role: Role, batches: Mapping[str, TokenBatch]) -> list[tuple[Any, Any]]:
-    """As `separately`, in two calls, which have two more parts: one is refused, and one computes with infinite numbers."""
-    unknown = batch_of([Sample((1,), (9999, 3), (-4.0, -4.0), 1.0)] * 4)
-    parts = [BackwardPart(batch, sft, None, LOGPROBS, name) for name, batch in batches.items()]
-    large = make_batch(9)
-    large = large.with_values(WEIGHTS, [torch.full((each.length,), 3e38) for each in large.sequences])
-    wrong = [BackwardPart(unknown, sft, adapter="wrong"), BackwardPart(large, sft, adapter="large")]
-    refused, _, *answers = await role.together([*wrong, *parts])
-    assert isinstance(refused, ProtocolError)
-    assert "9999" in str(refused)
-    wrong_steps = [StepPart("wrong"), StepPart("large", GRADIENTS)]
-    refused, skipped, *stepped = await role.together([*wrong_steps, *(StepPart(name, GRADIENTS) for name in batches)])
-    assert isinstance(skipped, StepResult)
-    assert "gradient norm of 'large' is" in skipped.skipped
-    assert isinstance(refused, ProtocolError)
-    assert "a part of the mini-batch has no gradient" in str(refused)
-    return list(zip(answers, stepped, strict=True))
 
 
 def test_a_mini_batch_that_fails_or_has_no_finite_gradient_leaves_those_of_other_adapters(

@@ -15,11 +15,10 @@ from typing import Any
 import httpx
 import pytest
 import torch
-import transformers
+from float64_reference import ALPHA, VOCAB, reference, sequences
 from safetensors.torch import load_file
 from service_process import SDK, TOKENS, ServiceProcess
 from tiny_models import add_tokenizer, make_qwen3
-from torch.func import functional_call
 from waiting import HANG_S
 
 from weightlane.trainer import (
@@ -44,7 +43,6 @@ from weightlane.trainer.runner.runner import Runner
 
 pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it")
 
-VOCAB, ALPHA = 304, 32.0
 FUZZED = 10_000
 ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_clip_norm": 1.0}
 
@@ -70,16 +68,6 @@ def separate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     settings = {"save_every": 2, "max_loaded": 2, "gap_timeout_s": 2, "join_clients": False}
     with ServiceProcess(model, directory, **settings) as running:
         yield running
-
-
-def sequences(seed: int, count: int = 4) -> list[tuple[list[int], list[float]]]:
-    """Tokens, one more than the model reads, and a weight for each that is predicted."""
-    draws = random.Random(seed)
-    lengths = [draws.randrange(2, 12) for _ in range(count)]
-    return [
-        ([draws.randrange(VOCAB) for _ in range(n + 1)], [draws.choice([0.0, 1.0, 0.5]) for _ in range(n)])
-        for n in lengths
-    ]
 
 
 def data(seed: int, count: int = 4) -> list[Any]:
@@ -118,28 +106,6 @@ def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
 
 def saved(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
     return files_of(service, training.save_state(name, overwrite=True).result(HANG_S).path)
-
-
-def reference(
-    model: Path, adapter: dict[str, torch.Tensor], rank: int, seed: int
-) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
-    """Log-probabilities, loss and gradients by A and B, in float64, from weights to which B A is added."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    matrices = {name: tensor.double().requires_grad_() for name, tensor in adapter.items()}
-    weights = dict(plain.named_parameters())
-    for name, weight in weights.items():
-        a = matrices.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
-        if a is not None:
-            b = matrices[f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"]
-            weights[name] = weight.detach() + ALPHA / rank * b @ a
-    logprobs, loss = [], torch.zeros((), dtype=torch.float64)
-    for tokens, each in sequences(seed):
-        logits = functional_call(plain, weights, (torch.tensor([tokens[:-1]]),), {"use_cache": False}).logits[0]
-        found = torch.log_softmax(logits, -1)[range(len(tokens) - 1), tokens[1:]]
-        logprobs.append(found.detach())
-        loss = loss - (found * torch.tensor(each, dtype=torch.float64)).sum()
-    loss.backward()
-    return logprobs, float(loss.detach()), {name: each.grad for name, each in matrices.items() if each.grad is not None}
 
 
 def test_log_probabilities_and_gradients_are_those_of_float64(service: ServiceProcess, model: Path) -> None:

@@ -62,7 +62,7 @@ class World:
         )
         self.models = {name: Model(name, "s", f"client {name}", LORA, {}, next_seq=1, loaded=True) for name in models}
         self.answered: dict[str, Callable[[], None]] = {}
-        """What a client does when it gets an answer, once."""
+        """Calls to be made when a model has been answered, each once."""
         for model in self.models.values():
             self.lane.add(model)
 
@@ -81,7 +81,7 @@ class World:
             self.lane.put(self.futures.accept(kind, model, seq, found.client, b"{}")[0])
 
     def run(self, until: int, begin: Callable[[], None] = lambda: None) -> list[list[str]]:
-        """What ran until there were so many jobs."""
+        """The jobs that ran until there were so many."""
 
         async def live() -> None:
             lane = asyncio.create_task(self.lane.run())
