@@ -118,10 +118,12 @@ class Service:
 
 
 def saved_tensors(service: Service, training: Any) -> dict[str, torch.Tensor]:
-    """The adapter of a client, or of a path that it saved to, by PEFT's names."""
-    path = (
-        training if isinstance(training, str) else training.save_state("compared", overwrite=True).result(CALL_S).path
-    )
+    """A client's adapter, by PEFT's names."""
+    return tensors_at(service, training.save_state("compared", overwrite=True).result(CALL_S).path)
+
+
+def tensors_at(service: Service, path: str) -> dict[str, torch.Tensor]:
+    """The adapter that a client saved to `path`, by PEFT's names."""
     model, _, name = path.removeprefix("tinker://").split("/")
     (directory,) = (service.files / "checkpoints" / model.replace(":", ".") / "weights").glob(f"{name}~*")
     return load_file(directory / "adapter_model.safetensors")

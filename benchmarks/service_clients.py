@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.cli.bench.report.machine import this_machine
 
 from .command import Report, options_of
-from .service import CALL_S, Service, saved_tensors, with_service
+from .service import CALL_S, Service, tensors_at, with_service
 from .service_overhead import RANK, rows, served_step
 
 CLOSE_ENOUGH = 1e-4
@@ -63,7 +64,7 @@ class Client:
     def weights(self) -> dict[str, torch.Tensor]:
         """Its adapter, by PEFT's names."""
         self.begin(0)
-        return saved_tensors(self._service, self.end())
+        return tensors_at(self._service, self.end())
 
     def close(self) -> None:
         """End the process."""
@@ -90,7 +91,6 @@ def work(url: str, model: str, number: int, batch: int, samples: int) -> None:
             taken += 1
         answer = "taken" if int(line) else training.save_state("compared", overwrite=True).result(CALL_S).path
         print(answer, flush=True)
-    os._exit(0)  # the SDK's threads would go on calling
 
 
 def measure(service: Service, args: Any) -> Report:
@@ -160,7 +160,11 @@ def main() -> None:
         url, model, *numbers = sys.argv[2:]
         sys.path.append(str(Path(sys.prefix) / "tinker"))
         os.environ["TINKER_TELEMETRY"] = "0"
-        work(url, model, *map(int, numbers))
+        try:
+            work(url, model, *map(int, numbers))
+        except Exception:  # noqa: BLE001 - its parent sees that it has ended
+            traceback.print_exc()
+        os._exit(0)  # the SDK's threads would go on calling
     parser = options_of(__doc__, rounds=3)
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8, help="sequences of a step")

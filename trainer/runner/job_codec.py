@@ -44,7 +44,11 @@ _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 
 def encode_job(job: Job[Any]) -> bytes:
-    """Write a job as bytes. Raises `ConfigError` for one with a function, or with settings that JSON cannot represent."""
+    """Write a job as bytes. Raises `ConfigError` for a `Together`, a function, or settings that JSON cannot represent."""
+    if type(job) not in JOBS:
+        raise ConfigError(
+            f"a job {job.kind!r} cannot be written to a file.", part=_PART, hint="Write its parts as jobs."
+        )
     plain: dict[str, Any] = {"kind": job.kind}
     tensors: dict[str, torch.Tensor] = {}
     for field in dataclasses.fields(job):  # type: ignore[arg-type]  # every job is a dataclass

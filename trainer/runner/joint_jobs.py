@@ -48,7 +48,10 @@ class JointJobs:
     async def _run(self, waiting: list[tuple[ForwardBackward | OptimStep, asyncio.Future[Any]]]) -> None:
         jobs = [job for job, _ in waiting]
         try:
-            results = await (self._runner.run(Together(tuple(jobs))) if len(jobs) > 1 else self._alone(jobs[0]))
+            if len(jobs) > 1:
+                results: list[Any] = await self._runner.run(Together(tuple(jobs)))
+            else:
+                results = [await self._runner.run(jobs[0])]
         except Exception as error:  # noqa: BLE001 - each task gets it
             results = [error] * len(jobs)
         for (_, answer), result in zip(waiting, results, strict=True):
@@ -58,6 +61,3 @@ class JointJobs:
                 answer.set_exception(result)
             else:
                 answer.set_result(result)
-
-    async def _alone(self, job: ForwardBackward | OptimStep) -> list[Any]:
-        return [await self._runner.run(job)]

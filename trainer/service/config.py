@@ -39,7 +39,7 @@ class ServiceConfig(BaseModel):
     join_clients: bool = Field(
         True,
         description="Compute requests of several models together where they wait at once. Sums are then rounded in another"
-        " order, so that a model's weights may differ in their last bits from those that it would get alone.",
+        " order, so that a model's weights may differ by rounding from those that it would get alone.",
     )
     join_wait_s: float = Field(
         0.02,

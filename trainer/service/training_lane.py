@@ -53,8 +53,10 @@ Jobs of requests that may be joined are executed by the function that it is give
 class TrainingLane:
     """Takes the requests of each model in the order of their numbers: clients in turns, and the models of each in turns.
 
-    So no client waits longer than one request of every other. A model's state is saved every now and then; requests since then
-    are kept, and run again in the same order after a crash, which gives the same weights.
+    Requests of one kind that may be joined are carried out together. No client waits longer than for one request of every other,
+    and `join_wait_s` after them. A model's state is saved every now and then; requests since then
+    are kept, and run again in the same order after a crash, which gives the same weights, but for
+    rounding where requests are joined.
 
     Args:
         store: Knows models and requests.
@@ -89,7 +91,9 @@ class TrainingLane:
         self._execute, self._ready, self._joins = execute, ready, joins
         self._directory, self._save_every, self._max_queued = directory, save_every, max_queued
         self._max_loaded = max_loaded
-        self._join_wait_s, self._ahead = join_wait_s, False
+        self._join_wait_s = join_wait_s
+        self._ahead = False
+        """Whether steps were carried out last. No further ones go before a pass then, however long it waits."""
         self._models: OrderedDict[str, Model] = OrderedDict()
         """Models that were served longest ago come first."""
         self._served: dict[str, int] = {}
@@ -220,6 +224,7 @@ class TrainingLane:
                     async with asyncio.timeout(wait_s):
                         await self._changed.wait()
                 continue
+            self._ahead = bool(self._joining(models, Joining.AT_ONCE))
             jobs, serving = JointJobs(self._runner, len(models)), []
             for model in models:
                 self._models.move_to_end(model.id)
@@ -309,13 +314,10 @@ class TrainingLane:
             if request is not None and self._ready(request):
                 ready.append(model)
         ready.sort(key=lambda model: self._served.get(model.client, 0))
-        if not ready or not ready[0].loaded or not (kind := self._joins(ready[0].waiting[ready[0].next_seq])):
-            return ready[:1]
-        by_kind = {each: self._joining(ready, each) for each in Joining}
-        if kind is Joining.WITH_LATE and by_kind[Joining.AT_ONCE] and not self._ahead:
-            kind = Joining.AT_ONCE  # the passes after these steps can then join
-        self._ahead = kind is Joining.AT_ONCE
-        return by_kind[kind]
+        steps, passes = (self._joining(ready, kind) for kind in (Joining.AT_ONCE, Joining.WITH_LATE))
+        if ready[:1] == passes[:1]:
+            return steps if steps and not self._ahead else passes  # after these steps, more passes can join
+        return steps if ready[:1] == steps[:1] else ready[:1]
 
     def _joining(self, ready: Sequence[Model], kind: Joining) -> list[Model]:
         """The models whose requests are carried out together if one of this kind is."""

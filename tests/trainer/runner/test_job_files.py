@@ -41,6 +41,7 @@ from weightlane.trainer.runner.jobs import (
     Save,
     SaveAdapter,
     SftStep,
+    Together,
 )
 
 PAIRS = TokenBatch(make_batch(1).sequences[:4], together=2)
@@ -96,11 +97,12 @@ def test_every_kind_of_job_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()] == [tmp_path / "jobs" / "numbering"]
 
 
-def test_a_job_with_a_function_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_with_a_function_or_of_several_jobs_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
     for job, said in (
         (ForwardBackward(make_batch(0), sft), "is a function"),
         (ForwardBackward(make_batch(0), NamedLoss("own", {"function": sft})), "cannot be written as JSON"),
+        (Together((OptimStep("a"), OptimStep("b"))), "Write its parts as jobs"),
     ):
         with pytest.raises(ConfigError, match=said):
             files.submit(job)

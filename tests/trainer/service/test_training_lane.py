@@ -135,6 +135,20 @@ def test_steps_go_before_a_pass_once_however_many_there_are(tmp_path: Path) -> N
     assert named(BACKWARD, "a") in world.run(3)
 
 
+def test_a_pass_is_not_kept_waiting_by_a_client_that_asks_for_steps_again_and_again(tmp_path: Path) -> None:
+    """Its wait for late ones begins anew with each answer; only so many may be given meanwhile."""
+    world = World(tmp_path, "ab", join_wait_s=10 * HANG_S)
+
+    def again() -> None:
+        world.answered[f"b {STEP}"] = again
+        asyncio.get_running_loop().call_later(0.01, world.ask, "b", STEP)
+
+    world.answered = {f"b {STEP}": again}
+    world.ask("b", STEP)
+    world.ask("a", BACKWARD)
+    assert named(BACKWARD, "a") in world.run(4)
+
+
 async def all_of(*tasks: Awaitable[Any]) -> list[Any]:
     async with asyncio.timeout(HANG_S):
         return await asyncio.gather(*tasks, return_exceptions=True)

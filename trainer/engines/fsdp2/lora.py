@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor, Shard
 from ..hf.names import CheckpointRun
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
-from ..lora.maths import copied, summed
 from ..lora.merged import MergedSlice, MergedWeights
 from ..lora.sites import LoraSite
+from ..lora.tensor_parallel import copied, summed
 from .mesh import RankMesh
 from .shards import local_slice
 

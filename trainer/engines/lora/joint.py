@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
@@ -137,21 +138,33 @@ def _stacked(pairs: Sequence[LoraPair], counts: Sequence[int], inputs: torch.Ten
 
     Shorter runs are padded by their own last token, so that no number of one adapter's tokens ever meets another's.
     """
-    flat, longest = inputs.reshape(-1, inputs.shape[-1]), max(counts)
-    padded = min(counts) < longest
+    flat, padded = inputs.reshape(-1, inputs.shape[-1]), min(counts) < max(counts)
+    places, real = _places(tuple(counts), inputs.device)
     if padded:
-        places = torch.arange(longest, device=inputs.device)
-        lengths = torch.tensor(counts, device=inputs.device)
-        first = lengths.cumsum(0) - lengths
-        flat = flat[(first[:, None] + torch.minimum(places, lengths[:, None] - 1)).flatten()]
+        flat = flat[places]
     down, up = (
         torch.stack([pair.matrices[matrix] for pair in pairs]).to(inputs.dtype).transpose(1, 2) for matrix in MATRICES
     )
-    scales = torch.tensor([pair.scale for pair in pairs], dtype=inputs.dtype, device=inputs.device)
-    added = torch.bmm(torch.bmm(flat.view(len(pairs), longest, -1), down) * scales[:, None, None], up).flatten(0, 1)
-    if padded:
-        added = added[(places < lengths[:, None]).flatten().nonzero().squeeze(1)]
-    return added.view(*inputs.shape[:-1], -1)
+    scales = _scales(tuple(pair.scale for pair in pairs), inputs.dtype, inputs.device)
+    added = torch.bmm(torch.bmm(flat.view(len(pairs), max(counts), -1), down) * scales, up).flatten(0, 1)
+    return (added[real] if padded else added).view(*inputs.shape[:-1], -1)
+
+
+@lru_cache(maxsize=16)  # every layer of a pass asks for the same, and on a GPU each answer waits for the device
+def _places(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """For runs of these lengths one after the other: the token at each place when they are padded, and the places that are real.
+
+    int64 [runs * longest] and int64 [tokens].
+    """
+    places, lengths = torch.arange(max(counts), device=device), torch.tensor(counts, device=device)
+    first = lengths.cumsum(0) - lengths
+    tokens = first[:, None] + torch.minimum(places, lengths[:, None] - 1)
+    return tokens.flatten(), (places < lengths[:, None]).flatten().nonzero().squeeze(1)
+
+
+@lru_cache(maxsize=16)
+def _scales(scales: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.tensor(scales, dtype=dtype, device=device)[:, None, None]
 
 
 LayerPair = LoraPair | JointPairs
