@@ -16,6 +16,8 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -49,6 +51,10 @@ def watch_every_thread() -> None:
     import torch.cuda._sanitizer as sanitizer
     from torch.utils._python_dispatch import TorchDispatchMode
 
+    turn = threading.RLock()  # torch's record of streams and events is made for one thread
+    for name, handle in list(vars(sanitizer.EventHandler).items()):
+        if name.startswith("_handle_"):
+            setattr(sanitizer.EventHandler, name, _in_turn(handle, turn))
     sanitizer.enable_cuda_sanitizer()
     known = sanitizer.cuda_sanitizer.dispatch.event_handler
     run = threading.Thread.run
@@ -61,6 +67,14 @@ def watch_every_thread() -> None:
             run(thread)
 
     threading.Thread.run = watched  # type: ignore[method-assign]
+
+
+def _in_turn(handle: Callable[..., Any], turn: AbstractContextManager[Any]) -> Callable[..., Any]:
+    def handled(*arguments: Any, **more: Any) -> Any:
+        with turn:
+            return handle(*arguments, **more)
+
+    return handled
 
 
 class Rollout:

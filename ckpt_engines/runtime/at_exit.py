@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 _log = logging.getLogger(__name__)
@@ -33,8 +34,10 @@ _opened: list[tuple[int, weakref.ref[Closable]]] = []
 
 def close_at_exit(opened: Closable) -> None:
     """Close `opened` when this process ends, before objects that were opened earlier. A forked process does not close it."""
-    _opened[:] = [(process, each) for process, each in _opened if each() is not None]
     _opened.append((os.getpid(), weakref.ref(opened)))
+    for gone in [entry for entry in _opened if entry[1]() is None]:
+        with suppress(ValueError):  # one by one: a new list would lose what another thread appends meanwhile
+            _opened.remove(gone)
 
 
 def start_thread(name: str, target: Callable[..., object], *arguments: object) -> threading.Thread:
@@ -56,5 +59,5 @@ def _close_all() -> None:
         except Exception as trouble:  # noqa: BLE001 - the other objects are to be closed, too
             _log.debug("an object could not be closed at exit: %s", trouble)
     end = time.monotonic() + _PATIENCE_S
-    for thread in list(_threads):
+    for thread in [each for each in threading.enumerate() if each in _threads]:  # a thread may start another meanwhile
         thread.join(max(0.0, end - time.monotonic()))

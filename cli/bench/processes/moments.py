@@ -42,4 +42,4 @@ class Moments:
     def _record(self, version: int, **moments: float) -> None:
         self._recorded.setdefault(version, {}).update(moments)
         for old in sorted(self._recorded)[:-_KEPT_VERSIONS]:
-            del self._recorded[old]
+            self._recorded.pop(old, None)  # another thread may have done so

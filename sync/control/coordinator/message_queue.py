@@ -65,7 +65,7 @@ class MessageQueue:
     def post_all(self, names: Iterable[str], message: Message) -> None:
         """Send a message to those of the participants `names` that have joined."""
         inboxes = self._roster.inboxes
-        self._rendezvous.post_all([inboxes[name] for name in names if name in inboxes], message)
+        self._rendezvous.post_all([inbox for name in names if (inbox := inboxes.get(name)) is not None], message)
 
     def post_to_self(self, message: Message) -> None:
         """Append a message to the coordinator's own inbox. From any thread; nothing happens when the rendezvous is closed."""

@@ -191,7 +191,9 @@ def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_
     loaded: list[torch.Tensor] = []
     run.look = loaded.extend
     asyncio.run(run.coordinator.sync(1))
-    spans = [(start, stop, flags) for start, (stop, flags) in world.registered.items() if start not in before or views]
+    spans = [
+        (start, stop, flags) for start, (stop, flags) in world.registered.copy().items() if start not in before or views
+    ]
     of_them = [
         flags
         for tensor in loaded

@@ -142,10 +142,10 @@ class Event:
         """Pass when everything that was started on `stream` is done."""
         if self.device not in (None, stream.device):
             self.world.violate(WRONG_DEVICE, f"an event of device {self.device} is recorded on {stream.name}")
-        self.device = stream.device
-        self.passed = False
-        operation = stream.put("event", self._pass)
-        self.clock = operation.clock
+        with self.world.changed:  # it can pass as soon as it is put, and who sees that must find its new clock
+            self.device = stream.device
+            self.passed = False
+            self.clock = stream.put("event", self._pass).clock
 
     def _pass(self) -> None:
         self.passed = True

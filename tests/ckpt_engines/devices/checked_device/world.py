@@ -125,10 +125,11 @@ class World:
 
     def forbid(self, stream: Stream) -> None:
         """Nothing but `stream` itself may wait for what is started on it from now on: it is the training's."""
-        self._forbidden[stream.number] = stream.count, stream
+        with self.changed:
+            self._forbidden[stream.number] = stream.count, stream
 
     def started(self, stream: Stream, operation: Operation) -> None:
-        """An operation was started."""
+        """An operation was started; the caller holds `changed`."""
         for number, (count, training) in self._forbidden.items():
             if number != stream.number and operation.clock.get(number, 0) > count:
                 self.violate(TRAINER, f"{operation.what} on {stream.name} waits for {training.name}")
@@ -187,7 +188,9 @@ class World:
 
     def find(self, address: int) -> tuple[Block, int]:
         """The block at an address, and where in it."""
-        for block in self._blocks.values():
+        with self.changed:
+            blocks = list(self._blocks.values())  # the loop below may make garbage go, and with it a block
+        for block in blocks:
             if block.address <= address < block.address + max(1, block.nbytes):
                 return block, address - block.address
         raise AssertionError(f"there is no device memory at {address:#x}")
