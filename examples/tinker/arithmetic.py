@@ -50,12 +50,12 @@ def main() -> None:
 
     def adam(step: int) -> types.AdamParams:
         rate = args.learning_rate * min(1.0, (step + 1) / WARM_UP)
-        return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.98, eps=1e-8)
+        return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip_norm=1.0)
 
     print(f"accuracy before: {accuracy(training, tokenizer, heldout):.3f}", flush=True)
     for step in range(args.supervised):
         batch = [train[(step * 32 + index) % len(train)] for index in range(32)]
-        training.forward_backward([supervised(tokenizer, task) for task in batch], "cross_entropy")
+        training.forward_backward([supervised(tokenizer, task, len(batch)) for task in batch], "cross_entropy")
         training.optim_step(adam(step)).result()
     if args.supervised:
         print(
@@ -80,11 +80,11 @@ def read(path: Path) -> list[Task]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def supervised(tokenizer: Any, task: Task) -> types.Datum:
-    """A task whose answer is to be learnt."""
+def supervised(tokenizer: Any, task: Task, of: int) -> types.Datum:
+    """A task whose answer is to be learnt, one of so many: losses are sums, which weights make means."""
     prompt = tokenizer.encode(task["prompt"])
     answer = [*tokenizer.encode(task["answer"]), tokenizer.eos_token_id]
-    weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
+    weights = [0.0] * (len(prompt) - 1) + [1 / len(answer) / of] * len(answer)
     return datum(prompt, answer, weights=weights)
 
 
@@ -97,7 +97,10 @@ def datum(prompt: list[int], completion: list[int], **inputs: list[float]) -> ty
 
 
 def rollouts(training: Any, tokenizer: Any, batch: list[Task], seed: int) -> tuple[list[types.Datum], float]:
-    """Completions of each task by the weights as they are now, where some are right; and their mean reward."""
+    """Completions of each task by the weights as they are now, where some are right; and their mean reward.
+
+    Losses are sums. Advantages are divided by the number of tokens, so that clipping means what it does in ``weightlane train``.
+    """
     sampler = training.save_weights_and_get_sampling_client(kind="inflight").result()
     asked = [(task, tokenizer.encode(task["prompt"])) for task in batch]
     answers = []
@@ -106,15 +109,16 @@ def rollouts(training: Any, tokenizer: Any, batch: list[Task], seed: int) -> tup
         params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=SAMPLES * (len(batch) * seed + number))
         answers.append(sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params))
     data, total = [], 0.0
-    for (task, prompt), answer in zip(asked, answers, strict=True):
-        sequences = answer.result().sequences
+    sampled = [answer.result().sequences for answer in answers]
+    tokens = sum(len(each.tokens) for sequences in sampled for each in sequences)
+    for (task, prompt), sequences in zip(asked, sampled, strict=True):
         rewards = [float(text_of(tokenizer, each.tokens) == task["answer"]) for each in sequences]
         mean, spread = statistics.mean(rewards), statistics.pstdev(rewards)
         total += mean
         if spread:
             pad = [0.0] * (len(prompt) - 1)
             for each, reward in zip(sequences, rewards, strict=True):
-                advantages = pad + [(reward - mean) / spread] * len(each.tokens)
+                advantages = pad + [(reward - mean) / spread / tokens] * len(each.tokens)
                 data.append(datum(prompt, each.tokens, logprobs=pad + each.logprobs, advantages=advantages))
     return data, total / len(batch)
 
