@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from sessions import descriptors
+from sessions import descriptors, wait_until_closed
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError
@@ -90,7 +90,7 @@ def test_a_delayed_link_carries_every_byte_later_and_leaves_no_thread_and_no_des
                 assert sent.result(HANG_S) >= 2 * 1000 * delay_ms
                 assert received.result(HANG_S) == data
     assert not [each for each in threading.enumerate() if each.name == "weightlane-delayed-link"]
-    assert descriptors() == before
+    wait_until_closed(before)
 
 
 @pytest.mark.usefixtures("limited_links")
@@ -101,7 +101,7 @@ def test_where_there_are_no_tun_devices_a_delayed_link_says_so(
     before = descriptors()
     with pytest.raises(ConfigError, match="tun cannot be opened: No such file"), networks.delayed_link(40.0, 10.0):
         pass
-    assert descriptors() == before
+    wait_until_closed(before)
 
 
 def test_both_codecs_cross_a_limited_link(slow_link: ModuleType, measure: Callable[..., dict[str, Any]]) -> None:

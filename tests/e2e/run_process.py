@@ -41,7 +41,8 @@ class FinishedRun:
     run_dir: Path
     out: str
     samples: dict[str, float]
-    scrape_again: Callable[[], object]
+    scraped_again: Exception | None
+    """How an attempt to see more after its end failed."""
 
 
 class RunProcess:

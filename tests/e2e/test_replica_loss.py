@@ -24,8 +24,8 @@ from pathlib import Path
 SLOW = Path(__file__).with_name("slow")
 
 def paced(completion, task):
-    """Takes up to five seconds while the test wants the run to last."""
-    for _ in range(100):
+    """Takes up to forty seconds while the test wants the run to last."""
+    for _ in range(800):
         if not SLOW.exists():
             break
         time.sleep(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import logging
 import sys
@@ -107,7 +108,8 @@ def test_a_report_names_plugin_hook_and_error_in_the_log_and_in_the_file_of_the_
             hooks.version_committed(version=1, facts={})
     said = "plugin my-plugin was disabled: version_committed raised ValueError: no room"
     assert [str(report) for report in hooks.reports] == [said]
-    assert [record.getMessage() for record in caplog.records] == [said]
+    ours = [record.getMessage() for record in caplog.records if "my-plugin" in record.getMessage()]
+    assert ours == [said]
     assert reported_in(tmp_path / "logs" / "plugins.log") == [said]
     assert "raise ValueError(self.error)" in (tmp_path / "logs" / "plugins.log").read_text(), "with its traceback"
     assert reported_in(tmp_path / "nowhere.log") == []
@@ -186,9 +188,11 @@ def test_a_hook_that_does_not_exist_is_pointed_out_and_the_rest_is_called(caplog
 def test_a_hook_that_nobody_listens_to_calls_nothing() -> None:
     hooks = RunHooks()
     called: list[str] = []
+    gc.disable()  # what garbage calls at its end would be seen, too
     sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
     try:
         hooks.bucket_sent(version=1, index=2, facts={})
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert called == ["bucket_sent", "_call"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from waiting import HANG_S, NEVER_S
+from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
 from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
@@ -136,3 +136,8 @@ def descriptors() -> int:
     for _ in range(2):  # memory that a tensor kept alive is found only once the tensor is gone
         gc.collect()
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def wait_until_closed(before: int) -> None:
+    """Wait until no more file descriptors are open than `before`: links that were closed have threads that end a little later."""
+    wait_until(lambda: descriptors() <= before, "end of what was opened")

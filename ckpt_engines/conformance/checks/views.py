@@ -71,7 +71,7 @@ class ViewChecks(ConformanceBase):
         connection.check_received([doing_both])
         for half in (viewing, doing_both):
             half.call("release", version=1, deadline_s=self.deadline_s)
-        connection.sender.call("reclaim", version=1, deadline_s=self.interrupted_s)
+        connection.sender.call("reclaim", version=1, deadline_s=self.deadline_s)
 
     def test_a_bucket_that_does_not_last_is_not_viewed(self, viewers: ConnectionMaker) -> None:
         """Both halves get an error, because the sender would overwrite the bucket."""

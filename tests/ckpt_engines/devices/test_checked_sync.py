@@ -17,7 +17,7 @@ from checked_device.driver import Driver
 from checked_device.streams import NO_WAIT, TRAINER, names
 from checked_device.tensors import installed
 from checked_device.world import World
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
 from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
@@ -174,8 +174,17 @@ def test_versions_go_from_device_to_device_and_wait_for_what_they_need_and_for_n
         assert run.agree()
         assert report.codec == ("dense" if version == 1 else codec)
     run.close()
-    gc.collect()
-    assert not world.registered, "host memory is still known to the device, and nobody has it any more"
+    wait_until_given_back(world)
+
+
+def wait_until_given_back(world: World) -> None:
+    """Nobody has the host memory any more once the threads of what was closed have ended."""
+
+    def given_back() -> bool:
+        gc.collect()
+        return not world.registered
+
+    wait_until(given_back, "end of the registration of host memory")
 
 
 @pytest.mark.parametrize("views", [True, False], ids=["what is viewed", "what is staged"])
@@ -204,8 +213,7 @@ def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_
     loaded.clear()
     run.close()
     del run
-    gc.collect()
-    assert not world.registered
+    wait_until_given_back(world)
 
 
 def test_a_refused_registration_leaves_no_error_behind_for_the_next_kernel(world: World) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from link_sessions import NBYTES, Sessions, bucket, sender_of
 from links import still_engine
-from sessions import Session, descriptors, never, receive, send, soon
+from sessions import Session, descriptors, never, receive, send, soon, wait_until_closed
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
@@ -215,16 +215,24 @@ def of_this_process() -> tuple[int, set[tuple[str, int]], set[str]]:
     return opened, listening, {each.name for each in threading.enumerate() if "weightlane-watch" in each.name}
 
 
+def has_no_more_than(before: tuple[int, set[tuple[str, int]], set[str]]) -> bool:
+    """Whether this process has nothing open that it did not have. Threads of earlier tests may have ended since."""
+    opened, listening, watching = of_this_process()
+    return opened <= before[0] and listening <= before[1] and watching <= before[2]
+
+
 def test_halves_that_meet_in_a_store_have_no_connection_and_nobody_who_watches(tmp_path: Path) -> None:
     before = of_this_process()
     session = Session(CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")}), "r")
     assert session.topology.senders["s"]["meeting"] == {}
-    assert of_this_process()[1:] == before[1:]
+    _, listening, watching = of_this_process()
+    assert listening <= before[1]
+    assert watching <= before[2]
     assert session.receiver.announced("s")
     session.send(bucket(), []).result()
     receive(session.receiver, bucket())
     session.close()
-    wait_until(lambda: of_this_process() == before, "the end of what the session opened")
+    wait_until(lambda: has_no_more_than(before), "the end of what the session opened")
 
 
 @pytest.mark.parametrize("ends", ["close", "a peer's close", "an error", "a deadline while connecting"])
@@ -246,7 +254,7 @@ def test_no_descriptor_port_or_thread_is_left_however_it_ends(sessions: Sessions
         for each in connecting:
             assert isinstance(each.exception(HANG_S), DeadlineExceededError | PeerLostError)
     session.close()
-    wait_until(lambda: of_this_process() == before, "end of everything that was opened")
+    wait_until(lambda: has_no_more_than(before), "end of everything that was opened")
 
 
 def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
@@ -255,7 +263,7 @@ def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
     for make in (make_sender_link, make_receiver_link):
         with pytest.raises(WeightlaneError, match="nosuch0"):
             make(engine, "s", HOST)
-    assert descriptors() == before
+    wait_until_closed(before)
 
 
 def test_an_engine_gets_a_channel_to_each_peer_if_it_wants_any(sessions: Sessions, socket_dir: Path) -> None:

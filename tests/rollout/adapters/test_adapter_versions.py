@@ -174,7 +174,7 @@ def test_before_the_first_version_requests_are_refused_then_few_bytes_travel_and
                 await worker.rollback(1)
             folder.make(2)
             await coordinator.sync(2)
-            flying = asyncio.create_task(worker.generate("r", PROMPT, 300, greedy=True))
+            flying = asyncio.create_task(worker.generate("r", PROMPT, 900, greedy=True))
             while worker.clock.in_flight == 0 or worker.clock.tokens < 40:
                 assert not flying.done()
                 await asyncio.sleep(0.002)

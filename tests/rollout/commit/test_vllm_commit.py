@@ -71,7 +71,7 @@ def test_keep_spares_caches_in_flight_but_gives_new_requests_none_of_them(setup:
     old = setup.serve(1, "keep")
 
     async def sync_meanwhile() -> tuple[Completion, Completion]:
-        long = asyncio.create_task(setup.worker.generate("long", prompt, 200, greedy=True))
+        long = asyncio.create_task(setup.worker.generate("long", prompt, 600, greedy=True))
         await setup.tokens(40)
         await setup.trainer.sync(setup.models[2])
         new = await setup.worker.generate("new", prompt, 16, greedy=True)

@@ -59,7 +59,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             trainer = OneRankTrainer(models[0])
             await replica.connect(trainer.address, trainer.backend)
             await trainer.connect([replica])
-            flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 400, greedy=True))
+            flying = asyncio.create_task(replica.generate("flying", [1, 2, 3], 500, greedy=True))
             while (await replica.stats()).tokens < 20:
                 assert not flying.done(), flying
                 await asyncio.sleep(0.01)
@@ -73,7 +73,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             with pytest.raises(ConfigError, match="versions are weights"):
                 await replica.announce(2, AdapterConfig(rank=1, alpha=1.0), keep=[1])
             stats = await replica.stats()
-            assert (stats.version, stats.commits, stats.requests, stats.tokens) == (1, 1, 2, 416)
+            assert (stats.version, stats.commits, stats.requests, stats.tokens) == (1, 1, 2, 516)
             await replica.quarantine(StorageError("the disk is full.", part="disk"))
             with pytest.raises(QuarantinedError, match="disk is full"):
                 await replica.generate("refused", [1, 2, 3], 16)

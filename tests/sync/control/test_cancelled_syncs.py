@@ -81,7 +81,7 @@ def test_a_sync_that_is_cancelled_in_its_commit_is_taken_back_where_it_serves_an
         if ends:
             asyncio.get_running_loop().call_soon(held.go_on.set)
         else:
-            monkeypatch.setattr("weightlane.sync.control.coordinator.coordinator._CANCELLED_S", 0.5)
+            monkeypatch.setattr("weightlane.sync.control.coordinator.coordinator._CANCELLED_S", 3.0)
         await cancelled(syncing)
 
     asyncio.run(cancel_in_commit())

@@ -11,6 +11,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.sync import LocalShard, Placement, Publisher, TensorSpec
+from weightlane.sync.send import snapshotter
 from weightlane.sync.version.box import Box
 
 BUCKET_BYTES = 2 << 20
@@ -38,6 +39,7 @@ class TracedTrainer:
     ) -> None:
         import memray
 
+        snapshotter._PATIENCE_S = HANG_S  # receivers that are slow would cost memory
         held = [[(spec, CUTS[cut](spec, other, WORLD)) for spec in SPECS] for other in range(WORLD)]
         self._shards = [
             LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, boxes in held[rank] for box in boxes

@@ -77,7 +77,7 @@ SOON = 0.1
             lambda sending, _: sending.connect(Topology("s", {}, {}), Deadline.after(SOON)),
             "the engine to connect",
         ),
-        (lambda sending, sender: send(sending, sender, 1), "the engine to send version 7"),
+        (lambda sending, sender: send(sending, sender, 1, within_s=2.0), "the engine to send version 7"),
         (lambda sending, sender: send(sending, sender, 5), "the engine to send a bucket"),
         (lambda sending, _: sending.committing(7)(7, Deadline.after(SOON)), "version 7 to be committed"),
         (lambda sending, _: sending.reclaim(7, Deadline.after(SOON)), "version 7 to be given back"),
@@ -123,12 +123,13 @@ def send(
     *,
     stall_s: float = NEVER_S,
     bucket: Callable[[int], torch.Tensor] = zeros,
+    within_s: float = SOON,
 ) -> None:
     manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, checksummed=False)
     assert manifest.bucket_count == buckets
     source = SimpleNamespace(bucket=bucket, packing_buffers=2)
     to = Destination(sender, ["rollout-0/0"])
-    deadline = Deadline.after(SOON)
+    deadline = Deadline.after(within_s)
     sending.send_version(manifest, cast("Any", source), dict.fromkeys(range(buckets), to), deadline, stall_s)
 
 
@@ -139,7 +140,7 @@ def test_what_an_engine_raises_is_raised_also_if_it_is_a_timeout_of_its_own(stuc
     stuck.flush = raises
     sending = pipeline(stuck)
     with closing(sending), pytest.raises(TimeoutError, match="of a library"):
-        send(sending, stuck, 1)
+        send(sending, stuck, 1, within_s=HANG_S)
 
 
 def test_an_address_that_is_never_said_and_a_half_that_never_closes_are_left_behind(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -53,10 +54,11 @@ def pair(engine: Any) -> Iterator[Pair]:
 def test_waiting_for_a_bucket_keeps_no_core_busy(pair: Pair) -> None:
     _, receiver = pair
     receiver.half.post(Bucket(1, 0, torch.empty(10, dtype=torch.uint8)), "trainer")
+    gc.collect()  # not meanwhile
     before = time.process_time()
     with pytest.raises(DeadlineExceededError):
-        receiver.half.flush(Deadline.after(0.5))
-    assert time.process_time() - before < 0.25
+        receiver.half.flush(Deadline.after(2.0))
+    assert time.process_time() - before < 1.0
 
 
 def listening() -> set[tuple[str, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import re
 import threading
@@ -41,6 +42,7 @@ def test_pages_are_there_once_a_segment_is_mapped_and_other_threads_get_on_meanw
 
     monkeypatch.setattr(_memfd._libc, "madvise", madvise)
     threading.Thread(target=other, daemon=True).start()
+    gc.collect()  # other tests may have left mappings
     segment = MemfdSegment(NBYTES)
     segment.data.fill_(7)
     mapped = MemfdMapping(os.dup(segment.descriptor), NBYTES)

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any, Self
 
+from ports import free_port
 from waiting import HANG_S, wait_until
 
 PROGRAM = Path(__file__).with_name("service_program.py")
@@ -33,7 +34,8 @@ class ServiceProcess:
         self._model, self.directory = model, directory
         tokens = directory.with_suffix(".tokens")
         tokens.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
-        self._settings = {"tokens_file": str(tokens), **settings}
+        # Clients come back to the port after a restart, so nobody else may get it meanwhile.
+        self._settings = {"tokens_file": str(tokens), "port": free_port(), **settings}
         self.process: subprocess.Popen[bytes] | None = None
         self.url = ""
         self._clients: list[Any] = []
@@ -47,7 +49,6 @@ class ServiceProcess:
         wait_until(lambda: port_file.is_file() or process.poll() is not None, "the service started", poll_s=0.05)
         assert process.poll() is None, "the service ended while it started"
         self.url = f"http://127.0.0.1:{port_file.read_text()}"
-        self._settings["port"] = int(port_file.read_text())  # clients come back to it after a restart
         return self
 
     def kill(self) -> None:
