@@ -80,11 +80,11 @@ def read(path: Path) -> list[Task]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def supervised(tokenizer: Any, task: Task, of: int) -> types.Datum:
-    """A task whose answer is to be learnt, one of so many: losses are sums, which weights make means."""
+def supervised(tokenizer: Any, task: Task, batch_size: int) -> types.Datum:
+    """A task whose answer is to be learnt. Losses are sums, which its weights make means over a batch."""
     prompt = tokenizer.encode(task["prompt"])
     answer = [*tokenizer.encode(task["answer"]), tokenizer.eos_token_id]
-    weights = [0.0] * (len(prompt) - 1) + [1 / len(answer) / of] * len(answer)
+    weights = [0.0] * (len(prompt) - 1) + [1 / len(answer) / batch_size] * len(answer)
     return datum(prompt, answer, weights=weights)
 
 
