@@ -13,7 +13,7 @@ from .engines.adam_params import AdamParams
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
 from .engines.fsdp2.shards import checkpoint_tensors, local_shards
-from .engines.fsdp2.state import export_model, init_optimizer_state, load_state, save_state
+from .engines.fsdp2.state import export_model, init_optimizer_state, resume, save_state
 from .engines.hf.export import ExportedModel
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.names import CheckpointRun, checkpoint_runs
@@ -47,13 +47,13 @@ __all__ = [
     "export_model",
     "init_optimizer_state",
     "kept_types",
-    "load_state",
     "local_shards",
     "needed_outputs",
     "on_every_rank",
     "on_rank_zero",
     "outputs_by_sequence",
     "require_open",
+    "resume",
     "save_state",
     "share_json",
     "whole_model",

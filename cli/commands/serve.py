@@ -111,7 +111,7 @@ class ServicePreparation:
     model: ModelInfo
     clients: Clients
     layers: Sequence[str]
-    """Names of the layers beside which adapters can be."""
+    """Names of the layers beside which adapters can be; none where models are all weights."""
 
 
 def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
@@ -120,8 +120,8 @@ def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     clients = Clients(config.service)
     model = check_model_dir(find_model(config.model.path))
     training_engine_class(config.trainer.engine).check(config.trainer, model.path)
-    assert config.rollout.adapter is not None
-    layers = tuple(adapted_layers(model.path, config.rollout.adapter))
+    adapter = config.rollout.adapter
+    layers = () if adapter is None else tuple(adapted_layers(model.path, adapter))
     if not config.ray.address:
         check_engine(config)
     return ServicePreparation(config, model, clients, layers)
@@ -146,16 +146,14 @@ async def _start_service(
     base = BaseModel(
         config.service.base_model or config.model.path,
         model.architecture,
-        str(model.path.resolve()),
+        model.path.resolve(),
         model.vocab_size,
         min(replica.max_model_len for replica in replicas),
         model.eos_token_ids,
         {name.rpartition(".")[2]: _part_of(name) for name in ready.layers},
     )
-    directory = config.run.dir.resolve()
-    service = Service(
-        config.service, directory, base, runner, coordinator, replicas, _announced, config.sync.deadline_s
-    )
+    directory, describe = config.run.dir.resolve(), None if config.rollout.adapter is None else _announced
+    service = Service(config.service, directory, base, runner, coordinator, replicas, describe, config.sync.deadline_s)
     life.push_async_callback(service.close)
     return service
 

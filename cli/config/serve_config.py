@@ -34,6 +34,9 @@ def load_serve_config(path: Path, overrides: Sequence[str] = ()) -> ServeConfig:
             hint="Leave them out: clients say which adapters they train, up to service.max_lora_rank.",
         )
     service = config.service
+    if service.trains == "all_weights":
+        check_sections(config)
+        return config
     # Versions of all adapters travel in the tensors of one of the largest rank, beside the layers that have adapters at all.
     lora = LoraConfig(rank=service.max_lora_rank, alpha=service.lora_alpha, publish="adapter")
     adapter = AdapterConfig(rank=lora.rank, alpha=lora.alpha)

@@ -13,7 +13,8 @@ from weightlane.ckpt_engines import StorageError
 _TIMEOUT_S = 5.0
 _MODELS = """
 SELECT models.id, models.client, models.state, models.created, models.used,
-    json_extract(models.about, '$.config.rank') AS rank,
+    CASE json_type(models.about, '$.config') WHEN 'null' THEN 'all weights'
+        ELSE json_extract(models.about, '$.config.rank') END AS rank,
     (SELECT COUNT(*) FROM requests WHERE owner = models.id AND kind = 'optim_step' AND state = 'done') AS steps,
     (SELECT COUNT(*) FROM requests WHERE owner = models.id AND state = 'queued') AS queued,
     (SELECT COUNT(*) FROM checkpoints WHERE model = models.id) AS checkpoints

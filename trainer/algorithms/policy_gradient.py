@@ -36,9 +36,9 @@ class PolicyGradient:
         """See `Trainers.save`."""
         await self._policy.save(directory)
 
-    async def load(self, directory: Path) -> int:
-        """Resume from a state that `save` wrote; the optimizer steps taken."""
-        return await self._policy.load(directory)
+    async def load(self, directory: Path, *, optimizer: bool = True) -> int:
+        """Resume from a state that `save` wrote, or begin anew, as `TrainingEngine.load` does; the optimizer steps taken."""
+        return await self._policy.load(directory, optimizer=optimizer)
 
     async def watch(self) -> NoReturn:
         """See `Trainers.watch`."""

@@ -86,9 +86,10 @@ class Ppo(PolicyGradient):
         """See `Trainers.save`; the critic's state lies beside that of the policy."""
         await asyncio.gather(super().save(directory), self._critic.save(critic_state(directory)))
 
-    async def load(self, directory: Path) -> int:
+    async def load(self, directory: Path, *, optimizer: bool = True) -> int:
         """See `PolicyGradient.load`; the critic resumes, too."""
-        steps, _ = await asyncio.gather(super().load(directory), self._critic.load(critic_state(directory)))
+        critic = self._critic.load(critic_state(directory), optimizer=optimizer)
+        steps, _ = await asyncio.gather(super().load(directory, optimizer=optimizer), critic)
         return steps
 
 

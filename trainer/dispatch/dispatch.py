@@ -157,7 +157,7 @@ class Role:
 
         Args:
             adapter: The adapter that is stepped, as in `forward_backward`.
-            params: How AdamW steps an adapter; None: as the configuration says.
+            params: How AdamW steps; None: as the configuration says.
         """
         calling = self._group.call(self.name, "optim_step", adapter, params)
 
@@ -229,9 +229,9 @@ class Role:
         """Save the full training state."""
         return self._done("save", directory)
 
-    def load(self, directory: Path) -> asyncio.Task[int]:
-        """Resume from a saved state; the steps taken."""
-        return self._steps("load", directory)
+    def load(self, directory: Path, *, optimizer: bool = True) -> asyncio.Task[int]:
+        """Resume from a saved state, or begin anew, as `TrainingEngine.load` does; the steps taken."""
+        return self._steps("load", directory, optimizer)
 
     def export_hf(self, directory: Path, dtype: str) -> asyncio.Task[None]:
         """Write a Hugging Face model directory with weights in `dtype`."""

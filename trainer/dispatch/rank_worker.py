@@ -318,11 +318,11 @@ class RankWorker:
         """Save the full training state. Collective."""
         self._engine(role).save(directory)
 
-    def load(self, role: str, directory: Path) -> int:
-        """Resume from a saved state, once nobody reads the parameters any more. Collective. Returns the steps taken."""
+    def load(self, role: str, directory: Path, optimizer: bool = True) -> int:
+        """Resume from a state or begin anew, once nobody reads the parameters any more. Collective. Returns the steps taken."""
         hosted = self._hosted(role)
         hosted.fence()
-        hosted.engine.load(directory)
+        hosted.engine.load(directory, optimizer=optimizer)
         hosted.begun.clear()
         return hosted.engine.step
 

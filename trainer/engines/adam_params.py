@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
+
 from weightlane.ckpt_engines import ConfigError
 
 from ..config import TrainerConfig
@@ -21,7 +23,7 @@ class AdamParams:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """An adapter's gradient is scaled down to this L2 norm; infinity for a gradient that is taken as it is."""
+    """The gradient is scaled down to this L2 norm; infinity for one that is taken as it is."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that AdamW cannot step with."""
@@ -36,6 +38,17 @@ class AdamParams:
                 part="optimizer step",
                 hint="Rates, eps and weight decay are finite and not negative, betas in [0, 1), max_grad_norm above 0.",
             )
+
+    @classmethod
+    def of(cls, config: TrainerConfig, step: int) -> AdamParams:
+        """As `config` says for the step after `step` steps."""
+        rate, most = learning_rate(config, step), config.max_grad_norm
+        return cls(rate, config.betas, weight_decay=config.weight_decay, max_grad_norm=most)
+
+    def set_in(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an AdamW of torch's, or one with its settings, step like this."""
+        for group in optimizer.param_groups:
+            group.update(lr=self.learning_rate, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:

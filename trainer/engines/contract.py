@@ -209,8 +209,8 @@ class TrainingEngine(ABC):
         engine is then between two steps and refuses everything but `load` and `close`.
 
         With an `adapter`, as in `forward`, its gradients alone are clipped, and it alone changes. `before_change` is then called
-        for the adapter of ``trainer.lora`` only, with the tensors that it is part of. `params` say how AdamW steps an adapter, in
-        the place of the configuration; `ConfigError` where it is the model's own weights that are stepped.
+        for the adapter of ``trainer.lora`` only, with the tensors that it is part of. `params` say how AdamW takes this step, in
+        the place of the configuration.
 
         Returns:
             The global L2 norm of the gradients before clipping.
@@ -359,10 +359,19 @@ class TrainingEngine(ABC):
         """
 
     @abstractmethod
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Resume from what `save` wrote; gradients are cleared. With the same number of ranks, training continues bit for bit.
 
-        The engine must have the adapters of the state, and no others: raises `ConfigError` otherwise.
+        From a Hugging Face directory of the same architecture, training begins anew, at step 0 and with zero moments.
+
+        Args:
+            directory: The state, or the model.
+            optimizer: Whether moments and steps are resumed, too; otherwise training begins anew with the state's weights.
+
+        Raises:
+            ConfigError: There is neither, or it is not this model's; the engine must have the adapters of the state, and no
+                others. Nothing has changed then.
+            StorageError: A file cannot be read. The engine is then good for a further `load` and `close` only.
         """
 
     @abstractmethod

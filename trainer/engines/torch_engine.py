@@ -6,8 +6,8 @@ import gc
 import math
 import random
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from ..config import TrainerConfig
 from ..data.batch import MicroBatch, MiniBatch, TokenBatch
 from ..data.packing import micro_batches
 from ..objectives.loss import ModelOutputs, OutputName
-from .adam_params import AdamParams, learning_rate
 from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
 from .offloading import HostCopies
 from .rank_collectives import join_ranks, leave_ranks, typed_collective_errors
@@ -176,6 +175,18 @@ class TorchEngine(TrainingEngine):
     def _collective(self, waiting_for: str) -> AbstractContextManager[None]:
         return typed_collective_errors(waiting_for, self._part, self.config.collective_timeout_s)
 
+    @contextmanager
+    def _torn_unless_refused(self) -> Iterator[None]:
+        """Around loading: afterwards the state is whole, or as before (`ConfigError`), or to be used only by a further `load`."""
+        try:
+            yield
+        except ConfigError:  # a state that does not fit is refused before anything changes
+            raise
+        except BaseException:
+            self._torn = True
+            raise
+        self._torn = False
+
     def _refuse_torn(self) -> None:
         if self._torn:
             raise WeightlaneError(
@@ -192,19 +203,6 @@ class TorchEngine(TrainingEngine):
                 f"the gradient norm{of} is {norm} at step {step}; no parameter was changed.",
                 part=self._part,
                 hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
-            )
-
-    def _learning_rate(self) -> float:
-        """Learning rate of the next step."""
-        return learning_rate(self.config, self._step)
-
-    def _refuse_params(self, params: AdamParams | None) -> None:
-        """Raise before a step of the model's own weights that was given settings of its own."""
-        if params is not None:
-            raise ConfigError(
-                "a step of the model's own weights was given the settings of an adapter's step.",
-                part=self._part,
-                hint="Leave params out: the trainer's configuration says how they are stepped.",
             )
 
     def _require_gradient(self, begun: MiniBatch | None, step: int) -> None:

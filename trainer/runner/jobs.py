@@ -168,11 +168,13 @@ class Save(Job[None]):
 
 @dataclass(frozen=True, slots=True)
 class Load(Job[int]):
-    """Resume from a state that `Save` wrote. Result: the optimizer steps taken."""
+    """Resume from a state that `Save` wrote, or begin anew from a Hugging Face directory. Result: the optimizer steps taken."""
 
     kind: ClassVar[str] = "load"
 
     directory: Path
+    optimizer: bool = True
+    """Whether moments and steps are resumed, too; otherwise training begins anew with the weights."""
 
 
 @dataclass(frozen=True, slots=True)

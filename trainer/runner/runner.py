@@ -228,7 +228,7 @@ class Runner:
             RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
             SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
             Save: lambda job: algorithm.save(job.directory),
-            Load: lambda job: algorithm.load(job.directory),
+            Load: lambda job: algorithm.load(job.directory, optimizer=job.optimizer),
             Export: lambda job: policy.export_hf(job.directory, job.dtype),
             Publish: lambda job: policy.publish(job.version, job.adapter),
         }

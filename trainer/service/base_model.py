@@ -1,20 +1,21 @@
-"""`BaseModel`: the model that clients train adapters of."""
+"""`BaseModel`: the model that clients train, or train adapters of."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The model that clients train adapters of."""
+    """The model that clients train, or train adapters of."""
 
     name: str
     """Clients ask for it by this."""
     architecture: str
-    tokenizer: str
-    """Where clients can load its tokenizer from: a directory, or a name on the hub."""
+    directory: Path
+    """Hugging Face directory, readable on every trainer rank. Clients are told it as the tokenizer's."""
     vocabulary: int
     max_length: int
     """Most tokens of a sequence."""

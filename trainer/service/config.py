@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,6 +31,11 @@ class ServiceConfig(BaseModel):
     )
     base_model: str = Field(
         "", description="Name by which clients ask for the model; empty: model.path as it is written."
+    )
+    trains: Literal["adapters", "all_weights"] = Field(
+        "adapters",
+        description="What models are: low-rank adapters of the base model, many at once, or all its weights, of which trainer"
+        " ranks and replicas have one set at a time. With all_weights, a client's lora_config has no effect.",
     )
     max_lora_rank: int = Field(
         64, ge=1, le=MAX_LORA_RANK, description="Largest rank of an adapter; each published version has this many rows."

@@ -1,16 +1,16 @@
-"""`Publications`: which adapters the replicas have, and under which versions."""
+"""`Publications`: which weights the replicas have, and under which versions."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
-from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, WeightlaneError
+from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError
 from weightlane.sync import SyncReport
 
 from ..config import LoraConfig
@@ -18,6 +18,8 @@ from ..runner.jobs import Publish
 from ..runner.runner import Runner
 
 _PART = "service publications"
+_DRAIN_S = 600.0
+"""Most seconds that a version of all weights waits for requests that compute with another one."""
 
 
 class AdapterReplica(Protocol):
@@ -55,17 +57,22 @@ class Begun:
     key: str
 
 
-class Publications:
-    """Brings adapters from the trainer ranks to all replicas, one at a time, and knows the version of each.
+BASE = ""
+"""The key of the base model as it is."""
 
-    A key stands for what is published: a checkpoint's path, a sampler's id, or a model whose newest weights are meant.
+
+class Publications:
+    """Brings weights from the trainer ranks to all replicas, one version at a time, and knows the version of each.
+
+    A key stands for what is published: a checkpoint's path, a model whose newest weights are meant, or `BASE`. Replicas keep
+    versions of many adapters, and one of all weights: the next one of another key waits until no request computes with it.
 
     Args:
         runner: Runs jobs on the trainer ranks.
         syncer: Carries versions.
-        replicas: Where they go.
-        describe: Makes of an adapter's configuration what replicas are told.
-        most: Most keys whose versions replicas keep; those that were used longest ago go, and come back when they are used.
+        replicas: Where they go. They have the base model.
+        describe: Makes of an adapter's configuration what replicas are told; None where versions are all weights.
+        most: Most keys whose adapters replicas keep; those that were used longest ago go, and come back when they are used.
         timeout_s: Most seconds that a publication waits for the one before.
     """
 
@@ -74,17 +81,20 @@ class Publications:
         runner: Runner,
         syncer: Syncer,
         replicas: Sequence[AdapterReplica],
-        describe: Callable[[LoraConfig], Any],
+        describe: Callable[[LoraConfig], Any] | None,
         most: int,
         timeout_s: float,
     ) -> None:
         self._runner, self._syncer = runner, syncer
         self._replicas = {replica.name: replica for replica in replicas}
         self._describe, self._most, self._timeout_s = describe, most, timeout_s
-        self._versions: OrderedDict[str, int] = OrderedDict()
+        self._versions: OrderedDict[str, int] = OrderedDict({BASE: 0} if describe is None else {})
         """Versions by key; those that were used longest ago come first."""
-        self._held: Counter[int] = Counter()
-        """Requests that compute with each version, or are about to."""
+        self._held: Counter[tuple[str, int]] = Counter()
+        """Requests that compute with each key's version, or are about to."""
+        self._awaited: dict[str, list[asyncio.Future[int]]] = {}
+        """Requests that wait for the version of a key, and hold it as soon as it is there."""
+        self._released = asyncio.Event()
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()
 
@@ -98,14 +108,8 @@ class Publications:
         """The version of each key that is loaded."""
         return dict(self._versions)
 
-    def version_of(self, key: str) -> int | None:
-        """The version under which replicas have `key`; None if they don't have it."""
-        if key in self._versions:
-            self._versions.move_to_end(key)
-        return self._versions.get(key)
-
-    async def begin(self, key: str, adapter: str, config: LoraConfig) -> Begun:
-        """Publish an adapter of the trainer ranks, as it is now; `finish` must follow.
+    async def begin(self, key: str, adapter: str | None, config: LoraConfig | None) -> Begun:
+        """Publish an adapter of the trainer ranks, or all weights, as they are now; `finish` must follow.
 
         Raises:
             DeadlineExceededError: The publication before is still under way.
@@ -118,11 +122,13 @@ class Publications:
                 f"the version before was not in service after {self._timeout_s:.0f} s.", part=_PART
             ) from cause
         try:
-            while len(self._versions) >= self._most:
-                self._versions.popitem(last=False)
-            version, described = next(self._numbers), self._describe(config)
-            keep = sorted({*self._versions.values(), *self._held})
-            await asyncio.gather(*(each.announce(version, described, keep) for each in self._replicas.values()))
+            version = next(self._numbers)
+            if self._describe is not None and config is not None:
+                while len(self._versions) >= self._most:
+                    self._versions.popitem(last=False)
+                described = self._describe(config)
+                keep = sorted({*self._versions.values(), *(held for _, held in self._held)})
+                await asyncio.gather(*(each.announce(version, described, keep) for each in self._replicas.values()))
             await self._runner.run(Publish(version, adapter))
         except BaseException:
             self._turn.release()
@@ -130,11 +136,21 @@ class Publications:
         return Begun(version, key)
 
     async def finish(self, begun: Begun) -> SyncReport:
-        """Wait until the replicas have a version; from then on it is that of its key."""
+        """Wait until the replicas have a version; from then on it is that of its key.
+
+        Raises:
+            DeadlineExceededError: Requests that compute with other weights did not end.
+        """
         try:
+            if self._describe is None:
+                await self._without_others(begun.key)
             report = await self._syncer.sync(begun.version)
             self._versions[begun.key] = begun.version
             self._versions.move_to_end(begun.key)
+            for waiting in self._awaited.pop(begun.key, []):
+                if not waiting.done():
+                    self._held[begun.key, begun.version] += 1
+                    waiting.set_result(begun.version)
             return report
         finally:
             self._turn.release()
@@ -144,18 +160,59 @@ class Publications:
         self._replicas.pop(replica, None)
         self._syncer.participant_lost(error, replica)
 
-    @contextmanager
-    def hold(self, key: str) -> Iterator[int]:
-        """The version of `key`, which replicas keep inside the block. Raises `ConfigError` if they don't have it."""
-        version = self.version_of(key)
-        if version is None:
-            raise ConfigError(
-                f"the replicas don't have {key}.", part=_PART, hint="Save the weights for sampling first."
-            )
-        self._held[version] += 1
+    @asynccontextmanager
+    async def hold(self, key: str, load: Callable[[], Awaitable[None]]) -> AsyncIterator[int | None]:
+        """Have the weights of `key` on the replicas inside the block.
+
+        Requests name them by what it yields: the version of an adapter, 0 for the base model, or None where versions are all
+        weights. Where replicas don't have them, `load` begins and finishes a publication of `key`, or waits for one; it is
+        called again if that came too early for this request.
+        """
+        if self._describe is not None and key == BASE:
+            yield 0
+            return
+        version = await self._taken(key, load)
         try:
-            yield version
+            yield None if self._describe is None else version
         finally:
-            self._held[version] -= 1
-            if not self._held[version]:
-                del self._held[version]
+            self._release(key, version)
+
+    async def _taken(self, key: str, load: Callable[[], Awaitable[None]]) -> int:
+        """The version of `key`, which this request holds from now on."""
+        if key in self._versions:
+            self._versions.move_to_end(key)
+            self._held[key, self._versions[key]] += 1
+            return self._versions[key]
+        arriving: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._awaited.setdefault(key, []).append(arriving)
+        try:
+            while not arriving.done():
+                await load()
+        except BaseException:
+            if arriving.done():
+                self._release(key, arriving.result())
+            arriving.cancel()
+            raise
+        return arriving.result()
+
+    def _release(self, key: str, version: int) -> None:
+        self._held[key, version] -= 1
+        if not self._held[key, version]:
+            del self._held[key, version]
+        self._released.set()
+
+    async def _without_others(self, key: str) -> None:
+        """Let further requests for other keys wait, and wait for those that compute."""
+        for other in [each for each in self._versions if each != key]:
+            del self._versions[other]
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                while any(held != key for held, _ in self._held):
+                    self._released.clear()
+                    await self._released.wait()
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"sampling requests with other weights did not end within {_DRAIN_S:.0f} s.",
+                part=_PART,
+                hint="Replicas have one version of all weights at a time: sample from the newest, or ask for fewer tokens.",
+            ) from cause

@@ -7,14 +7,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 
 from .errors import UnknownError
-from .publications import AdapterReplica, Publications
+from .publications import BASE, AdapterReplica, Publications
 from .records.checkpoints import Checkpoints
 from .records.futures import PROTOBUF, Futures
 from .records.store import Store, StoredRequest
@@ -44,10 +43,10 @@ class Sampler:
 
     @property
     def key(self) -> str:
-        """The weights that it samples from, as `Publications` knows them; empty for the base model."""
+        """The weights that it samples from, as `Publications` knows them."""
         if self.checkpoint is not None:
             return self.checkpoint
-        return inflight_key(self.model) if self.model is not None else ""
+        return inflight_key(self.model) if self.model is not None else BASE
 
 
 def inflight_key(model: str) -> str:
@@ -179,8 +178,9 @@ class Samplers:
         try:
             asked = parsed(SampleRequest, stored.payload)
             sampler = self.get(stored.owner, stored.client)
-            await self._have(sampler)
-            with self._publications.hold(sampler.key) if sampler.key else nullcontext(0) as version:
+            if sampler.checkpoint is not None:
+                self._checkpoints.used(sampler.checkpoint, self._snapshot_kept_s)
+            async with self._publications.hold(sampler.key, lambda: self._loaded(sampler)) as version:
                 answer = await self._sample(stored.id, asked, version)
         except asyncio.CancelledError:
             raise  # it stays queued
@@ -194,19 +194,16 @@ class Samplers:
         else:
             self._futures.finish(stored.id, answer, PROTOBUF)
 
-    async def _have(self, sampler: Sampler) -> None:
-        """Let the replicas have the weights of `sampler`."""
+    async def _loaded(self, sampler: Sampler) -> None:
+        """Bring the weights of `sampler` to the replicas, once for all requests that wait for them."""
         key = sampler.key
-        if sampler.checkpoint is not None:
-            self._checkpoints.used(sampler.checkpoint, self._snapshot_kept_s)
-        if not key or self._publications.version_of(key) is not None:
-            return
         if key not in self._loading:
             self._loading[key] = task = asyncio.get_running_loop().create_task(self._load(sampler))
             task.add_done_callback(lambda _: self._loading.pop(key, None))
         await asyncio.shield(self._loading[key])
+        await asyncio.sleep(0)  # and let it be forgotten
 
-    async def _sample(self, request: str, asked: SampleRequest, version: int) -> bytes:
+    async def _sample(self, request: str, asked: SampleRequest, version: int | None) -> bytes:
         prompt, params = asked.prompt.tokens, asked.sampling_params
         room = self._max_model_len - len(prompt)
         if room < 1:

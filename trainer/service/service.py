@@ -13,11 +13,11 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
 
 from ..config import LoraConfig
+from ..runner.model_jobs import ModelJobs
 from ..runner.runner import Runner
 from .base_model import BaseModel
 from .config import ServiceConfig
 from .errors import BusyError, UnknownError
-from .operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
 from .publications import AdapterReplica, Publications, Syncer
 from .records.checkpoints import Checkpoints
 from .records.futures import Futures
@@ -25,7 +25,8 @@ from .records.models import Model
 from .records.sessions import Sessions
 from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
-from .training_lane import TrainingLane
+from .training.operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
+from .training.training_lane import TrainingLane
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
 from .wire.requests import CreateModelRequest, LoadWeightsRequest
@@ -46,7 +47,7 @@ class Service:
         runner: Runs jobs on the trainer ranks.
         syncer: Carries versions.
         replicas: Sample.
-        describe: Makes of an adapter's configuration what replicas are told.
+        describe: Makes of an adapter's configuration what replicas are told; None where ``service.trains`` is ``all_weights``.
         sync_timeout_s: Most seconds that a version may take to be in service.
     """
 
@@ -58,7 +59,7 @@ class Service:
         runner: Runner,
         syncer: Syncer,
         replicas: Sequence[AdapterReplica],
-        describe: Callable[[LoraConfig], Any],
+        describe: Callable[[LoraConfig], Any] | None,
         sync_timeout_s: float,
     ) -> None:
         self.config, self.base = config, base
@@ -70,21 +71,32 @@ class Service:
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
         self.publications = Publications(runner, syncer, replicas, describe, config.max_versions, sync_timeout_s)
         self.limits = WireLimits(body_bytes=config.max_body_bytes)
+        self.trains_weights, jobs = describe is None, ModelJobs(runner, base.directory)
         self._operations = Operations(
-            self.futures, runner, self.checkpoints, self.publications, base, self.limits, config.snapshot_kept_s
+            self.futures,
+            runner,
+            jobs,
+            self.checkpoints,
+            self.publications,
+            base,
+            self.limits,
+            config.snapshot_kept_s,
+            trains_weights=self.trains_weights,
         )
         self.lane = TrainingLane(
             self.store,
             self.futures,
             runner,
+            jobs,
             self._operations.execute,
             self._operations.ready,
             self._operations.joins if config.join_clients else lambda _: None,
             directory / "models",
             save_every=config.save_every,
             max_queued=config.max_queued,
-            max_loaded=config.max_loaded,
+            max_loaded=1 if self.trains_weights else config.max_loaded,
             join_wait_s=config.join_wait_s,
+            trains_weights=self.trains_weights,
         )
         self.samplers = Samplers(
             self.store,
@@ -142,24 +154,25 @@ class Service:
         self.store.close()
 
     def create_model(self, client: str, asked: CreateModelRequest, payload: bytes) -> StoredRequest:
-        """Begin to make a model: an adapter of the base model."""
+        """Begin to make a model: an adapter of the base model, or all its weights."""
         self.sessions.require(asked.session_id, client)
         self._check_base(asked.base_model)
-        lora = asked.lora_config
-        if lora is None:
-            raise ConfigError(
-                "training of all weights is not offered: every model is an adapter.",
-                part=_PART,
-                hint="Pass a lora_config: create_lora_training_client does.",
-            )
-        if lora.rank > self.config.max_lora_rank:
-            raise ConfigError(
-                f"rank {lora.rank} is above {self.config.max_lora_rank}, the largest here.",
-                part=_PART,
-                hint="Ask for less, or raise service.max_lora_rank.",
-            )
-        train = {"attention": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-        config = self._lora_config(lora.rank, train, lora.seed)
+        lora, config, train = asked.lora_config, None, dict.fromkeys(("attention", "mlp", "unembed"), True)
+        if not self.trains_weights:
+            if lora is None:
+                raise ConfigError(
+                    "training of all weights is not offered here: every model is an adapter.",
+                    part=_PART,
+                    hint="Pass a lora_config, as create_lora_training_client does, or set service.trains to all_weights.",
+                )
+            if lora.rank > self.config.max_lora_rank:
+                raise ConfigError(
+                    f"rank {lora.rank} is above {self.config.max_lora_rank}, the largest here.",
+                    part=_PART,
+                    hint="Ask for less, or raise service.max_lora_rank.",
+                )
+            train = {"attention": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
+            config = self._lora_config(lora.rank, train, lora.seed)
         about = {"base_model": self.base.name, "train": train, "user_metadata": asked.user_metadata or {}}
         model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id, client, config, about)
         return self._made(model, CREATE, payload)
@@ -171,10 +184,10 @@ class Service:
         if asked.base_model:
             self._check_base(asked.base_model)
         found = self.checkpoints.get(asked.path, client)
+        self._operations.check_kind(found)
         about = {key: found.about.get(key, {}) for key in ("base_model", "train")}
         about["user_metadata"] = asked.user_metadata or {}
-        config = LoraConfig.model_validate(found.about["config"])
-        model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id, client, config, about)
+        model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id, client, found.config, about)
         return self._made(model, LOAD, payload)
 
     def train(self, client: str, kind: str, model: str, seq: int, payload: bytes) -> StoredRequest:
@@ -302,7 +315,7 @@ class Service:
             ended |= {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
             for model in [each for each in self.lane.models.values() if each.session in ended]:
                 with suppress(WorkerDiedError):  # the lane raises it, too
-                    await self.lane.errand(lambda model=model: self.lane.remove(model))  # type: ignore[misc]
+                    await self.lane.errands.wait_for(lambda model=model: self.lane.remove(model), lambda: True)  # type: ignore[misc]
             self.lane.give_up_gaps(self.config.gap_timeout_s)
             self.futures.forget(self.config.answer_kept_s)
             self.checkpoints.drop_expired()

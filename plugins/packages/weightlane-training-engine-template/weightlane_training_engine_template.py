@@ -27,9 +27,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._runs = toolkit.checkpoint_runs(model, self._tensors)
         self._kept = toolkit.kept_types(model_dir, (run.name for run in self._runs))
         self._trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-        self._optimizer = torch.optim.AdamW(
-            self._trained.values(), betas=self.config.betas, weight_decay=self.config.weight_decay
-        )
+        self._optimizer = torch.optim.AdamW(self._trained.values())
         toolkit.init_optimizer_state(self._optimizer)
         self._model = model
         self._vocabulary = self._model.config.vocab_size
@@ -89,22 +87,21 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
     ) -> float:
         """See `TrainingEngine.optim_step`. Everything is stepped at once."""
         self._open(adapter)
-        self._refuse_params(params)
         self._require_here(*toolkit.STATE_PARTS)
         self._require_gradient(self._mini_batch, self._step)
         parameters = self._trained.values()
+        params = params or toolkit.AdamParams.of(self.config, self._step)
         with self._collective("the gradients of the other ranks"):
             for parameter in parameters:
                 dist.all_reduce(parameter.grad)
-            norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
+            norm = float(torch.nn.utils.clip_grad_norm_(parameters, params.max_grad_norm))
         self._refuse_not_finite(norm, self._step, self._clear_gradients)
         try:
             before_change([run.name for run in self._runs if run.source in self._trained])
         except BaseException:
             self._clear_gradients()  # they were added up already, and nothing may be added to that
             raise
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+        params.set_in(self._optimizer)
         self._optimizer.step()
         self._clear_gradients()
         self._step += 1
@@ -122,12 +119,13 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
             state = self._tensors, self._optimizer_state(), self._step
             toolkit.save_state(directory, *state, self.rank, self._device, write_beside=lambda _: None)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """See `TrainingEngine.load`."""
-        self._open()
+        toolkit.require_open(self._model is not None, self._part)
         self._require_here("parameters", "optimizer")
-        with self._collective("the trainer ranks to load"):
-            self._step = toolkit.load_state(directory, self._tensors, self._optimizer_state(), self.rank, self._device)
+        with self._collective("the trainer ranks to load"), self._torn_unless_refused():
+            model = self.config.head, self._runs, self._tensors, self._optimizer_state()
+            self._step = toolkit.resume(directory, *model, self.rank, self._device, optimizer=optimizer)
         self._clear_gradients()
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -148,6 +146,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         if adapter:
             raise self._without_adapters(adapter)
         toolkit.require_open(self._model is not None, self._part)
+        self._refuse_torn()
         return self._model
 
     def _outputs(self, micro: toolkit.MicroBatch, top_k: int = 0) -> toolkit.ModelOutputs:

@@ -249,8 +249,8 @@ class PublishesHalf(TemplateTrainingEngine):
 class MovesOnLoading(TemplateTrainingEngine):
     """Loaded weights are new tensors."""
 
-    def load(self, directory: Path) -> None:
-        super().load(directory)
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        super().load(directory, optimizer=optimizer)
         for parameter in self._trained.values():
             parameter.data = parameter.data.clone()
         self._tensors = toolkit.checkpoint_tensors(self._model)
@@ -272,9 +272,9 @@ class OutlinesForOneRank(TemplateTrainingEngine):
 class KeepsItsMoments(TemplateTrainingEngine):
     """A state is loaded without the optimizer's part of it."""
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         moments = {name: {key: value.clone() for key, value in each.items()} for name, each in self._moments()}
-        super().load(directory)
+        super().load(directory, optimizer=optimizer)
         for name, state in self._moments():
             for key, value in state.items():
                 value.copy_(moments[name][key])
@@ -283,12 +283,27 @@ class KeepsItsMoments(TemplateTrainingEngine):
         return list(self._optimizer_state().items())
 
 
+class ResumesWhatIsToBeginAnew(TemplateTrainingEngine):
+    """The optimizer's part of a state is loaded whether it is wanted or not."""
+
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        del optimizer
+        super().load(directory)
+
+
+class StepsAsConfigured(TemplateTrainingEngine):
+    """Settings that come with a step do not count."""
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
+        return super().optim_step(before_change)
+
+
 class DropsTheRandomState(TemplateTrainingEngine):
     """A random number after loading depends on those before."""
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         state = torch.get_rng_state()
-        super().load(directory)
+        super().load(directory, optimizer=optimizer)
         torch.set_rng_state(state)
 
 
@@ -301,8 +316,8 @@ class ForgetsMomentsOfOtherRanks(TemplateTrainingEngine):
             (directory / "ranks.txt").write_text(str(self.world))
         dist.barrier()
 
-    def load(self, directory: Path) -> None:
-        super().load(directory)
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        super().load(directory, optimizer=optimizer)
         if int((directory / "ranks.txt").read_text()) != self.world:
             for state in self._optimizer_state().values():
                 state["exp_avg"].zero_()
@@ -320,9 +335,9 @@ class WritesIntoWhatIsThere(TemplateTrainingEngine):
 class LoadsNothing(TemplateTrainingEngine):
     """A directory without a state is as good as the state that there is."""
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         if directory.is_dir():
-            super().load(directory)
+            super().load(directory, optimizer=optimizer)
 
 
 class ExportsWhatItHas(TemplateTrainingEngine):

@@ -69,6 +69,8 @@ DEFECTS: dict[str, tuple[str, str]] = {
     "MovesOnLoading": ("shards_never_move[as set]", "they moved in load"),
     "OutlinesForOneRank": ("placements_are_known_before_ranks_run[as set-qwen3]", "the placement of rank 1"),
     "KeepsItsMoments": ("a_saved_run_continues_bit_for_bit[as set]", "the gradient norms .* in the same engine"),
+    "ResumesWhatIsToBeginAnew": ("training_begins_anew_with_weights[as set]", "step 0 with the weights in state"),
+    "StepsAsConfigured": ("a_step_may_have_settings_of_its_own[as set]", "two steps with settings of their own .* off"),
     "ForgetsMomentsOfOtherRanks": (
         "another_number_of_ranks_continues_a_saved_run[as set]",
         "the change by two steps of 2 ranks and one of 1 within .* off",

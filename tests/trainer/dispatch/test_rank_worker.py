@@ -109,7 +109,8 @@ def test_parameters_are_moved_and_a_state_is_loaded_only_once_the_publisher_has_
         def onload(self, parts: Collection[str]) -> None:
             done.append(("onload", sorted(parts)))
 
-        def load(self, _: str) -> None:
+        def load(self, _: str, *, optimizer: bool) -> None:
+            assert optimizer
             done.append("load")
 
     worker = hosting(Engine(), Publisher(done))

@@ -13,12 +13,12 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, StorageError, WeightlaneError
 from weightlane.trainer.config import LoraConfig
-from weightlane.trainer.service.operations import SAVE_FOR_SAMPLER, STEP, Operations
 from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training_lane import TrainingLane
+from weightlane.trainer.service.training.operations import SAVE_FOR_SAMPLER, STEP, Operations
+from weightlane.trainer.service.training.training_lane import TrainingLane
 from weightlane.trainer.service.wire.bodies import WireLimits
 
 RESET = PeerLostError("the connection was reset.", part="gloo")
@@ -35,6 +35,7 @@ class World:
             self.store,
             self.futures,
             cast("Any", None),
+            cast("Any", None),
             self.fail,
             lambda _: True,
             lambda _: None,
@@ -43,13 +44,13 @@ class World:
             max_queued=8,
             max_loaded=8,
             join_wait_s=0.0,
+            trains_weights=False,
         )
         publications = SimpleNamespace(begin=self.begin, finish=self.fail, busy=False)
         limits = WireLimits()
         any_part = cast("Any", None)
-        self.operations = Operations(
-            self.futures, any_part, any_part, cast("Any", publications), any_part, limits, 60.0
-        )
+        parts = any_part, any_part, any_part, cast("Any", publications), any_part
+        self.operations = Operations(self.futures, *parts, limits, 60.0, trains_weights=False)
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
         self.operations.lane = self.lane
         self.model = Model("s:train:0", "s", "client", LORA, {}, next_seq=1, loaded=True)

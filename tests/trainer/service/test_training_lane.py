@@ -14,11 +14,11 @@ from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.runner.jobs import Job, OptimStep, Together
 from weightlane.trainer.runner.joint_jobs import JointJobs, RunJob
-from weightlane.trainer.service.operations import BACKWARD, SAVE, STEP, Operations
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training_lane import TrainingLane
+from weightlane.trainer.service.training.operations import BACKWARD, SAVE, STEP, Operations
+from weightlane.trainer.service.training.training_lane import TrainingLane
 
 LORA = LoraConfig(rank=2, publish="adapter")
 
@@ -46,11 +46,13 @@ class World:
         self.store, self.jobs = Store(directory / "store.sqlite"), Jobs()
         self.futures = Futures(self.store)
         any_part = cast("Any", None)
-        operations = Operations(self.futures, any_part, any_part, any_part, any_part, any_part, 60.0)
+        parts = (any_part,) * 6
+        operations = Operations(self.futures, *parts, 60.0, trains_weights=False)
         self.lane = TrainingLane(
             self.store,
             self.futures,
             cast("Any", self.jobs),
+            any_part,
             self.execute,
             lambda _: True,
             operations.joins,
@@ -59,6 +61,7 @@ class World:
             max_queued=100,
             max_loaded=8,
             join_wait_s=join_wait_s,
+            trains_weights=False,
         )
         self.models = {name: Model(name, "s", f"client {name}", LORA, {}, next_seq=1, loaded=True) for name in models}
         self.answered: dict[str, Callable[[], None]] = {}

@@ -47,6 +47,25 @@ class StateChecks(TrainingConformanceBase):
             assert again == norms, f"expected the gradient norms {norms} in {where}, they are {again}"
             expect_equal(team.tensors(), trained, f"the weights two steps later in {where}")
 
+    def test_training_begins_anew_with_weights(self, team: Team, first_model: Path, tmp_path: Path) -> None:
+        """With those of an exported model, or of a state without its optimizer, as a new engine does with the exported ones."""
+        state, exported = tmp_path / "state", tmp_path / "exported"
+        team.setup(first_model, **SMOOTH)
+        team.step(BatchSpec(0))
+        team.all("save", directory=str(state))
+        team.all("export_hf", directory=str(exported))
+        weights = team.tensors()
+        team.setup(exported, **SMOOTH)
+        norm, trained = team.step(BatchSpec(1)), team.tensors()
+        for source, optimizer in ((exported, True), (state, False)):
+            team.forward_backward(BatchSpec(5, rows=3))
+            team.all("load", directory=str(source), optimizer=optimizer)
+            expect_equal(team.tensors(), weights, f"the weights in {source.name}")
+            assert team.all("steps") == [0] * len(team.ranks), f"expected step 0 with the weights in {source.name}"
+            again = team.step(BatchSpec(1))
+            assert again == norm, f"expected the gradient norm {norm} with the weights in {source.name}, it is {again}"
+            expect_equal(team.tensors(), trained, f"the weights a step after those in {source.name}")
+
     def test_another_number_of_ranks_continues_a_saved_run(
         self, team: Team, teams: TeamMaker, first_model: Path, tmp_path: Path
     ) -> None:

@@ -54,6 +54,19 @@ class StepChecks(TrainingConformanceBase):
         assert counts == [3] * len(counts), f"expected every rank to have taken 3 steps, they say {counts}"
         expect_outputs(team.forward(specs[0]), specs[0], reference, STEP_LIMIT)
 
+    def test_a_step_may_have_settings_of_its_own(self, team: Team, first_model: Path) -> None:
+        """They count instead of those of the configuration, all of them."""
+        reference, specs = Reference(first_model), [BatchSpec(seed) for seed in range(2)]
+        params = {
+            name: value for name, value in SMOOTH.items() if name not in ("lr_warmup_steps", "micro_batch_tokens")
+        }
+        team.setup(first_model, learning_rate=1.0, lr_warmup_steps=9, betas=(0.1, 0.2), micro_batch_tokens=20)
+        for spec in specs:
+            team.step(spec, params)
+        reference.train(specs, {**params, "lr_warmup_steps": 0})
+        what = "the change by two steps with settings of their own"
+        expect_same_change(team.tensors(), reference.tensors(), checkpoint(first_model), STEP_LIMIT, what)
+
     def test_the_fence_is_told_of_each_tensor_once_before_it_changes(self, team: Team, first_model: Path) -> None:
         """It is told of those that change and no others, in the order of the shards, in the same calls on every rank."""
         team.setup(first_model, **SMOOTH)

@@ -27,6 +27,7 @@ from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import Placement, dtype_of
 
 from ...config import TrainerConfig
+from ...engines.adam_params import AdamParams
 from ...engines.contract import SequenceOutputs, StatePart, TrainingEngine
 from ...objectives.loss import OutputName
 from ..batches import BatchSpec, LossSpec
@@ -105,9 +106,9 @@ class RankProcess:
         rows = _write_outputs([result.outputs for result in results], file) if file else []
         return {"metrics": [dict(result.metrics) for result in results], "rows": rows}
 
-    def optim_step(self, fail_at: int = -1) -> dict[str, Any]:
+    def optim_step(self, fail_at: int = -1, params: dict[str, Any] | None = None) -> dict[str, Any]:
         """Step, and note at every call of the fence what it names and what has changed by then. Call `fail_at` raises."""
-        return noted_step(self.engine, fail_at)
+        return noted_step(self.engine, fail_at, None if params is None else AdamParams(**params))
 
     def zero_grad(self) -> None:
         """Drop the gradients of a mini-batch that was begun."""
@@ -142,9 +143,9 @@ class RankProcess:
         """Save the training state."""
         self.engine.save(Path(directory))
 
-    def load(self, directory: str) -> None:
-        """Load a training state."""
-        self.engine.load(Path(directory))
+    def load(self, directory: str, optimizer: bool = True) -> None:
+        """Load a training state, or a model."""
+        self.engine.load(Path(directory), optimizer=optimizer)
 
     def export_hf(self, directory: str, dtype: str = "float32") -> None:
         """Export the model."""
@@ -190,7 +191,7 @@ class RankProcess:
         return leftovers.of_this_process()
 
 
-def noted_step(engine: TrainingEngine, fail_at: int = -1) -> dict[str, Any]:
+def noted_step(engine: TrainingEngine, fail_at: int = -1, params: AdamParams | None = None) -> dict[str, Any]:
     """Step, and note at every call of the fence what it names and what has changed by then. Call `fail_at` raises."""
     live = [(shard.spec.name, shard.data) for shard in engine.local_shards(torch.float32) if shard.data.numel()]
     before = [data.clone() for _, data in live]
@@ -208,7 +209,7 @@ def noted_step(engine: TrainingEngine, fail_at: int = -1) -> dict[str, Any]:
 
     error, norm = "", 0.0
     try:
-        norm = engine.optim_step(before_change)
+        norm = engine.optim_step(before_change, params=params)
     except WeightlaneError as cause:
         error = f"{type(cause).__name__}: {cause.message}"
     return {"norm": norm, "error": error, "calls": calls, "changed": changed(), "step": engine.step}

@@ -151,10 +151,10 @@ class Team:
         answers = self._all("forward_backward", [{**arguments, "file": file} for file in self._rank_files()])
         return self._gathered(batch, [answer["rows"] for answer in answers])
 
-    def step(self, batch: BatchSpec) -> float:
-        """Take one training step; returns the gradient norm, which must be the same on every rank."""
+    def step(self, batch: BatchSpec, params: Mapping[str, Any] | None = None) -> float:
+        """Take one training step, by settings of `AdamParams` if given; returns the gradient norm, the same on every rank."""
         self.forward_backward(batch)
-        reports = self.all("optim_step")
+        reports = self.all("optim_step", params=params)
         for report in reports:
             assert not report["error"], f"expected a step, it raised {report['error']}"
         norms = [float(report["norm"]) for report in reports]

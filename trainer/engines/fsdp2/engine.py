@@ -33,7 +33,7 @@ from .lora import Fsdp2Adapted
 from .mesh import RankMesh, check_mesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
-from .state import export_model, export_saved, load_state, save_state
+from .state import export_model, export_saved, resume, save_state
 
 
 class Fsdp2Engine(AdaptedEngine, JoinsPasses):
@@ -85,12 +85,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
             read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
-        self._optimizer = PartwiseAdamW(
-            split_into_parts(trained, self._runs),
-            learning_rate=self.config.learning_rate,
-            betas=self.config.betas,
-            weight_decay=self.config.weight_decay,
-        )
+        self._optimizer = PartwiseAdamW(split_into_parts(trained, self._runs))
         self._published = self._adapt(model).published
 
     def outline(self, model_dir: Path) -> None:
@@ -205,21 +200,21 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         """See `TrainingEngine.optim_step`."""
         self._open_model()
         self._require_here(*STATE_PARTS)
-        if (chosen := self._trained(adapter, params)) is not None:
+        if (chosen := self._trained(adapter)) is not None:
             return self._step_adapter(chosen, before_change, params)
         self._require_gradient(self._mini_batch, self._step)
+        params = params or AdamParams.of(self.config, self._step)
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
-            norm_value = clip_gradients(self._parameters, self.config.max_grad_norm)
+            norm_value = clip_gradients(self._parameters, params.max_grad_norm)
         self._refuse_not_finite(norm_value, self._step, self._clear_gradients)
-        self._optimizer.set_learning_rate(self._learning_rate())
 
         def about_to_change(names: Collection[str]) -> None:
             before_change(names)
             self._torn = True
 
         try:
-            self._optimizer.step(about_to_change)
+            self._optimizer.step(params, about_to_change)
         except BaseException:
             self._clear_gradients()  # they were clipped already, and nothing may be added to that
             raise
@@ -243,15 +238,16 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
             optimizer, adapters = self._named_optimizer_state(), self._open_adapters().to_save()
             save_state(directory, tensors, optimizer, self._step, self.rank, self._device, adapters.write)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """See `TrainingEngine.load`."""
         tensors = checkpoint_tensors(self._loaded_model())
         self._require_here("parameters", "optimizer")
-        with self._collective("the trainer ranks to load"):
+        moments = self._named_optimizer_state()
+        with self._collective("the trainer ranks to load"), self._torn_unless_refused():
             adapters = self._saved_adapters(directory)
-            self._step = load_state(directory, tensors, self._named_optimizer_state(), self.rank, self._device)
+            model = self.config.head, self._runs, tensors
+            self._step = resume(directory, *model, moments, self.rank, self._device, optimizer=optimizer)
         self._clear_gradients()
-        self._torn = False
         self._open_adapters().restore(adapters)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:

@@ -12,10 +12,10 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..hf.names import CheckpointRun
+from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.stored_slices import Shelf, hf_tensors
 from ..hf.value_head import unused_heads, value_head
-from .shards import local_shards
+from .shards import checkpoint_tensors, local_shards
 
 _ONE_AT_A_TIME = threading.Lock()
 _SETTINGS: dict[str, dict[str, Any]] = {"tokens": {}, "value": {"num_labels": 1}}
@@ -81,6 +81,31 @@ def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping
     with Shelf({name: [entry] for name, entry in hf_tensors(model_dir).items()}) as shelf:
         for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
             shelf.read(shard.spec.name, shard.box, shard.data)
+
+
+def load_weights(
+    model_dir: Path, head: str, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Fill what this rank holds of `tensors`, by in-memory name, with the weights in `model_dir`.
+
+    Args:
+        model_dir: A Hugging Face directory of the model whose checkpoint tensors are `runs`; `ConfigError` if of another one.
+        head: See ``TrainerConfig.head``. A value head that the files don't hold is zeros.
+        runs: The checkpoint tensors.
+        tensors: What to fill.
+    """
+    model = model_without_weights(model_dir, head)
+    found = checkpoint_runs(model, checkpoint_tensors(model))
+    if {run.name: run.shape for run in found} != {run.name: run.shape for run in runs}:
+        raise ConfigError(f"the weights in {model_dir} are of another model.", part="model", hint="Check the path.")
+    if can_read_slices(model, model_dir, runs):
+        read_slices(model_dir, runs, tensors)
+        return
+    whole = checkpoint_tensors(whole_model(model_dir, head))
+    by_name = {shard.spec.name: shard.data for shard in local_shards(found, whole, rank=0, dtype=None, kept=())}
+    with torch.no_grad():
+        for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
+            shard.data.copy_(by_name[shard.spec.name][shard.box.index])
 
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:

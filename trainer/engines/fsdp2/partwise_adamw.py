@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from ..adam_params import AdamParams
 from ..hf.names import CheckpointRun
 from .state import init_optimizer_state
 
@@ -66,40 +67,17 @@ class PartwiseAdamW:
 
     Args:
         parts: every parameter in exactly one of them.
-        learning_rate: See `set_learning_rate`.
-        betas: AdamW's decay rates.
-        weight_decay: AdamW's decoupled weight decay.
     """
 
-    def __init__(
-        self,
-        parts: Iterable[ParameterPart],
-        *,
-        learning_rate: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        self._parts = [
-            (
-                part.names,
-                torch.optim.AdamW(
-                    _by_mesh(part.parameters), lr=learning_rate, betas=betas, weight_decay=weight_decay, fused=True
-                ),
-            )
-            for part in parts
-        ]
+    def __init__(self, parts: Iterable[ParameterPart]) -> None:
+        self._parts = [(part.names, torch.optim.AdamW(_by_mesh(part.parameters), fused=True)) for part in parts]
         for _, optimizer in self._parts:
             init_optimizer_state(optimizer)
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """The rate of the next steps."""
-        for _, optimizer in self._parts:
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate
-
-    def step(self, before_change: Callable[[Collection[str]], None]) -> None:
-        """Step each part, directly after calling `before_change` with the names of its checkpoint tensors."""
+    def step(self, params: AdamParams, before_change: Callable[[Collection[str]], None]) -> None:
+        """Step each part as `params` say, directly after calling `before_change` with the names of its checkpoint tensors."""
         for names, optimizer in self._parts:
+            params.set_in(optimizer)
             before_change(names)
             optimizer.step()
 

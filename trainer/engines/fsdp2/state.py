@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor
 from weightlane.ckpt_engines import ConfigError, StorageError
 
 from ..hf.export import ExportedModel, write_model_dir
+from ..hf.model_dir import is_model_dir
+from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..lora.saved import SavedAdapters
-from .loading import model_class
+from .loading import load_weights, model_class
 
 _MODEL = "model."
 """Before the names of weights in a saved state."""
@@ -70,6 +72,31 @@ def save_state(
             raise
 
     write_on_rank_zero(finish, directory, rank, device)
+
+
+def resume(
+    directory: Path,
+    head: str,
+    runs: Sequence[CheckpointRun],
+    tensors: Mapping[str, torch.Tensor],
+    moments: Mapping[str, Mapping[str, torch.Tensor]],
+    rank: int,
+    device: torch.device,
+    *,
+    optimizer: bool,
+) -> int:
+    """Do what `TrainingEngine.load` does for the model whose checkpoint tensors are `runs`; returns the step."""
+    if is_model_dir(directory, head):
+        load_weights(directory, head, runs, tensors)
+        optimizer = False
+    else:
+        step = load_state(directory, tensors, moments, rank, device)
+    if optimizer:
+        return step
+    for state in moments.values():
+        for tensor in state.values():
+            tensor.zero_()
+    return 0
 
 
 def load_state(

@@ -72,6 +72,11 @@ def find_model(name: str | Path) -> Path:
         ) from cause
 
 
+def is_model_dir(path: Path, head: str = "tokens") -> bool:
+    """Whether `path` is a Hugging Face directory, which `check_model_dir` then checks; otherwise something else is there."""
+    return (path / "config.json").is_file() and bool(check_model_dir(path, head))
+
+
 def check_model_dir(path: Path, head: str = "tokens") -> ModelInfo:
     """Check that `path` holds a causal language model with whole weights and a tokenizer that fits it.
 

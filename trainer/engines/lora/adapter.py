@@ -15,7 +15,7 @@ from weightlane.sync.version.box import Box
 
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import MiniBatch
-from ..adam_params import AdamParams, learning_rate
+from ..adam_params import AdamParams
 from ..contract import StatePart
 from .sites import MATRICES, PART, LoraSite, initial_a
 
@@ -136,9 +136,7 @@ class Adapter:
         """Moments and steps of each parameter, which are the optimizer's."""
         if not trained:
             return
-        self._optimizer = torch.optim.AdamW(
-            self.parameters, lr=0.0, betas=trainer.betas, weight_decay=trainer.weight_decay, fused=True
-        )
+        self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
         for parameter in self.parameters:
             self._optimizer.state[parameter] = self._state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=device),
@@ -199,22 +197,14 @@ class Adapter:
         `before_change` is called directly before anything changes; where it raises, the gradients are gone. Without `params`,
         AdamW is as the configurations say.
         """
-        trainer = self._trainer
-        params = params or AdamParams(
-            learning_rate(trainer, self.step),
-            trainer.betas,
-            weight_decay=trainer.weight_decay,
-            max_grad_norm=trainer.max_grad_norm,
-        )
+        params = params or AdamParams.of(self._trainer, self.step)
         try:
             before_change()
             scale = min(1.0, params.max_grad_norm / (norm + 1e-6))  # torch's own formula; 1 where there is no limit
             for parameter in self.parameters:
                 assert parameter.grad is not None
                 parameter.grad.mul_(scale)
-            self._optimizer.param_groups[0].update(
-                lr=params.learning_rate, betas=params.betas, eps=params.eps, weight_decay=params.weight_decay
-            )
+            params.set_in(self._optimizer)
             self._optimizer.step()
             self.step += 1
         finally:

@@ -196,16 +196,14 @@ class AdaptedEngine(TorchEngine):
         assert self._lora is not None
         return self._lora
 
-    def _trained(self, name: str | None, params: AdamParams | None = None) -> Adapter | None:
-        """The adapter `name`, or None for the model's own weights; refuses these where they are frozen, and `params` for them."""
+    def _trained(self, name: str | None) -> Adapter | None:
+        """The adapter `name`, or None for the model's own weights; refuses these where they are frozen."""
         adapter = self._open_adapters().chosen(name)
         if adapter is None and not self.config.trains_weights:
             by, hint = "frozen is true", "Leave trainer.frozen out for a model that is trained."
             if self.config.lora is not None:
                 by, hint = "lora is set", f"Train the adapter {DEFAULT!r}, or leave out trainer.lora."
             raise ConfigError(f"the model's own weights are frozen, since trainer.{by}.", part=self._part, hint=hint)
-        if adapter is None:
-            self._refuse_params(params)
         if adapter is not None and not adapter.trained:
             raise ConfigError(
                 f"adapter {adapter.name!r} only computes: it was added without an optimizer.",

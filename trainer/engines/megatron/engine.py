@@ -20,12 +20,12 @@ from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputNam
 from ..adam_params import AdamParams
 from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..hf.export import ExportedModel
-from ..hf.model_dir import check_model_dir, kept_types
+from ..hf.model_dir import check_model_dir, is_model_dir, kept_types
 from ..lora.engine import AdaptedEngine
 from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, outputs_by_sequence
-from .checkpoint_names import HEAD, VALUE_HEAD, checkpoint_shapes
+from .checkpoint_names import checkpoint_shapes
 from .model_facts import check_layout, read_model
 
 with warnings.catch_warnings():
@@ -92,9 +92,7 @@ class MegatronEngine(AdaptedEngine):
         self._join(model_dir, seed)
         with self._computing("the trainer ranks to build the model"):
             self._build(seed)
-            valued, tied = self._facts.shape.valued, self._facts.shape.tied
-            unused, new = HEAD if tied or valued else "", VALUE_HEAD if valued else ""
-            load_model(model_dir, self._shapes, self._slices, unused, new)
+            load_model(model_dir, self._facts.shape, self._shapes, self._slices)
             copy_masters_to_model(self._chunks, self._optimizer)
             self._published = self._adapt().published
 
@@ -171,17 +169,18 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
         self._require_whole()
         self._require_here(*STATE_PARTS)
-        if (chosen := self._trained(adapter, params)) is not None:
+        if (chosen := self._trained(adapter)) is not None:
             return self._step_adapter(chosen, before_change, params)
         self._require_gradient(self._mini_batch, self._step)
+        params = params or AdamParams.of(self.config, self._step)
         with self._computing("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
             norm = float(self._optimizer.get_grad_norm())
         self._refuse_not_finite(norm, self._step, self._clear_gradients)
         inner = inner_optimizers(self._optimizer)
-        for group in (group for optimizer in inner for group in optimizer.optimizer.param_groups):
-            group["lr"] = self._learning_rate()
+        for optimizer in inner:
+            params.set_in(optimizer.optimizer)
         try:
             before_change(list(self._shapes))
         except BaseException:
@@ -190,7 +189,7 @@ class MegatronEngine(AdaptedEngine):
         self._torn = True
         with self._computing("the parameters of the other ranks"):
             for optimizer in inner:
-                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self.config.max_grad_norm, norm)
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), params.max_grad_norm, norm)
             self._optimizer.step_with_ready_grads()
         self._torn = False
         self._clear_gradients()
@@ -226,23 +225,21 @@ class MegatronEngine(AdaptedEngine):
             adapters = self._open_adapters().to_save()
             save_state(directory, self._slices, self._step, layout, self.rank, self._device, adapters.write)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """See `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
         self._require_open()
         self._require_here("parameters", "optimizer")
-        with self._computing("the trainer ranks to load"):
+        with self._computing("the trainer ranks to load"), self._torn_unless_refused():
             adapters = self._saved_adapters(directory)
-            try:
-                self._step = load_state(directory, self._slices, self.rank, self._device)
-                set_moment_steps(self._optimizer, self._step)
-                copy_masters_to_model(self._chunks, self._optimizer)
-            except ConfigError:  # a state that does not fit is refused before anything changes
-                raise
-            except BaseException:
-                self._torn = True
-                raise
+            if whole := is_model_dir(directory, self.config.head):
+                load_model(directory, self._facts.shape, self._shapes, self._slices)
+            step = 0 if whole else load_state(directory, self._slices, self.rank, self._device)
+            self._step = step if optimizer else 0
+            for moment in (moment for piece in self._slices for moment in piece.moments if not self._step):
+                moment.zero_()
+            set_moment_steps(self._optimizer, self._step)
+            copy_masters_to_model(self._chunks, self._optimizer)
             self._clear_gradients()
-        self._torn = False
         self._open_adapters().restore(adapters)
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:

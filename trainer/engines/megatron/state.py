@@ -26,6 +26,7 @@ from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, 
 from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank, share_json
+from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape
 from .weights import WEIGHT, WeightSlice
 
 _STATE = "state.json"
@@ -34,23 +35,27 @@ _RANDOM = "random"
 
 
 def load_model(
-    model_dir: Path, shapes: Mapping[str, tuple[int, ...]], slices: Iterable[WeightSlice], unused: str, new: str = ""
+    model_dir: Path, model: CheckpointShape, shapes: Mapping[str, tuple[int, ...]], slices: Iterable[WeightSlice]
 ) -> None:
     """Fill the weights of `slices` from a Hugging Face directory; reads no other element.
 
     Args:
         model_dir: holds safetensors files.
+        model: the model. Files may hold a head that it does not have, and need not hold one of values, which is then zeros.
         shapes: every tensor of the checkpoint.
         slices: what to fill.
-        unused: a name that the files may hold beside `shapes`, as a copy of another tensor or for another head; empty for none.
-        new: how names begin that the files need not hold: these stay as they are; empty for none.
 
     Raises `ConfigError` when the files do not hold exactly the tensors of `shapes`.
     """
     stored = hf_tensors(model_dir)
     held = {name: entry.box.shape for name, entry in stored.items()}
-    held.pop(unused, None)
-    shapes = {name: shape for name, shape in shapes.items() if name in held or not (new and name.startswith(new))}
+    if model.tied or model.valued:
+        held.pop(HEAD, None)
+    shapes = {
+        name: shape
+        for name, shape in shapes.items()
+        if name in held or not (model.valued and name.startswith(VALUE_HEAD))
+    }
     held = {name: shape for name, shape in held.items() if not _is_extra_layer(name, shapes)}
     for kind, names in (
         ("missing keys", shapes.keys() - held.keys()),
@@ -67,7 +72,10 @@ def load_model(
             )
     with Shelf({name: [entry] for name, entry in stored.items()}) as shelf:
         for piece in slices:
-            shelf.read(piece.name, piece.box, piece.weight)
+            if piece.name in shapes:
+                shelf.read(piece.name, piece.box, piece.weight)
+            else:
+                piece.weight.zero_()
 
 
 def _is_extra_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:

@@ -42,7 +42,7 @@ class ArchiveLinks:
         return RedirectResponse(location, 302, headers={"Expires": formatdate(expires, usegmt=True)})
 
     async def download(self, service: Service, request: Request) -> Response:
-        """A checkpoint's files, as PEFT has them, in one tar. Raises `UnknownError` unless the link is one of ours."""
+        """A checkpoint's files in one tar. Raises `UnknownError` unless the link is one of ours."""
         path, asked = checkpoint_path(request), request.query_params
         client, expires = asked.get("client", ""), asked.get("expires", "")
         good = re.fullmatch(r"[0-9]{1,12}", expires) is not None and int(expires) > time.time()

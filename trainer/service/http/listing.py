@@ -39,8 +39,8 @@ async def weights_info(service: Service, client: str, request: Request) -> Respo
     return JSONResponse(
         {
             "base_model": service.base.name,
-            "is_lora": True,
-            "lora_rank": found.about["config"]["rank"],
+            "is_lora": found.config is not None,
+            "lora_rank": None if found.config is None else found.config.rank,
             "train_attn": train.get("attention"),
             "train_mlp": train.get("mlp"),
             "train_unembed": train.get("unembed"),
@@ -158,9 +158,9 @@ def _run(service: Service, client: str, row: Mapping[str, Any]) -> dict[str, Any
         "training_run_id": row["id"],
         "base_model": service.base.name,
         "model_owner": client,
-        "is_lora": True,
+        "is_lora": row["about"]["config"] is not None,
         "corrupted": row["state"] == "damaged",
-        "lora_rank": row["about"]["config"]["rank"],
+        "lora_rank": (row["about"]["config"] or {}).get("rank"),
         "last_request_time": _time(row["used"]),
         "last_checkpoint": last["training"],
         "last_sampler_checkpoint": last["sampler"],

@@ -7,9 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..operations import SAVE, SAVE_FOR_SAMPLER, STEP, UNLOAD
 from ..records.futures import ERROR, JSON
 from ..service import Service
+from ..training.operations import SAVE, SAVE_FOR_SAMPLER, STEP, UNLOAD
 from ..wire.requests import (
     AddressedRequest,
     CancelFutureRequest,
@@ -29,6 +29,7 @@ from .errors import read_body
 _WAIT_S = 25.0
 """Seconds that a client waits at the server for an answer; the SDK gives up after 45."""
 _NO_UNEMBED = "Adapters are beside the linear layers of decoder layers: train_unembed has no effect here."
+_NO_ADAPTER = "Models here are all weights, no adapters: rank, seed and train_* of a lora_config have no effect."
 
 
 async def client_config(service: Service, client: str, request: Request) -> Response:
@@ -59,7 +60,8 @@ async def create_session(service: Service, client: str, request: Request) -> Res
     asked, _ = await _parsed(service, request, CreateSessionRequest)
     about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "display_name": asked.display_name}
     session = service.sessions.create(client, about)
-    return JSONResponse({"type": "create_session", "session_id": session, "info_message": _NO_UNEMBED})
+    message = _NO_ADAPTER if service.trains_weights else _NO_UNEMBED
+    return JSONResponse({"type": "create_session", "session_id": session, "info_message": message})
 
 
 async def session_heartbeat(service: Service, client: str, request: Request) -> Response:
@@ -99,9 +101,9 @@ async def get_info(service: Service, client: str, request: Request) -> Response:
             "type": "get_info",
             "model_id": model.id,
             "model_name": base.name,
-            "model_data": {"arch": base.architecture, "model_name": base.name, "tokenizer_id": base.tokenizer},
-            "is_lora": True,
-            "lora_rank": model.config.rank,
+            "model_data": {"arch": base.architecture, "model_name": base.name, "tokenizer_id": str(base.directory)},
+            "is_lora": model.config is not None,
+            "lora_rank": None if model.config is None else model.config.rank,
         }
     )
 

@@ -1,4 +1,4 @@
-"""`Checkpoints`: adapters that clients have saved, as PEFT's files, under ``tinker://`` paths."""
+"""`Checkpoints`: what clients have saved, an adapter as PEFT's files or all weights, under ``tinker://`` paths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from weightlane.ckpt_engines import ConfigError
 
+from ...config import LoraConfig
 from ..errors import UnknownError
 from ..wire.names import CheckpointPath
 from ..wire.names import Kind as Segment
@@ -23,7 +24,7 @@ _PART = "service checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An adapter that was saved."""
+    """An adapter, or all weights, that were saved."""
 
     path: str
     """``tinker://MODEL/weights/NAME``, with the optimizer, or ``tinker://MODEL/sampler_weights/NAME``, without."""
@@ -35,12 +36,18 @@ class Checkpoint:
     expires: float | None
     bytes: int
     about: Mapping[str, Any]
-    """The adapter's configuration, and what its client said about it."""
+    """The adapter's configuration, None for all weights, and what its client said about it."""
 
     @property
     def id(self) -> str:
         """The part of the path after the model."""
         return self.path.removeprefix(f"tinker://{self.model}/")
+
+    @property
+    def config(self) -> LoraConfig | None:
+        """The adapter's configuration; None for all weights."""
+        found = self.about["config"]
+        return None if found is None else LoraConfig.model_validate(found)
 
 
 class Checkpoints:

@@ -1,4 +1,4 @@
-"""`Model`: an adapter that a client trains, and its requests."""
+"""`Model`: an adapter, or all weights, that a client trains, and its requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .store import StoredRequest
 
 @dataclass(slots=True)
 class Model:
-    """An adapter that a client trains."""
+    """An adapter, or all weights, that a client trains."""
 
     id: str
     session: str
     client: str
-    config: LoraConfig
+    config: LoraConfig | None
+    """Of an adapter; None for all weights."""
     about: dict[str, Any]
     """Remarks of the client."""
     next_seq: int = 0
@@ -43,9 +44,19 @@ class Model:
     """When a request was last carried out or arrived in its turn."""
 
     @property
-    def adapter(self) -> str:
-        """Its name on the trainer ranks."""
+    def file_name(self) -> str:
+        """Its id, as files and adapters may be called."""
         return self.id.replace(":", ".")
+
+    @property
+    def adapter(self) -> str | None:
+        """The adapter that it is on the trainer ranks; None for all weights."""
+        return None if self.config is None else self.file_name
+
+    @property
+    def stored_config(self) -> dict[str, Any] | None:
+        """`config` as JSON."""
+        return None if self.config is None else self.config.model_dump(mode="json")
 
     @property
     def settled(self) -> bool:

@@ -31,7 +31,7 @@ class ServiceProcess:
     """
 
     def __init__(self, model: Path, directory: Path, **settings: Any) -> None:
-        self._model, self.directory = model, directory
+        self.model, self.directory = model, directory
         tokens = directory.with_suffix(".tokens")
         tokens.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
         # Clients come back to the port after a restart, so nobody else may get it meanwhile.
@@ -44,7 +44,7 @@ class ServiceProcess:
         port_file = self.directory.with_suffix(".port")
         port_file.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        arguments = [str(self._model), str(self.directory), str(port_file), json.dumps(self._settings)]
+        arguments = [str(self.model), str(self.directory), str(port_file), json.dumps(self._settings)]
         self.process = process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=environment)
         wait_until(lambda: port_file.is_file() or process.poll() is not None, "the service started", poll_s=0.05)
         assert process.poll() is None, "the service ended while it started"

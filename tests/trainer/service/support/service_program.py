@@ -40,19 +40,21 @@ async def main(model_dir: Path, directory: Path, port_file: Path, settings: dict
     config = ServiceConfig.model_validate({"port": 0, "max_lora_rank": 8, "shutdown_s": 20, **settings})
     model = check_model_dir(model_dir)
     adapter = AdapterConfig(rank=config.max_lora_rank, alpha=config.lora_alpha)
+    whole = config.trains == "all_weights"
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(listening(config.host, config.port))
-        lora = LoraConfig(rank=adapter.rank, alpha=adapter.alpha, publish="adapter")
-        role = RoleSpec(POLICY, TrainerConfig(device="cpu", lora=lora, frozen=True, **trainer), model.path)
+        lora = None if whole else LoraConfig(rank=adapter.rank, alpha=adapter.alpha, publish="adapter")
+        role = RoleSpec(POLICY, TrainerConfig(device="cpu", lora=lora, frozen=not whole, **trainer), model.path)
         dispatch = WorkerDispatch([role], {"trainer": LocalRanks()})
         stack.push_async_callback(dispatch.close)
         await dispatch.start()
         rendezvous = Rendezvous.host("127.0.0.1", 0)
         replicas, sync = [], SyncConfig(wire_dtype="float32")
         if replica_settings is not None:
-            rollout = RolloutConfig.model_validate({"dtype": "float32", "adapter": adapter, **replica_settings})
+            adapters = {} if whole else {"adapter": adapter}
+            rollout = RolloutConfig.model_validate({"dtype": "float32", **adapters, **replica_settings})
             replica = RolloutWorker("rollout-0", rollout, model.path)
             stack.push_async_callback(replica.close)
             await replica.start()
@@ -71,12 +73,11 @@ async def main(model_dir: Path, directory: Path, port_file: Path, settings: dict
             for name in adapted_layers(model.path, adapter)
         }
         longest = min((each.max_model_len for each in replicas), default=64)
-        base = BaseModel(
-            "tiny", model.architecture, str(model.path), model.vocab_size, longest, model.eos_token_ids, layers
-        )
+        base = BaseModel("tiny", model.architecture, model.path, model.vocab_size, longest, model.eos_token_ids, layers)
         runner = Runner(dispatch)
         stack.push_async_callback(runner.close)
-        service = Service(config, directory, base, runner, coordinator, replicas, _announced, sync.deadline_s)
+        describe = None if whole else _announced
+        service = Service(config, directory, base, runner, coordinator, replicas, describe, sync.deadline_s)
         stack.push_async_callback(service.close)
         partial = port_file.with_suffix(".partial")
         partial.write_text(str(listener.getsockname()[1]))

@@ -6,42 +6,34 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError
 
-from ..config import LoraConfig
-from ..data.batch import MiniBatch
-from ..objectives.loss import LOGPROBS
-from ..runner.jobs import (
-    CreateAdapter,
-    DropGradient,
-    Forward,
-    ForwardBackward,
-    OptimStep,
-    RemoveAdapter,
-    SaveAdapter,
-)
-from ..runner.joint_jobs import RunJob
-from ..runner.runner import Runner
-from .base_model import BaseModel
-from .losses import ServiceLoss, loss_report
-from .publications import Begun, Publications
-from .records.checkpoints import Checkpoint, Checkpoints, Kind
-from .records.futures import PROTOBUF, Futures
-from .records.models import Model
-from .records.store import StoredRequest
-from .samplers import Sampler, Samplers, inflight_key
-from .training_lane import Joining, TrainingLane
-from .wire.answers import pass_answer, training_metrics
-from .wire.batches import TrainBody
-from .wire.bodies import WireLimits
-from .wire.requests import (
+from ...data.batch import MiniBatch
+from ...objectives.loss import LOGPROBS
+from ...runner.jobs import DropGradient, Forward, ForwardBackward, OptimStep
+from ...runner.joint_jobs import RunJob
+from ...runner.model_jobs import ModelJobs
+from ...runner.runner import Runner
+from ..base_model import BaseModel
+from ..losses import ServiceLoss, loss_report
+from ..publications import Begun, Publications
+from ..records.checkpoints import Checkpoint, Checkpoints, Kind
+from ..records.futures import PROTOBUF, Futures
+from ..records.models import Model
+from ..records.store import StoredRequest
+from ..samplers import Sampler, Samplers, inflight_key
+from ..wire.answers import pass_answer, training_metrics
+from ..wire.batches import TrainBody
+from ..wire.bodies import WireLimits
+from ..wire.requests import (
     CreateModelRequest,
     LoadWeightsRequest,
     OptimStepRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from .wire.requests import request as parsed
+from ..wire.requests import request as parsed
+from .training_lane import Joining, TrainingLane
 
 CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
 SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
@@ -56,24 +48,30 @@ class Operations:
     Args:
         futures: Takes answers.
         runner: Runs jobs.
+        jobs: Runs those that differ between adapters and all weights.
         checkpoints: Takes what is saved.
         publications: Brings weights to samplers.
         base: The model.
         limits: Sizes that a request may have.
         snapshot_kept_s: Seconds since its last use after which a snapshot without a name is deleted.
+        trains_weights: Whether models are all weights; otherwise they are adapters.
     """
 
     def __init__(
         self,
         futures: Futures,
         runner: Runner,
+        jobs: ModelJobs,
         checkpoints: Checkpoints,
         publications: Publications,
         base: BaseModel,
         limits: WireLimits,
         snapshot_kept_s: float,
+        *,
+        trains_weights: bool,
     ) -> None:
-        self._futures, self._runner, self._checkpoints = futures, runner, checkpoints
+        self._futures, self._runner, self._jobs, self._checkpoints = futures, runner, jobs, checkpoints
+        self._trains_weights = trains_weights
         self._publications, self._base, self._limits = publications, base, limits
         self._snapshot_kept_s = snapshot_kept_s
         self._syncing: set[asyncio.Task[None]] = set()
@@ -103,11 +101,10 @@ class Operations:
         await (operation(model, request, run) if self.joins(request) else operation(model, request))
 
     async def load_sampler(self, sampler: Sampler) -> None:
-        """Bring a sampler's weights to the replicas, from its checkpoint, or from its model as it is."""
-        if sampler.checkpoint is None:
-            assert sampler.model is not None
+        """Bring a sampler's weights to the replicas: from its checkpoint, from its model as it is, or those of the base model."""
+        if sampler.checkpoint is None and sampler.model is not None:
             await self.lane.caught_up(self.lane.model(sampler.model, sampler.client))
-        begun = await self.lane.errand(lambda: self._begin_for(sampler))
+        begun = await self.lane.errands.wait_for(lambda: self._begin_for(sampler), lambda: self._may_begin_for(sampler))
         try:
             await self._publications.finish(begun)
         finally:
@@ -125,20 +122,36 @@ class Operations:
     async def _create_model(self, model: Model, request: StoredRequest) -> None:
         parsed(CreateModelRequest, request.payload, self._limits)
         await self.lane.make_room()
-        await self._runner.run(CreateAdapter(model.adapter, model.config))
+        await self._jobs.create(model.adapter, model.config)
         model.loaded = True
         self._answer(request, {"type": CREATE, "model_id": model.id})
 
     async def _load_weights(self, model: Model, request: StoredRequest) -> None:
         asked = parsed(LoadWeightsRequest, request.payload, self._limits)
         found = self._checkpoints.get(asked.path, model.client)
+        self.check_kind(found)
         if not model.loaded:
             await self.lane.make_room()
-        job = CreateAdapter(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
-        model.steps = await self._runner.run(job)
+        elif self._trains_weights:
+            await self._save_before(model, request)
+        try:
+            steps = self._jobs.create(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
+            model.steps = await steps
+        except StorageError:
+            model.loaded = (
+                model.loaded and not self._trains_weights
+            )  # neither the old weights nor the new ones are there
+            raise
         model.saved_steps, model.loaded, model.open, model.spoiled = model.steps, True, False, ""
         await self.lane.save(model)  # the checkpoint may be deleted before a crash
         self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
+
+    async def _save_before(self, model: Model, request: StoredRequest) -> None:
+        """Save all weights as they are before `request` takes their place, which it may fail to do half-way."""
+        if model.open:
+            await self._drop_gradient(model)
+            _spoil(model, "other weights were loaded, or should have been.")
+        await self.lane.save(model, request.seq - 1)
 
     async def _forward_backward(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         body = TrainBody.parse(request.payload, limits=self._limits)
@@ -237,10 +250,10 @@ class Operations:
         if request.state != "queued":
             return path, directory  # it was made, and deleted since
         self._checkpoints.prepare(path, directory, overwrite=overwrite)
-        await self._runner.run(SaveAdapter(model.adapter, directory, optimizer=kind == "training"))
+        await self._jobs.save(model.adapter, directory, optimizer=kind == "training")
         about = {
             "request": request.id,
-            "config": model.config.model_dump(mode="json"),
+            "config": model.stored_config,
             "base_model": model.about.get("base_model", ""),
             "train": model.about.get("train", {}),
             "user_metadata": asked.user_metadata,
@@ -250,19 +263,40 @@ class Operations:
         self._checkpoints.add(path, model.id, model.client, kind, directory, about, ttl_s)
         return path, directory
 
+    def check_kind(self, found: Checkpoint) -> None:
+        """Raise `ConfigError` unless a checkpoint is what models of this service are: adapters, or all weights."""
+        if (found.config is None) != self._trains_weights:
+            raise ConfigError(
+                f"{found.path} has {'all weights' if found.config is None else 'an adapter'}, which this service does not train.",
+                part=_PART,
+                hint="Its configuration says what it trains, in service.trains.",
+            )
+
+    def _may_begin_for(self, sampler: Sampler) -> bool:
+        """Whether a sampler's weights could be published now."""
+        loaded = sampler.checkpoint is None and any(
+            each.loaded for each in self.lane.models.values() if each.id == sampler.model
+        )
+        return not self._publications.busy and (loaded or self.lane.has_room)
+
     async def _begin_for(self, sampler: Sampler) -> Begun:
-        if sampler.checkpoint is None:
-            assert sampler.model is not None
+        if sampler.checkpoint is None and sampler.model is not None:
             model = self.lane.model(sampler.model, sampler.client)
             await self.lane.bring_back(model)
             return await self._publications.begin(sampler.key, model.adapter, model.config)
-        found: Checkpoint = self._checkpoints.get(sampler.checkpoint, sampler.client)
-        config, name = LoraConfig.model_validate(found.about["config"]), "published-from-files"
-        await self._runner.run(CreateAdapter(name, config, found.directory, optimizer=False))
+        directory, config = None, None  # the base model's
+        if sampler.checkpoint is not None:
+            found = self._checkpoints.get(sampler.checkpoint, sampler.client)
+            self.check_kind(found)
+            directory, config = found.directory, found.config
+        name = None if self._trains_weights else "published-from-files"
+        if self._trains_weights:
+            await self.lane.make_room()
+        await self._jobs.create(name, config, directory, optimizer=False)
         try:
             return await self._publications.begin(sampler.key, name, config)
         finally:
-            await self._runner.run(RemoveAdapter(name))
+            await self._jobs.remove(name)
 
     async def _drop_gradient(self, model: Model) -> None:
         """Let a model's next mini-batch begin anew."""

@@ -13,20 +13,20 @@ from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, StorageError, WorkerDiedError
 
-from ..config import LoraConfig
-from ..runner.jobs import CreateAdapter, RemoveAdapter, SaveAdapter
-from ..runner.joint_jobs import JointJobs, RunJob
-from ..runner.runner import Runner
-from .errors import UnknownError
-from .records.futures import Futures
-from .records.models import Model
-from .records.store import Store, StoredRequest
+from ...config import LoraConfig
+from ...runner.joint_jobs import JointJobs, RunJob
+from ...runner.model_jobs import ModelJobs
+from ...runner.runner import Runner
+from ..errors import UnknownError
+from ..records.futures import Futures
+from ..records.models import Model
+from ..records.store import Store, StoredRequest
+from .errands import Errands
 
 _PART = "service training"
 _log = logging.getLogger("weightlane.service")
@@ -62,6 +62,7 @@ class TrainingLane:
         store: Knows models and requests.
         futures: Takes answers.
         runner: Runs jobs.
+        jobs: Runs those that differ between adapters and all weights.
         execute: See `Execute`.
         ready: Whether a request could run without waiting for something else.
         joins: How a request may be carried out together with those of other models; None if it may not.
@@ -69,7 +70,8 @@ class TrainingLane:
         directory: Where states are saved.
         save_every: Optimizer steps of a model between two saves.
         max_queued: Most requests of one model that wait.
-        max_loaded: Most models on the ranks; others are parked in files until their next request.
+        max_loaded: Most models on the ranks; others are parked in files until their next request. 1 for all weights.
+        trains_weights: Whether models are all weights; otherwise they are adapters.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class TrainingLane:
         store: Store,
         futures: Futures,
         runner: Runner,
+        jobs: ModelJobs,
         execute: Execute,
         ready: Callable[[StoredRequest], bool],
         joins: Callable[[StoredRequest], Joining | None],
@@ -86,8 +89,10 @@ class TrainingLane:
         max_queued: int,
         max_loaded: int,
         join_wait_s: float,
+        trains_weights: bool,
     ) -> None:
-        self._store, self._futures, self._runner = store, futures, runner
+        self._store, self._futures, self._runner, self._jobs = store, futures, runner, jobs
+        self._trains_weights = trains_weights
         self._execute, self._ready, self._joins = execute, ready, joins
         self._directory, self._save_every, self._max_queued = directory, save_every, max_queued
         self._max_loaded = max_loaded
@@ -98,7 +103,9 @@ class TrainingLane:
         """Models that were served longest ago come first."""
         self._served: dict[str, int] = {}
         """When each client was served last, as a number of requests since the start."""
-        self._errands: list[tuple[Callable[[], Awaitable[Any]], asyncio.Future[Any]]] = []
+        self.errands = Errands(self.changed)
+        self._ran_errand = False
+        """Whether an errand was run last. A request that is ready goes before the next one then."""
         self._changed = asyncio.Event()
         self._closing, self._count = False, 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -137,7 +144,7 @@ class TrainingLane:
             state="live",
             created=time.time(),
             used=time.time(),
-            about={"config": model.config.model_dump(mode="json"), **model.about},
+            about={"config": model.stored_config, **model.about},
         ):
             self._models[model.id] = model
 
@@ -156,14 +163,10 @@ class TrainingLane:
         self._store.update("models", model.id, used=time.time())
         self._changed.set()
 
-    async def errand(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Do something between two requests, before the next one; what it returns."""
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._closing:
-            done.cancel()  # the caller's request stays in the store
-        self._errands.append((work, done))
-        self._changed.set()
-        return await done
+    @property
+    def has_room(self) -> bool:
+        """Whether all weights on the ranks may make room for others: no mini-batch of theirs is under way."""
+        return not self._trains_weights or all(each.settled for each in self._models.values() if each.loaded)
 
     def changed(self) -> None:
         """Look again whether something is ready."""
@@ -176,11 +179,19 @@ class TrainingLane:
         """
         for row in self._store.rows("SELECT * FROM models WHERE state = 'live' ORDER BY created"):
             about = dict(row["about"])
+            found = about.pop("config", None)
             try:
-                config = LoraConfig.model_validate(about.pop("config", None))
+                config = None if found is None else LoraConfig.model_validate(found)
             except ValidationError as error:
                 self._give_up(row["id"], error)
                 continue
+            if (config is None) != self._trains_weights:
+                kinds = ("adapters", "all weights") if self._trains_weights else ("all weights", "adapters")
+                raise ConfigError(
+                    f"the service's files have models that are {kinds[0]}, and service.trains says {kinds[1]}.",
+                    part=_PART,
+                    hint="Set run.dir to another directory, or service.trains as it was.",
+                )
             model = Model(row["id"], row["session"], row["client"], config, about, next_seq=row["saved_seq"] + 1)
             if row["saved_dir"]:
                 model.saved_seq, model.saved_dir = row["saved_seq"], Path(row["saved_dir"])
@@ -212,10 +223,12 @@ class TrainingLane:
         """Work until `close`. Raises what ends a service: the death of a rank."""
         while not self._closing:
             self._changed.clear()
-            if self._errands:
-                await self._do_errand(*self._errands.pop(0))
-                continue
+            errand = self.errands.next()
             models = self._next()
+            if errand is not None and not (models and self._ran_errand):
+                self._ran_errand = True
+                await self.errands.run(errand)
+                continue
             if not models:
                 await self._changed.wait()
                 continue
@@ -224,6 +237,7 @@ class TrainingLane:
                     async with asyncio.timeout(wait_s):
                         await self._changed.wait()
                 continue
+            self._ran_errand = False
             self._ahead = bool(self._joining(models, Joining.AT_ONCE))
             jobs, serving = JointJobs(self._runner, len(models)), []
             for model in models:
@@ -234,15 +248,15 @@ class TrainingLane:
                 if isinstance(ended, BaseException):
                     raise ended
 
-    async def save(self, model: Model) -> None:
-        """Save the whole state of a model that is settled, so that no request so far runs again."""
-        seq, old = model.next_seq - 1, model.saved_dir
+    async def save(self, model: Model, until: int | None = None) -> None:
+        """Save the whole state of a model that is settled, so that no request so far, or up to `until`, runs again."""
+        seq, old = model.next_seq - 1 if until is None else until, model.saved_dir
         if seq == model.saved_seq:
             return
-        place = self._directory / model.adapter / str(seq)
+        place = self._directory / model.file_name / str(seq)
         shutil.rmtree(place, ignore_errors=True)  # a process that was killed may have left it
         place.parent.mkdir(exist_ok=True)
-        await self._runner.run(SaveAdapter(model.adapter, place, optimizer=True))
+        await self._jobs.save(model.adapter, place, optimizer=True)
         self._store.saved(model.id, seq, place)
         model.saved_seq, model.saved_dir, model.saved_steps = seq, place, model.steps
         if old is not None:
@@ -253,8 +267,7 @@ class TrainingLane:
         if model.loaded or model.saved_dir is None:
             return
         await self.make_room()
-        job = CreateAdapter(model.adapter, model.config, model.saved_dir, optimizer=True)
-        model.steps = model.saved_steps = await self._runner.run(job)
+        model.steps = model.saved_steps = await self._jobs.create(model.adapter, model.config, model.saved_dir)
         model.loaded = True
 
     async def caught_up(self, model: Model) -> None:
@@ -271,7 +284,7 @@ class TrainingLane:
     async def park(self, model: Model) -> None:
         """Save a model that is settled, and free what it takes on the ranks until its next request."""
         await self.save(model)
-        await self._runner.run(RemoveAdapter(model.adapter))
+        await self._jobs.remove(model.adapter)
         model.loaded = False
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
@@ -282,8 +295,8 @@ class TrainingLane:
         for request in model.waiting.values():
             self._futures.fail(request.id, gone)
         if model.loaded:
-            await self._runner.run(RemoveAdapter(model.adapter))
-        shutil.rmtree(self._directory / model.adapter, ignore_errors=True)
+            await self._jobs.remove(model.adapter)
+        shutil.rmtree(self._directory / model.file_name, ignore_errors=True)
         self._store.drop_payloads(model.id)
 
     async def make_room(self) -> None:
@@ -294,14 +307,15 @@ class TrainingLane:
                 try:
                     await self.park(model)
                 except StorageError:
+                    if self._trains_weights:  # others would take its place
+                        raise
                     _log.exception("model %s stays on the ranks", model.id)
 
     def close(self) -> None:
         """Let `run` end after the request that is under way. What waits stays in the store."""
         self._closing = True
         self._changed.set()
-        for _, done in self._errands:
-            done.cancel()
+        self.errands.close()
 
     def _next(self) -> list[Model]:
         """The model whose request is next: of the client that was served longest ago, the one that was; then those that join."""
@@ -311,7 +325,7 @@ class TrainingLane:
                 missing, model.next_seq = model.next_seq, min(repeats)
                 model.spoiled, model.open = model.spoiled or f"request {missing} never arrived.", True
             request = model.waiting.get(model.next_seq)
-            if request is not None and self._ready(request):
+            if request is not None and (model.loaded or self.has_room) and self._ready(request):
                 ready.append(model)
         ready.sort(key=lambda model: self._served.get(model.client, 0))
         steps, passes = (self._joining(ready, kind) for kind in (Joining.AT_ONCE, Joining.WITH_LATE))
@@ -365,17 +379,3 @@ class TrainingLane:
         self._store.update("models", model, state="damaged")
         for request in self._store.requests_since(model, -1):
             self._futures.fail(request.id, error)
-
-    async def _do_errand(self, work: Callable[[], Awaitable[Any]], done: asyncio.Future[Any]) -> None:
-        if done.cancelled():
-            return
-        try:
-            result = await work()
-        except WorkerDiedError as error:
-            done.set_exception(error)
-            raise
-        except Exception as error:  # noqa: BLE001 - the caller gets it
-            done.set_exception(error)
-        else:
-            if not done.cancelled():
-                done.set_result(result)

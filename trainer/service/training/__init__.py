@@ -1,0 +1,1 @@
+"""Training requests of all clients: their order, and how each is carried out."""
