@@ -17,6 +17,8 @@ _SHAPE, _SHAPE_BYTES = 4, 64
 """Number of the field ``shape`` of a ``Tensor``, and the most bytes that it takes: each is a number of 8 bytes in memory."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of Protocol Buffers; groups, 3 and 4, occur in no message of ours."""
+_PART_BYTES = 2
+"""Bytes of the smallest part: a tag, and a length of 0."""
 _VARINT_BYTES = 10
 """Bytes of the longest varint, that of a negative number."""
 
@@ -91,7 +93,8 @@ def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
     Raises:
         ProtocolError: They are none, or one of more parts than allowed.
     """
-    _count_parts(body, limits.parts)
+    if len(body) > _PART_BYTES * limits.parts:  # fewer bytes hold fewer parts, and to count takes longer than to parse
+        _count_parts(body, limits.parts)
     try:
         return message_class.FromString(body)
     except DecodeError as error:
