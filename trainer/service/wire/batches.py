@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
@@ -13,12 +14,13 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ...data.batch import IGNORED, TokenBatch, TokenSequence
+from ...data.batch import IGNORED, MicroBatch, TokenBatch, unpacked_batch
 from .bodies import PART, WireLimits, decompressed, parsed
 from .messages import ForwardBackwardRequest
 from .names import checked_identifier
 from .tensors import Array, integers, tensor
 
+INPUT = "model_input"
 TARGETS = "target_tokens"
 """The input that is the targets; every other one is a per-token value of its shape."""
 WEIGHTS = "weights"
@@ -105,7 +107,8 @@ class TrainBody:
         if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
             raise ProtocolError("the request names no loss.", part=PART)
         _check_sparse(message.data, limits)
-        datums = [_datum(each, index, vocabulary, limits) for index, each in enumerate(message.data)]
+        datums = [_datum(each, index, limits) for index, each in enumerate(message.data)]
+        _check_ids(datums, vocabulary)
         return TrainRequest(
             self.model_id,
             self.seq_id,
@@ -143,10 +146,9 @@ def _check_cells(cells: int, limits: WireLimits) -> None:
         )
 
 
-def _datum(message: Any, index: int, vocabulary: int, limits: WireLimits) -> _Datum:
+def _datum(message: Any, index: int, limits: WireLimits) -> _Datum:
     part = f"{PART}, datum {index}"
-    tokens = _tokens(message.model_input, limits, part=f"{part}, model_input")
-    _check_ids(tokens, vocabulary, part=f"{part}, model_input")
+    tokens = _tokens(message.model_input, limits, part=f"{part}, {INPUT}")
     names = sorted(message.loss_fn_inputs)
     if TARGETS not in names:
         raise ProtocolError(f"it has no {TARGETS}.", part=part, hint="Every datum says what its tokens predict.")
@@ -166,7 +168,6 @@ def _datum(message: Any, index: int, vocabulary: int, limits: WireLimits) -> _Da
         )
     if targets.dtype != np.int64:
         raise ProtocolError("token ids are no integers.", part=f"{part}, {TARGETS}", hint="Send int64.")
-    _check_ids(targets, vocabulary, part=f"{part}, {TARGETS}")
     return _Datum(tokens, targets, {name: _value(each, targets, f"{part}, {name}") for name, each in found.items()})
 
 
@@ -185,18 +186,22 @@ def _tokens(chunks: Sequence[Any], limits: WireLimits, *, part: str) -> Array:
     count = sum(len(each) for each in found)
     if not 1 <= count <= limits.tokens:
         raise ProtocolError(f"it has {count} tokens.", part=part, hint=f"From 1 to {limits.tokens} are computed.")
-    return np.concatenate(found)
+    return np.concatenate(found) if len(found) > 1 else found[0]
 
 
-def _check_ids(tokens: Array, vocabulary: int, *, part: str) -> None:
-    wrong = (tokens < 0) | (tokens >= vocabulary)
-    if wrong.any():
-        at = tuple(int(place) for place in np.argwhere(wrong)[0])
-        raise ProtocolError(
-            f"token id {int(tokens[at])} at {', '.join(map(str, at))}.",
-            part=part,
-            hint=f"The model has tokens 0 to {vocabulary - 1}: use its own tokenizer.",
-        )
+def _check_ids(datums: Sequence[_Datum], vocabulary: int) -> None:
+    """Raise `ProtocolError` for the first token that the model doesn't have; looks at all of them at once, which is faster."""
+    whole = np.concatenate([ids.ravel() for datum in datums for ids in (datum.tokens, datum.targets)])
+    if whole.min() >= 0 and whole.max() < vocabulary:
+        return
+    for index, datum in enumerate(datums):
+        for name, ids in ((INPUT, datum.tokens), (TARGETS, datum.targets)):
+            for at in np.argwhere((ids < 0) | (ids >= vocabulary)):
+                raise ProtocolError(
+                    f"token id {int(ids[tuple(at)])} at {', '.join(map(str, at))}.",
+                    part=f"{PART}, datum {index}, {name}",
+                    hint=f"The model has tokens 0 to {vocabulary - 1}: use its own tokenizer.",
+                )
 
 
 def _value(found: Array, targets: Array, part: str) -> Array:
@@ -246,19 +251,30 @@ def _batch(datums: Sequence[_Datum], limits: WireLimits) -> TokenBatch:
     several = any(datum.targets.ndim > 1 for datum in datums)
     labels = max(datum.targets.shape[1] if datum.targets.ndim > 1 else 1 for datum in datums)
     _check_cells(sum(len(datum.tokens) for datum in datums) * labels * (1 + len(names)), limits)
-    return TokenBatch(tuple(_sequence(datum, names, labels if several else None) for datum in datums))
+    columns = labels if several else None
 
+    def packed(arrays: Sequence[Array], fill: int = 0) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([_padded(each, columns, fill) for each in arrays]))
 
-def _sequence(datum: _Datum, names: Sequence[str], labels: int | None) -> TokenSequence:
-    def padded(found: Array, fill: int) -> torch.Tensor:
-        if labels is not None:
-            found = found.reshape(len(found), -1)
-            found = np.pad(found, ((0, 0), (0, labels - found.shape[1])), constant_values=fill)
-        return torch.from_numpy(found)
+    def values(name: str) -> list[Array]:
+        ones = partial(np.ones, dtype=np.float32)
+        return [each.values[name] if name in each.values else ones(each.targets.shape) for each in datums]
 
-    ones = np.ones(datum.targets.shape, np.float32)
-    return TokenSequence(
-        torch.from_numpy(datum.tokens),
-        padded(datum.targets, IGNORED),
-        {name: padded(datum.values.get(name, ones), 0) for name in names},
+    # Tensors of all sequences, of which each has views: to make them one by one would take much longer.
+    return unpacked_batch(
+        MicroBatch(
+            torch.from_numpy(np.concatenate([datum.tokens for datum in datums])),
+            packed([datum.targets for datum in datums], IGNORED),
+            torch.tensor([0, *(len(datum.tokens) for datum in datums)]).cumsum(0),
+            {name: packed(values(name)) for name in names},
+            {},
+        )
     )
+
+
+def _padded(found: Array, labels: int | None, fill: int) -> Array:
+    """[N, labels]: `found`, [N] or [N, K], or as it is where `labels` is None."""
+    if labels is None or found.shape[1:] == (labels,):
+        return found
+    found = found.reshape(len(found), -1)
+    return np.pad(found, ((0, 0), (0, labels - found.shape[1])), constant_values=fill)
