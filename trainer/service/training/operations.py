@@ -165,7 +165,8 @@ class Operations:
 
     async def _pass(self, model: Model, body: TrainBody, run: RunJob) -> bytes:
         """Run the model forward, and backward if that is asked for; the answer."""
-        asked = await asyncio.to_thread(body.request, self._base.vocabulary)
+        vocabulary = self._base.vocabulary
+        asked = body.request(vocabulary) if body.decodes_at_once else await asyncio.to_thread(body.request, vocabulary)
         longest = max(sequence.length for sequence in asked.batch.sequences)
         if longest > self._base.max_length:
             raise ConfigError(

@@ -31,6 +31,8 @@ _INPUTS = 16
 """Inputs of a sequence, as many as the SDK allows a loss of a client's own."""
 _CONFIG_KEYS = 64
 """Settings of a loss."""
+_SMALL_BYTES = 64 * 2**10
+"""Bytes of a request that is decoded in some ten milliseconds at most, in which other clients can wait."""
 _TEXT_CHARACTERS = 200
 """Characters of the name of a loss and of a setting that is text."""
 
@@ -86,6 +88,11 @@ class TrainBody:
             )
         return cls(checked_identifier(message.model_id, part=f"{PART}, model_id"), message.seq_id, message, limits)
 
+    @property
+    def decodes_at_once(self) -> bool:
+        """Whether `request` takes milliseconds: beside a busy event loop, a thread would take longer to be given its turn."""
+        return self.message.ByteSize() <= _SMALL_BYTES and not _sparse_cells(self.message.data)
+
     def request(self, vocabulary: int) -> TrainRequest:
         """Decode the rest.
 
@@ -132,9 +139,14 @@ class _Datum:
 
 def _check_sparse(data: Sequence[Any], limits: WireLimits) -> None:
     """Raise `ProtocolError` if all sparse tensors together have too many entries, before any is made dense."""
+    _check_cells(_sparse_cells(data), limits)
+
+
+def _sparse_cells(data: Sequence[Any]) -> int:
+    """Entries of all sparse tensors after they are made dense."""
     every = (each for datum in data for each in datum.loss_fn_inputs.values())
     shapes = [each.shape[:2] for each in every if each.WhichOneof("encoding") == "sparse_csr"]
-    _check_cells(sum(max(0, math.prod(shape)) for shape in shapes), limits)
+    return sum(max(0, math.prod(shape)) for shape in shapes)
 
 
 def _check_cells(cells: int, limits: WireLimits) -> None:
