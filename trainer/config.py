@@ -82,7 +82,10 @@ class LoraConfig(BaseModel):
     )
     seed: int = Field(default=0, description="Seeds the initial values of A; B begins as 0.")
     learning_rate: float | None = Field(
-        default=None, gt=0, description="AdamW learning rate after the warm-up; none: trainer.learning_rate."
+        default=None,
+        gt=0,
+        allow_inf_nan=False,
+        description="AdamW learning rate after the warm-up; none: trainer.learning_rate.",
     )
     publish: Literal["merged", "adapter"] = Field(
         default="merged",
@@ -119,7 +122,9 @@ class TrainerConfig(BaseModel):
         description="tokens: the model's own head over its vocabulary. value: one number per position, as a critic has; this head"
         " starts as zeros, unless model.path has one (an architecture named ...ForTokenClassification with one label).",
     )
-    learning_rate: float = Field(default=1e-6, gt=0, description="AdamW learning rate after the warm-up.")
+    learning_rate: float = Field(
+        default=1e-6, gt=0, allow_inf_nan=False, description="AdamW learning rate after the warm-up."
+    )
     lr_warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
     )
@@ -135,7 +140,7 @@ class TrainerConfig(BaseModel):
     betas: tuple[float, float] = Field(
         default=(0.9, 0.999), description="AdamW's decay rates of the two moment averages."
     )
-    weight_decay: float = Field(default=0.0, ge=0, description="AdamW's decoupled weight decay.")
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled down to this global L2 norm.")
     micro_batch_tokens: int = Field(
         default=16384,
@@ -331,7 +336,9 @@ class CriticConfig(BaseModel):
         description="Hugging Face directory, or name on the hub, that the critic begins with: a critic or a policy with the"
         " policy's tokenizer; empty: model.path. A policy gets a head of zeros.",
     )
-    learning_rate: float = Field(default=1e-5, gt=0, description="Its AdamW learning rate, on the trainer's schedule.")
+    learning_rate: float = Field(
+        default=1e-5, gt=0, allow_inf_nan=False, description="Its AdamW learning rate, on the trainer's schedule."
+    )
 
 
 class ReferenceConfig(BaseModel):
