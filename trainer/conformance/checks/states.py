@@ -115,9 +115,13 @@ class StateChecks(TrainingConformanceBase):
         assert left == ["export_hf", "save", "taken"], f"expected two more directories, there is {left}"
 
     def test_a_directory_without_a_state_is_not_loaded(self, team: Team, first_model: Path, tmp_path: Path) -> None:
-        """The error is typed, on every rank, and the engine trains on."""
+        """Nor is a broken model. The error is typed, on every rank, and the engine trains on."""
         team.setup(first_model)
+        weights = team.tensors()
         team.all_fail(WeightlaneError, "load", directory=str(tmp_path / "nothing"))
+        (tmp_path / "config.json").write_text("{}")
+        team.all_fail(WeightlaneError, "load", directory=str(tmp_path))
+        expect_equal(team.tensors(), weights, "the weights after what could not be loaded")
         team.step(BatchSpec())
 
     def test_state_that_is_away_comes_back_bit_for_bit(self, team: Team, first_model: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,29 +83,35 @@ def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping
             shelf.read(shard.spec.name, shard.box, shard.data)
 
 
-def load_weights(
+def weights_reader(
     model_dir: Path, head: str, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]
-) -> None:
-    """Fill what this rank holds of `tensors`, by in-memory name, with the weights in `model_dir`.
+) -> Callable[[], None]:
+    """A function that fills what this rank holds of `tensors`, by in-memory name, with the weights in `model_dir`.
 
     Args:
-        model_dir: A Hugging Face directory of the model whose checkpoint tensors are `runs`; `ConfigError` if of another one.
+        model_dir: A Hugging Face directory that `check_model_dir` accepts.
         head: See ``TrainerConfig.head``. A value head that the files don't hold is zeros.
-        runs: The checkpoint tensors.
+        runs: The checkpoint tensors of the model.
         tensors: What to fill.
+
+    Raises:
+        ConfigError: The directory is of another model.
     """
     model = model_without_weights(model_dir, head)
     found = checkpoint_runs(model, checkpoint_tensors(model))
     if {run.name: run.shape for run in found} != {run.name: run.shape for run in runs}:
         raise ConfigError(f"the weights in {model_dir} are of another model.", part="model", hint="Check the path.")
     if can_read_slices(model, model_dir, runs):
-        read_slices(model_dir, runs, tensors)
-        return
+        return lambda: read_slices(model_dir, runs, tensors)
     whole = checkpoint_tensors(whole_model(model_dir, head))
     by_name = {shard.spec.name: shard.data for shard in local_shards(found, whole, rank=0, dtype=None, kept=())}
-    with torch.no_grad():
-        for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
-            shard.data.copy_(by_name[shard.spec.name][shard.box.index])
+
+    def copy() -> None:
+        with torch.no_grad():
+            for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
+                shard.data.copy_(by_name[shard.spec.name][shard.box.index])
+
+    return copy
 
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:

@@ -22,7 +22,8 @@ from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..lora.saved import SavedAdapters
-from .loading import load_weights, model_class
+from ..rank_collectives import on_every_rank
+from .loading import model_class, weights_reader
 
 _MODEL = "model."
 """Before the names of weights in a saved state."""
@@ -86,8 +87,10 @@ def resume(
     optimizer: bool,
 ) -> int:
     """Do what `TrainingEngine.load` does for the model whose checkpoint tensors are `runs`; returns the step."""
-    if is_model_dir(directory, head):
-        load_weights(directory, head, runs, tensors)
+    if is_model_dir(directory, head, device):
+        readers: list[Callable[[], None]] = []  # none reads before every rank knows that it can
+        on_every_rank(lambda: readers.append(weights_reader(directory, head, runs, tensors)), device, PART)
+        on_every_rank(readers[0], device, PART)
         optimizer = False
     else:
         step = load_state(directory, tensors, moments, rank, device)

@@ -16,6 +16,8 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, kept_in_float32
 
+from ..rank_collectives import on_every_rank, share_json
+
 _PART = "model"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 """Pattern of a model's name on Hugging Face's hub: owner and name."""
@@ -72,9 +74,17 @@ def find_model(name: str | Path) -> Path:
         ) from cause
 
 
-def is_model_dir(path: Path, head: str = "tokens") -> bool:
-    """Whether `path` is a Hugging Face directory, which `check_model_dir` then checks; otherwise something else is there."""
-    return (path / "config.json").is_file() and bool(check_model_dir(path, head))
+def is_model_dir(path: Path, head: str, device: torch.device) -> bool:
+    """Whether `path` is a Hugging Face directory, which `check_model_dir` then checks on every rank. Collective.
+
+    Raises `ConfigError`, on every rank, where it is one for some ranks only, or a wrong one.
+    """
+    seen = share_json((path / "config.json").is_file(), device)
+    if len(set(seen)) > 1:
+        raise _error(f"rank {seen.index(False)} sees no model in {path}.", "Put it where every rank can read it.")
+    if seen[0]:
+        on_every_rank(lambda: check_model_dir(path, head), device, _PART)
+    return bool(seen[0])
 
 
 def check_model_dir(path: Path, head: str = "tokens") -> ModelInfo:

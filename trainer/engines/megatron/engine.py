@@ -92,7 +92,7 @@ class MegatronEngine(AdaptedEngine):
         self._join(model_dir, seed)
         with self._computing("the trainer ranks to build the model"):
             self._build(seed)
-            load_model(model_dir, self._facts.shape, self._shapes, self._slices)
+            load_model(model_dir, self._facts.shape, self._shapes, self._slices, self._device)
             copy_masters_to_model(self._chunks, self._optimizer)
             self._published = self._adapt().published
 
@@ -231,8 +231,8 @@ class MegatronEngine(AdaptedEngine):
         self._require_here("parameters", "optimizer")
         with self._computing("the trainer ranks to load"), self._torn_unless_refused():
             adapters = self._saved_adapters(directory)
-            if whole := is_model_dir(directory, self.config.head):
-                load_model(directory, self._facts.shape, self._shapes, self._slices)
+            if whole := is_model_dir(directory, self.config.head, self._device):
+                load_model(directory, self._facts.shape, self._shapes, self._slices, self._device)
             step = 0 if whole else load_state(directory, self._slices, self.rank, self._device)
             self._step = step if optimizer else 0
             for moment in (moment for piece in self._slices for moment in piece.moments if not self._step):

@@ -35,18 +35,41 @@ _RANDOM = "random"
 
 
 def load_model(
-    model_dir: Path, model: CheckpointShape, shapes: Mapping[str, tuple[int, ...]], slices: Iterable[WeightSlice]
+    model_dir: Path,
+    model: CheckpointShape,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Iterable[WeightSlice],
+    device: torch.device,
 ) -> None:
-    """Fill the weights of `slices` from a Hugging Face directory; reads no other element.
+    """Fill the weights of `slices` from a Hugging Face directory; reads no other element. Collective.
 
     Args:
         model_dir: holds safetensors files.
         model: the model. Files may hold a head that it does not have, and need not hold one of values, which is then zeros.
         shapes: every tensor of the checkpoint.
         slices: what to fill.
+        device: where collectives work.
 
-    Raises `ConfigError` when the files do not hold exactly the tensors of `shapes`.
+    Raises `ConfigError`, with nothing filled on any rank, when the files of one do not hold exactly the tensors of `shapes`.
     """
+    stored: dict[str, StoredSlice] = {}
+    on_every_rank(lambda: stored.update(_fitting_tensors(model_dir, model, shapes)), device, PART)
+
+    def read() -> None:
+        with Shelf({name: [entry] for name, entry in stored.items()}) as shelf:
+            for piece in slices:
+                if piece.name in stored:
+                    shelf.read(piece.name, piece.box, piece.weight)
+                else:
+                    piece.weight.zero_()
+
+    on_every_rank(read, device, PART)
+
+
+def _fitting_tensors(
+    model_dir: Path, model: CheckpointShape, shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, StoredSlice]:
+    """The tensors in `model_dir`, which are those of `shapes`, but for heads. See `load_model`."""
     stored = hf_tensors(model_dir)
     held = {name: entry.box.shape for name, entry in stored.items()}
     if model.tied or model.valued:
@@ -70,12 +93,7 @@ def load_model(
                 part="model",
                 hint="Fetch the model again, or repair its config.json.",
             )
-    with Shelf({name: [entry] for name, entry in stored.items()}) as shelf:
-        for piece in slices:
-            if piece.name in shapes:
-                shelf.read(piece.name, piece.box, piece.weight)
-            else:
-                piece.weight.zero_()
+    return stored
 
 
 def _is_extra_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
