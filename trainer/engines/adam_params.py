@@ -41,7 +41,7 @@ class AdamParams:
 
     @classmethod
     def of(cls, config: TrainerConfig, step: int) -> AdamParams:
-        """As `config` says for the step after `step` steps."""
+        """The settings that `config` gives to the step after `step` steps."""
         rate, most = learning_rate(config, step), config.max_grad_norm
         return cls(rate, config.betas, weight_decay=config.weight_decay, max_grad_norm=most)
 

@@ -362,16 +362,11 @@ class TrainingEngine(ABC):
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """Resume from what `save` wrote; gradients are cleared. With the same number of ranks, training continues bit for bit.
 
-        From a Hugging Face directory of the same architecture, training begins anew, at step 0 and with zero moments.
+        Without `optimizer`, and from a Hugging Face directory of the same architecture, training begins anew with the weights
+        there, at step 0 and with zero moments.
 
-        Args:
-            directory: The state, or the model.
-            optimizer: Whether moments and steps are resumed, too; otherwise training begins anew with the state's weights.
-
-        Raises:
-            ConfigError: There is neither, or it is not this model's; the engine must have the adapters of the state, and no
-                others. Nothing has changed then.
-            StorageError: A file cannot be read. The engine is then good for a further `load` and `close` only.
+        Raises `ConfigError`, and changes nothing, for no state or model, another model, or other adapters than the engine has;
+        `StorageError` for a file that cannot be read: the engine is then good for a further `load` and `close` only.
         """
 
     @abstractmethod
@@ -388,9 +383,7 @@ class TrainingEngine(ABC):
     ) -> None:
         """Write the saved training state in `state` as a Hugging Face model directory, in one process, on the CPU.
 
-        `head` is the ``TrainerConfig.head`` that it was saved with.
-
-        By default an engine of one rank is made, and loads all of it; one that reads the weights only takes less memory.
+        `head` is the ``TrainerConfig.head`` that it was saved with. By default an engine of one rank is made, which loads all.
         """
         with reserve_port("127.0.0.1") as reserved:
             address = reserved.getsockname()[:2]

@@ -19,7 +19,7 @@ class Model:
     session: str
     client: str
     config: LoraConfig | None
-    """Of an adapter; None for all weights."""
+    """The adapter's settings; None for all weights."""
     about: dict[str, Any]
     """Remarks of the client."""
     next_seq: int = 0
