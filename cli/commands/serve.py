@@ -152,8 +152,10 @@ async def _start_service(
         model.eos_token_ids,
         {name.rpartition(".")[2]: _part_of(name) for name in ready.layers},
     )
-    directory, describe = config.run.dir.resolve(), None if config.rollout.adapter is None else _announced
-    service = Service(config.service, directory, base, runner, coordinator, replicas, describe, config.sync.deadline_s)
+    directory = config.run.dir.resolve()
+    service = Service(
+        config.service, directory, base, runner, coordinator, replicas, _announced, config.sync.deadline_s
+    )
     life.push_async_callback(service.close)
     return service
 

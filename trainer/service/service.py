@@ -47,7 +47,7 @@ class Service:
         runner: Runs jobs on the trainer ranks.
         syncer: Carries versions.
         replicas: Sample.
-        describe: Makes of an adapter's configuration what replicas are told; None where ``service.trains`` is ``all_weights``.
+        describe: Makes of an adapter's configuration what replicas are told.
         sync_timeout_s: Most seconds that a version may take to be in service.
     """
 
@@ -59,7 +59,7 @@ class Service:
         runner: Runner,
         syncer: Syncer,
         replicas: Sequence[AdapterReplica],
-        describe: Callable[[LoraConfig], Any] | None,
+        describe: Callable[[LoraConfig], Any],
         sync_timeout_s: float,
     ) -> None:
         self.config, self.base = config, base
@@ -69,9 +69,16 @@ class Service:
         self.futures = Futures(self.store)
         self.sessions = Sessions(self.store, config.session_timeout_s)
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
-        self.publications = Publications(runner, syncer, replicas, describe, config.max_versions, sync_timeout_s)
+        self.trains_weights, jobs = config.trains == "all_weights", ModelJobs(runner, base.directory)
+        self.publications = Publications(
+            runner,
+            syncer,
+            replicas,
+            None if self.trains_weights else describe,
+            config.max_versions,
+            sync_timeout_s,
+        )
         self.limits = WireLimits(body_bytes=config.max_body_bytes)
-        self.trains_weights, jobs = describe is None, ModelJobs(runner, base.directory)
         self._operations = Operations(
             self.futures,
             runner,

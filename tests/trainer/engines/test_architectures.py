@@ -23,6 +23,7 @@ from weightlane.trainer.engines.fsdp2.loading import (
     materialise,
     model_without_weights,
     read_slices,
+    weights_reader,
     whole_model,
 )
 from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
@@ -136,3 +137,11 @@ def test_a_checkpoint_in_another_form_than_models_are_saved_in_is_loaded_by_tran
     assert not can_read_slices(model, path, checkpoint_runs(model, checkpoint_tensors(model)))
     loaded = dict(whole_model(path).named_parameters())
     assert [name for name, tensor in weights.items() if not torch.equal(loaded[name], tensor)] == []
+    model = whole_model(path)
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)
+    held = checkpoint_tensors(model)
+    weights_reader(path, "tokens", checkpoint_runs(model, held), held)()
+    assert [name for name, tensor in weights.items() if not torch.equal(held[name], tensor)] == [], (
+        "of a model in training"
+    )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 import transformers
-from float64_reference import VOCAB, sequences
-from service_process import SDK, ServiceProcess
-from tiny_models import add_tokenizer, greedy_tokens, load_tensors, make_qwen3
+from float64_reference import sequences
+from service_process import SDK, ServiceProcess, datums
+from service_process import TOKENS as TOKENS_OF
+from tiny_models import greedy_tokens, load_tensors
 from waiting import HANG_S
 
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
@@ -20,13 +24,6 @@ pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not 
 
 ADAM = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1, "grad_clip_norm": 0.5}
 PROMPT, TOKENS, MANY = [5, 17, 200, 33, 9], 8, 50
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", seed=3, vocab=VOCAB)
-    add_tokenizer(path, VOCAB)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -40,22 +37,10 @@ def created(client: Any) -> Any:
     return client.create_lora_training_client("tiny", 4).result(HANG_S)
 
 
-def data(rows: list[tuple[list[int], list[float]]]) -> list[Any]:
-    from tinker import types
-
-    return [
-        types.Datum(
-            model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
-        )
-        for tokens, weights in rows
-    ]
-
-
 def step(training: Any, seed: int, rate: float = 1e-2) -> tuple[Any, Any]:
     from tinker import types
 
-    passed = training.forward_backward(data(sequences(seed)), "cross_entropy")
+    passed = training.forward_backward(datums(sequences(seed)), "cross_entropy")
     return passed, training.optim_step(types.AdamParams(learning_rate=rate, **ADAM))
 
 
@@ -109,8 +94,15 @@ def test_all_weights_are_stepped_as_plain_torch_steps_them(service: ServiceProce
     off = torch.cat([(exact[name] - found[name]).flatten() for name in found])
     assert moved.norm() > 0.1
     assert off.norm() / moved.norm() < 1e-5
+    with httpx.Client(base_url=f"{service.url}/api/v1/", headers={"X-API-Key": TOKENS_OF["alice"]}) as web:
+        link = web.get(f"training_runs/{training.model_id}/checkpoints/weights/three/archive", follow_redirects=True)
+    (state,) = service.directory.glob("checkpoints/*/weights/three~*")
+    with tarfile.open(fileobj=io.BytesIO(link.content)) as archive:
+        packed = {each.name: archive.extractfile(each).read() for each in archive}  # type: ignore[union-attr]
+    assert packed == {file.name: file.read_bytes() for file in state.iterdir()}
 
 
+@pytest.mark.filterwarnings("ignore:DEPRECATED")  # load_state, which older programs call
 def test_models_take_turns_on_the_ranks_and_end_as_alone_also_when_the_service_is_killed(
     service: ServiceProcess, model: Path
 ) -> None:
@@ -127,7 +119,7 @@ def test_models_take_turns_on_the_ranks_and_end_as_alone_also_when_the_service_i
         passed.result(HANG_S), stepped.result(HANG_S)
     path = one.save_state("half").result(HANG_S).path
     step(one, 12)[1].result(HANG_S)
-    half = two.forward_backward(data(sequences(0)), "cross_entropy")
+    half = two.forward_backward(datums(sequences(0)), "cross_entropy")
     half.result(HANG_S)
     service.kill()
     service.start()
@@ -142,6 +134,21 @@ def test_models_take_turns_on_the_ranks_and_end_as_alone_also_when_the_service_i
         step(with_optimizer, seed)
     found = weights_of(service, with_optimizer, "resumed")
     assert all(torch.equal(found[name], each) for name, each in expected.items())
+    with_optimizer.forward_backward(datums(sequences(7)), "cross_entropy").result(HANG_S)
+    broken = with_optimizer.save_state("broken").result(HANG_S).path
+    largest = max(directory_of(service, broken).iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(Exception, match="could not be read"):
+        with_optimizer.load_state_with_optimizer(broken).result(HANG_S)
+    with pytest.raises(Exception, match="other weights were loaded, or should have been"):
+        step(with_optimizer, 8)[1].result(HANG_S)
+    found = weights_of(service, with_optimizer, "unchanged")
+    assert all(torch.equal(found[name], each) for name, each in expected.items()), "of a state that is read half"
+    with_optimizer.load_state_with_optimizer(path).result(HANG_S)
+    for seed in (12, 13):
+        step(with_optimizer, seed)
+    found = weights_of(service, with_optimizer, "loaded")
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
     without = alice.create_training_client_from_state(path).result(HANG_S)
     for seed in (12, 13):
         step(without, seed)
@@ -153,10 +160,9 @@ def learn(training: Any, token: int, steps: int) -> None:
     """Train a model to answer with one token."""
     from tinker import types
 
-    tokens = [*PROMPT, *[token] * TOKENS]
-    (datum,) = data([(tokens, [0.0] * (len(PROMPT) - 1) + [1.0] * TOKENS)])
+    data = datums([([*PROMPT, *[token] * TOKENS], [0.0] * (len(PROMPT) - 1) + [1.0] * TOKENS)])
     for _ in range(steps):
-        training.forward_backward([datum], "cross_entropy")
+        training.forward_backward(data, "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=5e-3))
     stepped.result(HANG_S)
 

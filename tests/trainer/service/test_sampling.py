@@ -10,8 +10,8 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from service_process import SDK, ServiceProcess
-from tiny_models import add_tokenizer, copy_with, greedy_tokens, load_tensors, make_qwen3
+from service_process import SDK, ServiceProcess, datums
+from tiny_models import copy_with, greedy_tokens, load_tensors
 from waiting import HANG_S
 
 pytestmark = [
@@ -22,13 +22,6 @@ pytestmark = [
 
 VOCAB, ALPHA, TOKENS = 304, 32.0, 8
 PROMPT = [5, 17, 200, 33, 9]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", seed=3, vocab=VOCAB)
-    add_tokenizer(path, VOCAB)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +36,9 @@ def learn(training: Any, token: int, steps: int) -> None:
     """Train an adapter to answer with one token."""
     from tinker import types
 
-    tokens = [*PROMPT, *[token] * TOKENS]
-    weights = [0.0] * (len(PROMPT) - 1) + [1.0] * TOKENS
-    datum = types.Datum(
-        model_input=types.ModelInput.from_ints(tokens[:-1]),
-        loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
-    )
+    data = datums([([*PROMPT, *[token] * TOKENS], [0.0] * (len(PROMPT) - 1) + [1.0] * TOKENS)])
     for _ in range(steps):
-        training.forward_backward([datum], "cross_entropy")
+        training.forward_backward(data, "cross_entropy")
         stepped = training.optim_step(types.AdamParams(learning_rate=2e-2))
     stepped.result(HANG_S)
 

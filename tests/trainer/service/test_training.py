@@ -17,8 +17,7 @@ import pytest
 import torch
 from float64_reference import ALPHA, VOCAB, reference, sequences
 from safetensors.torch import load_file
-from service_process import SDK, TOKENS, ServiceProcess
-from tiny_models import add_tokenizer, make_qwen3
+from service_process import SDK, TOKENS, ServiceProcess, datums
 from waiting import HANG_S
 
 from weightlane.trainer import (
@@ -50,13 +49,6 @@ ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_clip_norm": 1.0}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", seed=3, vocab=VOCAB)
-    add_tokenizer(path, VOCAB)
-    return path
-
-
-@pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     directory = tmp_path_factory.mktemp("service") / "files"
     with ServiceProcess(model, directory, save_every=2, max_loaded=3, gap_timeout_s=2) as running:
@@ -73,15 +65,7 @@ def separate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def data(seed: int, count: int = 4) -> list[Any]:
-    from tinker import types
-
-    return [
-        types.Datum(
-            model_input=types.ModelInput.from_ints(tokens[:-1]),
-            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
-        )
-        for tokens, weights in sequences(seed, count)
-    ]
+    return datums(sequences(seed, count))
 
 
 def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[Any, Any]:

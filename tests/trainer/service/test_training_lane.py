@@ -14,6 +14,7 @@ from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.runner.jobs import Job, OptimStep, Together
 from weightlane.trainer.runner.joint_jobs import JointJobs, RunJob
+from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
@@ -21,6 +22,7 @@ from weightlane.trainer.service.training.operations import BACKWARD, SAVE, STEP,
 from weightlane.trainer.service.training.training_lane import TrainingLane
 
 LORA = LoraConfig(rank=2, publish="adapter")
+ANY = cast("Any", None)
 
 
 class Jobs:
@@ -190,3 +192,24 @@ def test_the_death_of_a_rank_ends_the_lane_and_every_request_stays_queued(tmp_pa
         asyncio.run(asyncio.wait_for(world.lane.run(), HANG_S))
     for request in world.store.requests_since("a", 0) + world.store.requests_since("b", 0):
         assert request.state == "queued"
+
+
+def test_adapters_and_all_weights_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    def lane(store: Store, name: str, *, trains_weights: bool) -> TrainingLane:
+        parts = ANY, ANY, ANY, ANY, ANY, ANY, tmp_path / name
+        limits = {"save_every": 1, "max_queued": 1, "max_loaded": 1, "join_wait_s": 0.0}
+        return TrainingLane(store, *parts, **limits, trains_weights=trains_weights)  # type: ignore[arg-type]
+
+    for config, trains_weights in ((LORA, True), (None, False)):
+        name = f"{trains_weights}"
+        store = Store(tmp_path / f"{name}.sqlite")
+        lane(store, name, trains_weights=not trains_weights).add(Model("m", "s", "c", config, {}))
+        assert lane(store, name, trains_weights=not trains_weights).resume() == 1
+        with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
+            lane(store, name, trains_weights=trains_weights).resume()
+        store.close()
+        operations = Operations(*(ANY,) * 7, 60.0, trains_weights=trains_weights)
+        about = {"config": config and config.model_dump(mode="json")}
+        found = Checkpoint("tinker://m/weights/a", "m", "training", tmp_path, 0.0, None, 0, about)
+        with pytest.raises(ConfigError, match="which this service does not train"):
+            operations.check_kind(found)

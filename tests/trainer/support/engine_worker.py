@@ -207,7 +207,8 @@ class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
         return self._engine.step
 
     def load(self, directory: str) -> int:
-        self._engine.load(Path(directory))
+        """Load what is in `directory`, in which RANK stands for this rank."""
+        self._engine.load(Path(str(directory).replace("RANK", str(self._rank))))
         return self._engine.step
 
     def export(self, directory: str, dtype: str = "float32") -> None:

@@ -47,6 +47,7 @@ with warnings.catch_warnings():
         FrozenWeights,
         WeightSlice,
         copy_masters_to_model,
+        forget_moments,
         gradient_buffers,
         held_tensors,
         inner_optimizers,
@@ -235,8 +236,8 @@ class MegatronEngine(AdaptedEngine):
                 load_model(directory, self._facts.shape, self._shapes, self._slices, self._device)
             step = 0 if whole else load_state(directory, self._slices, self.rank, self._device)
             self._step = step if optimizer else 0
-            for moment in (moment for piece in self._slices for moment in piece.moments if not self._step):
-                moment.zero_()
+            if not self._step:
+                forget_moments(self._slices)
             set_moment_steps(self._optimizer, self._step)
             copy_masters_to_model(self._chunks, self._optimizer)
             self._clear_gradients()

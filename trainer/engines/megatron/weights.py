@@ -148,6 +148,12 @@ def init_moments(optimizer: MegatronOptimizer) -> None:
                 }
 
 
+def forget_moments(slices: Iterable[WeightSlice]) -> None:
+    """Make the moments of these weights zero."""
+    for moment in (moment for piece in slices for moment in piece.moments):
+        moment.zero_()
+
+
 def set_moment_steps(optimizer: MegatronOptimizer | FrozenWeights, step: int) -> None:
     """Say how many steps the moments have seen; their bias correction depends on it.
 

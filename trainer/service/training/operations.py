@@ -138,9 +138,8 @@ class Operations:
             steps = self._jobs.create(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
             model.steps = await steps
         except StorageError:
-            model.loaded = (
-                model.loaded and not self._trains_weights
-            )  # neither the old weights nor the new ones are there
+            if self._trains_weights:
+                model.loaded = False  # neither the old weights nor the new ones are there
             raise
         model.saved_steps, model.loaded, model.open, model.spoiled = model.steps, True, False, ""
         await self.lane.save(model)  # the checkpoint may be deleted before a crash

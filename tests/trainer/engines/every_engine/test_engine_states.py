@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +90,18 @@ def test_a_critic_made_of_a_policy_begins_with_values_of_zero_and_is_written_as_
     from_state = tmp_path / "from state"
     engine.export_saved(tmp_path / "state", teams.models["qwen3-untied"], from_state, torch.float32, "value")
     assert_same(checkpoint(from_state), trained)
+    assert ranks.all("load", directory=teams.models["qwen3-untied"]) == [0, 0]
+    assert_same(gathered(ranks), {**body, **head})
     ranks.all("setup", model=tmp_path / "critic", trainer={**VALUE, **settings})
     assert_same(gathered(ranks), trained)
+    # Of one rank there is a model, and of the other nothing, or a broken one: neither changes.
+    shutil.copytree(teams.models["qwen3-untied"], tmp_path / "of-0")
+    ranks.all_fail("ConfigError", "rank 1 sees no model", "load", directory=tmp_path / "of-RANK")
+    shutil.copytree(tmp_path / "of-0", tmp_path / "of-1")
+    (tmp_path / "of-1" / "model.safetensors").write_bytes(b"")
+    ranks.all_fail("ConfigError", "model.safetensors", "load", directory=tmp_path / "of-RANK")
+    assert_same(gathered(ranks), trained)
+    ranks.all("train", first=0, count=1, loss="valued")
 
 
 @pytest.mark.parametrize(

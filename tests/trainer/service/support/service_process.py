@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +20,19 @@ SDK = Path(sys.prefix) / "tinker"
 if str(SDK) not in sys.path:
     sys.path.append(str(SDK))  # last, so that it brings nothing that is there already
 TOKENS = {"alice": "tml-alice", "bob": "tml-bob"}
+
+
+def datums(rows: Sequence[tuple[list[int], list[float]]]) -> list[Any]:
+    """Tokens, one more than the model reads, and a weight for each that is predicted, as the SDK takes them."""
+    from tinker import types
+
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(tokens[:-1]),
+            loss_fn_inputs={"target_tokens": tokens[1:], "weights": weights},
+        )
+        for tokens, weights in rows
+    ]
 
 
 class ServiceProcess:

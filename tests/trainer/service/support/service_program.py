@@ -76,8 +76,7 @@ async def main(model_dir: Path, directory: Path, port_file: Path, settings: dict
         base = BaseModel("tiny", model.architecture, model.path, model.vocab_size, longest, model.eos_token_ids, layers)
         runner = Runner(dispatch)
         stack.push_async_callback(runner.close)
-        describe = None if whole else _announced
-        service = Service(config, directory, base, runner, coordinator, replicas, describe, sync.deadline_s)
+        service = Service(config, directory, base, runner, coordinator, replicas, _announced, sync.deadline_s)
         stack.push_async_callback(service.close)
         partial = port_file.with_suffix(".partial")
         partial.write_text(str(listener.getsockname()[1]))

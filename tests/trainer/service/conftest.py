@@ -1,0 +1,16 @@
+"""The model of the services under test."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from float64_reference import VOCAB
+from tiny_models import add_tokenizer, make_qwen3
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = make_qwen3(tmp_path_factory.mktemp("models") / "qwen3", seed=3, vocab=VOCAB)
+    add_tokenizer(path, VOCAB)
+    return path
