@@ -8,7 +8,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all test-zoo coverage lint types docs gpu
+.PHONY: help setup demo test test-all fuzz test-zoo coverage lint types docs gpu
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
@@ -39,6 +39,14 @@ test: setup
 test-all: setup
 	@echo "== tests: all of them (about an hour on two slow cores)"
 	@$(PYTEST)
+
+# Properties with other examples than `make test` draws, over and over: make fuzz MINUTES=60. What is found is printed with its seed.
+MINUTES ?= 10
+fuzz: setup
+	@echo "== properties, with examples drawn at random, for $(MINUTES) minutes"
+	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
+		WEIGHTLANE_TEST_PROFILE=fuzz timeout --signal INT $$((end - $$(date +%s) + 1)) $(VENV)/pytest $(WORKING) -q -m property; \
+		code=$$?; [ $$code -eq 0 ] || [ $$(date +%s) -ge $$end ] || exit $$code; done
 
 test-zoo: setup
 	@$(VENV)/python tests/rollout/layout/zoo/zoo.py --document docs/reference/models.md

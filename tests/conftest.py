@@ -25,13 +25,13 @@ import helper_paths
 # isort: split
 import budget
 import ports
-from budget import pytest_sessionfinish, pytest_terminal_summary
+from budget import pytest_runtest_logstart, pytest_sessionfinish, pytest_sessionstart, pytest_terminal_summary
 from fork_server import ForkedPopen
 from waiting import HANG_S
 
 budget.watch()
 
-__all__ = ["pytest_sessionfinish", "pytest_terminal_summary"]
+__all__ = ["pytest_runtest_logstart", "pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summary"]
 
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,9 +45,11 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # vLLM keeps there what it found out about a model class, in a process of its own: tests that are given another home need it, too.
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser()))
 
+# Every run draws the same examples: what is red here is red everywhere. `make fuzz` draws others, for as long as it is told to.
 # How long an example takes says nothing on a machine that runs other tests beside it.
-hypothesis.settings.register_profile("tests", deadline=None)
-hypothesis.settings.load_profile("tests")
+hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=40)
+hypothesis.settings.register_profile("fuzz", deadline=None, derandomize=False, max_examples=1000, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("WEIGHTLANE_TEST_PROFILE", "tests"))
 
 _LANES = (
     ("tests/rollout/", "tests/cli/test_layout_command.py", "tests/cli/test_plan_command.py"),
@@ -60,8 +62,12 @@ def _lane(nodeid: str) -> int:
     return next((number for number, paths in enumerate(_LANES) if nodeid.startswith(paths)), len(_LANES))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The lanes first, because they take longest, and then the rest, which whoever is free runs file by file."""
+    """Mark properties; the lanes first, because they take longest, and then the rest, which whoever is free runs file by file."""
+    for item in items:
+        if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
+            item.add_marker("property")
     items.sort(key=lambda item: _lane(item.nodeid))
 
 

@@ -15,12 +15,30 @@ from pathlib import Path
 
 import helper_paths
 import pytest
+from cpu_time import CpuTime
 
 STARTS = Path(__file__).with_name("process_starts")
 KINDS = ("vllm imports", "vllm engines", "ray clusters", "torch groups")
 _LOG_ENV = "WEIGHTLANE_TEST_STARTS"
 _SELECTION = "not exhaustive"
 """Marker expression of `make test`; every other selection is held against the budget of `make test-all`."""
+
+
+_current_test = ""
+_cpu_time: CpuTime | None = None
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Begin to count CPU seconds, in the process that starts all others."""
+    global _cpu_time  # noqa: PLW0603 - a process has one
+    if not hasattr(session.config, "workerinput"):
+        _cpu_time = CpuTime(lambda: _current_test)
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    """Remember which test runs."""
+    global _current_test  # noqa: PLW0603 - a process has one
+    _current_test = nodeid
 
 
 def watch() -> None:
@@ -98,11 +116,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
                 seconds[folder] += report.duration
                 tests[folder] += report.when == "call"
     starts = started()
+    cpu_s: Counter[str] = Counter()
+    if _cpu_time is not None:
+        _cpu_time.stop()
+        for file, spent in _cpu_time.by_file.items():
+            cpu_s[folder_of(file)] += spent
+        terminalreporter.section("CPU seconds by file")
+        for file, spent in _cpu_time.by_file.most_common(None if config.option.verbose > 0 else 15):
+            terminalreporter.write_line(f"{spent:>9.1f}  {file}")
+        terminalreporter.write_line(f"{_cpu_time.total_s:>9.1f}  in all, by the kernel's count")
     terminalreporter.section("cost by folder")
-    terminalreporter.write_line(f"{'folder':<18}{'tests':>7}{'seconds':>9}" + "".join(f"{kind:>14}" for kind in KINDS))
-    for folder, spent in seconds.most_common():
+    kinds = "".join(f"{kind:>14}" for kind in KINDS)
+    terminalreporter.write_line(f"{'folder':<18}{'tests':>7}{'seconds':>9}{'CPU s':>9}{kinds}")
+    for folder in sorted(seconds.keys() | cpu_s.keys(), key=lambda each: -cpu_s[each]):
         counts = "".join(f"{starts.get(folder, Counter())[kind]:>14}" for kind in KINDS)
-        terminalreporter.write_line(f"{folder:<18}{tests[folder]:>7}{spent:>9.1f}{counts}")
+        terminalreporter.write_line(
+            f"{folder:<18}{tests[folder]:>7}{seconds[folder]:>9.1f}{cpu_s[folder]:>9.1f}{counts}"
+        )
     for line in exceeded(config):
         terminalreporter.write_line(f"error: {line}", red=True)
     if not hasattr(config, "workerinput"):
