@@ -13,6 +13,7 @@ SET ?=
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
+	@echo "make fuzz   properties with other examples than make test draws, for MINUTES=10"
 	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
 	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=multi,vllm more"
 	@echo "make docs   the documentation as a site, in build/site"
@@ -33,11 +34,11 @@ WORKING := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST := $(VENV)/pytest $(WORKING) --durations 30
 
 test: setup
-	@echo "== tests: every promise (about half an hour on two slow cores; make test-all runs further cases, too)"
+	@echo "== tests: every promise (about eight minutes on two cores; make test-all runs further cases, too)"
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: setup
-	@echo "== tests: all of them (about an hour on two slow cores)"
+	@echo "== tests: all of them (about half an hour on two cores)"
 	@$(PYTEST)
 
 # Properties with other examples than `make test` draws, over and over: make fuzz MINUTES=60. What is found is printed with its seed.

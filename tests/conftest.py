@@ -25,13 +25,27 @@ import helper_paths
 # isort: split
 import budget
 import ports
-from budget import pytest_runtest_logstart, pytest_sessionfinish, pytest_sessionstart, pytest_terminal_summary
+from budget import (
+    pytest_collection_finish,
+    pytest_runtest_logstart,
+    pytest_sessionfinish,
+    pytest_sessionstart,
+    pytest_terminal_summary,
+    pytest_xdist_node_collection_finished,
+)
 from fork_server import ForkedPopen
 from waiting import HANG_S
 
 budget.watch()
 
-__all__ = ["pytest_runtest_logstart", "pytest_sessionfinish", "pytest_sessionstart", "pytest_terminal_summary"]
+__all__ = [
+    "pytest_collection_finish",
+    "pytest_runtest_logstart",
+    "pytest_sessionfinish",
+    "pytest_sessionstart",
+    "pytest_terminal_summary",
+    "pytest_xdist_node_collection_finished",
+]
 
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import budget
 import pytest
 from waiting import HANG_S
 
@@ -20,8 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = site.getsitepackages()
 READS_OF_CLOCKS = {
     "tests/support/waiting.py": 2,  # how all tests poll
-    "tests/support/processes/cpu_seconds.py": 2,  # a program that says how long it took, as is the next
-    "tests/rollout/trainers/matrix.py": 2,
+    "tests/rollout/trainers/matrix.py": 2,  # a program that says how long it took, as is the next
     "tests/rollout/layout/zoo/zoo.py": 2,
     "tests/sync/torchrun/scripts_that_end.py": 2,  # a program that ends what hangs, and then says so
     "tests/rollout/commit/test_vllm_commit.py": 1,  # a timeout that is over at once
@@ -173,6 +173,22 @@ def test_planted_defects_can_be_planted() -> None:
             compile(text, path, "exec")
         files = {ROOT / test.split("::")[0] for test in defect["tests"]}
         assert all(file.exists() for file in files), defect["name"]
+
+
+def test_a_folder_beyond_its_budget_is_named_with_what_has_grown() -> None:
+    allowed = budget.table(everything=False)
+    assert {"trainer", "rollout", "plugins/packages"} <= set(allowed)
+    assert allowed["trainer"]["cases"] <= budget.table(everything=True)["trainer"]["cases"]
+    assert budget.lines()["packaging"] >= len(Path(__file__).read_text().splitlines())
+    counts = {folder: {kind: row[kind] for kind in budget.KINDS} for folder, row in allowed.items()}
+    assert not budget.exceeded(counts, allowed)
+    counts["trainer"]["ray clusters"] += 1
+    counts["novel"] = {"lines": 1_001, "cases": 0}
+    limit = allowed["trainer"]["ray clusters"]
+    assert budget.exceeded(counts, allowed) == [
+        f"tests/trainer: {limit + 1} ray clusters, and its budget in tests/README.md is {limit}",
+        "tests/novel: 1,001 lines, and its budget in tests/README.md is 0",
+    ]
 
 
 # -- where a reader looks ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""Cost of a test run: seconds by folder, and each folder's expensive starts, which must not exceed its budget.
+"""Budget of the tests: lines and cases of each folder, and expensive processes that it starts. A run that exceeds it fails.
 
-The budget is the table of `tests/README.md`. It counts starts, not seconds, so that it holds on any machine.
+The budget is the table of `tests/README.md`. It counts and never measures time, so that it holds on any machine. A run prints its
+CPU seconds by folder beside those of the run that the table tells of; nothing is judged by them.
 """
 
 from __future__ import annotations
@@ -11,21 +12,29 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import helper_paths
 import pytest
 from cpu_time import CpuTime
 
-STARTS = Path(__file__).with_name("process_starts")
-KINDS = ("vllm imports", "vllm engines", "ray clusters", "torch groups")
+STARTS_HOOK = Path(__file__).with_name("process_starts")
+STARTS = ("vllm imports", "vllm engines", "ray clusters", "torch groups")
+KINDS = ("lines", "cases", *STARTS)
+CPU_S = "CPU s"
+"""Column of the seconds that the run of the table took: shown, and no limit."""
 _LOG_ENV = "WEIGHTLANE_TEST_STARTS"
-_SELECTION = "not exhaustive"
-"""Marker expression of `make test`; every other selection is held against the budget of `make test-all`."""
+_SELECTIONS = ("not exhaustive", "")
+"""Marker expressions of `make test` and `make test-all`: the columns of the table with two numbers, in this order."""
 
+Counts = Mapping[str, Mapping[str, float]]
+"""Folder to kind to number."""
 
 _current_test = ""
 _cpu_time: CpuTime | None = None
+_cases: set[str] = set()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -41,29 +50,53 @@ def pytest_runtest_logstart(nodeid: str) -> None:
     _current_test = nodeid
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Remember the cases, where this process runs them itself."""
+    _cases.update(item.nodeid for item in session.items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(ids: Collection[str]) -> None:
+    """Remember the cases that a worker of pytest-xdist has collected; all of them collect the same."""
+    _cases.update(ids)
+
+
 def watch() -> None:
     """Let this process and all that it starts note what they start. Call it before torch or vLLM are imported."""
     if _LOG_ENV not in os.environ:
         log, os.environ[_LOG_ENV] = tempfile.mkstemp(prefix="weightlane-starts-")
         os.close(log)
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    if str(STARTS) not in paths:
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTS), *paths]))
+    if str(STARTS_HOOK) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(STARTS_HOOK), *paths]))
         sys.modules.pop("sitecustomize", None)
-    if str(STARTS) not in sys.path:  # pytest-xdist gives its workers the path that its own process had at first
-        sys.path.insert(0, str(STARTS))
+    if str(STARTS_HOOK) not in sys.path:  # pytest-xdist gives its workers the path that its own process had at first
+        sys.path.insert(0, str(STARTS_HOOK))
     importlib.import_module("sitecustomize")
 
 
 def folder_of(path: str) -> str:
-    """``tests/sync/codecs/delta/test_delta.py`` belongs to ``sync``, and an engine package's tests to ``plugins/packages``."""
+    """Folder of a test file: ``sync`` for ``tests/sync/codecs/test_x.py``, ``.`` for ``tests/conftest.py``."""
     parts = Path(path).parts
-    return parts[1] if parts[:1] == ("tests",) else "/".join(parts[:2])
+    if parts[:1] == ("tests",):
+        return parts[1] if len(parts) > 2 else "."
+    return "/".join(parts[:2])
 
 
-def started() -> dict[str, Counter[str]]:
-    """How many of each kind each folder has started."""
-    found: dict[str, Counter[str]] = {}
+def lines() -> Counter[str]:
+    """Lines of the tests' Python code, by folder."""
+    root = helper_paths.TESTS.parent
+    found: Counter[str] = Counter()
+    for path in [*root.glob("tests/**/*.py"), *root.glob("plugins/packages/*/tests/**/*.py")]:
+        found[folder_of(str(path.relative_to(root)))] += len(path.read_text().splitlines())
+    return found
+
+
+def used() -> dict[str, Counter[str]]:
+    """How many of each kind each folder has used."""
+    found: dict[str, Counter[str]] = {folder: Counter(lines=count) for folder, count in lines().items()}
+    for case in _cases:
+        found.setdefault(folder_of(case.partition("::")[0]), Counter())["cases"] += 1
     for line in Path(os.environ[_LOG_ENV]).read_text().splitlines():
         kind, _, path = line.partition("\t")
         if path:
@@ -71,69 +104,79 @@ def started() -> dict[str, Counter[str]]:
     return found
 
 
-def budgets(*, exhaustive: bool) -> dict[str, dict[str, int]]:
-    """The table: a cell is a number, or two with a stroke between, for `make test` and `make test-all`."""
+def table(*, everything: bool) -> dict[str, dict[str, int]]:
+    """The table of `tests/README.md`. A cell is one number, or two: for `make test` and for `make test-all`."""
+    columns = (*KINDS, CPU_S)
     rows: dict[str, dict[str, int]] = {}
     for line in helper_paths.TESTS.joinpath("README.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        if len(cells) == 1 + len(KINDS) and all(re.fullmatch(r"\d+( / \d+)?", cell) for cell in cells[1:]):
-            numbers = [[int(part) for part in cell.split(" / ")] for cell in cells[1:]]
+        if len(cells) == 1 + len(columns) and all(re.fullmatch(r"[\d,]+( / [\d,]+)?", cell) for cell in cells[1:]):
+            numbers = [[int(part.replace(",", "")) for part in cell.split(" / ")] for cell in cells[1:]]
             rows[cells[0].strip("`/")] = {
-                kind: each[-1] if exhaustive else each[0] for kind, each in zip(KINDS, numbers, strict=True)
+                kind: each[-1] if everything else each[0] for kind, each in zip(columns, numbers, strict=True)
             }
     return rows
 
 
-def exceeded(config: pytest.Config) -> list[str]:
-    """A line for whatever a folder has started too many of."""
-    allowed = budgets(exhaustive=config.option.markexpr != _SELECTION)
+def exceeded(counts: Counts, allowed: Counts) -> list[str]:
+    """A line for everything of which a folder has more than it may."""
     return [
-        f"tests/{folder} started {count} {kind}, and its budget in tests/README.md is {allowed.get(folder, {}).get(kind, 0)}"
-        for folder, counts in started().items()
-        for kind, count in counts.items()
+        f"tests/{folder}: {count:,} {kind}, and its budget in tests/README.md is {allowed.get(folder, {}).get(kind, 0):,}"
+        for folder, each in counts.items()
+        for kind, count in each.items()
         if count > allowed.get(folder, {}).get(kind, 0)
     ]
 
 
+def _over(config: pytest.Config) -> list[str]:
+    return exceeded(used(), table(everything=config.option.markexpr != _SELECTIONS[0]))
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run that has started too much."""
+    """Fail a run that is beyond its budget."""
     if (
         not hasattr(session.config, "workerinput")
-        and exceeded(session.config)
+        and _over(session.config)
         and session.exitstatus == pytest.ExitCode.OK
     ):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Seconds and starts by folder."""
-    seconds: Counter[str] = Counter()
-    tests: Counter[str] = Counter()
-    for reports in terminalreporter.stats.values():
-        for report in reports:
-            if isinstance(report, pytest.TestReport):
-                folder = folder_of(report.nodeid.partition("::")[0])
-                seconds[folder] += report.duration
-                tests[folder] += report.when == "call"
-    starts = started()
-    cpu_s: Counter[str] = Counter()
-    if _cpu_time is not None:
-        _cpu_time.stop()
-        for file, spent in _cpu_time.by_file.items():
-            cpu_s[folder_of(file)] += spent
-        terminalreporter.section("CPU seconds by file")
-        for file, spent in _cpu_time.by_file.most_common(None if config.option.verbose > 0 else 15):
-            terminalreporter.write_line(f"{spent:>9.1f}  {file}")
-        terminalreporter.write_line(f"{_cpu_time.total_s:>9.1f}  in all, by the kernel's count")
-    terminalreporter.section("cost by folder")
-    kinds = "".join(f"{kind:>14}" for kind in KINDS)
-    terminalreporter.write_line(f"{'folder':<18}{'tests':>7}{'seconds':>9}{'CPU s':>9}{kinds}")
-    for folder in sorted(seconds.keys() | cpu_s.keys(), key=lambda each: -cpu_s[each]):
-        counts = "".join(f"{starts.get(folder, Counter())[kind]:>14}" for kind in KINDS)
-        terminalreporter.write_line(
-            f"{folder:<18}{tests[folder]:>7}{seconds[folder]:>9.1f}{cpu_s[folder]:>9.1f}{counts}"
-        )
-    for line in exceeded(config):
+    """Print what each folder has used, and what is beyond its budget."""
+    if hasattr(config, "workerinput"):
+        return
+    counts, known = used(), table(everything=config.option.markexpr != _SELECTIONS[0])
+    _write_cost(terminalreporter, counts, known, verbose=config.option.verbose > 0)
+    grown = exceeded(counts, known)
+    for line in grown:
         terminalreporter.write_line(f"error: {line}", red=True)
-    if not hasattr(config, "workerinput"):
-        Path(os.environ[_LOG_ENV]).unlink()
+    if grown:
+        terminalreporter.write_line(
+            "Tests are expensive: replace or merge some. tests/README.md says how a budget is raised."
+        )
+    Path(os.environ[_LOG_ENV]).unlink()
+
+
+def _write_cost(reporter: Any, counts: Counts, known: Counts, *, verbose: bool) -> None:
+    assert _cpu_time is not None
+    _cpu_time.stop()
+    reporter.section("CPU seconds by file")
+    for file, spent in _cpu_time.by_file.most_common(None if verbose else 15):
+        reporter.write_line(f"{spent:>9.1f}  {file}")
+    seconds: Counter[str] = Counter()
+    for file, spent in _cpu_time.by_file.items():
+        seconds[folder_of(file)] += spent
+    reporter.section("cost by folder")
+    kinds = "".join(f"{kind:>14}" for kind in STARTS)
+    reporter.write_line(f"{'folder':<18}{'cases':>7}{'CPU s':>9}{'committed':>11}{kinds}")
+    for folder, spent in seconds.most_common():
+        starts = "".join(f"{counts.get(folder, {}).get(kind, 0):>14}" for kind in STARTS)
+        committed = known.get(folder, {}).get(CPU_S, 0)
+        reporter.write_line(
+            f"{folder:<18}{counts.get(folder, {}).get('cases', 0):>7}{spent:>9.1f}{committed:>11}{starts}"
+        )
+    committed = sum(row[CPU_S] for row in known.values())
+    reporter.write_line(
+        f"{'all':<18}{len(_cases):>7}{_cpu_time.total_s:>9.1f}{committed:>11}   (CPU s as the kernel counts them)"
+    )
