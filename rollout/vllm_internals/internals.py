@@ -1,6 +1,6 @@
-"""All internals of vLLM that weightlane uses, by name.
+"""The internals of vLLM that weightlane imports, by name.
 
-vLLM promises none of them. A release that lacks one is refused before a replica serves, by an error with the missing name; vLLM
+Attributes and methods that it reads of them are not listed here. vLLM promises none of them. A release that lacks one is refused before a replica serves, by an error with the missing name; vLLM
 itself starts as if weightlane were not installed. Modules import these names inside functions: importing vLLM takes seconds.
 """
 

@@ -6,8 +6,12 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+TEMPLATE = "plugins/packages/weightlane-engine-template"
+TORCHRUN = "examples/torchrun"
 
 
 def test_the_configuration_reference_is_that_of_the_models() -> None:
@@ -24,6 +28,39 @@ def test_the_readme_and_the_glossary_are_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
     words = re.findall(r"^\| (?!word|-)", (DOCS / "glossary.md").read_text(), re.MULTILINE)
     assert 20 < len(words) <= 30
+
+
+def _lines(path: str) -> int:
+    return len((ROOT / path).read_text().splitlines())
+
+
+def _rows(page: str) -> int:
+    """Rows of the tables that a command has written into a page."""
+    made = (ROOT / page).read_text().partition("<!-- made by")[2]
+    return len(re.findall(r"^\| (?!---|architecture )", made, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("page", "figure", "counted"),
+    [
+        ("README.md", r"(\d+) architectures are compared", _rows("docs/reference/models.md")),
+        ("docs/design.md", r"The template has (\d+) lines", _lines(f"{TEMPLATE}/weightlane_engine_template.py")),
+        (
+            "docs/guides/your-own-loop.md",
+            r"a complete script in (\d+) lines",
+            _lines(f"{TORCHRUN}/train_and_publish.py"),
+        ),
+        (
+            "docs/guides/your-own-training-program.md",
+            r"at once, in (\d+) lines",
+            _lines(f"{TORCHRUN}/train_adapters.py"),
+        ),
+    ],
+)
+def test_what_a_page_states_is_what_one_counts(page: str, figure: str, counted: int) -> None:
+    """A figure that no command can count has its command, machine and date beside it; others are here or not stated."""
+    stated = re.findall(figure, (ROOT / page).read_text())
+    assert stated == [str(counted)]
 
 
 def test_links_between_pages_lead_somewhere() -> None:
