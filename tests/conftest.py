@@ -65,11 +65,17 @@ hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("fuzz", deadline=None, derandomize=False, max_examples=1000, print_blob=True)
 hypothesis.settings.load_profile(os.environ.get("WEIGHTLANE_TEST_PROFILE", "tests"))
 
+_STATIC = ("architecture", "devices", "import_arrows", "plain_english", "tests")
 _LANES = (
-    ("tests/rollout/", "tests/cli/test_layout_command.py", "tests/cli/test_plan_command.py"),
-    ("tests/e2e/",),
+    (
+        "tests/rollout/",
+        "tests/cli/test_layout_command.py",
+        "tests/cli/test_plan_command.py",
+    ),  # share vLLM and its engines
+    ("tests/e2e/",),  # whole runs
+    tuple(f"tests/packaging/test_{name}.py" for name in _STATIC),  # look at the same syntax trees
 )
-"""Tests that one worker runs from end to end: the first ones share vLLM, imported, and its engines; the second are whole runs."""
+"""Tests that one worker runs from end to end."""
 
 
 def _lane(nodeid: str) -> int:

@@ -6,6 +6,7 @@ An arrow means "imports", at run time, inside functions or for types alone. Arro
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -37,10 +38,18 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    """Names of the product's modules that a module imports, wherever in its text."""
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """A module's syntax tree."""
+    return ast.parse(path.read_text())
+
+
+@functools.cache
+def _imported(path: Path) -> tuple[tuple[str, str], ...]:
+    """Pairs of a module below ``weightlane`` and a name in it that a module imports, wherever in its text."""
     package = list(path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text())):
+    found: list[tuple[str, str]] = []
+    for node in ast.walk(tree(path)):
         if not isinstance(node, ast.ImportFrom):
             continue
         if node.level:
@@ -49,9 +58,14 @@ def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
             base = node.module.split(".")[1:]
         else:
             continue
-        for alias in node.names:
-            name = ".".join([*base, alias.name])
-            yield name if name in known else ".".join(base)
+        found += [(".".join(base), alias.name) for alias in node.names]
+    return tuple(found)
+
+
+def imports(path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """Names of the product's modules that a module imports, wherever in its text."""
+    for base, name in _imported(path):
+        yield whole if (whole := f"{base}.{name}") in known else base
 
 
 def folders(known: dict[str, Path]) -> dict[str, list[str]]:
@@ -115,7 +129,7 @@ def _direction(entries: list[str], arrows: list[tuple[str, str]]) -> str:
 
 def purpose(path: Path) -> str:
     """The first sentence of a module's docstring."""
-    text = (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+    text = (ast.get_docstring(tree(path)) or "").split("\n\n")[0].replace("\n", " ")
     return text.replace("|", "\\|")
 
 

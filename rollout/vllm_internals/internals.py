@@ -1,7 +1,8 @@
 """The internals of vLLM that weightlane imports, by name.
 
-Attributes and methods that it reads of them are not listed here. vLLM promises none of them. A release that lacks one is refused before a replica serves, by an error with the missing name; vLLM
-itself starts as if weightlane were not installed. Modules import these names inside functions: importing vLLM takes seconds.
+Attributes and methods that it reads of them are not listed here. vLLM promises none of them. A release that lacks one is
+refused before a replica serves, by an error with the missing name; vLLM itself starts as if weightlane were not installed.
+Modules import these names inside functions: importing vLLM takes seconds.
 """
 
 from __future__ import annotations

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from syntax_trees import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MAY_IMPORT = {
@@ -21,10 +23,11 @@ MAY_IMPORT = {
 }
 
 
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Absolute names of everything a module imports, lazily or not."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -79,7 +82,7 @@ def test_only_the_conformance_command_needs_pytest() -> None:
 def relative(path: Path) -> set[Path]:
     """Modules that a module imports relatively, or for its types."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom) and node.level:
             base = path.parents[node.level - 1].joinpath(*(node.module or "").split("."))
             names = [base / alias.name for alias in node.names]
@@ -100,7 +103,7 @@ def test_the_library_names_neither_ray_nor_vllm_nor_transformers_anywhere(folder
     for path in sorted((ROOT / folder).rglob("*.py")):
         roots = {name.split(".")[0] for name in imported(path)}
         assert not roots & set(BLOCKED), f"{path.relative_to(ROOT)} imports {roots & set(BLOCKED)}"
-        quoted = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+        quoted = {node.value for node in nodes_of(path) if isinstance(node, ast.Constant)}
         assert not quoted & set(BLOCKED), f"{path.relative_to(ROOT)} names {quoted & set(BLOCKED)}"
 
 

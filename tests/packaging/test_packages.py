@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from syntax_trees import nodes_of
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.trainer import training_engine_class
@@ -58,7 +59,7 @@ def test_a_package_imports_public_modules_of_weightlane_only(package: Path) -> N
     modules = [path for path in package.rglob("*.py") if "build" not in path.relative_to(package).parts]
     assert modules
     for path in modules:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             found = []
             if isinstance(node, ast.Import):
                 found = [(alias.name, "") for alias in node.names]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+from syntax_trees import nodes_of
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "tests", "benchmarks", "docs", "examples")
@@ -13,9 +15,9 @@ STANDS_IN = re.compile(r"(What|That|Those|Of|By|Who|Whoever|Whose|As)\b")
 """Words after which a reader has to search for who does what."""
 
 
-def docstrings(source: str) -> Iterator[tuple[int, str]]:
+def docstrings(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and text of every docstring: of modules, classes, functions, and those below attributes and constants."""
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             match statement:
@@ -29,7 +31,7 @@ def test_no_docstring_hides_its_subject_behind_its_first_word() -> None:
         for path in sorted((ROOT / folder).rglob("*.py")):
             if "build" in path.parts:  # a package that was installed leaves a copy there
                 continue
-            for line, text in docstrings(path.read_text()):
+            for line, text in docstrings(nodes_of(path)):
                 seen += 1
                 if STANDS_IN.match(text):
                     found.append(f"{path.relative_to(ROOT)}:{line}: {text[:60]}")
@@ -39,4 +41,4 @@ def test_no_docstring_hides_its_subject_behind_its_first_word() -> None:
 
 def test_such_a_docstring_is_found() -> None:
     source = 'def f():\n    """What is left."""\n\nLIMIT = 3\n"""Of all."""\n\ndef g():\n    """Whatever is left is sent."""\n'
-    assert [line for line, text in docstrings(source) if STANDS_IN.match(text)] == [5, 2]
+    assert [line for line, text in docstrings(ast.walk(ast.parse(source))) if STANDS_IN.match(text)] == [5, 2]

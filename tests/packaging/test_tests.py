@@ -15,6 +15,7 @@ from pathlib import Path
 
 import budget
 import pytest
+from syntax_trees import tree_of
 from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,18 +38,18 @@ FOR_GOOD = {"skip", "xfail", "flaky", "rerun", "reruns", "repeat"}
 """Markers that keep a test from failing."""
 
 
-def files_of_tests() -> Iterator[tuple[str, str]]:
-    """Path and text of everything that tests consist of."""
+def files_of_tests() -> Iterator[tuple[str, ast.Module]]:
+    """Path and syntax tree of everything that tests consist of."""
     for path in sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "plugins/packages").glob("*/tests/**/*.py")]):
-        yield str(path.relative_to(ROOT)), path.read_text()
+        yield str(path.relative_to(ROOT)), tree_of(path)
 
 
 # -- time ---------------------------------------------------------------------------------------------------------------
 
 
-def reads_of_clocks(source: str) -> list[int]:
+def reads_of_clocks(tree: ast.Module) -> list[int]:
     """Lines on which a clock is read, or imported by a name of its own."""
-    return sorted({node.lineno for node in ast.walk(ast.parse(source)) if is_clock(node)})  # type: ignore[attr-defined]
+    return sorted({node.lineno for node in ast.walk(tree) if is_clock(node)})  # type: ignore[attr-defined]
 
 
 def is_clock(node: ast.AST) -> bool:
@@ -66,7 +67,7 @@ def is_clock(node: ast.AST) -> bool:
 
 def test_no_test_compares_durations_or_waits_by_a_clock_of_its_own() -> None:
     """`Deadline` takes a `waiting.MovableClock`, polls go through `waiting.wait_until`, and what hangs fails by a timeout."""
-    found = {path: reads_of_clocks(source) for path, source in files_of_tests()}
+    found = {path: reads_of_clocks(tree) for path, tree in files_of_tests()}
     beyond = {path: lines for path, lines in found.items() if len(lines) > READS_OF_CLOCKS.get(path, 0)}
     assert not beyond, f"a busy machine can make what is read on these lines anything: {beyond}"
 
@@ -84,15 +85,15 @@ def test_no_test_compares_durations_or_waits_by_a_clock_of_its_own() -> None:
     ],
 )
 def test_reads_of_clocks_are_found(source: str, lines: list[int]) -> None:
-    assert reads_of_clocks(source) == lines
+    assert reads_of_clocks(ast.parse(source)) == lines
 
 
 # -- tests that cannot fail -----------------------------------------------------------------------------------------------
 
 
-def never_fails(source: str) -> list[int]:
+def never_fails(tree: ast.Module) -> list[int]:
     """Lines on which a test is skipped for good, expected to fail, run again, or passes although an assertion failed."""
-    return sorted(set(excuses(ast.parse(source), conditional=False)))
+    return sorted(set(excuses(tree, conditional=False)))
 
 
 def excuses(node: ast.AST, *, conditional: bool) -> Iterator[int]:
@@ -131,7 +132,7 @@ def swallows(handler: ast.ExceptHandler, *, asserts: bool) -> bool:
 
 def test_no_test_is_skipped_for_good_expected_to_fail_or_passes_by_being_tried_again() -> None:
     """`skipif` and `pytest.skip` under a condition say what a test needs; nothing else keeps one from failing."""
-    found = [f"{path}:{line}" for path, source in files_of_tests() for line in never_fails(source)]
+    found = [f"{path}:{line}" for path, tree in files_of_tests() for line in never_fails(tree)]
     assert not found, "these tests cannot fail:\n" + "\n".join(found)
     settings = [ROOT / "pyproject.toml", ROOT / "Makefile", *ROOT.glob("constraints*.txt"), *(ROOT / ".ci").iterdir()]
     said = {path.name: path.read_text() for path in settings if path.is_file()}
@@ -160,7 +161,7 @@ def test_no_test_is_skipped_for_good_expected_to_fail_or_passes_by_being_tried_a
     ],
 )
 def test_tests_that_cannot_fail_are_found(source: str, lines: list[int]) -> None:
-    assert never_fails(source) == lines
+    assert never_fails(ast.parse(source)) == lines
 
 
 def test_planted_defects_can_be_planted() -> None:
@@ -194,8 +195,11 @@ def test_a_folder_beyond_its_budget_is_named_with_what_has_grown() -> None:
 # -- where a reader looks ---------------------------------------------------------------------------------------------------
 
 
+PROGRAMS = sorted(set(re.findall(r"python (tests/\S+\.py)", (ROOT / "tests/README.md").read_text())))
+
+
 @pytest.mark.parametrize(
-    "program", sorted(set(re.findall(r"python (tests/\S+\.py)", (ROOT / "tests/README.md").read_text())))
+    "program", [pytest.param(each, marks=pytest.mark.exhaustive if "rollout" in each else ()) for each in PROGRAMS]
 )
 def test_programs_that_the_readme_names_find_their_helpers_when_started_by_themselves(program: str) -> None:
     folder = str(Path(program).parent)  # which is where Python looks first
