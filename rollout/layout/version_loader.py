@@ -148,7 +148,7 @@ class VersionLoader:
         proven = self._known_proof(judged)
         proven_everywhere = all(group.gather(proven is not None))
         self._verdict = proven if proven_everywhere and proven is not None else self._prove(judged, group)
-        self._writer = VersionWriter(self._rank, self._verdict, self._signature, self._stale_views)
+        self._writer = VersionWriter(self._rank, self._verdict, self._signature, self._stale_views, self._read)
         if any(group.gather(sliced and _needed_slices(self.needed()) != received)):
             raise CommitError(
                 "slices of a version were received, and others are needed: parameters have moved to other memory, or the"

@@ -9,6 +9,7 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, WeightlaneError
 from weightlane.sync import LivePart, SlicedTensors
+from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import SelectedTensors, Slicing
 
 from ..loading.derived import StaleView, renew_derived, stale_views_renewed
@@ -30,12 +31,19 @@ class VersionWriter:
         verdict: The verdict on versions of these tensors.
         signature: Shapes and dtypes of the versions' tensors.
         stale_views: Views that a load of their layer leaves stale.
+        read: The boxes of each tensor that a whole reload reads; None if it needs whole tensors.
     """
 
     def __init__(
-        self, rank: RankModel, verdict: Verdict, signature: Mapping[str, SourceSpec], stale_views: Sequence[StaleView]
+        self,
+        rank: RankModel,
+        verdict: Verdict,
+        signature: Mapping[str, SourceSpec],
+        stale_views: Sequence[StaleView],
+        read: Mapping[str, list[Box]] | None = None,
     ) -> None:
         self._rank, self._verdict, self._signature, self._stale_views = rank, verdict, signature, stale_views
+        self._read = read
         self.plan = None if verdict.method is WriteMethod.RELOAD else CommitPlan(verdict.layout, rank.model)
         """The copies of a version; None if no tensor is copied."""
         self._sliced: tuple[Slicing, CommitPlan] | None = None
@@ -49,10 +57,13 @@ class VersionWriter:
         """Replace every weight by `tensors`, with Hugging Face names, in full shapes or as `SlicedTensors`.
 
         On a CUDA device the copies are queued on the current stream when this returns.
+
+        Raises:
+            CommitError: A slice that is needed has not arrived; nothing is changed. Or as `load_version`.
         """
         if self.plan is None:
-            # A reload reads no more of a sliced tensor than has been received.
             if isinstance(tensors, SlicedTensors):
+                self._check_arrived(tensors)
                 self._reload((name, tensors.partly(name)) for name in tensors)
             else:
                 self._reload(iter(tensors.items()))
@@ -104,6 +115,17 @@ class VersionWriter:
                     part=self._rank.part,
                 )
         self.renew_derived()
+
+    def _check_arrived(self, tensors: SlicedTensors) -> None:
+        """Raise `CommitError` unless every element that a reload reads has arrived: others would be undefined."""
+        for name, spec in self._signature.items():
+            boxes = [Box.whole(spec.shape)] if self._read is None else self._read[name]
+            if not tensors.has(name, boxes):
+                raise CommitError(
+                    f"{name} was to be loaded, and only a part of what this rank needs of it has arrived.",
+                    part=self._rank.part,
+                    hint="Connect this replica again; it then asks for the slices that it needs.",
+                )
 
     def _copy_slices(self, tensors: SlicedTensors, plan: CommitPlan) -> None:
         known = self._sliced
