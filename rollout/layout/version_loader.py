@@ -20,6 +20,7 @@ from weightlane.sync.version.sliced_tensors import without_data
 
 from ..commit.rank_group import RankGroup
 from .loading.derived import StaleView
+from .loading.model_errors import hint_for
 from .map.layout_map import LayoutMap, Refusal, SourceSpec
 from .map.needs import needed_boxes, needed_placement
 from .proof.rehearsal import Rehearsal
@@ -235,7 +236,8 @@ class VersionLoader:
             raise ConfigError(
                 f"new versions of this model would not be right: {mismatch}.",
                 part=self._rank.part,
-                hint="docs/reference/models.md has the models that take versions. This one can only be served as it is.",
+                hint=hint_for(mismatch)
+                or "docs/reference/models.md has the models that take versions. This one can only be served as it is.",
             )
         self._stale_views = rehearsal.stale_views
         self._proven = self._signature, judged, verdict

@@ -214,6 +214,8 @@ class VllmEngine:
         self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
+        from ..vllm.start_failures import take_failure  # noqa: PLC0415 - imports vLLM
+
         self._cleaner = SharedMemoryCleaner()
         # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.
         try:
@@ -222,8 +224,10 @@ class VllmEngine:
                 enable_log_requests=arguments.enable_log_requests,
                 disable_log_stats=arguments.disable_log_stats,
             )
-        except BaseException:
+        except BaseException as cause:
             self._cleaner.close()
+            if (failure := take_failure(vllm_config)) is not None:
+                raise failure from cause
             raise
         processes = self._engine.engine_core.resources.engine_manager.processes
         self._cleaner.settle(segments_of_trees(process.pid for process in processes))

@@ -29,7 +29,7 @@ def _register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from . import engine_core  # noqa: PLC0415 - imports vLLM's engine
+    from . import engine_core, start_failures  # noqa: PLC0415 - these import vLLM's engine
 
     try:
         WeightTransferEngineFactory.register_engine(
@@ -38,11 +38,14 @@ def _register() -> None:
     except ValueError:  # Registered by an earlier call in this process.
         return
     engine_core.install()
+    start_failures.install()
     if current_platform.is_cpu():
         from ..vllm_internals.cpu_experts import keep_expert_parameters_live  # noqa: PLC0415 - registers an operator
+        from ..vllm_internals.cpu_latent_attention import keep_latent_attention_live  # noqa: PLC0415 - on CPU only
 
         keep_linear_parameters_live()
         keep_expert_parameters_live()
+        keep_latent_attention_live()
         rotate_every_head()
         skip_tokens_without_adapter()
         ask_for_amx()

@@ -32,6 +32,8 @@ _MODULES = {
     # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
     "vllm.v1.engine.core": ("EngineCore",),
+    # The start of a worker, whose errors vLLM keeps in the log.
+    "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
     # Adapters that come from no files.
     "vllm.lora.lora_model": ("LoRAModel",),
     "vllm.lora.peft_helper": ("PEFTHelper",),
@@ -41,6 +43,8 @@ _MODULES = {
 }
 _ON_CPU = {
     # Replaced, so that layers compute from their parameters, and tokens without an adapter without one.
+    "vllm.platforms.cpu": ("CpuPlatform",),
+    "vllm.v1.attention.backends.registry": ("AttentionBackendEnum",),
     "vllm.lora.punica_wrapper.punica_cpu": ("PunicaWrapperCPU",),
     "vllm.model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import WeightlaneError
 
 from ...vllm_internals.cpu_linear import BACKEND
-from ..loading.refused_models import first_line, refusal_by_vllm, refuse_indivisible
+from ..loading.model_errors import model_error
+from ..loading.refused_models import refusal_by_vllm, refuse_indivisible
 
 _PART = "layout"
 
@@ -56,7 +57,7 @@ def engine_config(
             "weight_transfer_config": {"backend": BACKEND},
         }
         config = EngineArgs(**arguments).create_engine_config()
-    except (ValueError, TypeError, OSError, RuntimeError, KeyError, AttributeError) as cause:
+    except Exception as cause:
         action = f"run {model} on {tensor_parallel} ranks"
         hint = "Name a causal language model that vLLM supports."
         raise refusal_by_vllm(cause, action, part=_PART, hint=hint) from cause
@@ -79,19 +80,20 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
 
     device = torch.device(config.device_config.device)
     with as_rank(config, rank):
-        with set_default_torch_dtype(config.model_config.dtype), device:
-            model = initialize_model(config)
-        process_weights_after_loading(model, config.model_config, device)
+        try:
+            with set_default_torch_dtype(config.model_config.dtype), device:
+                model = initialize_model(config)
+            process_weights_after_loading(model, config.model_config, device)
+        except WeightlaneError:
+            raise
+        except Exception as cause:
+            raise model_error(cause, f"build the model of rank {rank}", part=_PART) from cause
         yield model.eval()
 
 
 @contextmanager
 def as_rank(config: Any, rank: int) -> Iterator[None]:
-    """Inside, vLLM takes this process for rank `rank` of `config`.
-
-    Raises:
-        ConfigError: A model cannot be built inside.
-    """
+    """Inside, vLLM takes this process for rank `rank` of `config`."""
     from ...vllm_internals.internals import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
 
     _join_group_of_one(config)
@@ -105,8 +107,6 @@ def as_rank(config: Any, rank: int) -> Iterator[None]:
         config.parallel_config.rank = rank
         try:
             yield
-        except (ValueError, AssertionError, NotImplementedError, ImportError) as cause:
-            raise ConfigError(f"vLLM cannot build the model of rank {rank}: {first_line(cause)}", part=_PART) from cause
         finally:
             parallel_state._TP, parallel_state._EP = tensor_group, expert_group
             config.parallel_config.rank = before

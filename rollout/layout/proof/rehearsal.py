@@ -20,6 +20,7 @@ from weightlane.sync.version.box import Box
 
 from ...commit.rank_group import RankGroup
 from ..loading.derived import StaleView
+from ..loading.model_errors import described_failure
 from ..map.layout_map import SourceSpec
 from ..rank_model import RankModel
 from ..trace.loading_reads import OnlyRead
@@ -34,6 +35,8 @@ from .model_tensors import tensor_checksums, tensor_placements
 _RUNS = 3
 """Runs into which a rehearsed tensor is cut, so that some of them end within a row."""
 _OUTPUT = "output of "
+_MOST_TOLD = 300
+"""Most characters of an error of vLLM's."""
 
 
 class Rehearsal:
@@ -99,9 +102,7 @@ class Rehearsal:
         try:
             computed = output_checksums(fresh.rank) if self._computes else {}
         except Exception as cause:
-            raise _MismatchError(
-                f"vLLM has loaded it and cannot compute with it: {type(cause).__name__}: {str(cause)[:200]}"
-            ) from cause
+            raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_told(cause)}") from cause
         return tensor_checksums(fresh.rank.model) | {
             f"{_OUTPUT}{layer}": checksum for layer, checksum in computed.items()
         }
@@ -153,12 +154,17 @@ class Rehearsal:
         except WeightlaneError as error:
             reason = error.message
         except Exception as cause:  # noqa: BLE001 - other ranks wait; without a comparison there is no proof
-            reason = f"it cannot be compared with an ordinary load: {type(cause).__name__}: {str(cause)[:200]}"
+            reason = f"it cannot be compared with an ordinary load: {_told(cause)}"
         return next((fact for fact in self._group.gather(reason) if fact), None)
 
 
 class _MismatchError(Exception):
     """A written version differs from an ordinary load, or the two cannot be compared."""
+
+
+def _told(cause: Exception) -> str:
+    """The layer and the error, as part of a sentence."""
+    return described_failure(cause)[:_MOST_TOLD].rstrip(".")
 
 
 def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:
