@@ -33,10 +33,12 @@ from budget import (
     pytest_terminal_summary,
     pytest_xdist_node_collection_finished,
 )
+from cpu_paths import WITH_AMX, cpu_has_amx, hide_amx
 from fork_server import ForkedPopen
 from waiting import HANG_S
 
 budget.watch()
+hide_amx()
 
 __all__ = [
     "pytest_collection_finish",
@@ -156,6 +158,15 @@ def session_children() -> Iterator[Children]:
     started = Children()
     yield started
     started.reap()
+
+
+@pytest.fixture
+def amx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let this test, and the processes that it starts, use AMX. A test that asks for this is skipped where the CPU has none."""
+    if not cpu_has_amx():
+        pytest.skip("this CPU has no AMX")
+    for name, value in WITH_AMX.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.fixture

@@ -6,10 +6,9 @@ import io
 import json
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import pytest
-import torch
 from command_line import assert_refused
 from command_line import report as report_of
 from rich.console import Console
@@ -18,9 +17,16 @@ from tiny_run import Material
 
 from weightlane.cli.commands.layout import print_layout
 
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("forked_answers")]
 
-@pytest.mark.vllm
-@pytest.mark.slow
+
+def shown(report: dict[str, Any]) -> str:
+    """What a user sees of it."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_layout(console, report)
+    return console.export_text()
+
+
 def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None:
     report = report_of("layout", str(material.model), "--tp", "2")
     assert report["method"] == "traced"
@@ -32,50 +38,36 @@ def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None
         assert rank["copies"] >= rank["parameters"]
 
 
-@pytest.mark.usefixtures("forked_answers")
-@pytest.mark.vllm
-@pytest.mark.slow
+@pytest.mark.exhaustive
+def test_a_quantised_checkpoint_whose_layers_keep_old_scales_is_refused(tmp_path: Path) -> None:
+    """Without AMX, oneDNN's kernels keep the address of the scales that a layer was first loaded with."""
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / "int8", "int8")
+    report = report_of("layout", str(model), "--tp", "2")
+    assert (report["method"], report["quantization"], report["union"]["unused"]) == ("reload", "compressed-tensors", {})
+    assert "qkv_proj does not compute what it computes after an ordinary load" in report["refusal"]
+    assert [rank["needed_elements"] for rank in report["ranks"]] == [report["union"]["elements"]] * 2
+
+
+@pytest.mark.usefixtures("amx")
 @pytest.mark.parametrize(("scheme", "told"), [("fp8", "fp8"), ("int8", "compressed-tensors")])
 def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(
-    scheme: Literal["fp8", "int8"], told: str, tmp_path: Path
+    scheme: Any, told: str, tmp_path: Path
 ) -> None:
-    amx = torch.cpu._is_amx_tile_supported()
-    if scheme == "fp8" and not amx:
-        pytest.skip("vLLM's fp8 layers need AMX on a CPU")
     model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / scheme, scheme)
     report = report_of("layout", str(model), "--tp", "2")
-    assert (report["method"], report["quantization"]) == ("reload", told)
+    assert (report["method"], report["quantization"], report["refusal"]) == ("reload", told, "")
     assert report["union"]["unused"] == {}
     everything = report["union"]["elements"]
-    if not amx:  # oneDNN's kernels keep the address of the scales that a layer was first loaded with
-        assert "qkv_proj does not compute what it computes after an ordinary load" in report["refusal"]
-        assert [rank["needed_elements"] for rank in report["ranks"]] == [everything] * 2
-        return
-    assert report["refusal"] == ""
     for rank in report["ranks"]:
         assert rank["method"] == "reload"
         assert rank["refused"], "nobody learns why it is not copied"
         assert everything / 2 <= rank["needed_elements"] < 0.51 * everything, "a rank reads its half"
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_layout(console, report)
-    shown = console.export_text()
-    assert f"in bfloat16 ({told}) on 2 rank(s): versions are committed by vLLM's own loading" in shown
-    assert f"rank 1 needs {report['ranks'][1]['needed_elements']} of these elements for its loading" in shown
+    text = shown(report)
+    assert f"in bfloat16 ({told}) on 2 rank(s): versions are committed by vLLM's own loading" in text
+    assert f"rank 1 needs {report['ranks'][1]['needed_elements']} of these elements for its loading" in text
 
 
-@pytest.mark.usefixtures("forked_answers")
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> None:
-    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8", "fp8")
-    config = json.loads((model / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [64, 64]
-    (model / "config.json").write_text(json.dumps(config))
-    says = "the replica quantizes its weights (fp8) in a format in which versions are not sent."
-    assert_refused(says, "layout", str(model))
-
-
-def test_each_rank_says_which_experts_it_holds() -> None:
+def test_a_report_shows_what_is_not_copied_and_which_experts_each_rank_holds() -> None:
     facts = {"tensors": 4, "copies": 4, "bytes": 64, "parameters": 2, "constant_elements": 0, "learned_s": 0.01}
     ranks = [
         {"rank": rank, "method": "traced", "experts": [{"held": held, "of": 8}], "reloaded": [], "refused": []} | facts
@@ -94,30 +86,47 @@ def test_each_rank_says_which_experts_it_holds() -> None:
         "tied": [],
         "union": {"tensors": 8, "elements": 64, "unused": {}},
     }
-    console = Console(width=200, record=True, file=io.StringIO())
-    print_layout(console, report)
-    shown = console.export_text()
-    assert "rank 0 holds experts 0-2, 5 of 8" in shown
-    assert "rank 1 holds experts 3-4, 6-7 of 8" in shown
-    assert "2 rank(s), experts divided between them" in shown
-    report |= {"expert_parallel": False}
-    print_layout(console, report)
-    assert "rank 0 holds a slice of experts 0-2, 5 of 8" in console.export_text()
+    text = shown(report)
+    assert "rank 0 holds experts 0-2, 5 of 8" in text
+    assert "rank 1 holds experts 3-4, 6-7 of 8" in text
+    assert "2 rank(s), experts divided between them" in text
+    assert "a rehearsal takes 2.0 GB of memory" in text
+    assert "rank 0 holds a slice of experts 0-2, 5 of 8" in shown(report | {"expert_parallel": False})
+    why = [{"tensor": "mlp.weight", "why": "the layer repacks it"}]
+    slow = {"method": "reload", "reloaded": ["mlp"], "refused": why, "needed_elements": 33}
+    reloaded = report | {
+        "method": "reload",
+        "refusal": "mlp: RuntimeError: no",
+        "ranks": [rank | slow for rank in ranks],
+    }
+    text = shown(reloaded)
+    for said in (
+        "versions are refused",
+        "committed versions would be wrong: mlp: RuntimeError: no",
+        "rank 1 needs 33 of these elements for its loading",
+        "rank 1 reloads mlp",
+        "rank 1 does not copy mlp.weight: the layer repacks it",
+    ):
+        assert said in text
 
 
-@pytest.mark.parametrize(
-    ("model", "arguments", "message"),
-    [
+def test_what_a_user_can_cause_is_one_line_and_exit_code_2(material: Material, tmp_path: Path) -> None:
+    shutil.copytree(material.model, tmp_path / "whole")
+    shutil.copytree(material.model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
+    for model, arguments, message in (
         ("nowhere", [], "is not a directory. Name the directory of a Hugging Face checkpoint."),
         ("weightless", [], "model.safetensors does not exist."),
         ("whole", ["--tp", "0"], "a replica cannot have 0 ranks. Give --tp a number from 1."),
         ("whole", ["--ep"], "expert parallelism needs more than one rank. Give --tp a number from 2."),
         ("whole", ["--dtype", "int3"], "'int3' is none of auto, float32"),
-    ],
-)
-def test_what_a_user_can_cause_is_one_line_and_exit_code_2(
-    model: str, arguments: list[str], message: str, material: Material, tmp_path: Path
-) -> None:
-    shutil.copytree(material.model, tmp_path / "whole")
-    shutil.copytree(material.model, tmp_path / "weightless", ignore=shutil.ignore_patterns("*.safetensors"))
-    assert_refused(message, "layout", str(tmp_path / model), *arguments)
+    ):
+        assert_refused(message, "layout", str(tmp_path / model), *arguments)
+
+
+def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> None:
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8", "fp8")
+    config = json.loads((model / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = [64, 64]
+    (model / "config.json").write_text(json.dumps(config))
+    says = "the replica quantizes its weights (fp8) in a format in which versions are not sent."
+    assert_refused(says, "layout", str(model))

@@ -22,39 +22,35 @@ def test_a_plan_is_explained_in_bytes_links_and_seconds() -> None:
     assert found["shape"] == "Qwen3-30B-A3B"
     assert (found["trainer_ranks"], found["rollout_ranks"], len(found["replicas"])) == (8, 4, 2)
     assert found["crossing_bytes"] == found["minimum_bytes"] == sum(found["replicas"].values())
+    assert found["routes"].keys() == {"star"}
     links = [link["bytes"] for link in found["links"]]
     assert len(links) == 3
     assert links == sorted(links, reverse=True)
     assert found["busiest_receiver"]["bytes"] >= found["minimum_bytes"] / 4
     predicted = found["predicted"]
     assert predicted["bound_s"] <= predicted["direct_s"] < predicted["one_stream_per_replica_s"]
-    result = run("plan", "30b", "--trainer", "pp2 ep4", "--rollout", "2x tp2")
+
+
+def test_a_plan_is_shown_in_words() -> None:
+    result = run("plan", "30b", "--trainer", "ep2", "--rollout", "1x tp2")
     assert result.exit_code == 0, result.stderr
-    for said in (
-        "8 trainer ranks to 4 rollout ranks in 2 replicas",
-        found["digest"],
-        "gathered, one stream per replica",
-    ):
+    for said in ("2 trainer ranks to 2 rollout ranks in 1 replica", "gathered, one stream per replica"):
         assert said in result.stdout
 
 
 def test_speeds_are_gigabytes_of_all_cards_or_gigabits_of_either_side() -> None:
     layouts = ["30b", "--trainer", "ep2", "--rollout", "1x tp2"]
     slow = report("plan", *layouts, "--gb-per-s", "5")["predicted"]
-    fast = report("plan", *layouts, "--sender-gbps", "400", "--receiver-gbps", "400")["predicted"]
-    assert slow["bound_s"] == pytest.approx(10 * fast["bound_s"])
     received = report("plan", *layouts, "--sender-gbps", "4000", "--receiver-gbps", "40")["predicted"]
     assert received["bound_by"].endswith("receiving")
     assert received["bound_s"] == pytest.approx(slow["bound_s"], rel=0.1)
 
 
 def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> None:
-    layouts = ["30b", "--trainer", "ep2", "--rollout", "4x tp2"]
-    assert report("plan", *layouts)["routes"].keys() == {"star"}
-    assert "chain" in report("plan", *layouts, "--relay")["routes"]
-    shares = report("plan", *layouts, "--cut", "shares")
+    shares = report("plan", "30b", "--trainer", "ep2", "--rollout", "4x tp2", "--cut", "shares", "--relay")
     assert shares["lanes"] == 2
     assert shares["crossing_bytes"] > shares["minimum_bytes"]
+    assert "chain" in shares["routes"]
 
 
 @pytest.mark.parametrize(

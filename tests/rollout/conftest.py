@@ -36,7 +36,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session")
 def process() -> Program:
     """`layout_process.py`, which builds models."""
-    started = Program(HERE / "layout/layout_process.py", env={"VLLM_LOGGING_LEVEL": "ERROR"})
+    started = Program(HERE / "layout/layout_process.py", env={"VLLM_LOGGING_LEVEL": "ERROR"}, again=True)
     _until_the_folder_ends.callback(started.kill)
     return started
 

@@ -14,22 +14,24 @@ from typing import Any
 from unittest import mock
 
 import torch
+from cpu_paths import cpu_path  # noqa: F401 - tests call it by this name
 from json_program import serve
 from layout_models import bits, random_bits, scatter
 from loaded_models import (
+    broken_layer,
     committed,
     differing,
     forced,
     hidden_copy_of,
-    hidden_copy_of_an_expert,
     loaded,
     ordinary,
     other,
+    simulated_amx,
     state,
     tensors_of,
     written,
 )
-from rank_needs import needs, quantised_slices, rank_layout  # noqa: F401 - tests call them by these names
+from rank_needs import needs, rank_layout, slices_of_reloads  # noqa: F401 - tests call them by these names
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.commit.rank_group import RankGroup
@@ -37,7 +39,7 @@ from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of
 from weightlane.rollout.layout.offline.layout_report import make_report
-from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config
+from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
 from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
@@ -186,8 +188,8 @@ def moved(path: str, dtype: str) -> dict[str, Any]:
         return answer | {"cast": differing(state(model), wanted), "rehearsed": len(rehearsed)}
 
 
-def rehearsed_badly(path: str, left_out: str) -> str | None:
-    """Rehearse with a version writer that leaves something out; return the mismatch that the rehearsal finds."""
+def rehearsed_badly(path: str) -> str | None:
+    """Rehearse with a version writer that leaves an element out; return the mismatch that the rehearsal finds."""
     config = engine_config(path, tensor_parallel=1, dtype="float32")
     specs = checkpoint_specs(path, torch.float32)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -196,13 +198,10 @@ def rehearsed_badly(path: str, left_out: str) -> str | None:
         """Nothing tells that it has not written all."""
 
         def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-            if left_out == "everything":
-                return
             live = next(tensor for full, tensor in self._rank.model.named_parameters() if full == name).data.view(-1)
-            some = slice(None) if left_out == "one tensor" else slice(-1, None)
-            before = live[some].clone()
+            before = live[-1].clone()
             super().write(tensors)
-            live[some] = before
+            live[-1] = before
 
     with as_rank(config, 0), mock.patch.object(rehearsal_module, "VersionWriter", Sloppy):
         model = loaded(config)
@@ -211,18 +210,6 @@ def rehearsed_badly(path: str, left_out: str) -> str | None:
         alone = RankGroup(None)
         rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone, computes=True)
         return rehearsal.first_mismatch(verdict, None)
-
-
-def stale_expert(path: str, dtype: str) -> str:
-    """One expert that computes from a hidden copy of its weight: why its versions are refused."""
-    config = engine_config(path, tensor_parallel=1, dtype=dtype)
-    with as_rank(config, 0), hidden_copy_of_an_expert():
-        loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
-        try:
-            committed(loader, tensors_of(path, dtype), RankGroup(None))
-        except WeightlaneError as error:
-            return str(error)
-    return ""
 
 
 def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
@@ -342,12 +329,9 @@ def set_aside_and_back() -> dict[str, list[Any]]:
     return {"sizes": sizes, "same": [torch.equal(bits(t), b) for t, b in zip((*tensors, *views), before, strict=True)]}
 
 
-def report(
-    path: str, tensor_parallel: int, expert_parallel: bool = False, way: str = "", hidden: str = ""
-) -> dict[str, Any]:
-    """Make the report that ``weightlane layout`` shows; see `forced` for `way` and `hidden_copy_of` for `hidden`."""
-    with forced(way), hidden_copy_of(hidden):
-        return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
+def report(path: str, tensor_parallel: int, expert_parallel: bool = False) -> dict[str, Any]:
+    """Make the report that ``weightlane layout`` shows."""
+    return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
 
 
 def refused(path: str, tensor_parallel: int) -> list[str]:
@@ -357,6 +341,37 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
     except WeightlaneError as error:
         return [type(error).__name__, str(error)]
     return []
+
+
+def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
+    """As `refused`, of a model that is built with an attention backend; see `simulated_amx`."""
+    extra = {"attention_backend": backend} if backend else {}
+    with simulated_amx():
+        try:
+            with model_of_rank(engine_config(path, tensor_parallel=1, dtype=dtype, extra=extra), 0):
+                return []
+        except WeightlaneError as error:
+            return [type(error).__name__, str(error)]
+
+
+def with_broken_layer(path: str, ending: str, step: str, kind: str) -> dict[str, str]:
+    """What a report and a worker say of a model one of whose layers raises an error; see `broken_layer`."""
+    config = engine_config(path, tensor_parallel=1, dtype="float32")
+    told = {"report": "", "worker": ""}
+    with as_rank(config, 0):
+        model = loaded(config)
+    with broken_layer(ending, step, kind):
+        try:
+            told["report"] = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
+        except WeightlaneError as error:
+            told["report"] = f"{type(error).__name__}: {error}"
+        with as_rank(config, 0):
+            loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
+            try:
+                committed(loader, tensors_of(path, "float32"), RankGroup(None))
+            except WeightlaneError as error:
+                told["worker"] = f"{type(error).__name__}: {error}"
+    return told
 
 
 def main() -> None:

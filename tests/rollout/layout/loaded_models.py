@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +17,6 @@ from tiny_models import copy_with
 from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.layout import Refusal, VersionLoader
 from weightlane.rollout.layout import version_loader as loader_module
-from weightlane.rollout.layout.offline import rank_layouts as rank_layouts_module
 from weightlane.rollout.layout.offline.rank_models import engine_config
 from weightlane.rollout.layout.verdict import whole_reload
 
@@ -107,10 +107,7 @@ def forced(way: str) -> Iterator[None]:
         yield
         return
     judged = whole_reload([Refusal("the model", "the test wants it")])
-    with (
-        mock.patch.object(loader_module, "judge", return_value=judged),
-        mock.patch.object(rank_layouts_module, "judge", return_value=judged),
-    ):
+    with mock.patch.object(loader_module, "judge", return_value=judged):
         yield
 
 
@@ -136,21 +133,40 @@ def hidden_copy_of(ending: str) -> Iterator[None]:
 
 
 @contextmanager
-def hidden_copy_of_an_expert() -> Iterator[None]:
-    """Inside, the last expert of every layer computes from a copy of its weight that nobody sees."""
-    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+def broken_layer(ending: str, step: str, kind: str) -> Iterator[None]:
+    """Inside, layers of that name raise an error of `kind` in `step`: ``process_weights_after_loading`` or ``apply``."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    process, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
-    kernels: dict[int, torch.Tensor] = {}
+    plain = getattr(UnquantizedLinearMethod, step)
 
-    def pack(self: Any, layer: Any) -> None:
-        process(self, layer)
-        kernels[id(self)] = layer.w2_weight[-1].detach().clone()
+    def breaking(self: Any, layer: Any, *arguments: Any) -> Any:
+        if layer.prefix.endswith(ending):
+            raise getattr(builtins, kind)(f"invalid weight input features 16\nException raised from {step} (gemm.cpp)")
+        return plain(self, layer, *arguments)
 
-    def apply(
-        self: Any, output: Any, hidden_states: Any, w1: Any, w2: torch.Tensor, *others: Any, **named: Any
-    ) -> None:
-        compute(self, output, hidden_states, w1, torch.cat([w2[:-1], kernels[id(self)].unsqueeze(0)]), *others, **named)
+    with mock.patch.object(UnquantizedLinearMethod, step, breaking):
+        yield
 
-    with mock.patch.multiple(CPUUnquantizedExperts, process_weights_after_loading=pack, apply=apply):
+
+@contextmanager
+def simulated_amx() -> Iterator[None]:
+    """Inside, vLLM takes this CPU for one with AMX, and packs weights as its kernel does, so far as dtypes and shapes go.
+
+    The kernels that compute from packed weights are missing: a model can be built and loaded inside.
+    """
+
+    def packed(weight: torch.Tensor) -> torch.Tensor:
+        outputs, inputs = weight.shape[-2:]
+        if weight.dtype not in (torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8):
+            raise RuntimeError("expect weight to be bfloat16, float16, int8, fp8_e4m3 or uint8(mxfp4 or int4).")
+        if outputs % 16:
+            raise RuntimeError(f"invalid weight out features {outputs}")
+        if inputs % 32:
+            raise RuntimeError(f"invalid weight input features {inputs}")
+        return weight.clone()
+
+    with (
+        mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=True),
+        mock.patch.object(torch.ops._C, "convert_weight_packed", packed, create=True),
+    ):
         yield

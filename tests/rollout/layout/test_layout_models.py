@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from installed import install
 from json_program import Program
-from tiny_models import make_architecture, make_qwen3_moe
+from running_worker import probed_worker, started
+from tiny_models import make_architecture, make_llama, make_qwen3_moe
 from zoo_kind import make
 from zoo_models import KINDS
+
+from weightlane.ckpt_engines import ConfigError
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 EXHAUSTIVE = pytest.mark.exhaustive
@@ -23,16 +31,22 @@ BFLOAT16_CONV = "conv1d.weight: the layer repacks this weight" if torch.cpu._is_
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [
-        ("qwen3-tied", "float32"),
-        ("llama", "bfloat16"),
-        ("gpt2", "float32"),
-        ("bloom", "float32"),
-        ("qwen3-moe", "bfloat16"),
-        ("deepseek-v2", "bfloat16"),
-        ("mixtral-transformers", "float32"),
+        ("qwen3-tied", "float32"),  # tied embeddings
+        ("bloom", "float32"),  # queries, keys and values of a head beside each other
+        ("qwen3-moe", "bfloat16"),  # experts
+        ("deepseek-v2", "bfloat16"),  # latent attention
+        pytest.param("llama", "bfloat16", marks=EXHAUSTIVE),
         *(
             pytest.param(kind, "float32", marks=EXHAUSTIVE)
-            for kind in ("qwen3", "gemma2", "phi3", "mixtral", "deepseek-v3", "llama-transformers", "gemma3n")
+            for kind in (
+                "gpt2",
+                "gemma2",
+                "phi3",
+                "mixtral-transformers",
+                "deepseek-v3",
+                "llama-transformers",
+                "gemma3n",
+            )
         ),
     ],
 )
@@ -48,8 +62,8 @@ def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_f
 @pytest.mark.parametrize(
     ("kind", "dtype", "reloaded", "why"),
     [
-        ("mamba2", "float32", "mixer", EXP),
         ("mamba2", "bfloat16", "mixer", BFLOAT16_CONV),
+        pytest.param("mamba2", "float32", "mixer", EXP, marks=EXHAUSTIVE),
         pytest.param("falcon-h1", "bfloat16", "mamba", BFLOAT16_CONV, marks=EXHAUSTIVE),
     ],
 )
@@ -65,9 +79,8 @@ def test_layers_that_cannot_be_copied_into_are_named_and_are_right_nevertheless(
     assert answer["after"] == []
 
 
-@pytest.mark.parametrize(
-    "kind", ["mamba2", pytest.param("qwen3-moe", marks=EXHAUSTIVE), pytest.param("deepseek-v2", marks=EXHAUSTIVE)]
-)
+@EXHAUSTIVE
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3-moe", "deepseek-v2"])
 def test_versions_that_go_through_vllms_own_loading_are_what_a_fresh_load_makes(
     kind: str, process: Program, tmp_path: Path
 ) -> None:
@@ -86,17 +99,11 @@ def test_what_vllms_own_loading_would_get_wrong_is_refused_by_name_and_nothing_i
     assert answer["after"] == []
 
 
-_EMBEDDINGS, _PROJECTION = "model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"
-
-
-@pytest.mark.parametrize(
-    ("left_out", "named"), [("everything", _EMBEDDINGS), ("one tensor", _PROJECTION), ("one element", _PROJECTION)]
-)
-def test_versions_that_are_not_written_completely_do_not_pass_the_rehearsal(
-    left_out: str, named: str, process: Program, tmp_path: Path
+def test_a_version_of_which_one_element_is_not_written_does_not_pass_the_rehearsal(
+    process: Program, tmp_path: Path
 ) -> None:
-    trouble = process.call("rehearsed_badly", str(make_architecture("qwen3-tied", tmp_path)), left_out)
-    assert trouble == f"{named} differs from an ordinary load"
+    trouble = process.call("rehearsed_badly", str(make_architecture("qwen3-tied", tmp_path)))
+    assert trouble == "model.layers.1.mlp.down_proj.weight differs from an ordinary load"
 
 
 def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
@@ -110,10 +117,8 @@ def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "
 @pytest.mark.parametrize(
     ("kind", "bucket_bytes"),
     [
-        ("qwen3-tied", 192),
-        ("bloom", 4096),
         ("mamba2", 192),
-        *(pytest.param(kind, size, marks=EXHAUSTIVE) for kind in ("gpt2", "qwen3-moe") for size in (192, 4096)),
+        *(pytest.param(*each, marks=EXHAUSTIVE) for each in (("qwen3-tied", 192), ("bloom", 4096), ("qwen3-moe", 192))),
     ],
 )
 def test_versions_that_are_written_bucket_after_bucket_are_what_a_fresh_load_makes(
@@ -148,28 +153,18 @@ def test_parameters_that_move_and_other_types_are_learned_anew(process: Program,
     }
 
 
-def test_an_expert_that_computes_from_a_hidden_copy_is_found_out_too(process: Program, tmp_path: Path) -> None:
-    """vLLM's own loading does not make that copy again, either."""
-    refused = process.call("stale_expert", str(make_qwen3_moe(tmp_path, seed=0)), "float32")
-    assert "new versions of this model would not be right: model.layers." in refused
-    assert "does not compute what it computes after an ordinary load" in refused
+def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(process: Program) -> None:
+    for activation, biased in itertools.product(("silu", "gelu", "gelu_tanh", "swigluoai"), (False, True)):
+        answer = process.call("experts_beside_kernel", activation, biased)
+        assert answer["size"] > 0.1
+        assert answer["kernel"] < 1e-4
+        assert answer["divided"] < 1e-5
 
 
-@pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "swigluoai"])
-def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(
-    activation: str, biased: bool, process: Program
-) -> None:
-    answer = process.call("experts_beside_kernel", activation, biased)
-    assert answer["size"] > 0.1
-    assert answer["kernel"] < 1e-4
-    assert answer["divided"] < 1e-5
-
-
-@pytest.mark.parametrize("case", ["gpt-oss", pytest.param("qwen3-moe", marks=EXHAUSTIVE)])
-def test_copies_are_as_many_as_tensors_however_many_experts_these_hold(case: str, process: Program) -> None:
+@EXHAUSTIVE
+def test_copies_are_as_many_as_tensors_however_many_experts_these_hold(process: Program) -> None:
     """`python -m benchmarks.layout_scale` shows 48 layers."""
-    found = [process.call("scaled", case, layers) for layers in (1, 3)]
+    found = [process.call("scaled", "gpt-oss", layers) for layers in (1, 3)]
     assert all(one["verified"] and one["copies"] <= one["tensors"] for one in found)
     outside, layers = ((3 * found[0][key] - found[1][key]) / 2 for key in ("copies", "tensors"))
     assert outside == layers == 3, "both embeddings and the last norm; all else grows with the layers"
@@ -192,9 +187,9 @@ def test_weights_that_are_set_aside_come_back_bit_for_bit_for_all_who_view_them(
     assert all(answer["same"])
 
 
-@pytest.mark.parametrize("neox", [False, True])
-def test_every_head_of_latent_attention_is_rotated_on_a_cpu(neox: bool, process: Program) -> None:
-    assert max(process.call("rotary_beside_formula", neox)) < 1e-5
+def test_every_head_of_latent_attention_is_rotated_on_a_cpu(process: Program) -> None:
+    for neox in (False, True):
+        assert max(process.call("rotary_beside_formula", neox)) < 1e-5
 
 
 def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path) -> None:
@@ -213,13 +208,55 @@ def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("step", "kind", "told"),
+    [
+        ("process_weights_after_loading", "RuntimeError", "vLLM cannot build the model of rank 0"),
+        ("process_weights_after_loading", "AssertionError", "vLLM cannot build the model of rank 0"),
+        ("apply", "RuntimeError", "vLLM has loaded it and cannot compute with it"),
+        pytest.param("apply", "ValueError", "vLLM has loaded it and cannot compute with it", marks=EXHAUSTIVE),
+    ],
+)
+def test_an_error_of_a_layer_is_a_typed_refusal_that_names_the_layer_the_cause_and_a_remedy(
+    step: str, kind: str, told: str, process: Program, tmp_path: Path
+) -> None:
+    said = process.call("with_broken_layer", str(make_architecture("llama", tmp_path)), "1.mlp.down_proj", step, kind)
+    cause = (
+        "model.layers.1.mlp.down_proj: "
+        + ("RuntimeError: " * (kind == "RuntimeError"))
+        + "invalid weight input features 16"
+    )
+    assert f"{told}: {cause}" in said["report"]
+    assert cause in said["worker"]
+    assert "gemm.cpp" not in said["report"]
+    remedy = "Set the dtype to bfloat16."
+    assert said["worker"].startswith("ConfigError: ")
+    assert remedy in said["worker"]
+    assert (remedy in said["report"]) == (step != "apply"), "a report that is made shows the cause alone"
+
+
+def test_latent_attention_takes_versions_on_a_cpu_with_amx_and_what_its_kernels_refuse_names_the_layer(
+    process: Program, tmp_path: Path
+) -> None:
+    """On a CPU that is taken for one with AMX; vLLM itself would choose ``AMX_MLA``."""
+    narrow = replace(KINDS["deepseek-v2"], sizes=KINDS["deepseek-v2"].sizes | {"qk_nope_head_dim": 16})
+    model = str(make(narrow, tmp_path, seed=1, dtype=torch.bfloat16))
+    for dtype, cause in (("bfloat16", "invalid weight input features 16"), ("float32", "expect weight to be bfloat16")):
+        kind, text = process.call("refused_with_amx", model, dtype, "AMX_MLA")
+        assert kind == "ConfigError"
+        assert (
+            f"vLLM cannot build the model of rank 0: model.layers.0.self_attn.mla_attn.mla_attn: RuntimeError: {cause}"
+            in text
+        )
+        assert "Set the dtype to bfloat16" in text
+        assert process.call("refused_with_amx", model, dtype, "") == []
+
+
+@pytest.mark.parametrize(
     ("kind", "ranks", "way"),
     [
-        ("deepseek-v2", 2, "traced"),
         ("gpt-oss", 2, "traced"),
-        ("mamba2", 1, "mixed"),
-        pytest.param("qwen3-moe", 2, "traced", marks=EXHAUSTIVE),
-        pytest.param("falcon-h1", 1, "mixed", marks=EXHAUSTIVE),
+        pytest.param("deepseek-v2", 2, "traced", marks=EXHAUSTIVE),
+        pytest.param("mamba2", 1, "mixed", marks=EXHAUSTIVE),
     ],
 )
 def test_what_layout_shows_was_rehearsed_on_every_rank(
@@ -230,28 +267,11 @@ def test_what_layout_shows_was_rehearsed_on_every_rank(
     assert {rank["method"] for rank in made["ranks"]} == {way}
 
 
-def test_layout_refuses_what_a_worker_would(process: Program, tmp_path: Path) -> None:
-    model = make(KINDS["gpt-oss"], tmp_path, seed=1, dtype=torch.bfloat16)
-    made = process.call("report", str(model), 1, False, "reload")
-    assert made["method"] == "reload"
-    assert "differs from an ordinary load" in made["refusal"]
-
-
-def test_layout_finds_the_layer_out_that_computes_from_a_hidden_copy(process: Program, tmp_path: Path) -> None:
-    made = process.call("report", str(make_architecture("llama", tmp_path)), 2, False, "", "down_proj")
-    assert (made["method"], made["refusal"]) == ("reload", "")
-    reasons = [reason["why"] for rank in made["ranks"] for reason in rank["refused"]]
-    assert any("mlp.down_proj does not compute what it computes after an ordinary load" in why for why in reasons)
-
-
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_all_ranks_together_use_every_expert_and_each_says_which_it_holds(
-    expert_parallel: bool, process: Program, tmp_path: Path
-) -> None:
-    made = process.call("report", str(make_qwen3_moe(tmp_path, seed=0, experts=7)), 2, expert_parallel)
+def test_all_ranks_together_use_every_expert_and_each_says_which_it_holds(process: Program, tmp_path: Path) -> None:
+    made = process.call("report", str(make_qwen3_moe(tmp_path, seed=0, experts=7)), 2, True)
     assert made["method"] == "traced"
     assert made["union"]["unused"] == {}
-    held = [[0, 1, 2, 3], [4, 5, 6]] if expert_parallel else [list(range(7))] * 2
+    held = [[0, 1, 2, 3], [4, 5, 6]]
     assert [rank["experts"] for rank in made["ranks"]] == [[{"held": numbers, "of": 7}] for numbers in held]
     for rank in made["ranks"]:
         assert rank["refused"] == rank["reloaded"] == []
@@ -259,3 +279,38 @@ def test_all_ranks_together_use_every_expert_and_each_says_which_it_holds(
     tensors = made["union"]["tensors"]
     others = [3 * (7 - len(numbers)) * 2 for numbers in held]  # three matrices for each expert in each of two layers
     assert [rank["tensors"] for rank in made["ranks"]] == [tensors - missing for missing in others]
+
+
+BREAKS_ENV = "BREAKS_A_LAYER"
+PLUGIN = f"""
+import os
+
+def register():
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    plain = UnquantizedLinearMethod.process_weights_after_loading
+
+    def breaking(self, layer):
+        if {BREAKS_ENV!r} in os.environ and layer.prefix.endswith("1.mlp.down_proj"):
+            raise RuntimeError("invalid weight input features 16")
+        plain(self, layer)
+
+    UnquantizedLinearMethod.process_weights_after_loading = breaking
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=EXHAUSTIVE)])
+def test_a_layer_that_fails_while_a_replica_starts_is_named_with_its_error(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path / "site", "breaking_plugin", PLUGIN, "breaking = breaking_plugin:register", "vllm.general_plugins")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv(BREAKS_ENV, "1")
+    worker = probed_worker("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32", tensor_parallel=ranks)
+    with pytest.raises(ConfigError) as caught, started(worker):
+        pass
+    assert caught.value.message == (
+        "vLLM cannot load the model: model.layers.1.mlp.down_proj: RuntimeError: invalid weight input features 16."
+    )
+    assert "bfloat16" in caught.value.hint
+    assert caught.value.part.startswith("rollout rank ")
+    assert not list(Path(tempfile.gettempdir()).glob(f"weightlane-start-{os.getpid()}-*"))

@@ -103,10 +103,15 @@ def cases(model: str, trainers: Sequence[str] = tuple(TRAINERS)) -> list[Case]:
     ]
 
 
-class ModelRun:
-    """One model in replicas of one rank and of two (and of two with the experts divided), and trainers on demand."""
+def splits_of(model: str) -> list[tuple[int, bool]]:
+    """Ranks of each replica of a model, and whether its experts are divided between them."""
+    return [(1, False), (2, False), *([(2, True)] if "moe" in model else [])]
 
-    def __init__(self, stack: ExitStack, model: str, directory: Path) -> None:
+
+class ModelRun:
+    """One model in a replica for each of `splits`, and trainers on demand."""
+
+    def __init__(self, stack: ExitStack, model: str, directory: Path, splits: Sequence[tuple[int, bool]]) -> None:
         self._stack, self._directory, self._model = stack, directory, model
         self.path = MODELS[model](directory / "model")
         add_tokenizer(self.path, VOCAB)
@@ -116,7 +121,6 @@ class ModelRun:
         self._layout: str | None = None
         self._version = 0
         self._weights: dict[str, torch.Tensor] = {}
-        splits = [(1, False), (2, False), *([(2, True)] if "moe" in model else [])]
         self.workers = [self._worker(number, *split) for number, split in enumerate(splits)]
         self.runner = stack.enter_context(started(*self.workers))
 
@@ -166,10 +170,10 @@ class ModelRun:
 
 
 @contextmanager
-def model_run(model: str, directory: Path) -> Iterator[ModelRun]:
+def model_run(model: str, directory: Path, splits: Sequence[tuple[int, bool]] | None = None) -> Iterator[ModelRun]:
     """Replicas of `model`; everything has ended afterwards."""
     with ExitStack() as stack:
-        yield ModelRun(stack, model, directory)
+        yield ModelRun(stack, model, directory, splits or splits_of(model))
 
 
 def main() -> None:

@@ -30,12 +30,25 @@ def serve(target: object) -> None:
 
 
 class Program:
-    """In the test: one such program. It ends with `kill`, or when the test's process ends."""
+    """In the test: one such program. It ends with `kill`, or when the test's process ends.
 
-    def __init__(self, path: Path, *arguments: str, env: Mapping[str, str] | None = None) -> None:
-        self.process = ForkedPopen(
-            [sys.executable, str(path), *arguments],
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
+    Args:
+        path: The program.
+        arguments: Its arguments.
+        env: Environment variables that it gets beside those of the test.
+        again: Whether it is started again for the next call after it has ended by itself: it keeps nothing between calls.
+    """
+
+    def __init__(self, path: Path, *arguments: str, env: Mapping[str, str] | None = None, again: bool = False) -> None:
+        self._command = [sys.executable, str(path), *arguments]
+        self._env = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+        self._again = again
+        self.process = self._start()
+
+    def _start(self) -> ForkedPopen:
+        return ForkedPopen(
+            self._command,
+            env=self._env,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -44,16 +57,24 @@ class Program:
 
     def ask(self, method: str, *arguments: Any) -> None:
         """Begin a call; `answer` waits for its end."""
+        if self._again and self.process.poll() is not None:
+            self.kill()
+            self.process = self._start()
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps([method, *arguments]) + "\n")
         self.process.stdin.flush()
 
     def answer(self) -> Any:
+        """Return the answer to the call that was begun last.
+
+        Raises:
+            AssertionError: The program ended. The reason is on its standard error, which it shares with the test.
+        """
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if line.startswith(_MARK):
                 return json.loads(line.removeprefix(_MARK))
-        raise AssertionError(f"the program ended with {self.process.wait()}")
+        raise AssertionError(f"{' '.join(self._command[1:])} ended with {self.process.wait()} instead of an answer")
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.ask(method, *arguments)

@@ -10,6 +10,7 @@ import torch
 from loaded_models import (
     committed,
     differing,
+    forced,
     loaded,
     ordinary,
     state,
@@ -69,8 +70,11 @@ def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict
     return answers
 
 
-def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
-    """A version of which each rank of a quantised model gets only what it asks for: what it asks for, and what it then holds."""
+def slices_of_reloads(path: str, other_path: str, world: int) -> list[dict[str, Any]]:
+    """A version that vLLM's own loading takes, and of which each rank gets only what it asks for.
+
+    Returns for each rank what it asks for, and what it then holds.
+    """
     from safetensors.torch import load_file
 
     config, alone = engine_config(path, tensor_parallel=world, dtype="bfloat16"), RankGroup(None)
@@ -78,13 +82,13 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that nobody has written holds NaN
     answers = []
 
-    def less(*asked: Any) -> dict[str, list[Box]]:
+    def too_few(*asked: Any) -> dict[str, list[Box]]:
         boxes = read_by_loading(*asked)
         boxes["model.layers.1.mlp.up_proj.weight"].pop()
         return boxes
 
     for rank in range(world):
-        with as_rank(config, rank):
+        with as_rank(config, rank), forced("reload"):
             wanted = ordinary(other_path, config)
             model = loaded(config)
             before = state(model)
@@ -93,7 +97,7 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
                 VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), computes=False) for _ in range(2)
             )
             assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
-            with mock.patch.object(loader_module, "read_by_loading", less):
+            with mock.patch.object(loader_module, "read_by_loading", too_few):
                 blind.learn(specs, alone)
             loader.learn(specs, alone)
             touched = differing(before, state(model))
@@ -118,10 +122,12 @@ def quantised_slices(path: str, other_path: str, world: int) -> list[dict[str, A
                 }
             )
             del come[next(iter(come))]
-            less = Slicing("plan", needed.specs, slicing.regions[1:])
+            fewer = Slicing("plan", needed.specs, slicing.regions[1:])
+            before = state(model)
             try:
-                committed(loader, SlicedTensors(less, come), alone)
+                committed(loader, SlicedTensors(fewer, come), alone)
             except WeightlaneError as error:
                 answers[-1]["refused"] = str(error)
+            answers[-1]["unchanged"] = not differing(before, state(model))
     torch.use_deterministic_algorithms(False)
     return answers

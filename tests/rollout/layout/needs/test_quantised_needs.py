@@ -1,40 +1,60 @@
-"""Ranks of a quantised model ask for the slices of elements and scales that they read, and load a version out of these alone."""
+"""Ranks whose versions go through vLLM's own loading ask for the slices that it reads, and load a version out of these alone."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 import pytest
-import torch
+from cpu_paths import WITH_AMX
 from json_program import Program
 from tiny_models import load_tensors, make_blocky_qwen3, quantised_copy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 WORLD = 2
+PROGRAM = Path(__file__).parents[1] / "layout_process.py"
+SUFFIXES = {"": [], "fp8": ["_scale_inv"], "int8": ["_scale"]}
+"""Endings of a weight's scales, by the scheme of the checkpoint."""
+
+
+@pytest.fixture
+def amx_process(amx: None) -> Iterator[Program]:
+    """`layout_process.py` with AMX, without which vLLM's fp8 and int8 layers do not compute on a CPU."""
+    program = Program(PROGRAM, env={"VLLM_LOGGING_LEVEL": "ERROR"} | WITH_AMX)
+    yield program
+    program.kill()
+
+
+def test_out_of_the_slices_that_it_asks_for_a_rank_loads_what_vllm_loads_from_the_whole(
+    process: Program, tmp_path: Path
+) -> None:
+    check("", process, tmp_path)
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_out_of_the_slices_that_it_asks_for_a_quantised_rank_is_what_vllm_loads_from_the_whole(
-    scheme: Literal["fp8", "int8"], process: Program, tmp_path: Path
-) -> None:
-    if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's fp8 and int8 layers need AMX on a CPU")
-    plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed, ranks=WORLD) for seed in range(2)]
-    first, second = (quantised_copy(model, tmp_path / f"{model.name}-{scheme}", scheme) for model in plain)
+def test_so_does_a_quantised_rank(scheme: str, amx_process: Program, tmp_path: Path) -> None:
+    check(scheme, amx_process, tmp_path)
+
+
+def check(scheme: str, process: Program, tmp_path: Path) -> None:
+    first, second = (make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed, ranks=WORLD) for seed in range(2))
+    if scheme:
+        first, second = (
+            quantised_copy(model, tmp_path / f"{model.name}-{scheme}", scheme) for model in (first, second)
+        )
     stored = load_tensors(first)
-    ranks = process.call("quantised_slices", str(first), str(second), WORLD)
+    ranks = process.call("slices_of_reloads", str(first), str(second), WORLD)
     for place, rank in enumerate(ranks):
-        assert rank["way"] == "reload", "the CPU's kernels take packed weights"
+        assert rank["way"] == "reload"
         assert rank["touched"] == rank["differing"] == []
         assert rank["blind"], "a rank that was wrong about what is read asks for slices"
         assert rank["changed"] > 0
-        assert "only" in rank["refused"] or "not known" in rank["refused"]
+        assert "only a part of what this rank needs of it has arrived" in rank["refused"]
+        assert rank["unchanged"]
         for kind, along in (("self_attn.q_proj", 0), ("self_attn.o_proj", 1), ("mlp.up_proj", 0), ("mlp.down_proj", 1)):
-            suffix = {"fp8": "_scale_inv", "int8": "_scale"}[scheme]
-            for ending in (".weight", f".weight{suffix}"):
-                name = f"model.layers.1.{kind}{ending}"
+            for suffix in ("", *SUFFIXES[scheme]):
+                name = f"model.layers.1.{kind}.weight{suffix}"
                 shape, starts = list(stored[name].shape), [0, 0]
                 if shape[along] > 1:  # a row has one scale, whichever columns are read
                     shape[along] //= WORLD

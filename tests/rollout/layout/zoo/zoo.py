@@ -32,30 +32,21 @@ class Zoo:
     """Runs `layout_process.py`, which keeps vLLM imported from model to model."""
 
     def __init__(self) -> None:
-        self._program: Program | None = None
+        path = Path(__file__).parents[1] / "layout_process.py"
+        self._program = Program(path, env={"VLLM_LOGGING_LEVEL": "ERROR"}, again=True)
 
     def outcome(self, kind: Kind, dtype: str, way: str) -> str:
         """The way its versions went, why they were refused, or what is wrong."""
         with tempfile.TemporaryDirectory() as folder:
             try:
                 model = make(kind, Path(folder), seed=1, dtype=getattr(torch, dtype))
-                return told(self._call("compare", str(model), dtype, kind.impl, WAYS[way]))
+                return told(self._program.call("compare", str(model), dtype, kind.impl, WAYS[way]))
             except Exception as error:  # noqa: BLE001 - the table says so, and the others go on
-                self.close()
                 return f"FAILED: {error}"
 
-    def _call(self, *arguments: str) -> dict[str, Any]:
-        if self._program is None:
-            path = Path(__file__).parents[1] / "layout_process.py"
-            self._program = Program(path, env={"VLLM_LOGGING_LEVEL": "ERROR"})
-        answer: dict[str, Any] = self._program.call(*arguments)
-        return answer
-
     def close(self) -> None:
-        """End the process, if there is one."""
-        program, self._program = self._program, None
-        if program is not None:
-            program.kill()
+        """End the process."""
+        self._program.kill()
 
 
 def told(answer: dict[str, Any]) -> str:

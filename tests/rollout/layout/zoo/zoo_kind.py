@@ -47,6 +47,19 @@ class Kind:
     model: str = ""
     """Name of the model class in transformers; if empty, `config` followed by ``ForCausalLM``."""
 
+    def transformers_config(self) -> Any:
+        """The config of its tiny model. Raises what transformers raises."""
+        shared = common(self.layers) if self.shared else {}
+        sizes = {
+            name: value for name, value in (shared | self.sizes).items() if value is not None or name not in shared
+        }
+        return getattr(transformers, f"{self.config}Config")(**sizes)
+
+    @property
+    def model_class(self) -> Any:
+        """Its class in transformers."""
+        return getattr(transformers, self.model or f"{self.config}ForCausalLM")
+
     @property
     def impl(self) -> str:
         """vLLM's ``model_impl``."""
@@ -55,12 +68,9 @@ class Kind:
 
 def make(kind: Kind, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
     """A checkpoint whose weights depend on `seed` only, with the types that transformers gives them. Raises what it raises."""
-    shared = common(kind.layers) if kind.shared else {}
-    sizes = {name: value for name, value in {**shared, **kind.sizes}.items() if value is not None or name not in shared}
-    config = getattr(transformers, f"{kind.config}Config")(**sizes)
+    config, model_class = kind.transformers_config(), kind.model_class
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model_class = getattr(transformers, kind.model or f"{kind.config}ForCausalLM")
         model = model_class(config)
         for name, tensor in model.state_dict().items():
             # Norms, biases and sinks start as constants, so that one that is never replaced would go unnoticed.

@@ -12,7 +12,7 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _MLA = {
     "q_lora_rank": 32,
     "kv_lora_rank": 32,
-    "qk_nope_head_dim": 16,
+    "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16,
     "v_head_dim": 16,
     "num_key_value_heads": HEADS,
@@ -46,8 +46,8 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_
 _GDN = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
 ZOO = [

@@ -1,6 +1,6 @@
-"""Notes the expensive things that processes of the tests start; Python imports it in every process with this folder on its path.
+"""Python imports this module in every process of the tests. It notes expensive starts, and hides the CPU's AMX.
 
-`budget` puts it there, and compares what was noted with what each folder may start.
+`budget` puts this folder on the path of every process, and compares what was noted with what each folder may start.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 LOG_ENV = "WEIGHTLANE_TEST_STARTS"
+AMX_ENV = "WEIGHTLANE_TEST_AMX"
+"""Environment variable of the processes that may use AMX: ``1``. It is read on each call, since a forked process has imported
+torch before it gets its own environment."""
 
 
 def note(kind: str) -> None:
@@ -56,7 +59,22 @@ def _note_vllm(_: Any) -> None:
         note("vllm imports")
 
 
+def _hide_amx(module: Any) -> None:
+    """Let torch say that the CPU has no AMX, which decides how vLLM computes: see "CPUs" in `tests/README.md`."""
+    everything, init = module.get_capabilities, module._init_amx
+
+    def get_capabilities() -> Any:
+        found = everything()
+        if os.environ.get(AMX_ENV) == "1":
+            return found
+        return {name: False if name.startswith("amx") else value for name, value in found.items()}
+
+    module.get_capabilities = get_capabilities
+    module._init_amx = lambda: os.environ.get(AMX_ENV) == "1" and init()
+
+
 _ON_IMPORT: dict[str, Callable[[Any], None]] = {
+    "torch.cpu": _hide_amx,
     "vllm": _note_vllm,
     "vllm.v1.engine.core": lambda module: _after("vllm engines", module.EngineCore, "__init__"),
     "weightlane.rollout.replicas.ray_actor": _fork_vllm,

@@ -1,0 +1,105 @@
+"""Tests are the same on every CPU: AMX is hidden from their processes, and all paths of vLLM take the tiny models."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from cpu_demands import misfits
+from cpu_paths import AMX_ENV, WITH_AMX, WITHOUT_AMX, amx_is_hidden, cpu_path
+from json_program import Program
+from sitecustomize import _hide_amx
+from tiny_models import (
+    load_tensors,
+    make_architecture,
+    make_blocky_qwen3,
+    make_mla_moe,
+    make_qwen3_moe,
+    quantised_copy,
+)
+from zoo_kind import Kind
+from zoo_models import KINDS
+
+
+def test_every_path_takes_the_dimensions_of_the_zoo() -> None:
+    assert {kind.name: found for kind in KINDS.values() if (found := misfits(*shaped(kind)))} == {}
+
+
+def shaped(kind: Kind) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Config and tensors without data; of convolutions only, since other shapes are in the config."""
+    config = kind.transformers_config()
+    if kind.group not in {"state space", "hybrid"}:
+        return config, {}
+    with torch.device("meta"):
+        return config, kind.model_class(config).state_dict()
+
+
+def test_every_path_takes_the_dimensions_of_tiny_models(tmp_path: Path) -> None:
+    plain = make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2)
+    models = [
+        make_mla_moe(tmp_path / "mla", seed=0),
+        make_qwen3_moe(tmp_path / "moe", seed=0),
+        *(make_architecture(kind, tmp_path / kind) for kind in ("mamba2", "mixtral")),
+        quantised_copy(plain, tmp_path / "fp8", "fp8"),
+        quantised_copy(plain, tmp_path / "int8", "int8"),
+    ]
+    for model in models:
+        assert misfits(transformers.AutoConfig.from_pretrained(model), load_tensors(model)) == [], model.name
+
+
+def test_dimensions_that_a_path_does_not_take_are_found() -> None:
+    config = types.SimpleNamespace(kv_lora_rank=32, qk_nope_head_dim=16, v_head_dim=16, num_experts=4, hidden_size=48)
+    tensors = {"conv1d.weight": torch.empty(40, 1, 4), "up.weight": torch.empty(64, 16, dtype=torch.int8)}
+    assert [text.split()[0] for text in misfits(config, tensors)] == [
+        "qk_nope_head_dim",
+        "hidden_size",
+        "conv1d.weight",
+        "up.weight,",
+    ]
+
+
+def test_torch_says_that_a_cpu_has_no_amx_unless_the_process_may_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch_cpu = types.SimpleNamespace(
+        get_capabilities=lambda: {"avx512_f": True, "amx_tile": True, "amx_fp16": True}, _init_amx=lambda: True
+    )
+    _hide_amx(torch_cpu)
+    monkeypatch.delenv(AMX_ENV, raising=False)
+    assert torch_cpu.get_capabilities() == {"avx512_f": True, "amx_tile": False, "amx_fp16": False}
+    assert not torch_cpu._init_amx()
+    monkeypatch.setenv(AMX_ENV, "1")
+    assert torch_cpu.get_capabilities()["amx_tile"]
+    assert torch_cpu._init_amx()
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_amx_is_hidden_from_this_process_and_those_that_it_forks_and_starts(process: Program) -> None:
+    assert process.call("cpu_path") == cpu_path()
+    assert cpu_path()["asked"] == "sitecustomize"
+    assert cpu_path()["environment"] == (WITHOUT_AMX if amx_is_hidden() else WITH_AMX)
+    assert not (amx_is_hidden() and cpu_path()["amx"])
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_a_shared_program_that_ended_fails_its_own_test_and_serves_the_next_one(tmp_path: Path) -> None:
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import os, sys\nfrom json_program import serve\n"
+        "def number(): return os.getpid()\n"
+        "def end(status): os._exit(status)\n"
+        "def fail(): raise LookupError('nobody is at home')\n"
+        "serve(sys.modules['__main__'])\n"
+    )
+    program = Program(path, again=True)
+    first = program.call("number")
+    assert program.call("number") == first
+    for method, arguments, status in (("end", [7], 7), ("fail", [], 1)):
+        with pytest.raises(AssertionError, match=f"program.py ended with {status} instead of an answer"):
+            program.call(method, *arguments)
+        assert program.call("number") not in (first, None)
+    program.kill()
