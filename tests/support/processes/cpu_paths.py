@@ -15,7 +15,7 @@ AMX_ENV = "WEIGHTLANE_TEST_AMX"
 """``make test`` with ``WEIGHTLANE_TEST_AMX=1`` lets every process use AMX; see `process_starts/sitecustomize.py`."""
 WITHOUT_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
 """The newest instructions before AMX. On a CPU that lacks them oneDNN takes the newest that it has, as without the variable."""
-WITH_AMX = {AMX_ENV: "1", "ONEDNN_MAX_CPU_ISA": "ALL"}
+WITH_AMX = {AMX_ENV: "1", "ONEDNN_MAX_CPU_ISA": "DEFAULT"}
 """Environment of a process that may use AMX."""
 
 
