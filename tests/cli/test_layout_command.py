@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("forke
 
 
 def shown(report: dict[str, Any]) -> str:
-    """What a user sees of it."""
+    """Print a report as a user sees it, and return the text."""
     console = Console(width=200, record=True, file=io.StringIO())
     print_layout(console, report)
     return console.export_text()

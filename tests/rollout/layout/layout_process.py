@@ -344,7 +344,7 @@ def refused(path: str, tensor_parallel: int) -> list[str]:
 
 
 def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
-    """As `refused`, of a model that is built with an attention backend; see `simulated_amx`."""
+    """Return the error of building a model with an attention backend, as `refused`; see `simulated_amx`."""
     extra = {"attention_backend": backend} if backend else {}
     with simulated_amx():
         try:
@@ -355,7 +355,7 @@ def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
 
 
 def with_broken_layer(path: str, ending: str, step: str, kind: str) -> dict[str, str]:
-    """What a report and a worker say of a model one of whose layers raises an error; see `broken_layer`."""
+    """Return the refusals of a report and of a worker if a layer raises an error; see `broken_layer`."""
     config = engine_config(path, tensor_parallel=1, dtype="float32")
     told = {"report": "", "worker": ""}
     with as_rank(config, 0):

@@ -1,4 +1,4 @@
-"""What vLLM's CPU kernels ask of a model's dimensions, over all three of its paths: AVX2, AVX-512 and AMX.
+"""Dimensions that all three paths of vLLM's CPU build take: AVX2, AVX-512 and AMX.
 
 vLLM 0.32 says so in ``amx_mla.py``, ``cpu_moe.py``, ``scaled_mm/cpu.py``, ``layers/utils.py`` and ``gdn_attention.py``, and
 by the errors of its kernels, such as "invalid weight input features 16". A tiny model with other dimensions works on some
