@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import statistics
 from collections.abc import Callable
@@ -20,7 +19,7 @@ LEARNING = 8
 
 @dataclass
 class World:
-    """Carries versions the way the chooser says, and knows what each way takes."""
+    """Carries versions in the codec that the chooser picks, and knows how long each codec takes."""
 
     link_bytes_per_s: float
     policy: str = "auto"
@@ -91,51 +90,34 @@ class World:
         return statistics.fmean(self.seconds(codec, density) for codec in codecs) / self.best(density)
 
 
-@pytest.mark.parametrize("link", [1e6, 1e7, 1e8, 1e10])
-@pytest.mark.parametrize("density", DENSITIES)
-def test_the_mean_over_many_versions_is_within_five_percent_of_the_better_codec(link: float, density: float) -> None:
-    world = World(link)
-    world.run(density, LEARNING)
-    assert world.cost(world.run(density, 200), density) <= 1.05
+LINKS = pytest.mark.parametrize("link", [1e6, 1e8, 1e10])
 
 
-@pytest.mark.parametrize("link", [1e6, 1e7, 1e8, 1e10])
+@LINKS
+def test_the_mean_over_many_versions_is_within_five_percent_of_the_better_codec(link: float) -> None:
+    for density in DENSITIES:
+        world = World(link)
+        world.run(density, LEARNING)
+        assert world.cost(world.run(density, 100), density) <= 1.05, density
+
+
+@LINKS
 @pytest.mark.parametrize("order", [DENSITIES, DENSITIES[::-1], (0.0, 1.0, 0.001, 0.3, 0.01, 0.1)])
-def test_so_it_is_when_the_density_changes(link: float, order: tuple[float, ...]) -> None:
+def test_so_is_the_median_after_the_density_has_changed(link: float, order: tuple[float, ...]) -> None:
     world = World(link)
     world.run(order[0], LEARNING)
     for density in order:
         world.run(density, LEARNING)
         seconds = [world.seconds(codec, density) for codec in world.run(density, 30)]
-        assert statistics.median(seconds) <= 1.05 * world.best(density)
+        assert statistics.median(seconds) <= 1.05 * world.best(density), density
 
 
-def test_a_slow_link_takes_deltas_and_a_fast_one_full_versions() -> None:
-    slow, fast = World(1e6), World(1e10)
-    assert set(slow.run(0.05, 60)[LEARNING:40]) == {"delta"}
-    assert set(fast.run(0.05, 60)[LEARNING:40]) == {"dense"}
-    assert "5.00% changed: a delta is expected to take" in slow.reasons[-1]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_one_slow_version_in_ten_changes_nothing(seed: int) -> None:
-    draw = random.Random(seed)
-    for link, better in ((1e6, "delta"), (1e10, "dense")):
-        world = World(link, noise=lambda: 5.0 if draw.random() < 0.1 else 1.0 + 0.1 * draw.random())
-        world.run(0.01 if better == "delta" else 0.05, LEARNING)
-        taken = world.run(0.01 if better == "delta" else 0.05, 300)
-        assert taken.count(better) >= 0.9 * len(taken)
-
-
-def test_codecs_that_take_about_the_same_do_not_take_turns() -> None:
+def test_one_slow_version_in_ten_changes_nothing() -> None:
     draw = random.Random(0)
-    world = World(2e7, noise=lambda: 1.0 + 0.02 * draw.random())
-    even = next(
-        density / 1e5 for density in range(100000) if world.seconds("delta", density / 1e5) >= world.seconds("dense", 0)
-    )
-    world.run(even, LEARNING)
-    taken = world.run(even, 100)
-    assert sum(before != after for before, after in itertools.pairwise(taken)) <= 2 * 100 / 10
+    for link, better, density in ((1e6, "delta", 0.01), (1e10, "dense", 0.05)):
+        world = World(link, noise=lambda: 5.0 if draw.random() < 0.1 else 1.0 + 0.1 * draw.random())
+        world.run(density, LEARNING)
+        assert world.run(density, 300).count(better) >= 270
 
 
 def test_a_link_that_becomes_slow_or_fast_is_noticed() -> None:
@@ -144,18 +126,9 @@ def test_a_link_that_becomes_slow_or_fast_is_noticed() -> None:
     assert world.taken[-1] == "dense"
     world.link_bytes_per_s = 1e6
     assert world.run(0.03, 5)[-1] == "delta"
+    assert "3.00% changed: a delta is expected to take" in world.reasons[-1]
     world.link_bytes_per_s = 1e10
-    taken = world.run(0.03, 3000)
-    assert taken[-5:].count("dense") >= 4, "dense was never tried again"
-
-
-def test_where_no_delta_can_pay_nobody_looks_at_the_density() -> None:
-    world = World(1e11, per_change_s=1e-3)
-    world.dense_parts = lambda: (0.001, 0.001)  # type: ignore[method-assign]
-    world.run(0.0, 40)
-    assert not world.chooser.wants_density
-    assert world.carry(0.0) == "dense"
-    assert "without any change" in world.reasons[-1]
+    assert world.run(0.03, 3000)[-5:].count("dense") >= 4, "dense was never tried again"
 
 
 def test_a_delta_above_its_capacity_is_not_sent_however_slow_the_link() -> None:
@@ -166,7 +139,7 @@ def test_a_delta_above_its_capacity_is_not_sent_however_slow_the_link() -> None:
     assert world.run(0.01, 2)[-1] == "delta"
 
 
-def test_orders_are_obeyed() -> None:
+def test_a_stated_codec_and_the_interval_of_full_versions_are_kept() -> None:
     assert set(World(1e4, "dense").run(0.0, 10)) == {"dense"}
     assert World(1e11, "delta").run(0.3, 10) == ["dense", *["delta"] * 9]
     assert not World(1e4, "delta").chooser.wants_density
@@ -177,14 +150,11 @@ def test_orders_are_obeyed() -> None:
     assert auto.carry(0.01, has_base=False) == "dense"
 
 
-def test_what_is_never_committed_teaches_nothing() -> None:
+def test_a_version_that_is_not_committed_teaches_nothing_and_refused_deltas_are_seldom_offered() -> None:
     world = World(1e6)
     for _ in range(10):
         assert world.carry(0.01, commits=False) == "dense"
     assert set(world.run(0.01, 10)[3:]) == {"delta"}
-
-
-def test_where_deltas_are_refused_auto_stops_offering_them_but_for_one_now_and_then() -> None:
     world = World(1e6)
     offered = [world.carry(0.01, refused=True) for _ in range(203)]
     assert offered.count("delta") <= 3 + 203 // 50

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import gc
-import os
-import select
 import socket
-import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hub_calls import raised_by, value_counts
+from hub_calls import HubProcess, raised_by, value_counts
 from sessions import never, soon
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import (
-    ClosedError,
-    Deadline,
-    DeadlineExceededError,
-    PeerLostError,
-    ProtocolError,
-)
+from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Rendezvous, RendezvousAddress
-from weightlane.sync.control.hub.connection import ControlConnection
-from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.hub import listener
 from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Abort, Committed, Stop
+from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
 def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
@@ -45,11 +35,11 @@ def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
 
 
 def test_a_program_that_took_over_the_port_is_not_believed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = RendezvousAddress("127.0.0.1", listener.getsockname()[1], new_secret())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = RendezvousAddress("127.0.0.1", server.getsockname()[1], new_secret())
 
         def serve() -> None:
-            sock, _ = listener.accept()
+            sock, _ = server.accept()
             with sock:
                 sock.sendall(b"WLC1" + b"0" * 40 + b"0" * 64)
                 sock.recv(1000)
@@ -57,13 +47,6 @@ def test_a_program_that_took_over_the_port_is_not_believed() -> None:
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(ProtocolError, match="does not know this run's secret"):
             Rendezvous.join(address)
-
-
-def test_nobody_listens_there_is_said_at_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with pytest.raises(PeerLostError, match="cannot connect"):
-        Rendezvous.join(RendezvousAddress("127.0.0.1", port, new_secret()))
 
 
 def test_what_is_not_signed_ends_its_own_connection_and_no_other(rendezvous: Rendezvous, member: Rendezvous) -> None:
@@ -78,37 +61,26 @@ def test_what_is_not_signed_ends_its_own_connection_and_no_other(rendezvous: Ren
     assert rendezvous.inbox("coordinator").get(soon()) == Stop()
 
 
-FULL = """
-import sys
-from weightlane.ckpt_engines import TransportError
-from weightlane.sync import Rendezvous
-from weightlane.sync.control.messages import Stop
-host = Rendezvous.host()
-print(host.address.port, host.address.secret, flush=True)
-sys.stdin.readline()
-"""
+def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_PENDING_S", 0.0)
+    with socket.create_connection((rendezvous.address.host, rendezvous.address.port), HANG_S) as silent:
+        assert silent.recv(1000).startswith(b"WLC1")
+        Rendezvous.join(rendezvous.address).close()
+        assert silent.recv(1000) == b""
 
 
-def test_one_participant_too_many_is_told_so_and_the_others_stay() -> None:
-    with subprocess.Popen(
-        ["sh", "-c", 'ulimit -n 40; exec "$0" -c "$1"', sys.executable, FULL],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        port, secret = process.stdout.readline().split()
-        address = RendezvousAddress("127.0.0.1", int(port), secret)
-        joined: deque[Rendezvous] = deque()
-        with pytest.raises(ConnectionError, match=r"no file descriptor left.*ulimit"):
-            joined.extend(iter(lambda: Rendezvous.join(address), None))
-        assert 10 < len(joined) < 40
-        joined[0].mailbox("s").put("key", "value")
-        assert joined[-1].mailbox("s").get("key", soon()) == "value"
-        joined.pop().close()
-        wait_until(lambda: bool(_joined(address)), "room for another one")
-        process.stdin.close()
+def test_one_participant_too_many_is_told_so_and_the_others_stay(start: Any) -> None:
+    address = RendezvousAddress.from_plain(start(HubProcess, descriptors=40).call("host"))
+    joined: deque[Rendezvous] = deque()
+    with pytest.raises(ConnectionError, match=r"no file descriptor left.*ulimit"):
+        joined.extend(iter(lambda: Rendezvous.join(address), None))
+    assert 10 < len(joined) < 40
+    joined[0].mailbox("s").put("key", "value")
+    assert joined[-1].mailbox("s").get("key", soon()) == "value"
+    joined.pop().close()
+    wait_until(lambda: bool(_joined(address)), "room for another one")
 
 
 def _joined(address: RendezvousAddress) -> Rendezvous | None:
@@ -136,23 +108,6 @@ def test_messages_come_in_their_order_and_posting_waits_for_no_reader(rendezvous
     assert [message.error["message"] for message in came] == texts  # type: ignore[union-attr]
 
 
-def test_a_member_that_does_not_read_gets_everything_later(rendezvous: Rendezvous) -> None:
-    address = rendezvous.address
-    sock, keys = dial(address.host, address.port, address.secret, soon())
-    came: list[Frame] = []
-    listening = ControlConnection(sock, keys, came.append, lambda _: None)
-    listening.send(Frame(Kind.LISTEN, 0, "lazy", b""))  # sends, and does not read yet
-    listening.send(Frame(Kind.PUT, 0, "s\nready", b"1"))
-    rendezvous.mailbox("s").get("ready", soon())
-    message = Abort(session="s", version=1, error={"message": os.urandom(1 << 20).hex()}, disconnect=False)
-    for _ in range(20):
-        rendezvous.post("lazy", message)
-    assert select.select([sock], [], [], HANG_S)[0]
-    listening.start()
-    wait_until(lambda: len(came) == 20, "messages")
-    assert len({frame.payload for frame in came}) == 1
-
-
 def test_the_coordinator_gets_what_was_posted_before_it_was_there_and_nobody_else_does(
     rendezvous: Rendezvous, member: Rendezvous
 ) -> None:
@@ -162,20 +117,6 @@ def test_the_coordinator_gets_what_was_posted_before_it_was_there_and_nobody_els
     rendezvous.mailbox("s").get("done", soon())
     assert rendezvous.inbox("r").get_nowait() is None, "of another incarnation"
     assert rendezvous.inbox("coordinator").get(soon()) == Committed(session="s", version=1)
-
-
-def test_a_message_for_many_is_encoded_once(rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded = []
-
-    def encode(message: Any) -> bytes:
-        encoded.append(message)
-        return b'{"type": "stop"}'
-
-    monkeypatch.setattr("weightlane.sync.control.rendezvous.encode", encode)
-    inboxes = [rendezvous.inbox(f"r-{number}") for number in range(50)]
-    rendezvous.post_all([inbox.name for inbox in inboxes], Stop())
-    assert [inbox.get(soon()) for inbox in inboxes] == [Stop()] * 50
-    assert len(encoded) == 1
 
 
 def test_whoever_waits_for_readers_hears_when_they_have_read_and_does_not_wait_for_the_dead(
@@ -196,29 +137,6 @@ def test_whoever_waits_for_readers_hears_when_they_have_read_and_does_not_wait_f
     for thread in threads:
         thread.join(HANG_S)
         assert not thread.is_alive()
-
-
-FORKS = """
-import gc, os
-from weightlane.ckpt_engines import Deadline
-from weightlane.sync import Rendezvous
-host = Rendezvous.host()
-member = Rendezvous.join(host.address)
-if (child := os.fork()) == 0:
-    member.close()
-    host.close()
-    gc.collect()
-    os._exit(0)
-assert os.waitpid(child, 0)[1] == 0
-member.mailbox("s").put("key", 1)
-assert host.mailbox("s").get("key", Deadline.after(10)) == 1
-host.close()
-"""
-"""A program of its own: what other tests loaded into this process may not survive a fork."""
-
-
-def test_a_forked_process_leaves_its_parents_connections_alone() -> None:
-    subprocess.run([sys.executable, "-c", FORKS], timeout=HANG_S, check=True)
 
 
 def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_ends() -> None:
@@ -272,22 +190,6 @@ def test_a_value_wakes_whoever_waits_for_it_and_waiting_ends_by_its_deadline(
     wait_until(lambda: not value_counts(rendezvous), "deletion")
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mailbox, answer = rendezvous.mailbox("s"), rendezvous._hub.mailboxes.answer
-
-    def put_before_it_is_called_off(member: Any, frame: Frame) -> None:
-        if frame.kind == Kind.CANCEL:
-            mailbox.put("key", "x" * 100_000)
-        answer(member, frame)
-
-    monkeypatch.setattr(rendezvous._hub.mailboxes, "answer", put_before_it_is_called_off)
-    with pytest.raises(DeadlineExceededError):
-        mailbox.get("key", Deadline.after(0.02))
-    assert mailbox.get("key", soon()) == "x" * 100_000
-
-
 def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: Rendezvous, member: Rendezvous) -> None:
     store = rendezvous.store("gather-group/s-1")
     store.set("rank", "0")
@@ -307,3 +209,20 @@ def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: 
         member.mailbox("plan/s-1").get("late", never())
     assert set(value_counts(rendezvous)) == {"plan/s-12", "plan/s-2"}
     assert rendezvous._hub.torch_store._opened[0].list_keys() == ["gather-group/s-2/rank"]
+
+
+@pytest.mark.parametrize("where", ["the hub's process", "a member's"])
+def test_the_hub_keeps_no_question_that_nobody_waits_for_any_more(
+    rendezvous: Rendezvous, member: Rendezvous, where: str
+) -> None:
+    mailboxes = rendezvous._hub.mailboxes
+    asking = member if where == "a member's" else rendezvous
+    talk = RankAgreement(asking.mailbox("talk/s"), ["a", "b"], 0)
+    superseded = Interrupt()
+    superseded.set()
+    for version in range(5):
+        with pytest.raises(ClosedError):
+            talk.hear("deltas", version, soon(), superseded)
+    with pytest.raises(DeadlineExceededError, match="'key' in mailbox s"):
+        asking.mailbox("s").get("key", Deadline.after(0.01))
+    wait_until(lambda: not mailboxes._scopes, "end of the questions")

@@ -8,13 +8,7 @@ import pytest
 from hop_run import MakeRun, expected
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    QuarantinedError,
-    StorageError,
-    SyncAbortedError,
-    UntouchedError,
-    WeightlaneError,
-)
+from weightlane.ckpt_engines import QuarantinedError, StorageError, SyncAbortedError, UntouchedError, WeightlaneError
 from weightlane.sync import ReplicaState
 
 
@@ -31,10 +25,9 @@ def test_a_replica_that_cannot_begin_a_commit_serves_on_and_one_that_cannot_prov
     assert run.coordinator.states()["rollout-1"] is ReplicaState.SERVING
     assert run.live() == [expected(2), expected(1)]
     half_way = QuarantinedError("a rank stopped half-way.", part="rollout-1")
-    unexpected = WeightlaneError("unexpected KeyError: 'x'", part="rollout-1")
     unlisted = StorageError("no space left after the first tensor.", part="rollout-1")
     its_own: Any = TimeoutError("the read operation timed out")
-    for version, failure in ((3, half_way), (4, unexpected), (5, unlisted), (6, its_own)):
+    for version, failure in ((3, half_way), (4, unlisted), (5, its_own)):
         run.replicas[1].fails_with = failure
         run.publish_next(version)
         assert run.outcomes(version) == {"rollout-0": "committed", "rollout-1": "quarantined"}
@@ -77,7 +70,6 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves
         # Room for the staged version alone, or for another one where that lies in the sender's memory.
         ("gloo", {"staging_limit_bytes": 20_000}, ReplicaState.QUARANTINED),
         ("shm", {"staging_limit_bytes": 20_000}, ReplicaState.SERVING),
-        ("shm", {"staging_limit_bytes": 4096}, ReplicaState.QUARANTINED),
         ("shm", {"commit": "in_place"}, ReplicaState.QUARANTINED),
     ],
 )

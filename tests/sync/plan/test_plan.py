@@ -174,17 +174,6 @@ def test_replicas_that_need_the_same_share_lanes() -> None:
     ]
 
 
-def test_senders_begin_with_different_receivers() -> None:
-    spec = TensorSpec("w", (8, 8), BF16)
-    held = {f"trainer-{rank}": Placement.of([(spec, Box((0, 2 * rank), (8, 2)))]) for rank in range(4)}
-    needed = {f"rollout-0/{rank}": Placement.of([(spec, Box((2 * rank, 0), (2, 8)))]) for rank in range(4)}
-    plan = plan_transfer(assign_slices(held), needed, cut="exact")
-    first: dict[str, tuple[str, ...]] = {}
-    for lane in plan.lanes:
-        first.setdefault(lane.sender, lane.receivers)
-    assert len(first) == len(set(first.values())) == 4
-
-
 W = TensorSpec("w", (8, 4), BF16)
 WHOLE = Placement.whole([W])
 
@@ -198,71 +187,49 @@ def whole(*shape: int, dtype: torch.dtype = BF16) -> Placement:
 
 
 @pytest.mark.parametrize(
-    ("held", "said"),
+    ("held", "says"),
     [
-        (
-            {"trainer-0": of(Box((0, 0), (4, 4))), "trainer-1": of(Box((5, 0), (3, 4)))},
-            "no rank holds [4:5, 0:4] of w of shape [8, 4]; trainer-0, trainer-1 hold the rest",
-        ),
-        ({"trainer-0": of(Box((0, 0), (8, 2))), "trainer-1": of(Box((0, 2), (4, 2)))}, "no rank holds [4:8, 2:4] of w"),
-        ({"trainer-0": of(Box((0, 0), (0, 4)))}, "trainer-0 names it and holds nothing of it"),
-        (
-            {"trainer-0": WHOLE, "trainer-1": whole(8, 5)},
-            "w has shape [8, 4] on trainer-0 and [8, 5] on trainer-1",
-        ),
-        (
-            {"trainer-0": WHOLE, "trainer-1": whole(8, 4, dtype=torch.float32)},
-            "w is bfloat16 on trainer-0 and float32 on trainer-1",
-        ),
-        ({"trainer-0": WHOLE, "trainer-1": of(Box((4, 0), (5, 4)))}, "has no slice [4:9, 0:4], which trainer-1 holds"),
+        ([of(Box((0, 0), (4, 4))), of(Box((5, 0), (3, 4)))], "no rank holds [4:5, 0:4] of w of shape [8, 4]"),
+        ([of(Box((0, 0), (8, 2))), of(Box((0, 2), (4, 2)))], "no rank holds [4:8, 2:4] of w"),
+        ([of(Box((0, 0), (0, 4)))], "trainer-0 names it and holds nothing of it"),
+        ([WHOLE, whole(8, 5)], "w has shape [8, 4] on trainer-0 and [8, 5] on trainer-1"),
+        ([WHOLE, whole(8, 4, dtype=torch.float32)], "w is bfloat16 on trainer-0 and float32 on trainer-1"),
+        ([WHOLE, of(Box((4, 0), (5, 4)))], "has no slice [4:9, 0:4], which trainer-1 holds"),
     ],
 )
-def test_ranks_that_do_not_make_up_every_tensor_are_named_with_it(held: dict[str, Placement], said: str) -> None:
+def test_ranks_that_do_not_make_up_every_tensor_are_named_with_it(held: list[Placement], says: str) -> None:
+    by_rank = {f"trainer-{rank}": placement for rank, placement in enumerate(held)}
     with pytest.raises(ManifestError) as caught:
-        assign_slices(held)
-    assert said in str(caught.value)
-    assert caught.value.peer in held
+        assign_slices(by_rank)
+    assert says in str(caught.value)
+    assert caught.value.peer in by_rank
 
 
-HEAD = TensorSpec("lm_head", (4,), BF16)
-LACKING = {"trainer-0": of(Box((0, 0), (8, 3)))}
-TWICE = {"trainer-0": WHOLE, "trainer-1": of(Box((6, 2), (2, 2)))}
+THREE_COLUMNS = of(Box((0, 0), (8, 3)))
 
 
 @pytest.mark.parametrize(
-    ("sent", "needed", "said"),
+    ("sent", "needed", "says"),
     [
-        ({}, Placement.whole([W, HEAD]), "rollout-0/0 needs lm_head of shape [4], which no trainer rank holds"),
-        ({}, whole(4, 8), "w has shape [8, 4] on trainer-0 and [4, 8] on rollout-0/0"),
-        ({}, whole(10, 4), "rollout-0/0 has 2 rows more: a padded vocabulary?"),
-        ({}, whole(7, 4), "trainer-0 has 1 rows more: a padded vocabulary?"),
-        (
-            {},
-            whole(8, 4, dtype=torch.float16),
-            "w is bfloat16 on trainer-0 and float16 on rollout-0/0, a cast that loses bits",
-        ),
-        (
-            {},
-            of(Box((4, 0), (8, 4))),
-            "rollout-0/0 needs [4:12, 0:4] of w of shape [8, 4], which no trainer rank sends",
-        ),
-        (LACKING, of(Box((2, 2), (1, 2))), "rollout-0/0 needs [2:3, 3:4] of w of shape [8, 4], which no trainer"),
-        (TWICE, WHOLE, "[6:8, 2:4] of w is in the shares of trainer-0, trainer-1"),
+        ([WHOLE], Placement.whole([W, TensorSpec("head", (4,), BF16)]), "needs head of shape [4], which no trainer"),
+        ([WHOLE], whole(4, 8), "w has shape [8, 4] on trainer-0 and [4, 8] on rollout-0/0"),
+        ([WHOLE], whole(10, 4), "rollout-0/0 has 2 rows more: a padded vocabulary?"),
+        ([WHOLE], whole(7, 4), "trainer-0 has 1 rows more: a padded vocabulary?"),
+        ([WHOLE], whole(8, 4, dtype=torch.float16), "float16 on rollout-0/0, a cast that loses bits"),
+        ([WHOLE], of(Box((4, 0), (8, 4))), "needs [4:12, 0:4] of w of shape [8, 4], which no trainer rank sends"),
+        ([THREE_COLUMNS], of(Box((2, 2), (1, 2))), "needs [2:3, 3:4] of w of shape [8, 4], which no trainer"),
+        ([WHOLE, of(Box((6, 2), (2, 2)))], WHOLE, "[6:8, 2:4] of w is in the shares of trainer-0, trainer-1"),
     ],
 )
-@pytest.mark.parametrize("cut", ["exact", "shares"])
-def test_what_a_receiver_cannot_get_is_said_before_the_first_byte(
-    sent: dict[str, Placement], needed: Placement, said: str, cut: str
+def test_a_receiver_whose_needs_cannot_be_met_is_named_before_the_first_byte(
+    sent: list[Placement], needed: Placement, says: str
 ) -> None:
+    by_rank = {f"trainer-{rank}": placement for rank, placement in enumerate(sent)}
     column = of(Box((0, 0), (8, 1)))
-    with pytest.raises(ManifestError) as caught:
-        plan_transfer(sent or {"trainer-0": WHOLE}, {"rollout-9/0": column, "rollout-0/0": needed}, cut=cut)  # type: ignore[arg-type] - drawn
-    assert said in str(caught.value)
-    assert caught.value.peer == ("trainer-1" if sent is TWICE else "rollout-0/0")
-
-
-def test_a_receiver_may_have_a_dtype_that_holds_every_value_that_is_sent() -> None:
-    wider = {"rollout-0/0": whole(8, 4, dtype=torch.float32)}
-    plan = plan_transfer(assign_slices({"trainer-0": WHOLE}), wider, cut="exact")
-    assert plan.specs == (W,)
-    assert plan.lane_bytes == (64,)
+    for cut in ("exact", "shares"):
+        with pytest.raises(ManifestError) as caught:
+            plan_transfer(by_rank, {"rollout-9/0": column, "rollout-0/0": needed}, cut=cut)  # type: ignore[arg-type]
+        assert says in str(caught.value)
+        assert caught.value.peer == ("rollout-0/0" if len(sent) == 1 else "trainer-1")
+    wider = {"rollout-0/0": whole(8, 4, dtype=torch.float32)}  # which holds every bfloat16 exactly
+    assert plan_transfer({"trainer-0": WHOLE}, wider, cut="exact").lane_bytes == (64,)

@@ -10,7 +10,6 @@ from drawn import problems
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.plan import Network, TransferPlan, plan_routes, plan_transfer
 from weightlane.sync.plan.prediction.predict import predict
 from weightlane.sync.plan.prediction.traffic import traffic
@@ -103,18 +102,3 @@ def test_lanes_with_the_same_receivers_chain_in_turn_so_that_all_relay_as_much()
     assert all(len(set(each)) == len(each) > 1 for each in first.values())
     relayed = [nbytes for name, nbytes in traffic(plan, routes).sent.items() if name in needed]
     assert max(relayed) <= 1.1 * sum(relayed) / len(needed)
-
-
-@pytest.mark.parametrize("figures", [(0.0, 1.0, 0.0, 1), (1.0, -1.0, 0.0, 1), (1.0, 1.0, -1.0, 1), (1.0, 1.0, 0.0, 0)])
-def test_a_network_that_cannot_be_is_refused(figures: tuple[float, float, float, int]) -> None:
-    with pytest.raises(ConfigError, match="must be positive"):
-        Network(*figures)
-
-
-def test_a_far_network_needs_buckets_in_flight() -> None:
-    plan = one_to_all(1)
-    near = predict(plan, plan_routes(plan, MANY, may_relay=False), MANY).seconds
-    network = Network(1e9, 1e9, latency_s=0.1, bucket_bytes=1 << 20)
-    far = predict(plan, plan_routes(plan, network, may_relay=False), network).seconds
-    buckets = plan.lane_bytes[0] / network.bucket_bytes
-    assert far > 0.4 * buckets * network.latency_s > 10 * near

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import hop
 import pytest
 import torch
 from hop_run import MakeRun, expected
-from waiting import HANG_S, NEVER_S, wait_until
+from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import (
-    ClosedError,
-    CommitError,
-    CorruptBucketError,
-    Deadline,
     DeadlineExceededError,
     StagingMemoryError,
     UntouchedError,
 )
-from weightlane.sync import CommitReport, Manifest, ReplicaState, TensorSpec
+from weightlane.sync import CommitReport, ReplicaState
 from weightlane.sync.control.coordinator.commits import Commits
-from weightlane.sync.control.messages import Ready
-from weightlane.sync.receive.live_stream import LiveStream
 
 IN_PLACE = {"commit": "in_place"}
 AT_ONCE = {"retries": 0}
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm", pytest.param("filesystem", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.exhaustive)])
 def test_versions_arrive_bit_for_bit_in_the_memory_of_a_bucket(make_run: MakeRun, backend: str) -> None:
-    big, bucket = {"big_mib": 96}, 1 << 20
+    big, bucket = {"big_mib": 48}, 1 << 20
     run = make_run(backend, trainer=big | {"bucket_bytes": bucket}, rollout=big | IN_PLACE)
     for version in (1, 2):
         run.rank().call("watch_memory")
@@ -42,27 +35,7 @@ def test_versions_arrive_bit_for_bit_in_the_memory_of_a_bucket(make_run: MakeRun
         extra = run.rank().call("extra_memory")
         # What the checksums, messages and sockets of a hundred buckets take is not counted.
         assert extra < bucket + (12 << 20), f"{extra / 2**20:.1f} MiB"
-    assert run.live() == [hop.digest(hop.weights(2, torch.float32, 96))]
-
-
-def test_one_that_is_ready_before_another_has_accepted_is_heard(make_run: MakeRun) -> None:
-    run = make_run("filesystem", rollout=IN_PLACE)
-    run.serve(1)
-    run.add_replica(**IN_PLACE)
-    run.add_replica(**IN_PLACE)
-    slow = run.rank(2)
-    slow.call("accept_late")
-
-    def accept_when_the_other_is_ready() -> None:
-        heard = run.coordinator._queue.early
-        wait_until(lambda: (Ready, "rollout-1/0", 1) in heard, "ready replica")
-        slow.call("accept")
-
-    accepting = threading.Thread(target=accept_when_the_other_is_ready)
-    accepting.start()
-    assert run.outcomes(1) == {"rollout-1": "committed", "rollout-2": "committed"}
-    accepting.join()
-    assert run.live() == [expected(1)] * 3
+    assert run.live() == [hop.digest(hop.weights(2, torch.float32, 48))]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +52,7 @@ def test_too_little_memory_to_stage_names_both_numbers_and_the_way_out(
     assert isinstance(run.fails(1, says).reason, StagingMemoryError)
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shm"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("shm", marks=pytest.mark.exhaustive)])
 def test_a_sender_that_dies_half_way_leaves_a_mixture_until_the_next_version_and_before_the_first_byte_the_old_one(
     make_run: MakeRun, backend: str
 ) -> None:
@@ -104,11 +77,8 @@ def test_a_sender_that_dies_half_way_leaves_a_mixture_until_the_next_version_and
     assert not run.replicas[0].quarantined_by
 
 
-@pytest.mark.parametrize("backend", ["shm", "filesystem"])
-def test_one_that_fails_half_way_does_not_stop_the_others_whether_they_stage_or_not(
-    make_run: MakeRun, backend: str
-) -> None:
-    run = make_run(backend, replicas=2, rollout=IN_PLACE, sync=AT_ONCE)
+def test_one_that_fails_half_way_does_not_stop_the_others_whether_they_stage_or_not(make_run: MakeRun) -> None:
+    run = make_run("filesystem", replicas=2, rollout=IN_PLACE, sync=AT_ONCE)
     run.add_replica()
     run.serve(1)
     run.rank(1).call("trip", 2)
@@ -162,33 +132,3 @@ def test_deltas_follow_versions_that_were_taken_in_place_and_a_mixture_is_no_bas
     run.rank().call("trip", -1)
     assert run.nudge(5).codec == "dense", "a mixture is a base"
     assert run.live() == [hop.digest(hop.nudged(4, [5], 20))]
-
-
-def stream_within(seconds: float) -> LiveStream:
-    manifest = Manifest(7, (TensorSpec("a", (5, 7), torch.float32),), 64)
-    return LiveStream(manifest, "r/0", Deadline.after(seconds), lambda: None)
-
-
-def test_whoever_fails_ends_both_sides_of_a_stream() -> None:
-    stream, data = stream_within(HANG_S), torch.zeros(64, dtype=torch.uint8)
-    with ThreadPoolExecutor(1) as receiver:
-        offering = receiver.submit(stream.offer, 0, data)
-        stream.begin()
-        next(stream.parts())  # and no more
-        with pytest.raises(ClosedError):
-            offering.result(HANG_S)
-    with pytest.raises(CommitError, match="written already"):
-        stream.begin()
-
-    stream = stream_within(HANG_S)
-    stream.fail(CorruptBucketError("changed.", part="test"))
-    with pytest.raises(CorruptBucketError):
-        stream.begin()
-    with pytest.raises(CorruptBucketError):
-        stream.offer(0, data)
-
-    stream = stream_within(0.05)
-    with pytest.raises(DeadlineExceededError, match="bucket 0 of version 7 to be written"):
-        stream.offer(0, data)
-    with pytest.raises(DeadlineExceededError):
-        stream.begin()

@@ -11,8 +11,6 @@ import pytest
 import torch
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop
 from hop_run import MakeRun, Replica, Run, expected
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from patience import PATIENT
 from waiting import NEVER_S
 
@@ -31,12 +29,11 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
-from weightlane.sync import Manifest, Outcome, Placement, ReplicaState, SyncConfig, TensorSpec
+from weightlane.sync import Manifest, Outcome, Placement, ReplicaState, TensorSpec
 from weightlane.sync.control.coordinator.blame import blame
 from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
 from weightlane.sync.plan import Network
-from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.plan.session_plan import SessionPlan
 from weightlane.sync.plan.supply import Supply
 from weightlane.sync.receive.bucket_sinks import StagedBuckets
@@ -88,10 +85,9 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
 
 
 @pytest.mark.parametrize(
-    ("layout", "codec", "integrity"),
-    [("a mesh", "dense", "full"), ("interleaved", "delta", "off"), ("data parallel", "delta", "full")],
+    ("layout", "codec", "integrity"), [("a mesh", "dense", "full"), ("interleaved", "delta", "off")]
 )
-def test_lanes_of_slices_cross_one_another_on_their_ways_and_all_arrive(
+def test_lanes_of_slices_that_cross_one_another_on_their_routes_all_arrive(
     hop: MakeHop, layout: str, codec: str, integrity: str
 ) -> None:
     moved = Bytes()
@@ -102,14 +98,6 @@ def test_lanes_of_slices_cross_one_another_on_their_ways_and_all_arrive(
     assert len([name for name in moved.sent if name.startswith("rollout")]) > 1, "several of them relay"
 
 
-def test_without_a_word_about_links_nobody_relays(hop: MakeHop) -> None:
-    moved = Bytes()
-    for more in ({}, {"network": SLOW_SENDERS, "commit": "in_place"}):
-        run = hop("gloo", *LAYOUTS["one rank"], [EVERYTHING] * 3, hooks=moved.hooks, **more)
-        run.serve(1)
-    assert set(moved.sent) == {"trainer-0"}
-
-
 def relayed(make_run: MakeRun, **sync: float) -> Run:
     """A trainer with a chain of three replicas, which have version 1."""
     run = make_run("gloo", replicas=3, trainer={"network": SLOW_SENDERS}, sync=TOLERANT | sync)
@@ -117,18 +105,9 @@ def relayed(make_run: MakeRun, **sync: float) -> Run:
     return run
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(2, id="while the trainer sends"),
-        pytest.param(8, id="when it has sent almost everything", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_it(
-    make_run: MakeRun, number: int
-) -> None:
+def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_it(make_run: MakeRun) -> None:
     run = relayed(make_run)
-    run.rank(1).call("signal_at", number, signal.SIGKILL)
+    run.rank(1).call("signal_at", 2, signal.SIGKILL)
     run.publish_next(2)
     report = run.sync(2)
     (failure,) = report.failures
@@ -228,67 +207,22 @@ def planned(engine: str, *, may_relay: bool = True, network: Network | None = SL
     return SessionPlan(supply, needed, facts, may_relay=may_relay)
 
 
-@settings(max_examples=30)
-@given(
-    layout=st.sampled_from(sorted(LAYOUTS)),
-    needs=st.lists(st.sampled_from([WHOLE, *TP2]), min_size=1, max_size=4),
-    slowness=st.sampled_from([0.5, 2.0, 10.0]),
-)
-def test_whatever_the_routes_every_lane_gets_to_its_receivers_once_and_nobody_waits_in_a_circle(
-    layout: str, needs: list[Placement], slowness: float
-) -> None:
-    cut, world = LAYOUTS[layout]
-    held = {
-        f"trainer-{rank}": Placement.of_boxes((spec, cut(spec, rank, world)) for spec in SPECS.values())
-        for rank in range(world)
-    }
-    supply = Supply(assign_slices(held), 8192, True, "", Network(1e8 / slowness, 1e8, bucket_bytes=64))
-    needed = {f"rollout-{number}/0": need for number, need in enumerate([*needs, *needs])}
-    gloo = CheckpointEngineRegistry().create("gloo").capabilities
-    plan = SessionPlan(supply, needed, gloo, may_relay=True)
-    queues = {link.number: list(link.lanes[link.senders[0]]) for link in plan.links}
-    has = {(lane.sender, number) for number, lane in enumerate(plan.plan.lanes)}
-    moved = True
-    while moved:
-        moved = False
-        for link, queue in zip(plan.links, queues.values(), strict=True):
-            (sender,) = link.senders
-            if queue and (sender, queue[0]) in has:
-                lane, moved = queue.pop(0), True
-                for name in plan.routes[lane].next_after(sender):
-                    assert lane in plan.lanes_to(name, link, sender)
-                    assert (name, lane) not in has, "it has come already"
-                    has.add((name, lane))
-    assert not any(queues.values()), "links wait for one another"
-    wanted = {(name, number) for number, lane in enumerate(plan.plan.lanes) for name in lane.receivers}
-    assert wanted <= has
-    assert plan.relays or slowness < 10
-
-
-def test_engines_hand_on_if_they_send_to_one_and_nothing_is_shared_and_other_routes_have_another_digest() -> None:
+def test_relays_are_used_only_with_a_stated_network_and_an_engine_that_sends_to_one_and_change_the_digest() -> None:
     relaying = {name: planned(name).relays for name in ("gloo", "nixl", "mooncake", "shm", "filesystem")}
     assert relaying == {"gloo": True, "nixl": True, "mooncake": True, "shm": False, "filesystem": False}
     relays, straight = planned("gloo"), [planned("gloo", may_relay=False), planned("gloo", network=None)]
+    assert not any(plan.relays for plan in straight)
     assert relays.plan.digest == straight[0].plan.digest
     assert relays.digest != straight[0].digest == straight[1].digest
 
 
-def test_what_is_said_of_links_comes_over_the_wire_or_is_refused() -> None:
+def test_the_stated_speeds_of_a_network_come_over_the_wire_or_are_refused() -> None:
     supply = Supply({"trainer-0": WHOLE}, 8192, True, "", SLOW_SENDERS)
     plain = supply.to_plain()
     assert Supply.from_plain(plain).network == SLOW_SENDERS
     for links in ([1e9], [1e9, 0.0, 0.0], [1e9, float("nan"), 0.0], [1e9, "1e9", 0.0], [1e9, 1e9, -1.0], 7, {}):
         with pytest.raises(ProtocolError, match="not the speeds of a network"):
             Supply.from_plain([*plain[:-1], links])
-
-
-def test_relays_are_chosen_by_the_speeds_that_a_user_states() -> None:
-    assert SyncConfig().network is None
-    stated = SyncConfig(sender_gbps=100, receiver_gbps=400)
-    assert stated.network == Network(12.5e9, 50e9, 20e-6, 32 << 20)
-    assert stated.model_copy(update={"relays": "never"}).network is None
-    with pytest.raises(ValueError, match="both be given, or neither"):
-        SyncConfig(sender_gbps=100)
 
 
 # -- who is at fault ------------------------------------------------------------------------------------------------------
@@ -310,22 +244,18 @@ CHANGED = CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0")
     [
         # r1 is dead: whoever is next to it says so, on either side.
         ([("r2/0", lost("r1/0"))], {"r1"}, "r1/0"),
-        ([("r2/0", lost("r1/0")), ("r0/0", lost("r1/0"))], {"r1"}, "r1/0"),
         ([("r2/0", lost("r1/0")), ("t0", lost("r1/0"))], {"r1"}, "r1/0"),
         # Those who starve are named by those behind them, and are not at fault.
         ([("r3/0", starved("r2/0")), ("r2/0", starved("r1/0"))], {"r1"}, "r1/0"),
         ([("r3/0", starved("r2/0")), ("r2/0", starved("r1/0")), ("r1/0", lost("t0"))], set(), "t0"),
-        ([("r2/0", starved("r1/0")), ("r1/0", starved("t0"))], set(), "t0"),
         # Two that accuse each other: a sender speaks before its receiver does.
         ([("r1/0", starved("r2/0")), ("r2/0", starved("r1/0"))], {"r2"}, "r2/0"),
         # A bad bucket is its receiver's, as long as nobody else has it: the relay has verified it.
-        ([("r2/0", CHANGED)], {"r2"}, "r1/0"),
         ([("r2/0", CHANGED), ("r2/0", QuarantinedError("a mixture.", peer="r1/0"))], {"r2"}, "r1/0"),
-        ([("r2/0", QuarantinedError("a mixture.", peer="t0")), ("r2/0", CHANGED)], {"r2"}, "r1/0"),
         ([("r3/0", starved("r2/0")), ("r2/0", starved("r1/0")), ("r2/0", CHANGED)], {"r2"}, "r2/0"),
     ],
 )
-def test_whoever_is_at_the_end_of_the_way_is_at_fault(
+def test_the_participant_at_the_end_of_a_chain_of_accusations_is_at_fault(
     told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
 ) -> None:
     roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)  # type: ignore[arg-type]

@@ -20,6 +20,9 @@ def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     """Copies run beside each other where torch has one thread, and there are two cores."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if request.param == "one thread" else 1)
     monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot.usable_cpus", lambda: 2)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot._BATCH_BYTES", 16 << 10)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.steps._CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.steps._SMALL_BYTES", 1 << 10)
 
 
 def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_it_is_set_up() -> None:
@@ -31,7 +34,7 @@ def test_a_transposed_parameter_is_read_when_the_snapshot_is_taken_and_not_when_
     assert torch.equal(memory.view(torch.float32).view(20, 30), live.t())
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+@pytest.mark.parametrize("shape", [(), (1, 1)])
 def test_a_single_element_is_taken_whatever_its_strides_are(shape: tuple[int, ...]) -> None:
     live = torch.randn(8, 8, dtype=torch.bfloat16)[3:4, ::2][:, :1].as_strided(shape, (2,) * len(shape))
     snapshot = Snapshot.of([LocalShard(TensorSpec("t", shape, torch.bfloat16), (0,) * len(shape), live)], [0])
@@ -41,25 +44,25 @@ def test_a_single_element_is_taken_whatever_its_strides_are(shape: tuple[int, ..
 
 
 def test_progress_grows_over_a_large_tensor_and_ends_know_each_tensors_end() -> None:
-    data = torch.arange(20 << 20, dtype=torch.float32)
+    data = torch.arange(20 << 10, dtype=torch.float32)
     shards = [
-        LocalShard(TensorSpec("large", (20 << 20,), torch.float32), (0,), data),
+        LocalShard(TensorSpec("large", (20 << 10,), torch.float32), (0,), data),
         LocalShard(TensorSpec("split", (8,), torch.float32), (0,), data[:4]),
         LocalShard(TensorSpec("split", (8,), torch.float32), (4,), data[4:8]),
     ]
-    places = [0, 80 << 20, (80 << 20) + 16]
+    places = [0, 80 << 10, (80 << 10) + 16]
     snapshot = Snapshot.of(shards, places)
-    assert snapshot.ends == {"large": 80 << 20, "split": (80 << 20) + 32}
+    assert snapshot.ends == {"large": 80 << 10, "split": (80 << 10) + 32}
     progress, seen = Progress("a snapshot", "test"), []
     progress.advance = lambda done, _: seen.append(done)  # type: ignore[method-assign]
     snapshot.take(torch.zeros(snapshot.nbytes, dtype=torch.uint8), None, progress)
     assert seen == sorted(seen)
-    assert seen[0] == 64 << 20
+    assert seen[0] == 64 << 10
     assert seen[-1] == snapshot.nbytes
 
 
-def test_of_many_tensors_is_there_what_progress_says_and_it_is_said_once_for_several() -> None:
-    data = [torch.randint(256, ((2 << 20) + 64 * i,), dtype=torch.uint8) for i in range(20)]
+def test_progress_over_many_tensors_is_true_and_reported_once_for_several() -> None:
+    data = [torch.randint(256, ((2 << 10) + 64 * i,), dtype=torch.uint8) for i in range(20)]
     shards = [LocalShard.whole(TensorSpec(f"t{i}", x.shape, x.dtype), x) for i, x in enumerate(data)]
     snapshot, progress = Snapshot.of(shards, compact_places(shards)), Progress("a snapshot", "test")
     memory, seen = torch.zeros(snapshot.nbytes, dtype=torch.uint8), [0]
@@ -88,8 +91,8 @@ class Tripping(torch.Tensor):
 
 
 def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
-    data = [torch.ones(9 << 20), torch.ones(9 << 20).as_subclass(Tripping), *(torch.ones(9 << 20) for _ in range(4))]
-    shards = [LocalShard.whole(TensorSpec(f"t{i}", (9 << 20,), torch.float32), x) for i, x in enumerate(data)]
+    data = [torch.ones(9 << 10), torch.ones(9 << 10).as_subclass(Tripping), *(torch.ones(9 << 10) for _ in range(4))]
+    shards = [LocalShard.whole(TensorSpec(f"t{i}", (9 << 10,), torch.float32), x) for i, x in enumerate(data)]
     places = compact_places(shards)
     snapshot, progress = Snapshot.of(shards, places), Progress("a snapshot", "test")
     memory = torch.zeros(snapshot.nbytes, dtype=torch.uint8)
@@ -99,11 +102,11 @@ def test_nothing_is_read_any_more_when_a_copy_has_failed() -> None:
     for shard in shards:
         shard.data.fill_(2)
     assert torch.equal(memory, before)
-    assert progress.done_bytes <= 36 << 20
+    assert progress.done_bytes <= 36 << 10
     snapshot.close()
 
 
-def test_whoever_waits_for_a_part_goes_on_when_it_is_there_or_hears_why_nothing_more_comes() -> None:
+def test_waiting_for_a_part_ends_when_it_is_there_or_with_the_error_that_ended_the_snapshot() -> None:
     progress = Progress("the snapshot of version 3", "trainer-0")
     waiting = threading.Thread(target=progress.wait, args=(10, Deadline.after(NEVER_S)))
     waiting.start()

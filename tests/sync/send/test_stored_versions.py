@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,12 @@ import pytest
 import torch
 from bits import DTYPES, same
 from hop_run import Participant
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load, load_file
 from store_writer import Writer, tensors_of, write
 
-from weightlane.ckpt_engines import (
-    ConfigError,
-    CorruptBucketError,
-    ManifestError,
-    ProtocolError,
-    StorageError,
-    WeightlaneError,
-)
+from weightlane.ckpt_engines import ConfigError, CorruptBucketError, ProtocolError, StorageError, WeightlaneError
 from weightlane.ckpt_engines.engines.filesystem.stored_version import StoredVersion
 from weightlane.sync import Manifest, TensorSpec, read_version
 from weightlane.sync.version.safetensors_files import manifest_of_document, version_files
@@ -74,19 +67,7 @@ def test_every_file_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
     assert weight_map == {}
 
 
-def test_a_name_that_safetensors_reserves_is_refused_before_anything_is_written() -> None:
-    manifest = Manifest(1, (TensorSpec("__metadata__", (1,), torch.float32),), 64, whole_tensors=True)
-    with pytest.raises(ManifestError, match="__metadata__"):
-        version_files(manifest)
-
-
-@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.dictionaries(st.text(), inner)))
-def test_any_json_is_a_manifest_document_or_a_protocol_error(plain: object) -> None:
-    for text in (json.dumps(plain), json.dumps({"layout_digest": "x", "manifest": plain}), str(plain)):
-        with pytest.raises(ProtocolError):
-            manifest_of_document(text)
-
-
+@pytest.mark.exhaustive  # the property above holds the format; transformers costs seconds to import
 def test_transformers_loads_a_version_directory(tmp_path: Path) -> None:
     import transformers
 
@@ -134,14 +115,6 @@ def test_the_newest_committed_version_is_read_from_s3(s3_url: str, s3_options: d
     assert_same(read_version(s3_url, s3_options)[1], tensors_of(5))
 
 
-def test_a_version_without_tensors_can_be_kept_and_read(tmp_path: Path) -> None:
-    for session, tensors in enumerate(({}, {"nothing": torch.zeros(0, 3)})):
-        writer = Writer({"path": str(tmp_path)}, tensors, f"s-{session}")
-        writer.publish(1, tensors)
-        writer.close()
-        assert_same(read_version(str(tmp_path))[1], tensors)
-
-
 def test_reading_where_nothing_is_committed_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no version has been committed"):
         read_version(str(tmp_path))
@@ -174,6 +147,17 @@ def test_a_version_that_is_replaced_while_it_is_read_gives_way_to_the_newest(
     writer.close()
 
 
+def flipped(position: int) -> Callable[[bytes], bytes]:
+    """Change one bit of the byte at `position`."""
+
+    def flip(content: bytes) -> bytes:
+        changed = bytearray(content)
+        changed[position] ^= 0x04
+        return bytes(changed)
+
+    return flip
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("written")
@@ -184,45 +168,38 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "position", "error", "says"),
+    ("name", "damage", "error", "says"),
     [
-        ("bucket-00000.safetensors", -1, CorruptBucketError, "changed bytes"),
-        ("bucket-00000.safetensors", 0, ProtocolError, "safetensors header"),
-        ("checksums.json", 5, CorruptBucketError, "no valid checksum"),
-        ("checksums.json", 12, CorruptBucketError, "changed bytes"),
-        ("manifest.json", 5, ProtocolError, "manifest"),
-        ("../../../latest.json", 5, ProtocolError, "latest.json"),
+        ("bucket-00000.safetensors", flipped(-1), CorruptBucketError, "changed bytes"),
+        ("bucket-00000.safetensors", flipped(0), ProtocolError, "safetensors header"),
+        ("checksums.json", flipped(5), CorruptBucketError, "no valid checksum"),
+        ("manifest.json", flipped(5), ProtocolError, "manifest"),
+        ("../../../latest.json", flipped(5), ProtocolError, "latest.json"),
+        ("bucket-00001.safetensors", lambda content: content[:-1], ProtocolError, "bucket-00001.safetensors"),
+        ("manifest.json", lambda content: content[:-2], ProtocolError, "manifest.json"),
+        ("bucket-00001.safetensors", None, StorageError, "bucket-00001.safetensors"),
+        ("checksums.json", None, StorageError, "checksums.json"),
     ],
 )
-def test_a_damaged_file_is_a_typed_error_with_what_is_wrong(
-    written: Path, tmp_path: Path, name: str, position: int, error: type[WeightlaneError], says: str
+def test_a_damaged_or_missing_file_is_a_typed_error_that_says_what_is_wrong(
+    written: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Callable[[bytes], bytes] | None,
+    error: type[WeightlaneError],
+    says: str,
 ) -> None:
     path = tmp_path / "store"
     shutil.copytree(written, path)
     damaged = newest_directory(path) / name
-    content = bytearray(damaged.read_bytes())
-    content[position] ^= 0x04
-    damaged.write_bytes(content)
+    if damage is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damage(damaged.read_bytes()))
     with pytest.raises(error, match=says):
         read_version(str(path))
 
 
-@pytest.mark.parametrize("name", ["bucket-00001.safetensors", "checksums.json", "manifest.json"])
-def test_a_missing_or_cut_off_file_is_a_typed_error_with_its_path(written: Path, tmp_path: Path, name: str) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(written, path)
-    damaged = newest_directory(path) / name
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    if name.endswith(".json"):  # its last byte is a line feed
-        damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(ProtocolError, match=name):
-        read_version(str(path))
-    damaged.unlink()
-    with pytest.raises(StorageError, match=name):
-        read_version(str(path))
-
-
-@settings(max_examples=150)
 @given(st.data())
 def test_whatever_byte_changes_nobody_reads_wrong_weights(written: Path, data: st.DataObject) -> None:
     files = sorted(path for path in written.rglob("*") if path.is_file())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 import torch
 from bits import random_bits, same
 from direct_hop import columns, rows
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
@@ -42,7 +40,6 @@ def taken(shards: list[LocalShard], places: list[int], nbytes: int = 0) -> torch
     return memory
 
 
-@settings(deadline=None, max_examples=80)
 @given(tensors, st.integers(1, 3), st.sampled_from([64, 128, 192, 4096]), st.booleans(), st.booleans())
 def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
     drawn: list[tuple[tuple[int, ...], torch.dtype]],
@@ -96,19 +93,6 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
         assert same(received, sources[entry.spec.name])
 
 
-@settings(deadline=None)
-@given(tensors, st.sampled_from([64, 128, 192, 4096]))
-def test_files_of_whole_tensors_hold_as_many_as_fit_into_a_bucket(
-    drawn: list[tuple[tuple[int, ...], torch.dtype]], bucket_bytes: int
-) -> None:
-    specs = tuple(TensorSpec(f"t{i}", shape, dtype) for i, (shape, dtype) in enumerate(drawn))
-    files = list(Manifest(1, specs, bucket_bytes, whole_tensors=True).files.values())
-    assert sorted(entry.spec.name for file in files for entry in file) == sorted(spec.name for spec in specs)
-    sizes = [[entry.spec.nbytes for entry in file if entry.spec.nbytes] for file in files]
-    assert all(sum(file) <= bucket_bytes or len(file) == 1 for file in sizes)
-    assert all(sum(file) + following[0] > bucket_bytes for file, following in pairwise(sizes))
-
-
 def test_a_manifest_says_how_it_is_cut_and_buckets_of_fixed_size_are_no_files_of_whole_tensors() -> None:
     fixed, whole = (Manifest(1, (W,), 64, whole_tensors=whole) for whole in (False, True))
     assert fixed.layout_digest != whole.layout_digest
@@ -121,17 +105,12 @@ def test_a_manifest_says_how_it_is_cut_and_buckets_of_fixed_size_are_no_files_of
     ("change", "says"),
     [
         ({"version": -1}, "version"),
-        ({"version": "1"}, "version"),
         ({"codec": "zip"}, "codec"),
-        ({"bucket_bytes": 0}, "bucket_bytes"),
         ({"bucket_bytes": 65}, "multiple of 64"),
         ({"tensors": [["w", [-1], "float32"]]}, "tensors"),
         ({"tensors": [["w", [1], "float31"]]}, "unknown tensor dtype"),
         ({"tensors": [["w", [1], "float32"], ["w", [2], "float32"]]}, "listed twice"),
-        ({"tensors": {"w": 1}}, "tensors"),
         ({"whole_tensors": 1}, "whole_tensors"),
-        ({"checksummed": 0}, "checksummed"),
-        ({"lasting": "no"}, "lasting"),
         ({"extra": 1}, "extra"),
     ],
 )

@@ -56,41 +56,15 @@ def test_the_newest_version_is_stored_next_and_what_it_overtakes_is_named(caplog
     storing.close()
 
 
-def test_what_cannot_be_stored_is_said_and_the_next_version_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_cannot_be_stored_is_logged_and_the_next_version_is_stored(caplog: pytest.LogCaptureFixture) -> None:
     store, storing = Store(), VersionStoring("trainer-0", HANG_S)
     store.go_on.set()
     for version in (-1, 0, 4):
         storing.commit(version, store.commit)
         wait_until(lambda: not storing._running and not storing._tasks, "end of storing")
     assert store.kept == [4]
-    assert "version -1 serves but could not be committed in the store: store: the disk is full." in caplog.text
-    assert "version 0 serves but could not be committed in the store" in caplog.text
-    storing.close()
-
-
-def test_closing_interrupts_what_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.sync.send.version_storing._CLOSE_S", 0.05)
-    store, storing = Store(), VersionStoring("trainer-0", HANG_S)
-    storing.commit(1, store.commit)
-    assert store.begun.wait(HANG_S)
-    storing.afterwards(store.go_on.set)  # as closing an engine's half ends its calls
-    storing.close()
-    assert store.go_on.is_set()
-    assert storing._thread is not None
-    storing._thread.join(HANG_S)
-    assert not storing._thread.is_alive()
-
-
-def test_a_half_is_closed_when_its_own_versions_are_stored_however_many_others_follow() -> None:
-    storing, store, closed = VersionStoring("trainer-0", HANG_S), Store(), threading.Event()
-    storing.commit(1, store.commit)
-    assert store.begun.wait(HANG_S)
-    storing.afterwards(closed.set)
-    found: list[bool] = []
-    storing.commit(2, lambda *_: found.append(closed.wait(HANG_S)))
-    store.go_on.set()
-    wait_until(lambda: bool(found), "end of the second commit")
-    assert found == [True]
+    for version in (-1, 0):
+        assert f"version {version} serves but could not be committed in the store" in caplog.text
     storing.close()
 
 

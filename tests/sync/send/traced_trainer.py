@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from direct_hop import Cut, columns, rows
+from direct_hop import rows
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
@@ -15,11 +15,11 @@ from weightlane.sync.send import snapshotter
 from weightlane.sync.version.box import Box
 
 BUCKET_BYTES = 2 << 20
-SPECS = [
-    TensorSpec("large", (4096, 4096), torch.float32),  # 64 MiB
-    TensorSpec("small", (512, 512), torch.float32),
-    TensorSpec("norm", (512,), torch.float32),
-]
+SPECS = {
+    "large": TensorSpec("large", (2048, 4096), torch.float32),  # 32 MiB
+    "small": TensorSpec("small", (512, 512), torch.float32),
+    "norm": TensorSpec("norm", (512,), torch.float32),
+}
 WORLD = 2
 
 
@@ -28,31 +28,25 @@ def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
     return [box for strip in range(rank, 16, world) for box in rows(spec, strip, 16)]
 
 
-CUTS: dict[str, Cut] = {"rows": rows, "columns": columns, "interleaved": interleaved}
-
-
 class TracedTrainer:
     """Publishes versions when told to; when it is closed, everything that was allocated meanwhile is in `record`."""
 
-    def __init__(
-        self, rendezvous: dict[str, Any], engine: str, options: dict[str, Any], cut: str, rank: int, record: Path
-    ) -> None:
+    def __init__(self, rendezvous: dict[str, Any], engine: str, rank: int, record: Path) -> None:
         import memray
 
         snapshotter._PATIENCE_S = HANG_S  # receivers that are slow would cost memory
-        held = [[(spec, CUTS[cut](spec, other, WORLD)) for spec in SPECS] for other in range(WORLD)]
+        held = [[(spec, interleaved(spec, other, WORLD)) for spec in SPECS.values()] for other in range(WORLD)]
         self._shards = [
             LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, boxes in held[rank] for box in boxes
         ]
-        placements = [Placement.of_boxes(each) for each in held]
-        transport = CheckpointEngineRegistry().create(engine, options)
+        transport = CheckpointEngineRegistry().create(engine, {})
         self._tracker = memray.Tracker(record)
         self._tracker.__enter__()
         self._publisher = Publisher(
             f"trainer-{rank}",
             rendezvous,
             rank=rank,
-            placements=placements,
+            placements=[Placement.of_boxes(each) for each in held],
             shards=self._shards,
             engine=transport,
             bucket_bytes=BUCKET_BYTES,

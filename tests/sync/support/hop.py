@@ -30,7 +30,6 @@ from weightlane.sync import (
     Subscriber,
     TensorSpec,
 )
-from weightlane.sync.control.messages import Message
 from weightlane.sync.send import snapshotter
 from weightlane.sync.version.placement import Placement
 
@@ -159,7 +158,6 @@ class Rollout:
             commit=more.get("commit", "staged"),
         )
         self._trips_after, self._victim = -1, 0
-        self._may_accept = threading.Event()
         if more.get("scatters"):
             self.end.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
@@ -175,19 +173,6 @@ class Rollout:
             return
         self.live = {name: tensor.clone() for name, tensor in self.end.take(version).items()}
         self.end.release(version)
-
-    def accept_late(self) -> None:
-        """From now on, think about every manifest until `accept`."""
-        handle = self.end._handle
-
-        def late(message: Message) -> None:
-            self._may_accept.wait()
-            handle(message)
-
-        self.end._handle = late  # type: ignore[method-assign]
-
-    def accept(self) -> None:
-        self._may_accept.set()
 
     def signal_at(self, number: int, what: signal.Signals) -> None:
         """Get a signal when so many buckets have come, before the last of them is handed on."""

@@ -6,8 +6,10 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,14 +36,28 @@ from weightlane.sync.control.messages import Message
 _PROCESSES = multiprocessing.get_context("forkserver")
 _ENGINES = ("shared_memory.shm", "torch_distributed.gloo", "filesystem.engine")
 _PROCESSES.set_forkserver_preload(
-    ["weightlane.sync", *(f"weightlane.ckpt_engines.engines.{name}" for name in _ENGINES)]
+    [
+        "encodings.idna",
+        "pytest",
+        "hop",
+        "weightlane.sync",
+        *(f"weightlane.ckpt_engines.engines.{name}" for name in _ENGINES),
+    ]
 )
+
+
+def start_server() -> None:
+    """Start the server, unless it runs. Its module path is this process's: else every fork would import the helpers anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
 
 
 class Participant:
     """An object in a process of its own, which `hop.serve` makes there."""
 
     def __init__(self, make: Callable[..., Any], **arguments: Any) -> None:
+        start_server()
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = _PROCESSES.Process(target=hop.serve, args=(theirs, make, arguments), daemon=True)
         self._process.start()
@@ -173,7 +189,6 @@ class Run:
         self.trainers: list[Participant] = []
         self.replicas: list[Replica] = []
         self.coordinator: Coordinator
-        self._waits: list[str] = []
 
     def _start(self, make: Callable[..., Any], **arguments: Any) -> Participant:
         started = Participant(make, **arguments, **self._plain, rendezvous=self.rendezvous.address.to_plain())
@@ -210,7 +225,6 @@ class Run:
         publishers = [f"trainer-{rank}" for rank in range(trainers)]
         self._config = SyncConfig(**(PATIENT | (sync or {})))
         self.coordinator = Coordinator(self.rendezvous, publishers, self.replicas, self._config, hooks)
-        self._note_waits()
 
     def configure(self, **changes: float) -> None:
         """Change settings between two versions. Deadlines that are not named are too long to be missed."""
@@ -233,19 +247,6 @@ class Run:
             patch.setattr(queue, "next", wait_or_pass)
             patch.setattr("weightlane.sync.control.coordinator.coordinator.Deadline", deadlines)
             yield clock
-
-    def _note_waits(self) -> None:
-        wait = self.coordinator._queue.next
-
-        def noting(deadline: Deadline, names: Collection[str], what: str) -> Message:
-            self._waits.append(what)
-            return wait(deadline, names, what)
-
-        self.coordinator._queue.next = noting  # type: ignore[method-assign]
-
-    def waits_for(self, what: str) -> bool:
-        """Whether the coordinator has begun to wait for mail of which it says so."""
-        return what in self._waits
 
     def _start_replica(self, number: int, ranks: int, **rollout: Any) -> Replica:
         names = [f"rollout-{number}/{rank}" for rank in range(ranks)]

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from direct_hop import rows
 from patience import PATIENT
 from shelf import SPEC, Shelf
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync import CollectivePublisher, Coordinator, LocalShard, SyncConfig
-from weightlane.sync.control import rendezvous
-from weightlane.sync.control.messages import Go
+from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig
 
 
 class Unwilling(Shelf):
@@ -25,39 +21,12 @@ class Unwilling(Shelf):
         raise ConfigError("not today.", part=self.name)
 
 
-def read_later_than_rank_0_closes(rank: int, waited_for: Any) -> None:
-    """Rank 1 does not read how the version ended before rank 0 waits for that, or is gone."""
-    if rank == 0:
-        wait_until_heard = Coordinator.wait_until_heard
-
-        def wait_now(coordinator: Coordinator, _: float) -> None:
-            waited_for.set()
-            wait_until_heard(coordinator, HANG_S)
-
-        Coordinator.wait_until_heard = wait_now  # type: ignore[method-assign]
-        return
-
-    class SlowInbox(rendezvous.Inbox):
-        sends = False
-
-        def get(self, *args: Any, **settings: Any) -> Any:
-            if self.sends:
-                waited_for.wait(HANG_S)
-            message = super().get(*args, **settings)
-            self.sends = self.sends or isinstance(message, Go)
-            return message
-
-    rendezvous.Inbox = SlowInbox  # type: ignore[misc]
-
-
 class Rank:
-    """One of two ranks. In mode ``unwilling`` its replica refuses to connect; ``slow``: see `read_later_than_rank_0_closes`."""
+    """One of two ranks, with a replica that refuses to connect if `unwilling`."""
 
-    def __init__(self, rank: int, port: int, mode: str, waited_for: Any) -> None:
+    def __init__(self, rank: int, port: int, unwilling: bool) -> None:
         self._rank = rank
-        self._replica = Unwilling() if mode == "unwilling" else Shelf()
-        if mode == "slow":
-            read_later_than_rank_0_closes(rank, waited_for)
+        self._replica = Unwilling() if unwilling else Shelf()
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 

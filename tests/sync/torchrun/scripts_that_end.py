@@ -23,9 +23,7 @@ member.fence()
 """Takes part in a run of another process."""
 
 MOMENTS = {
-    "connected": "",
     "published": "weights.publish(1)",
-    "served": "weights.publish(1); weights.wait(); weights.fence()",
     "committing": "shelf.stuck = True; weights.publish(1); assert shelf.committing.wait(60)",
     "member": MEMBER,
 }
@@ -35,12 +33,8 @@ ENDS = {
     "file": "",
     "exception": "raise ValueError('mine')",
     "exit": "sys.exit(3)",
-    "exit in a function": "def end():\n    local = weights\n    sys.exit(4)\nend()",
     "interrupt": "os.kill(os.getpid(), signal.SIGINT); time.sleep(60)",
     "terminate": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
-    "terminate as exit": (
-        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(6)); os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"
-    ),
     "thread": "thread = threading.Thread(target=lambda: 1 / 0); thread.start(); thread.join()",
     "fork": "child = os.fork()\nif not child: sys.exit(5)\nwait_for(child)\ngoes_on()",
     "fork in block": (
@@ -107,8 +101,9 @@ def ended(process: int, said: str, within_s: float) -> dict[str, object]:
 script, results = None, {}
 if __name__ == "__main__":
     import psutil
-    import torch  # noqa: F401 - once, and not in every process
+    import shelf  # noqa: F401 - once, and not in every process: it imports torch, too
 
+    import weightlane.ckpt_engines.engines.shared_memory.shm  # noqa: F401 - as above
     from weightlane.sync import Rendezvous
 
     reading, writing = os.pipe()

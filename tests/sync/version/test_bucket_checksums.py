@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from waiting import HANG_S
 
@@ -22,8 +22,7 @@ from weightlane.sync.version.bucket_checksums import (
 
 
 @pytest.mark.parametrize("checksum", [sums, xxh3])
-@given(st.integers(0, 70_000), st.data())
-@settings(max_examples=40)
+@given(st.integers(0, 20_000), st.data())
 def test_a_checksum_sees_a_changed_byte_anywhere_swapped_words_and_more_zeros(
     checksum, size: int, data: st.DataObject
 ) -> None:  # type: ignore[no-untyped-def]
@@ -44,7 +43,7 @@ def test_a_checksum_sees_a_changed_byte_anywhere_swapped_words_and_more_zeros(
         assert (checksum(swapped) == before) == bool(torch.equal(swapped, payload))
 
 
-def test_the_seal_of_a_known_text_is_the_published_one() -> None:
+def test_the_checksum_of_nothing_is_the_published_one() -> None:
     # XXH3 of nothing, with seed 0: https://github.com/Cyan4973/xxHash
     assert checksum_of(torch.empty(0, dtype=torch.uint8)) == "xxh3:2d06800538d394c2"
 
@@ -60,20 +59,22 @@ def test_a_damaged_bucket_is_refused_and_its_sender_named(make) -> None:  # type
     assert caught.value.peer == "trainer-0"
 
 
-@pytest.mark.parametrize("checksum", ["", "xxh3", "md5:00", None, 7, ["xxh3:00"]])
-def test_what_is_no_seal_is_refused(checksum: object) -> None:
+@pytest.mark.parametrize("checksum", ["xxh3", "md5:00", None, ["xxh3:00"]])
+def test_what_is_no_checksum_is_refused(checksum: object) -> None:
     with pytest.raises(CorruptBucketError):
         verify(torch.zeros(8, dtype=torch.uint8), checksum, 3, 1, peer="trainer-0")
 
 
-def test_a_document_of_checksums_says_what_it_lists() -> None:
+def test_a_document_of_checksums_has_one_for_each_bucket() -> None:
     text = checksums_document(["xxh3:1", "xxh3:2"])
     assert checksums_of_document(text, 2) == ["xxh3:1", "xxh3:2"]
-    with pytest.raises(ProtocolError, match="2 checksums of 3 buckets"):
-        checksums_of_document(text, 3)
-    for broken in ("", "{}", "[1]", '["a"'):
-        with pytest.raises(ProtocolError, match=r"checksums\.json"):
-            checksums_of_document(broken, 1)
+    for broken, buckets, says in (
+        (text, 3, "2 checksums of 3 buckets"),
+        ("{}", 1, "checksums"),
+        ('["a"', 1, "checksums"),
+    ):
+        with pytest.raises(ProtocolError, match=says):
+            checksums_of_document(broken, buckets)
 
 
 def test_checksums_of_stored_versions_are_one_message_and_those_of_older_versions_go() -> None:

@@ -92,26 +92,6 @@ def test_a_call_of_a_sender_that_never_returns_ends_with_the_deadline_and_says_w
     assert "weightlane conformance" in caught.value.hint
 
 
-def test_a_sender_does_not_wait_longer_than_the_deadline_for_a_bucket_that_is_never_made(stuck: Any) -> None:
-    sending = pipeline(stuck)
-    made = threading.Event()
-
-    def bucket(_: int) -> torch.Tensor:
-        assert made.wait(HANG_S)
-        return torch.zeros(64, dtype=torch.uint8)
-
-    with closing(sending), ThreadPoolExecutor(1) as maker:
-        sent = maker.submit(send, sending, stuck, 1, bucket=bucket)
-        wait_until(lambda: sending.sending is not None, "the sending to begin")
-        assert sending.sending is not None
-        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
-            sending.sending.result(HANG_S)
-        assert not sent.done()
-        made.set()
-        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
-            sent.result(HANG_S)
-
-
 def zeros(_: int) -> torch.Tensor:
     return torch.zeros(64, dtype=torch.uint8)
 
@@ -131,16 +111,6 @@ def send(
     to = Destination(sender, ["rollout-0/0"])
     deadline = Deadline.after(within_s)
     sending.send_version(manifest, cast("Any", source), dict.fromkeys(range(buckets), to), deadline, stall_s)
-
-
-def test_what_an_engine_raises_is_raised_also_if_it_is_a_timeout_of_its_own(stuck: Any) -> None:
-    def raises(*_: object) -> None:
-        raise TimeoutError("of a library")
-
-    stuck.flush = raises
-    sending = pipeline(stuck)
-    with closing(sending), pytest.raises(TimeoutError, match="of a library"):
-        send(sending, stuck, 1, within_s=HANG_S)
 
 
 def test_an_address_that_is_never_said_and_a_half_that_never_closes_are_left_behind(
@@ -203,53 +173,12 @@ class Deaf(Shelf):
         await asyncio.Event().wait()
 
 
-def test_a_gather_whose_store_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-    monkeypatch.setattr("weightlane.sync.send.gather.open_process_group", lambda *_, **__: over.wait(HANG_S))
-    layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
-    with closing(Rendezvous.host()) as rendezvous:
-        for name in ("trainer-0", "trainer-1"):
-            rendezvous.mailbox("gather/s").put(name, layout.layout_digest)
-        with pytest.raises(DeadlineExceededError, match="the group of all trainer ranks") as caught:
-            ShardGather.connect(rendezvous, "s", ["trainer-0", "trainer-1"], 0, layout, HOST, Deadline.after(10 * SOON))
-    assert "coordinator" in caught.value.hint
-    over.set()
-
-
 def test_a_replica_that_never_answers_is_named_when_a_script_connects() -> None:
     config = SyncConfig(**{**PATIENT, "connect_timeout_s": 0.2})
     shards: Sequence[LocalShard] = [LocalShard.whole(SPEC, torch.zeros(SPEC.shape))]
     with pytest.raises(DeadlineExceededError, match="deaf") as caught:
         CollectivePublisher(shards, [Deaf("deaf")], backend="shm", config=config)
     assert caught.value.peer == "deaf"
-
-
-def test_halves_are_closed_where_no_thread_can_be_started_any_more_and_none_keeps_another_open(
-    stuck: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """From Python 3.12 on that is so when a program ends."""
-    closed = []
-
-    class Half:
-        def __init__(self, name: str, error: Exception | None = None) -> None:
-            self.name, self.error = name, error
-
-        def close(self) -> None:
-            closed.append(self.name)
-            if self.error is not None:
-                raise self.error
-
-    def refuse(*_: Any) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    halves: Any = [Half("first", OSError("on purpose")), Half("second")]
-    with monkeypatch.context() as at_exit:
-        at_exit.setattr("weightlane.ckpt_engines.runtime.daemon_threads.start_thread", refuse)
-        close_all(halves, "test")
-    assert closed == ["first", "second"]
-    assert "on purpose" in caplog.text
-    close_all([stuck, *halves], "test")
-    wait_until(lambda: sorted(closed) == ["first", "first", "second", "second"], "end of the others")
 
 
 def test_memory_that_an_engine_still_reads_is_given_back_when_it_has_ended(

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from cases import covering
 from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop, copies, rows, values
 
 from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, QuorumError
@@ -20,7 +19,15 @@ from weightlane.sync.version.box import Box
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "codec"), covering(list(LAYOUTS), ["shm", "gloo", "filesystem"], ["dense", "delta"])
+    ("layout", "engine", "codec"),
+    [
+        ("rows", "shm", "dense"),
+        ("columns", "gloo", "delta"),
+        ("interleaved", "filesystem", "dense"),
+        ("a mesh", "shm", "delta"),
+        ("data parallel", "gloo", "dense"),
+        ("one rank", "filesystem", "delta"),
+    ],
 )
 def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
     hop: MakeHop, layout: str, engine: str, codec: str
@@ -30,7 +37,7 @@ def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
         assert run.serve(version).codec == ("dense" if version == 1 else codec)
 
 
-@pytest.mark.parametrize(("layout", "engine"), covering(["columns", "interleaved", "a mesh"], ["shm", "gloo"]))
+@pytest.mark.parametrize(("layout", "engine"), [("columns", "shm"), ("interleaved", "gloo")])
 def test_what_is_written_in_place_out_of_slices_is_the_version_bit_for_bit(
     hop: MakeHop, layout: str, engine: str
 ) -> None:
@@ -50,7 +57,7 @@ def test_buckets_that_one_sender_broadcasts_to_several_sets_of_ranks_are_written
         run.serve(version)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["rows", "interleaved", "a mesh"])
 def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(hop: MakeHop, layout: str) -> None:
     run = hop("gloo", *LAYOUTS[layout], TP2)
     report = run.serve(1)
@@ -60,18 +67,6 @@ def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_othe
     least = sum(needed.nbytes for needed in TP2) - twice
     slices = 4 * sum(len(shards) for shards in run.shards)
     assert least <= report.sent_bytes <= least + 64 * slices
-
-
-def test_ranks_that_compute_in_a_narrower_type_than_is_sent_get_their_slices_and_no_more(hop: MakeHop) -> None:
-    narrower = [
-        Placement(
-            tuple(TensorSpec(spec.name, spec.shape, torch.bfloat16) for spec in needed.specs),
-            needed.boxes,
-        )
-        for needed in TP2
-    ]
-    sent = [hop("gloo", rows, 2, needed).serve(1).sent_bytes for needed in (TP2, narrower)]
-    assert sent[0] == sent[1]
 
 
 def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: MakeHop) -> None:
@@ -130,13 +125,13 @@ MISFITS = {
 }
 
 
-@pytest.mark.parametrize(("said", "engine"), covering(list(MISFITS), ["shm", "gloo", "filesystem"]))
+@pytest.mark.parametrize("says", MISFITS)
 def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_weights_serve_on(
-    hop: MakeHop, said: str, engine: str
+    hop: MakeHop, says: str
 ) -> None:
-    run = hop(engine, rows, 2, [TP2[0], EVERYTHING], specs=MISFITS[said], rollout_specs=SPECS)
+    run = hop("gloo", rows, 2, [TP2[0], EVERYTHING], specs=MISFITS[says], rollout_specs=SPECS)
     run.publish(1)
-    reason = run.fails(1, said)
+    reason = run.fails(1, says)
     assert "rollout-" in str(reason), "nobody says which rank it does not fit"
     assert isinstance(reason, ManifestError | QuorumError)
     assert all(replica.holds(values(0)) for replica in run.replicas)

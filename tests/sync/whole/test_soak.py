@@ -11,10 +11,8 @@ from soak import soak
 @pytest.mark.parametrize(
     ("engine", "commit", "versions"),
     [
-        ("shm", "staged", 40),
-        ("gloo", "in_place", 25),
-        pytest.param("shm", "in_place", 25, marks=pytest.mark.exhaustive),
-        pytest.param("gloo", "staged", 60, marks=pytest.mark.exhaustive),
+        ("shm", "staged", 30),
+        ("gloo", "in_place", 20),
         pytest.param("filesystem", "staged", 40, marks=pytest.mark.exhaustive),
     ],
 )

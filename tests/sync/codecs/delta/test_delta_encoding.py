@@ -11,8 +11,7 @@ from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, TensorSpec
 from weightlane.sync.codecs.delta.encoding import DeltaEncoder, RankDelta, delta_manifest
 from weightlane.sync.codecs.delta.format.encoder import TooDense
-from weightlane.sync.version.box import Box
-from weightlane.sync.version.manifest_message import DeltaSegment
+from weightlane.sync.version.packing import compact_places
 from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 SPECS = (
@@ -58,20 +57,6 @@ def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(en
     assert delta.changed == 90_000 + 1  # one of the small tensors' bytes is a multiple of a hundred
 
 
-def test_a_snapshot_that_is_being_taken_is_encoded_too(encoder: DeltaEncoder) -> None:
-    base, new = snapshots(100)
-    there = [0]
-
-    def ready(until_bytes: int) -> None:
-        there[0] = until_bytes
-
-    delta = encoder.encode(PARTS, base, new, base.numel(), ready, lambda: there[0] >= 9_000_000)
-    again = encoder.encode(PARTS, base, new, base.numel(), [].append)
-    assert isinstance(delta, RankDelta)
-    assert isinstance(again, RankDelta)
-    assert delta.segments == again.segments
-
-
 def test_a_delta_that_becomes_too_large_is_given_up(encoder: DeltaEncoder) -> None:
     base, new = snapshots(2)
     found = encoder.encode(PARTS, base, new, base.numel() // 2, [].append)
@@ -94,10 +79,20 @@ def test_nothing_looks_at_a_snapshot_that_has_failed(encoder: DeltaEncoder, afte
     assert isinstance(encoder.encode(PARTS, base, new, base.numel(), [].append), RankDelta)
 
 
-@pytest.mark.parametrize(("nbytes", "buckets"), [(1, 1), (512 << 10, 1), (2 << 20, 4), (100 << 20, 16), (1 << 30, 64)])
-def test_a_delta_is_cut_so_that_there_is_something_to_decode_while_the_rest_comes(nbytes: int, buckets: int) -> None:
-    spec = TensorSpec("w", (1 << 30,), torch.uint8)
-    layout = Manifest(1, (spec,), 16 << 20, identity="t/1")
-    manifest = delta_manifest(layout, 2, (1, "t/1"), "t/2", [[DeltaSegment(0, Box.whole(spec.shape), nbytes)]])
-    assert manifest.bucket_count == buckets
-    assert manifest.bucket_bytes <= layout.bucket_bytes
+@pytest.mark.parametrize("sizes", [[3_000_000, 1_000_001, 7], [2048] * 1500])
+@pytest.mark.parametrize("density", [0.0, 0.01, 1.0])
+def test_the_share_of_changed_elements_is_estimated_from_a_sample(sizes: list[int], density: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(size, generator=generator).to(torch.bfloat16) for size in sizes]
+    shards = [LocalShard.whole(TensorSpec(str(n), x.shape, x.dtype), x) for n, x in enumerate(tensors)]
+    places = compact_places(shards)
+    base = torch.zeros(places[-1] + shards[-1].nbytes, dtype=torch.uint8)
+    for place, shard in zip(places, shards, strict=True):
+        base[place : place + shard.nbytes].copy_(shard.data.view(torch.uint8))
+    changed = 0
+    for tensor in tensors:
+        changes = torch.rand(tensor.shape, generator=generator) < density
+        tensor.view(torch.int16).add_(changes.to(torch.int16))
+        changed += int(changes.sum())
+    estimated = DeltaEncoder(shards, places).sampled_density(base)
+    assert estimated == pytest.approx(changed / sum(sizes), rel=0.1)

@@ -1,7 +1,6 @@
 """The device programs: exact in Triton's interpreter on integers, and they compile for the GPUs that are meant.
 
-Both run in processes of their own, since whether programs are interpreted is decided when Triton is imported, and Triton
-itself is imported nowhere else in the suite.
+They run in a process of their own: Triton is imported nowhere else in the suite.
 """
 
 from __future__ import annotations
@@ -30,40 +29,19 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
-@pytest.mark.parametrize(("what", "says"), [("interpret", "48 cases"), ("compile", "12 programs")])
-def test_the_programs_are_exact_and_compile(children: Any, tmp_path: Path, what: str, says: str) -> None:
+@pytest.mark.parametrize(
+    "capabilities", [["90"], pytest.param(["80", "100", "120"], marks=pytest.mark.exhaustive)], ids=" ".join
+)
+def test_the_programs_compile_for_gpus_and_are_exact(children: Any, tmp_path: Path, capabilities: list[str]) -> None:
     env = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(ASIDE)}
-    code, output, errors = children.run([PROGRAM, what], timeout_s=HANG_S, env=env)
+    code, output, errors = children.run([PROGRAM, *capabilities], timeout_s=HANG_S, env=env)
     assert code == 0, errors
-    assert output.strip() == says
+    assert output.splitlines() == ["12 cases", f"{3 * len(capabilities)} programs"]
 
 
-@pytest.fixture
-def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the Triton kernels, as on a device for which there is no Triton."""
-    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)
-
-
-@pytest.mark.usefixtures("no_triton")
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
-def test_without_triton_torch_does_the_same(dtype: torch.dtype) -> None:
-    old = torch.arange(1000).to(dtype)
-    new = old.clone()
-    new[::7] += 1
-    counted = cuda_kernels.count_changes(old, new)
-    positions, values = counted.compact()
-    assert positions.tolist() == list(range(0, 1000, 7))
-    assert counted.total == len(positions)
-    received = old.clone()
-    cuda_kernels.exchange(received, positions.int(), values)
-    assert torch.equal(received, new)
-    cuda_kernels.exchange(received, positions.int(), values)
-    assert torch.equal(received, old)
-
-
-@pytest.mark.usefixtures("no_triton")
-def test_a_device_and_the_cpu_write_the_same_delta() -> None:
+def test_a_device_without_triton_and_the_cpu_write_the_same_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """From positions and values that a device compacted, or from a mask: every method, more than one frame."""
+    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)
     numel = FRAME + 9 * BLOCK + 77
     share = torch.tensor([0.001, 0.0, 0.4, 1.0, 0.01]).repeat(100).repeat_interleave(BLOCK)[:numel]
     generator = torch.Generator().manual_seed(0)
@@ -82,6 +60,10 @@ def test_a_device_and_the_cpu_write_the_same_delta() -> None:
         assert mine.tobytes() == theirs.tobytes()
         at += mine.size
     assert at == direct.nbytes - direct.parts[0].size
+    received = old.clone()
+    cuda_kernels.exchange(received, positions.int(), values)
+    assert torch.equal(received, new)
+    assert torch.equal(values, old[positions])
 
 
 @pytest.mark.gpu

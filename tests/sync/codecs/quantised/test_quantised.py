@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from bits import same
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quantised_reference import REFERENCES, restored
 
@@ -15,15 +15,15 @@ from weightlane.ckpt_engines import ConfigError, ManifestError
 from weightlane.sync.codecs.quantised import (
     QUANTISERS,
     QuantisationReport,
-    Quantiser,
+    Scheme,
     quantization_config,
     scale_name,
     scale_shape,
 )
 
-block_fp8, channel_int8 = QUANTISERS["fp8"], QUANTISERS["int8"]
+block_fp8 = QUANTISERS["fp8"]
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 1), (128, 128), (129, 127), (300, 200), (5, 700), (256, 384), (0, 5), (5, 0)]
+SHAPES = [(1, 1), (129, 127), (5, 400), (256, 128), (0, 5), (5, 0)]
 
 
 def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -38,28 +38,25 @@ def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: i
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("dtype", SOURCES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("quantiser", [block_fp8, channel_int8], ids=["fp8", "int8"])
-def test_what_is_quantised_and_restored_is_what_the_reference_gives(
-    quantiser: Quantiser, shape: tuple[int, int], dtype: torch.dtype, device: str
-) -> None:
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_what_is_quantised_and_restored_is_what_the_reference_gives(scheme: Scheme, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    scheme = "fp8" if quantiser is block_fp8 else "int8"
-    matrix = weights(*shape, dtype)
-    scales = quantiser.scales_of(quantiser.magnitudes(matrix.to(device)))
-    quantised = quantiser.quantise(matrix.to(device), scales)
-    assert tuple(scales.shape) == scale_shape(shape, scheme)
-    assert quantised.shape == shape
-    if matrix.numel() or scheme == "int8":
-        expected, expected_scales = REFERENCES[scheme](matrix)
-        assert same(scales.cpu(), expected_scales)
-        assert same(quantised.cpu(), expected)
-        assert same(quantiser.dequantise(quantised, scales).cpu(), restored(matrix, scheme))
-        narrow = torch.empty(shape, dtype=torch.bfloat16, device=device)
-        quantiser.dequantise(quantised, scales, out=narrow)
-        assert same(narrow.cpu(), restored(matrix, scheme).bfloat16())
+    quantiser = QUANTISERS[scheme]
+    for shape, dtype in itertools.product(SHAPES, SOURCES):
+        matrix = weights(*shape, dtype)
+        scales = quantiser.scales_of(quantiser.magnitudes(matrix.to(device)))
+        quantised = quantiser.quantise(matrix.to(device), scales)
+        assert tuple(scales.shape) == scale_shape(shape, scheme)
+        assert quantised.shape == shape
+        if matrix.numel() or scheme == "int8":
+            expected, expected_scales = REFERENCES[scheme](matrix)
+            assert same(scales.cpu(), expected_scales)
+            assert same(quantised.cpu(), expected)
+            assert same(quantiser.dequantise(quantised, scales).cpu(), restored(matrix, scheme))
+            narrow = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            quantiser.dequantise(quantised, scales, out=narrow)
+            assert same(narrow.cpu(), restored(matrix, scheme).bfloat16())
 
 
 def test_every_finite_code_stands_for_what_torch_says() -> None:
@@ -70,25 +67,23 @@ def test_every_finite_code_stands_for_what_torch_says() -> None:
         assert same(block_fp8.dequantise(finite, scales), finite.float() * scale)
 
 
-@settings(max_examples=40)
 @given(
-    row_cuts=st.lists(st.integers(0, 500), max_size=3),
-    column_cuts=st.lists(st.integers(0, 300), max_size=3),
-    columns=st.sampled_from([1, 100, 128, 300]),
+    row_cuts=st.lists(st.integers(0, 200), max_size=3),
+    column_cuts=st.lists(st.integers(0, 150), max_size=3),
+    columns=st.sampled_from([1, 100, 150]),
     dtype=st.sampled_from(SOURCES),
-    seed=st.integers(0, 1000),
-    quantiser=st.sampled_from([block_fp8, channel_int8]),
+    scheme=st.sampled_from(["fp8", "int8"]),
 )
 def test_uneven_shards_together_are_the_whole(
-    row_cuts: list[int], column_cuts: list[int], columns: int, dtype: torch.dtype, seed: int, quantiser: Quantiser
+    row_cuts: list[int], column_cuts: list[int], columns: int, dtype: torch.dtype, scheme: Scheme
 ) -> None:
     """Blocks that a border divides have the largest magnitude of their parts."""
-    matrix = weights(500, columns, dtype, seed)
+    quantiser = QUANTISERS[scheme]
+    matrix = weights(200, columns, dtype)
     rows, across = (
         [*itertools.pairwise([0, *sorted(min(cut, size) for cut in cuts), size])]
-        for cuts, size in ((row_cuts, 500), (column_cuts, columns))
+        for cuts, size in ((row_cuts, 200), (column_cuts, columns))
     )
-    scheme = "fp8" if quantiser is block_fp8 else "int8"
     expected, expected_scales = REFERENCES[scheme](matrix)
     height, width = quantiser.block_shape(columns)
     shards = []
@@ -115,18 +110,16 @@ def test_uneven_shards_together_are_the_whole(
     assert total.relative_rms == pytest.approx(whole.relative_rms)
 
 
-def test_the_error_is_told() -> None:
+def test_the_error_that_quantising_makes_is_reported() -> None:
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    scales = block_fp8.scales_of(block_fp8.magnitudes(matrix))
-    quantised = block_fp8.quantise(matrix, scales)
-    told = block_fp8.report(matrix, quantised, scales)
-    error = block_fp8.dequantise(quantised, scales) - matrix
-    assert told.max_abs == error.abs().max().item()
-    assert told.relative_rms == pytest.approx((error.norm() / matrix.norm()).item(), rel=1e-4)
-    assert 0.02 < told.relative_rms < 0.03, "three bits of mantissa"
-    scales = channel_int8.scales_of(channel_int8.magnitudes(matrix))
-    told = channel_int8.report(matrix, channel_int8.quantise(matrix, scales), scales)
-    assert 0.004 < told.relative_rms < 0.01
+    for quantiser, least, most in ((QUANTISERS["fp8"], 0.02, 0.03), (QUANTISERS["int8"], 0.004, 0.01)):
+        scales = quantiser.scales_of(quantiser.magnitudes(matrix))
+        quantised = quantiser.quantise(matrix, scales)
+        found = quantiser.report(matrix, quantised, scales)
+        error = quantiser.dequantise(quantised, scales) - matrix
+        assert found.max_abs == error.abs().max().item()
+        assert found.relative_rms == pytest.approx((error.norm() / matrix.norm()).item(), rel=1e-4)
+        assert least < found.relative_rms < most
     assert QuantisationReport().relative_rms == 0.0
 
 
@@ -137,50 +130,35 @@ def test_magnitudes_too_small_for_a_normal_scale_survive() -> None:
     assert block_fp8.quantise(tiny, scales).float().eq(0).all()
 
 
-@pytest.mark.parametrize("quantiser", [block_fp8, channel_int8], ids=["fp8", "int8"])
-@pytest.mark.parametrize("dtype", SOURCES)
-def test_a_diverged_tensor_is_refused_by_name(dtype: torch.dtype, quantiser: Quantiser) -> None:
-    for bad in (float("inf"), float("-inf"), float("nan")):
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_what_cannot_be_quantised_is_refused_by_name(scheme: Scheme) -> None:
+    quantiser = QUANTISERS[scheme]
+    for dtype, bad in itertools.product(SOURCES, (float("inf"), float("-inf"), float("nan"))):
         matrix = weights(200, 150, dtype)
         matrix[170, 149] = bad
         with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
             quantiser.magnitudes(matrix, name="model.w")
-
-
-def test_what_is_no_matrix_of_floats_is_refused_by_name() -> None:
     for wrong in (torch.zeros(3), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)):
         with pytest.raises(ConfigError, match=r"model\.w has shape"):
-            block_fp8.magnitudes(wrong, name="model.w")
+            quantiser.magnitudes(wrong, name="model.w")
         with pytest.raises(ConfigError, match=r"model\.w has shape"):
-            channel_int8.quantise(wrong, torch.ones(1), name="model.w")
-    matrix = torch.ones(130, 4)
-    with pytest.raises(ConfigError, match=r"scales of shape \(2, 1\)"):
-        block_fp8.quantise(matrix, torch.ones(1, 1))
-    with pytest.raises(ConfigError, match=r"scales of shape \(3, 1\)"):
-        block_fp8.quantise(matrix, torch.ones(2, 1), at=(127, 0))
-    with pytest.raises(ConfigError, match=r"scales of shape \(130, 1\)"):
-        channel_int8.quantise(matrix, torch.ones(130))
+            quantiser.quantise(wrong, torch.ones(1), name="model.w")
+    shape = scale_shape((130, 4), scheme)
+    with pytest.raises(ConfigError, match=rf"scales of shape \({shape[0]}, 1\)"):
+        quantiser.quantise(torch.ones(130, 4), torch.ones(1, 1))
+    if scheme == "fp8":
+        with pytest.raises(ConfigError, match=r"scales of shape \(3, 1\)"):
+            quantiser.quantise(torch.ones(130, 4), torch.ones(2, 1), at=(127, 0))
 
 
 def test_names_and_configuration_are_those_of_the_checkpoint_formats() -> None:
     assert scale_name("a.weight", "fp8") == "a.weight_scale_inv"
     assert scale_name("a.weight", "int8") == "a.weight_scale"
     fp8 = quantization_config("fp8", ["lm_head"])
-    assert (fp8["quant_method"], fp8["weight_block_size"], fp8["modules_to_not_convert"]) == (
-        "fp8",
-        [128, 128],
-        ["lm_head"],
-    )
-    compressed = pytest.importorskip("compressed_tensors.quantization", reason="compressed-tensors is not installed")
-    parsed = compressed.QuantizationConfig.model_validate(quantization_config("int8", ["lm_head"]))
-    weights_scheme = parsed.config_groups["group_0"].weights
-    assert (weights_scheme.num_bits, str(weights_scheme.strategy)) == (8, "channel")
-    assert parsed.ignore == ["lm_head"]
-
-
-def test_int8_agrees_with_compressed_tensors() -> None:
-    helpers = pytest.importorskip("compressed_tensors.quantization.utils", reason="compressed-tensors is not installed")
-    arguments = pytest.importorskip("compressed_tensors.quantization").QuantizationArgs(num_bits=8, strategy="channel")
-    matrix = torch.randn(40, 60, generator=torch.Generator().manual_seed(0))
-    theirs, _ = helpers.calculate_qparams(matrix.amin(1, keepdim=True), matrix.amax(1, keepdim=True), arguments)
-    assert same(channel_int8.scales_of(channel_int8.magnitudes(matrix)), theirs)
+    assert (fp8["quant_method"], fp8["weight_block_size"]) == ("fp8", [128, 128])
+    assert fp8["modules_to_not_convert"] == ["lm_head"]
+    int8 = quantization_config("int8", ["lm_head"])
+    assert int8["quant_method"] == "compressed-tensors"
+    assert int8["ignore"] == ["lm_head"]
+    weights_scheme = int8["config_groups"]["group_0"]["weights"]
+    assert (weights_scheme["num_bits"], weights_scheme["strategy"]) == (8, "channel")
