@@ -75,6 +75,9 @@ class QuantisedShards:
             differing = _differing(shard, pair, scheme) if shard.numel else None
             self.slices.append(LazyShard(pair.weight, shard.box, differing))
             self.slices.append(LazyShard(pair.scales, scale_box(pair, shard.box, scheme)))
+        # A plan's stream has all slices of a tensor together: a snapshot that is read in place must be that stream.
+        turns = {name: turn for turn, name in enumerate(dict.fromkeys(each.spec.name for each in self.slices))}
+        self.slices.sort(key=lambda each: (turns[each.spec.name], each.box.starts))
 
     def snapshot(self, offsets: Sequence[int]) -> Snapshot:
         """The snapshot in which each slice begins at one of `offsets`. It counts steps to say how far it has read."""
