@@ -103,6 +103,7 @@ def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tm
     assert_same(tensors, tensors_of(2))
 
 
+@pytest.mark.exhaustive  # a server of S3, and its client, cost seconds to import
 def test_the_newest_committed_version_is_read_from_s3(s3_url: str, s3_options: dict[str, str]) -> None:
     writer = Writer({"path": s3_url, "storage_options": s3_options}, tensors_of(0))
     writer.publish(4)

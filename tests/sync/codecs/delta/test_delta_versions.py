@@ -49,7 +49,7 @@ def test_a_delta_takes_little_on_the_wire(make_run: MakeRun) -> None:
     assert run.live() == [expected(1)]
 
 
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("scatters", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_a_replica_that_refused_a_delta_and_one_or_a_trainer_that_was_started_anew_get_or_send_a_full_version(
     make_run: MakeRun, scatters: bool
 ) -> None:
@@ -72,7 +72,7 @@ def test_a_replica_that_refused_a_delta_and_one_or_a_trainer_that_was_started_an
     assert run.live() == [after(0, [5, 6, 7])] * 2
 
 
-@pytest.mark.parametrize("scatters", [False, True])
+@pytest.mark.parametrize("scatters", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_a_delta_that_was_committed_by_too_few_is_taken_back_by_exchanging_values(
     make_run: MakeRun, scatters: bool
 ) -> None:

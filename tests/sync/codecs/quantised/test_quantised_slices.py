@@ -35,7 +35,7 @@ ROWS2 = [of_rank(rows, 0, 2, SPECS), of_rank(rows, 1, 2, SPECS)]
     ("layout", "needs", "engine", "codec", "scheme"),
     [
         ("a mesh", ROWS2, "shm", "dense", "int8"),
-        ("interleaved", [EVERYTHING], "gloo", "delta", "fp8"),
+        ("interleaved", [EVERYTHING], "shm", "delta", "fp8"),
         ("columns", TP2, "gloo", "delta", "fp8"),
         pytest.param("data parallel", ROWS2, "filesystem", "dense", "fp8", marks=pytest.mark.exhaustive),
     ],
