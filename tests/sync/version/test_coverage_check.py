@@ -34,6 +34,7 @@ def test_an_exact_manifest_is_accepted_with_and_without_the_tied_alias() -> None
     ("change", "says"),
     [
         ({"norm": None}, "missing norm"),
+        ({"embed": None, "lm_head": ((10, 4), F32)}, "missing embed"),
         ({"bias": ((4,), F32)}, "unexpected bias"),
         ({"q_proj": None, "qkv_proj": ((12, 4), F32)}, r"missing q_proj; unexpected qkv_proj \(these look fused"),
         ({"embed": ((12, 4), F32)}, r"embed has shape \[12, 4\], expected \[10, 4\] \(padded rows"),
