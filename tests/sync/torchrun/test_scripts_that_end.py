@@ -25,19 +25,26 @@ ENDED = {
 """Exit status, and the last line of the standard error."""
 
 
-@pytest.mark.parametrize("moments", ["published", pytest.param("committing,member", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("moments", "ends"),
+    [
+        ("published", ["file", "exception", "exit", "interrupt", "terminate", "thread", "fork"]),
+        pytest.param("committing,member,published", list(ENDS), marks=pytest.mark.exhaustive),
+    ],
+    ids=["published", "at any time"],
+)
 def test_a_script_that_ends_before_it_closes_keeps_its_exit_status_and_says_nothing_of_ours(
-    moments: str, children: Any, tmp_path: Path
+    moments: str, ends: list[str], children: Any, tmp_path: Path
 ) -> None:
     """It leaves no process behind, and nothing in the folder of sockets; shared memory has no names."""
     script = str(Path(__file__).with_name("scripts_that_end.py"))
     env = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "SOCKETS": str(tmp_path)}
-    status, output, errors = children.run([script, moments, ",".join(ENDS)], env=env)
+    status, output, errors = children.run([script, moments, ",".join(ends)], env=env)
     assert status == 0, errors
     answer = json.loads(output)
     assert answer["left"] == list(tmp_path.iterdir()) == []
     results = answer["results"]
-    assert len(results) == len(ENDED) * len(moments.split(","))
+    assert len(results) == len(ends) * len(moments.split(","))
     for name, result in results.items():
         wanted, said = ENDED[name.partition(", ")[2]]
         assert result["status"] == wanted, (name, result)
