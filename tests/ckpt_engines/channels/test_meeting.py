@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError, TransportError, toolkit
+from weightlane.ckpt_engines import ProtocolError, TransportError, toolkit
 from weightlane.ckpt_engines.channels.listener import Listener
 from weightlane.ckpt_engines.channels.local_socket import host_identity
 
@@ -26,21 +26,8 @@ def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_
         socket.create_connection(target)
 
 
-def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
-        toolkit.TcpMeeting("192.0.2.1").listen("sender s")
-
-
 @pytest.mark.parametrize(
-    "address",
-    [
-        {},
-        {"host": "h"},
-        {"host": "h", "port": "1"},
-        {"host": "h", "port": 0},
-        {"host": "h", "port": 2**16},
-        {"host": 1},
-    ],
+    "address", [{}, {"host": "h"}, {"host": "h", "port": "1"}, {"host": "h", "port": 2**16}, {"host": 1}]
 )
 def test_what_is_no_address_is_refused(address: dict[str, Any]) -> None:
     with pytest.raises(ProtocolError, match="not an address"):

@@ -8,22 +8,9 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
-from broken_wrappers import (
-    Call,
-    Half,
-    Healthy,
-    Receiver,
-    Sender,
-    broken,
-    engine_with,
-)
+from broken_wrappers import Call, Half, Healthy, Receiver, Sender, broken, engine_with
 
-from weightlane.ckpt_engines import (
-    Bucket,
-    Deadline,
-    PeerLostError,
-    WeightSender,
-)
+from weightlane.ckpt_engines import Bucket, Deadline, PeerLostError, WeightSender
 
 
 @broken("receiver.view")

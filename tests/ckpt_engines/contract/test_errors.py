@@ -34,12 +34,12 @@ def facts(error: WeightlaneError) -> tuple[object, ...]:
     return type(error), error.message, error.part, error.peer, error.hint, str(error)
 
 
-@pytest.mark.parametrize("cls", ALL, ids=lambda cls: cls.__name__)
-def test_every_error_survives_a_pickle_and_the_wire(cls: type[WeightlaneError]) -> None:
-    error = cls("it broke.", part="gloo sender a", peer="b", hint="Mend it.")
-    assert str(error) == "gloo sender a (peer b): it broke. Mend it."
-    assert facts(pickle.loads(pickle.dumps(error))) == facts(error)
-    assert facts(error_from_wire(json.loads(json.dumps(error.to_wire())))) == facts(error)
+def test_every_error_survives_a_pickle_and_the_wire() -> None:
+    for cls in ALL:
+        error = cls("it broke.", part="gloo sender a", peer="b", hint="Mend it.")
+        assert str(error) == "gloo sender a (peer b): it broke. Mend it."
+        assert facts(pickle.loads(pickle.dumps(error))) == facts(error)
+        assert facts(error_from_wire(json.loads(json.dumps(error.to_wire())))) == facts(error)
 
 
 def test_every_error_is_also_the_standard_one_a_caller_would_expect() -> None:
@@ -90,12 +90,9 @@ def test_a_deadline_says_what_it_waited_for_and_is_shared_by_the_waits_below() -
     assert failure.value.peer == "moon"
 
 
-@pytest.mark.parametrize(
-    "data",
-    [torch.zeros(4), torch.zeros((2, 2), dtype=torch.uint8), torch.zeros(8, dtype=torch.uint8)[::2]],
-    ids=["dtype", "shape", "stride"],
-)
-def test_a_bucket_is_contiguous_one_dimensional_bytes_or_is_not_made(data: torch.Tensor) -> None:
-    with pytest.raises(ProtocolError, match="contiguous"):
-        Bucket(1, 0, data)
+def test_a_bucket_is_contiguous_one_dimensional_bytes_or_is_not_made() -> None:
+    wrong_shape = torch.zeros((2, 2), dtype=torch.uint8)
+    for data in (torch.zeros(4), wrong_shape, torch.zeros(8, dtype=torch.uint8)[::2]):
+        with pytest.raises(ProtocolError, match="contiguous"):
+            Bucket(1, 0, data)
     assert Bucket(1, 0, torch.empty(0, dtype=torch.uint8)).nbytes == 0

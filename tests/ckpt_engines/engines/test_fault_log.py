@@ -10,17 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from faulty_transfers import always
 from sessions import send, soon
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    Bucket,
-    CheckpointEngineRegistry,
-    ProtocolError,
-    StorageError,
-    Topology,
-)
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, ProtocolError, StorageError, Topology
 from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
 from weightlane.ckpt_engines.engines.faulty.fault_log import FaultRecord, read_fault_log
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
@@ -28,12 +21,12 @@ from weightlane.ckpt_engines.runtime.devices import HOST
 
 
 def send_much(path: Path, half: str = "s", **options: Any) -> list[FaultRecord]:
-    """Faults of 60 versions of 5 buckets, of which one is empty; a store needs no receiver."""
+    """Faults of 40 versions of 5 buckets, of which one is empty; a store needs no receiver."""
     log = path / f"log-{len(list(path.iterdir()))}"
     options = {"delay_s": 0, "log": str(log), "inner": {"path": str(path / "store")}, **options}
     sender = make_sender_link(CheckpointEngineRegistry().create("faulty:filesystem", options), half, HOST)
     sender.connect(Topology("session", {half: sender.address()}, {}), soon())
-    for version, index in itertools.product(range(60), range(5)):
+    for version, index in itertools.product(range(40), range(5)):
         send(sender, Bucket(version, index, torch.zeros(0 if index == 1 else 4, dtype=torch.uint8)), [])
     sender.close()
     return read_fault_log(log)
@@ -59,19 +52,19 @@ def test_a_version_meets_at_most_one_fault_of_a_half_and_one_that_needs_bytes_sp
     tmp_path: Path,
 ) -> None:
     records = send_much(tmp_path, kinds=HARMLESS, rate=1)
-    assert [record.version for record in records] == list(range(60))
+    assert [record.version for record in records] == list(range(40))
     assert {record.index for record in records} == {0}
     records = send_much(tmp_path, kinds=HARMLESS, rate=0.3)
     versions = [record.version for record in records]
     assert len(set(versions)) == len(versions)
-    # Five chances of 0.3 each make 0.83 of a version: 50 of 60, give or take three standard deviations.
-    assert 41 <= len(versions) <= 59
+    # Five chances of 0.3 each make 0.83 of a version, 33 of 40 on average; the seed decides.
+    assert 25 <= len(versions) <= 39
     assert not [record for record in records if record.index == 1 and record.kind in {"flip", "truncate"}]
 
 
 def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    options = {**always(FaultKind.DROP), "log": str(log), "inner": {"path": str(tmp_path / "store")}}
+    options = {"kinds": ["drop"], "rate": 1, "log": str(log), "inner": {"path": str(tmp_path / "store")}}
     engine = CheckpointEngineRegistry().create("faulty:filesystem", options)
     started = threading.Barrier(4)
 
@@ -79,7 +72,7 @@ def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
         sender = make_sender_link(engine, half, HOST)
         sender.connect(Topology("session", {half: sender.address()}, {}), soon())
         started.wait(HANG_S)
-        for version in range(50):
+        for version in range(30):
             send(sender, Bucket(version, 0, torch.zeros(1, dtype=torch.uint8)), [])
         sender.close()
 
@@ -87,7 +80,7 @@ def test_lines_of_several_writers_never_mix(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(send_versions, halves))
     counted = [record.half for record in read_fault_log(log)]
-    assert {half: counted.count(half) for half in halves} == dict.fromkeys(halves, 50)
+    assert {half: counted.count(half) for half in halves} == dict.fromkeys(halves, 30)
     assert log.stat().st_mode & 0o777 == 0o600
 
 

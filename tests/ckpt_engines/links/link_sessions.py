@@ -9,9 +9,7 @@ import torch
 from links import StillReceiver, StillSender
 from sessions import Session
 
-from weightlane.ckpt_engines import (
-    Bucket,
-)
+from weightlane.ckpt_engines import Bucket
 
 NBYTES = 4096
 Sessions = Callable[..., Session]

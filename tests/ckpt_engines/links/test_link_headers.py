@@ -11,11 +11,7 @@ from links import KEY, SESSION, StillReceiver, still_engine, told_by
 from sessions import never, soon
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import (
-    Bucket,
-    ProtocolError,
-    Topology,
-)
+from weightlane.ckpt_engines import Bucket, ProtocolError, Topology
 from weightlane.ckpt_engines.channels.mac import proof
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST

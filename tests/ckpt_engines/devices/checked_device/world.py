@@ -20,19 +20,7 @@ from typing import Any
 
 from waiting import HANG_S
 
-from .streams import (
-    FREED,
-    NO_WAIT,
-    REUSED,
-    TRAINER,
-    Access,
-    Block,
-    Clock,
-    Operation,
-    Stream,
-    Violation,
-    merge,
-)
+from .streams import FREED, NO_WAIT, REUSED, TRAINER, Access, Block, Clock, Operation, Stream, Violation, merge
 
 
 class World:

@@ -17,27 +17,10 @@ from typing import Any
 import pytest
 import torch
 from sessions import soon
-from stores import (
-    Place,
-    connect,
-    connect_sender,
-    place_of,
-    publish,
-    receive,
-    received,
-    send,
-    version_files,
-)
+from stores import Place, connect, connect_sender, place_of, publish, receive, received, send, version_files
 from waiting import HANG_S, MovableClock
 
-from weightlane.ckpt_engines import (
-    Bucket,
-    ConfigError,
-    Deadline,
-    DeadlineExceededError,
-    StorageError,
-    StoringSender,
-)
+from weightlane.ckpt_engines import Bucket, ConfigError, Deadline, DeadlineExceededError, StorageError, StoringSender
 from weightlane.ckpt_engines.engines.filesystem.guard import Guard
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
@@ -208,7 +191,7 @@ def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
     assert missing == {"session-1/sender-0/v2/COMMITTED"}, "what readers find is there, but for the mark behind it"
 
 
-@pytest.mark.parametrize("damage", ["", "{", '{"version": 1, "directory": "../../etc", "committed": []}', "[1]"])
+@pytest.mark.parametrize("damage", ["{", '{"version": 1, "directory": "../../etc", "committed": []}'])
 def test_a_damaged_list_of_versions_removes_nothing_and_the_next_commit_makes_a_new_one(
     tmp_path: Path, damage: str
 ) -> None:
@@ -263,13 +246,6 @@ def test_a_store_is_not_asked_more_than_a_few_times_a_second(
     with pytest.raises(DeadlineExceededError, match="peer trainer"):
         receive(receiver, bucket, Deadline.after(sum(looks_after_s) + 0.001, clock))
     assert looks == looks_after_s
-
-
-@pytest.mark.parametrize("fsync", [False, True])
-def test_a_file_url_and_fsync_deliver_the_same_bytes(tmp_path: Path, fsync: bool) -> None:
-    sender, receiver = connect({"path": f"file://{tmp_path}/x", "fsync": fsync})
-    sent = send(sender, 1, 0, 12_345)
-    assert torch.equal(received(receiver, 1, 0, 12_345), sent)
 
 
 def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from sessions import soon
-from stores import (
-    Place,
-    connect,
-    content,
-    place_of,
-    prefix,
-    publish,
-    receive,
-    send,
-    send_bucket,
-    version_files,
-)
+from stores import Place, connect, content, place_of, prefix, publish, receive, send, send_bucket, version_files
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -125,14 +113,7 @@ def test_a_large_file_goes_to_an_object_store_in_parts_which_are_dropped_with_it
     assert uploads(place) == []
 
 
-def uploads(place: Place) -> list[str]:
-    """List the keys of unfinished multipart uploads to the S3 bucket of `place`."""
-    name, _, prefix = place.root.partition("/")
-    found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
-    return [upload["Key"] for upload in found.get("Uploads", [])]
-
-
-@pytest.mark.parametrize("wrong", [(2,), (1, 3), (1, 2, 2), (1, 2, 3, 3)])
+@pytest.mark.parametrize("wrong", [(2,), (1, 2, 2), (1, 2, 3, 3)])
 def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wrong: tuple[int, ...]) -> None:
     sender, _ = connect({"path": str(tmp_path)})
     begin_parts(sender)
@@ -144,28 +125,24 @@ def test_a_bucket_that_does_not_continue_its_file_is_refused(tmp_path: Path, wro
     assert place_of(tmp_path).files() == []
 
 
-class Stuck(PartialFile):
-    """One whose store answers only when it is told to."""
+def test_giving_up_a_file_takes_no_longer_than_the_deadline_where_the_store_does_not_answer() -> None:
+    answers, gone = threading.Event(), threading.Event()
 
-    def __init__(self, final: str) -> None:
-        super().__init__(final)
-        self.answers = threading.Event()
-        self.gone = threading.Event()
+    class Stuck(PartialFile):
+        write = finish = None  # type: ignore[assignment]
 
-    def write(self, content: Sequence[bytes | memoryview], check: Callable[[], None]) -> None:
-        raise AssertionError
+        def discard(self) -> None:
+            answers.wait(HANG_S)
+            gone.set()
 
-    def finish(self) -> None:
-        raise AssertionError
-
-    def discard(self) -> None:
-        self.answers.wait(HANG_S)
-        self.gone.set()
+    StoreDirectory("memory://stuck").discard(Stuck("x"), "sender", Deadline.after(0.1))
+    assert not gone.is_set()
+    answers.set()
+    assert gone.wait(HANG_S)
 
 
-def test_to_give_a_file_up_takes_no_longer_than_the_deadline_where_the_store_does_not_answer() -> None:
-    file = Stuck("x")
-    StoreDirectory("memory://stuck").discard(file, "sender", Deadline.after(0.1))
-    assert not file.gone.is_set()
-    file.answers.set()
-    assert file.gone.wait(HANG_S)
+def uploads(place: Place) -> list[str]:
+    """List the keys of unfinished multipart uploads to the S3 bucket of `place`."""
+    name, _, prefix = place.root.partition("/")
+    found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
+    return [upload["Key"] for upload in found.get("Uploads", [])]

@@ -12,26 +12,10 @@ from typing import Any
 import pytest
 import torch
 from sessions import soon
-from stores import (
-    Place,
-    connect,
-    connect_sender,
-    content,
-    place_of,
-    prefix,
-    publish,
-    received,
-    send,
-    version_files,
-)
+from stores import Place, connect, connect_sender, content, place_of, prefix, publish, received, send, version_files
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    PeerLostError,
-    ProtocolError,
-    StorageError,
-    VersionFiles,
-)
+from weightlane.ckpt_engines import PeerLostError, ProtocolError, StorageError, VersionFiles
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
@@ -52,41 +36,29 @@ def test_a_version_is_files_that_safetensors_reads_and_receivers_get_every_byte(
     assert place.read(f"{directory}/checksums.json") == b"7"
 
 
-def test_without_version_files_buckets_are_plain_files(place: Place) -> None:
-    sender, receiver = connect(place.options)
+def test_without_version_files_buckets_are_plain_files(tmp_path: Path) -> None:
+    sender, receiver = connect({"path": f"file://{tmp_path}", "fsync": True})
     for index, nbytes in enumerate([100_001, 0, 7]):
         sent = send(sender, 1, index, nbytes)
         assert torch.equal(received(receiver, 1, index, nbytes), sent)
+    place = place_of(tmp_path)
     assert place.read("session-1/sender-0/v1/bucket-00000.safetensors") == content(1, 0, 100_001).numpy().tobytes()
     sender.close()
     receiver.close()
     assert place.files() == []
 
 
-@pytest.mark.parametrize(("keep", "kept"), [(1, [4]), (2, [3, 4]), (9, [1, 2, 3, 4])])
-def test_the_newest_committed_versions_stay_when_the_session_ends_and_nothing_else_of_it(
-    place: Place, keep: int, kept: list[int]
-) -> None:
-    sender, _ = connect_sender({**place.options, "keep_versions": keep})
-    for version in (1, 2, 3, 4):
-        publish(sender, version, 100, 50)
-    publish(sender, 5, 100, commit=False)
-    directories = {version: f"session-1/sender-0/v{version}" for version in kept}
-    stays = ["latest.json", *(path for directory in directories.values() for path in version_files(directory, 2))]
-    unfinished = ["session-1/sender-0/sender.json", *version_files("session-1/sender-0/v5", 1, committed=False)]
-    assert place.files() == sorted([*stays, *unfinished])
-    sender.close()
-    assert place.files() == sorted(stays)
-    assert place.latest() == [(version, directories[version]) for version in reversed(kept)]
-
-
-def test_versions_are_kept_over_sessions_and_older_sessions_vanish(place: Place) -> None:
+def test_the_newest_committed_versions_stay_over_sessions_and_nothing_else_does(place: Place) -> None:
     options = {**place.options, "keep_versions": 2}
-    for session, versions in (("session-1", (1, 2)), ("session-2", (3,)), ("session-3", (2, 3))):
+    for session, versions in (("session-1", (0, 1, 2)), ("session-2", (3,)), ("session-3", (2, 3))):
         sender, _ = connect_sender(options, session)
         for version in versions:
-            publish(sender, version, 100)
+            publish(sender, version, 100, 50)
+        publish(sender, 9, 100, commit=False)
         sender.close()
+        if session == "session-1":
+            kept = [path for version in (1, 2) for path in version_files(f"session-1/sender-0/v{version}", 2)]
+            assert place.files() == sorted(["latest.json", *kept])
         if session == "session-2":
             assert place.latest() == [(3, "session-2/sender-0/v3"), (2, "session-1/sender-0/v2")]
     # A run that was resumed from an older state counts by when it committed, not by its numbers.
@@ -96,7 +68,7 @@ def test_versions_are_kept_over_sessions_and_older_sessions_vanish(place: Place)
         assert len(place.fs.ls(place.root)) == 2, "a directory was left"
 
 
-def test_a_receiver_may_take_its_time_while_the_next_version_is_sent(tmp_path: Path) -> None:
+def test_a_receiver_may_take_its_time_until_the_next_version_is_committed(tmp_path: Path) -> None:
     sender, receiver = connect({"path": str(tmp_path), "keep_versions": 1})
     publish(sender, 1, 100, 100)
     assert torch.equal(received(receiver, 1, 0, 100), content(1, 0, 100))
@@ -108,17 +80,11 @@ def test_a_receiver_may_take_its_time_while_the_next_version_is_sent(tmp_path: P
     assert place_of(tmp_path).files() == sorted(
         ["latest.json", "session-1/sender-0/sender.json", *version_files("session-1/sender-0/v3", 2)]
     )
-
-
-def test_a_receiver_that_comes_too_late_for_a_version_is_told_so(tmp_path: Path) -> None:
-    sender, receiver = connect({"path": str(tmp_path), "keep_versions": 1})
-    publish(sender, 1, 100)
-    publish(sender, 2, 100)
     with pytest.raises(StorageError, match="keep_versions"):
         received(receiver, 1, 0, 100)
     sender.close()
     with pytest.raises(PeerLostError, match="closed"):
-        received(receiver, 3, 0, 100)
+        received(receiver, 4, 0, 100)
 
 
 def test_nobody_needs_a_directory_listing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,9 +138,7 @@ def test_a_file_of_the_wrong_size_is_a_protocol_error(place: Place) -> None:
     changes: list[tuple[Callable[[bytes], bytes], str]] = [
         (lambda file: file[:-1], "neither"),
         (lambda file: file + b"x", "neither"),
-        (lambda file: file[1:], "neither"),
         (lambda file: file[:20], "has 20 bytes"),
-        (lambda file: b"", "has 0 bytes"),
         (lambda file: bytes([file[0] ^ 1]) + file[1:], "neither"),
     ]
     sender, receiver = connect(place.options)
@@ -236,17 +200,3 @@ class TestKilledSender(ConformanceBase):
         assert place_of(store / session).files() == [f"sender-0/v1/{name}" for name in kept]
         second.deliver([Parcel(1, 0, 1000, 2)])
         third.deliver([Parcel(1, 0, 1000, 3)])
-
-    def test_what_it_sent_can_still_be_received(self, halves: ConnectionMaker) -> None:
-        connection = halves(1)
-        connection.exchange_addresses()
-        connection.start_connect(connection.sender)
-        connection.sender.result()
-        connection.start_send([Parcel(1, 0, 1000, 1)], commit=False)
-        connection.sender.result()
-        connection.sender.kill()
-        (late,) = connection.receivers
-        connection.start_connect(late)
-        late.result()
-        connection.start_receive(late, [Parcel(1, 0, 1000, 1)])
-        connection.check_received([late])
