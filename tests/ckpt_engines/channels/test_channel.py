@@ -15,13 +15,7 @@ import pytest
 from sessions import answer_once, frame, soon
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    Deadline,
-    DeadlineExceededError,
-    PeerLostError,
-    ProtocolError,
-    TransportError,
-)
+from weightlane.ckpt_engines import Deadline, DeadlineExceededError, PeerLostError, ProtocolError, TransportError
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.dialer import dial, welcomed
 from weightlane.ckpt_engines.channels.listener import accept_receivers, listen_tcp, welcome

@@ -40,9 +40,10 @@ def test_a_bucket_is_announced_when_its_header_is_there(sessions: Sessions) -> N
 
 
 @pytest.mark.parametrize(
-    "wanted", [bucket(version=2), bucket(index=1), bucket(nbytes=NBYTES + 1)], ids=["version", "index", "size"]
+    ("wanted", "by"),
+    [(bucket(version=2), "post"), (bucket(index=1), "view"), (bucket(nbytes=NBYTES + 1), "post")],
+    ids=["version", "index", "size"],
 )
-@pytest.mark.parametrize("by", ["post", "view"])
 def test_a_receiver_that_waits_for_another_bucket_ends_the_call_of_both_sides_and_closes_the_senders_half(
     sessions: Sessions, wanted: Bucket, by: str
 ) -> None:
@@ -87,14 +88,10 @@ RIGHT = [1, 0, NBYTES, True, "xxh3:1"]
     ("message", "said"),
     [
         (header(RIGHT, "0" * 64), "not the sender's"),
-        (header(RIGHT, 7), "not the sender's"),
         ({"bucket": RIGHT}, "not the sender's"),
-        (header(RIGHT, proof(b"other", "weightlane bucket", SESSION, json.dumps(RIGHT))), "not the sender's"),
         (header(RIGHT, proof(KEY, "weightlane bucket", "other", json.dumps(RIGHT))), "not the sender's"),
-        ({**header([1, 1, NBYTES, True, "xxh3:1"]), "bucket": RIGHT}, "not the sender's"),
         ({**header(RIGHT), "bucket": [*RIGHT[:4], "xxh3:2"]}, "not the sender's"),
         (header([*RIGHT, 1]), "the sender offers"),
-        (header([1, 0, NBYTES, 1, "xxh3:1"]), "the sender offers"),
         (header([1, 0, NBYTES, True, None]), "the sender offers"),
         (header({"version": 1}), "the sender offers"),
         ({"refused": "no"}, "not the sender's"),

@@ -44,11 +44,14 @@ def bucket(version: int = 1, index: int = 0, nbytes: int = 4) -> Bucket:
     return Bucket(version, index, torch.arange(nbytes, dtype=torch.uint8))
 
 
-def test_details_reach_the_other_side_of_an_announcement_and_of_its_answer(pair: Pair) -> None:
+def test_announcement_answer_and_refusal_reach_the_other_side_with_their_details(pair: Pair) -> None:
     toolkit.announce(pair.receivers, bucket(), soon(), place=4096)
     assert toolkit.expect(pair.to_sender, bucket(), soon())["place"] == 4096
     toolkit.acknowledge(pair.to_sender, bucket(), soon(), seen=True)
     assert toolkit.await_acknowledgements(pair.receivers, bucket(), soon())["rollout"]["seen"] is True
+    toolkit.refuse(pair.to_sender, "it has no room", soon())
+    with pytest.raises(ProtocolError, match="was not taken: it has no room"):
+        toolkit.await_acknowledgements(pair.receivers, bucket(), soon())
 
 
 def test_a_refusal_ends_a_payload_that_does_not_fit_the_socket(pair: Pair) -> None:
@@ -77,12 +80,6 @@ def test_nobody_is_chosen_who_is_not_connected(pair: Pair) -> None:
         toolkit.choose(pair.receivers, ["rollout", "nobody"], pair.sender_life)
 
 
-def test_a_bounded_call_returns_and_raises_what_the_function_does(pair: Pair) -> None:
-    assert toolkit.run_bounded(lambda: 7, pair.receiver_life, soon(), "seven") == 7
-    with pytest.raises(ZeroDivisionError):
-        toolkit.run_bounded(lambda: 1 // 0, pair.receiver_life, soon(), "nothing")
-
-
 def blocked(pair: Pair, deadline: Deadline, *, polled: bool) -> None:
     """Wait for something that never comes, in one of the two ways."""
     if polled:
@@ -92,13 +89,11 @@ def blocked(pair: Pair, deadline: Deadline, *, polled: bool) -> None:
 
 
 @pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
-def test_a_wait_ends_by_the_deadline_and_names_who_was_waited_for(pair: Pair, polled: bool) -> None:
+def test_a_wait_ends_by_the_deadline_and_names_who_was_waited_for_or_when_the_half_is_closed(
+    pair: Pair, polled: bool
+) -> None:
     with pytest.raises(DeadlineExceededError, match=r"peer trainer.*godot"):
         blocked(pair, Deadline.after(0.05), polled=polled)
-
-
-@pytest.mark.parametrize("polled", [True, False], ids=["polled", "bounded"])
-def test_a_wait_ends_when_the_half_is_closed(pair: Pair, polled: bool) -> None:
     threading.Timer(0.05, pair.receiver_life.close).start()
     with pytest.raises(ClosedError), pair.receiver_life.call():
         blocked(pair, Deadline.after(NEVER_S), polled=polled)
@@ -109,14 +104,6 @@ def test_who_talks_without_end_does_not_put_off_the_deadline(pair: Pair) -> None
         pair.to_sender.send_json({"released": 1}, soon())
     with pytest.raises(DeadlineExceededError, match="rollout"):
         toolkit.await_acknowledgements(pair.receivers, bucket(), Deadline.after(0), aside=lambda *_: True)
-
-
-def test_a_refusal_says_why(pair: Pair) -> None:
-    toolkit.announce(pair.receivers, bucket(), soon())
-    toolkit.expect(pair.to_sender, bucket(), soon())
-    toolkit.refuse(pair.to_sender, "it has no room", soon())
-    with pytest.raises(ProtocolError, match="was not taken: it has no room"):
-        toolkit.await_acknowledgements(pair.receivers, bucket(), soon())
 
 
 def test_the_memory_of_an_engine_is_found_by_every_part_of_it_until_it_is_discarded() -> None:
