@@ -11,6 +11,10 @@ import pytest
 from stores import Place, opened
 from waiting import HANG_S
 
+from weightlane.ckpt_engines.conformance.checks.base import POOL
+from weightlane.ckpt_engines.conformance.processes.pool import Pool
+from weightlane.ckpt_engines.runtime.fork_server import ForkServer
+
 
 @pytest.fixture(autouse=True)
 def _halves_are_closed() -> Iterator[None]:
@@ -23,6 +27,25 @@ def _halves_are_closed() -> Iterator[None]:
 def _closing_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However busy the machine is, a store is tidy when it has closed."""
     monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.sender._CLEANUP_S", HANG_S)
+
+
+@pytest.fixture(scope="module")
+def small_heap() -> Iterator[None]:
+    """Collections of garbage, of which some tests start many, pass over everything that is older than the module's tests."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def forks(request: pytest.FixtureRequest) -> ForkServer:
+    """The fork server of the conformance suite's processes, which has imported torch, for programs of a test's own."""
+    stash = request.config.stash
+    if POOL not in stash:
+        stash[POOL] = Pool()
+        request.config.add_cleanup(stash[POOL].close)
+    return stash[POOL]._server
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.exhaustive), "memory"])

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import _thread
-import json
 import signal
-import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineUnavailableError, UnknownEngineError
+from weightlane.ckpt_engines.runtime.fork_server import ForkServer
 
 GOOD_MODULE = """
 from pydantic import Field
@@ -115,24 +114,6 @@ WRONG = {
 }
 """Faulty engine classes by engine name, each in its own module: the one wrong line, and parts of the error message."""
 
-PROBE = """
-import json, sys
-from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
-
-registry = CheckpointEngineRegistry()
-found = {"names": registry.names()}
-found["imported"] = [name for name in sys.modules if name.startswith("acme") or name.endswith((".shm", ".filesystem"))]
-options = {"good": {"lanes": 3}, "faulty:good": {"inner": {"lanes": 3}}}
-for name in [*registry.names(), *(f"faulty:{name}" for name in registry.names())]:
-    try:
-        registry.create(name, options.get(name, {}))
-        found[name] = None
-    except WeightlaneError as error:
-        found[name] = error.to_wire()
-found["rows"] = [[row.name, row.distribution, row.capabilities is not None, row.unavailable] for row in registry.list()]
-print(json.dumps(found))
-"""
-
 
 def install(site: Path, name: str, version: str, entry_points: str) -> None:
     """Write the metadata that pip would leave of an installed distribution."""
@@ -143,7 +124,7 @@ def install(site: Path, name: str, version: str, entry_points: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> dict[str, Any]:
     """The report of a registry in another process, where three more distributions with engines are installed."""
     site = tmp_path_factory.mktemp("site")
     install(site, "acme-engines", "1.5", ENTRY_POINTS)
@@ -159,9 +140,10 @@ def found(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> di
     (site / "acme_rdma.py").write_text("import nosuch_rdma_library\n")
     (site / "acme_first.py").write_text("from weightlane.ckpt_engines import Mailbox\n")
     (site / "acme_crashes.py").write_text("raise RuntimeError('driver too old')\n")
-    status, output, errors = session_children.run(["-c", textwrap.dedent(PROBE)], HANG_S, env={"PYTHONPATH": str(site)})
-    assert status == 0, errors
-    return dict(json.loads(output))
+    child = forks.fork("registry_probe:probe", str(site))
+    answer = child.socket.receive(HANG_S)
+    assert answer is not None, child.output()
+    return dict(answer)
 
 
 def test_listing_names_finds_every_distribution_and_imports_no_engine(found: dict[str, Any]) -> None:

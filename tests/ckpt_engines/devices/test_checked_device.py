@@ -42,7 +42,8 @@ KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
 """Type of the pretended devices. torch knows that of NPUs by another name as long as torch_npu is not there."""
 SENDERS, RECEIVERS = ["t/0", "t/1"], ["r-0/0", "r-0/1", "r-1/0"]
 SIZES = [4096, 1, 0, 3000, 1 << 16, 17, 4096, 4096]
-SEEDS = [*range(4), *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 20))]
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 4))]
+"""Seeds of the order in which streams get on. Vector clocks find a missing wait in whatever order; others hide a deadlock."""
 
 
 @contextlib.contextmanager

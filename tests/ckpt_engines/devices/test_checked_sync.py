@@ -160,19 +160,24 @@ class Run:
             part.close()
 
 
-@pytest.mark.parametrize("world", range(6), indirect=True)
-@pytest.mark.parametrize("codec", ["dense", "delta"])
-@pytest.mark.parametrize("engine", ["cuda_ipc", "shm"])
-def test_versions_go_from_device_to_device_and_wait_for_what_they_need_and_for_nothing_else(
-    engine: str, codec: str, world: World, tmp_path: Path
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (1, 2))]
+
+
+@pytest.mark.parametrize("world", SEEDS, indirect=True)
+@pytest.mark.parametrize(("engine", "prepared"), [("shm", False), ("cuda_ipc", False), ("cuda_ipc", True)])
+def test_versions_and_deltas_go_from_device_to_device_and_wait_for_what_they_need_and_for_nothing_else(
+    engine: str, prepared: bool, world: World, tmp_path: Path
 ) -> None:
-    run = Run(world, tmp_path, engine, codec=codec)
+    """With `prepared`, a delta is already on the live weights' device when it is taken."""
+    run = Run(world, tmp_path, engine, codec="delta")
+    if prepared:
+        run.subscriber.prepare_delta = lambda delta: StagedDelta.of(delta).to(ROLLOUT_DEVICE)
     for version in (1, 2, 3):
         run.train(version, every=1 if version == 1 else 50)
         report = run.carry(version)
         assert not world.violations, names(world.violations)
         assert run.agree()
-        assert report.codec == ("dense" if version == 1 else codec)
+        assert report.codec == ("dense" if version == 1 else "delta")
     run.close()
     wait_until_given_back(world)
 
@@ -229,21 +234,6 @@ def test_a_refused_registration_leaves_no_error_behind_for_the_next_kernel(world
     assert not world.registered
 
 
-@pytest.mark.parametrize("world", range(6), indirect=True)
-@pytest.mark.parametrize("engine", ["cuda_ipc", "shm"])
-def test_a_delta_for_the_live_weights_is_ready_on_their_device_when_it_is_taken(
-    engine: str, world: World, tmp_path: Path
-) -> None:
-    run = Run(world, tmp_path, engine, codec="delta")
-    run.subscriber.prepare_delta = lambda delta: StagedDelta.of(delta).to(ROLLOUT_DEVICE)
-    for version in (1, 2, 3):
-        run.train(version, every=1 if version == 1 else 50)
-        assert run.carry(version).codec == ("dense" if version == 1 else "delta")
-        assert not world.violations, names(world.violations)
-        assert run.agree()
-    run.close()
-
-
 def unfinished(_: World, patch: pytest.MonkeyPatch) -> None:
     """Nobody waits until fresh memory is zero."""
     patch.setattr(AcceleratorRuntime, "finish", lambda *_: None)
@@ -272,7 +262,9 @@ def test_a_mistake_in_that_is_noticed(
 ) -> None:
     broken(world, monkeypatch)
     run = Run(world, tmp_path, "cuda_ipc")
-    watch = threading.Timer(5.0, world.release)  # what waits for ever is let go
+    watch = threading.Timer(
+        1.0, world.release
+    )  # whenever that is: what waits for ever is let go, and told all the same
     watch.start()
     with contextlib.suppress(WeightlaneError):
         run.train(1)
@@ -284,7 +276,9 @@ def test_a_mistake_in_that_is_noticed(
 
 def test_a_device_context_reaches_torchs_own_functions_when_the_pretended_devices_are_gone() -> None:
     torch_device._device_constructors.cache_clear()  # as in a process whose first context is one among them
-    with installed(World(0, devices=1), "cuda"), torch.device("meta"):
-        torch.add(torch.ones(1), 1)
+    world = World(0, devices=1)
+    with installed(world, "cuda"), torch.device("meta"):
+        torch.ones(1)
+    world.close()
     with torch.device("meta"):
         assert torch.zeros(1).device.type == "meta"

@@ -28,7 +28,7 @@ def world() -> Iterator[World]:
 
 def test_threads_that_use_devices_at_once_break_nothing(world: World) -> None:
     def use(device: int) -> None:
-        for _ in range(200):
+        for _ in range(100):
             stream = world.stream(device)
             world.forbid(world.stream(device))
             block = world.allocate(device, 8)

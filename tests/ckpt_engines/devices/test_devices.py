@@ -11,11 +11,8 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, checked_device, is_available, runtime_of
 
 
-@pytest.mark.parametrize("device", ["cuda", "npu:", torch.device("cuda")])
+@pytest.mark.parametrize("device", ["npu" if hasattr(torch, "npu") else "xpu", torch.device("cuda")])
 def test_an_accelerator_without_an_index_is_refused_with_what_to_write(device: str | torch.device) -> None:
-    if device == "npu:":
-        torch_has_it = hasattr(torch, "npu")
-        device = "npu" if torch_has_it else "xpu"
     with pytest.raises(ConfigError, match=r"(cuda|npu|xpu) is not one device.*:0") as refused:
         checked_device(device, "trainer.device")
     assert refused.value.part == "trainer.device"
@@ -23,16 +20,13 @@ def test_an_accelerator_without_an_index_is_refused_with_what_to_write(device: s
         runtime_of(torch.device(device))
 
 
-@pytest.mark.parametrize("device", ["cuda:0", "cuda:3", torch.device("cuda", 1)])
-def test_an_accelerator_with_its_index_is_that_device(device: str | torch.device) -> None:
-    assert checked_device(device) == torch.device(device)
-
-
-@pytest.mark.parametrize("device", ["cpu", "cpu:0", torch.device("cpu")])
-def test_there_is_one_cpu(device: str | torch.device) -> None:
-    assert checked_device(device) == HOST
-    assert checked_device(device).index is None
-    assert runtime_of(torch.device(device)).device == HOST
+def test_an_accelerator_with_its_index_is_that_device_and_there_is_one_cpu() -> None:
+    for device in ("cuda:3", torch.device("cuda", 1)):
+        assert checked_device(device) == torch.device(device)
+    for device in ("cpu", "cpu:0", torch.device("cpu")):
+        assert checked_device(device) == HOST
+        assert checked_device(device).index is None
+        assert runtime_of(torch.device(device)).device == HOST
 
 
 def test_on_a_cpu_everything_is_over_when_a_call_returns() -> None:

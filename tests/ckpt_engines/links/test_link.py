@@ -32,6 +32,8 @@ from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
+pytestmark = pytest.mark.usefixtures("small_heap")
+
 
 @pytest.mark.parametrize(
     ("side", "call"),

@@ -6,18 +6,19 @@ import torch
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes, narrow_offsets, put_elements
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
-@pytest.mark.parametrize("count", [0, 1, 70_001])
-def test_elements_are_put_where_offsets_say(dtype: torch.dtype, count: int) -> None:
-    generator = torch.Generator().manual_seed(count)
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int64])
+def test_elements_are_put_where_offsets_say(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
     target = torch.randint(0, 127, (200_000,), generator=generator).to(dtype)
-    offsets = torch.randperm(target.numel(), generator=generator)[:count].sort().values
-    values = torch.randint(0, 127, (count,), generator=generator).to(dtype)
-    expected = target.index_copy(0, offsets, values)
-    for at in (offsets, narrow_offsets(offsets, target.numel())):
-        found = target.clone()
-        put_elements(found, at, values)
-        assert torch.equal(found, expected)
+    shuffled = torch.randperm(target.numel(), generator=generator)
+    for count in (0, 1, 70_001):
+        offsets = shuffled[:count].sort().values
+        values = torch.randint(0, 127, (count,), generator=generator).to(dtype)
+        expected = target.index_copy(0, offsets, values)
+        for at in (offsets, narrow_offsets(offsets, target.numel())):
+            found = target.clone()
+            put_elements(found, at, values)
+            assert torch.equal(found, expected)
 
 
 def test_offsets_are_narrowed_only_where_they_fit() -> None:

@@ -15,6 +15,7 @@ from waiting import HANG_S
 from weightlane.ckpt_engines.engines.shared_memory import memfd as _memfd
 from weightlane.ckpt_engines.engines.shared_memory.memfd import MemfdMapping, MemfdSegment
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 NBYTES = 8 << 20
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import Session, soon
+from sessions import Session, send, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -27,20 +27,18 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     StorageError,
     Topology,
-    TransportError,
 )
-from weightlane.ckpt_engines.channels.local_socket import host_identity
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
-from weightlane.ckpt_engines.conformance.processes.payload import Parcel
+from weightlane.ckpt_engines.conformance.processes.payload import Parcel, payload
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
 from weightlane.ckpt_engines.engines.shared_memory.memfd import MemfdMapping, MemfdSegment
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 MIB = 1 << 20
 CPU = torch.device("cpu")
 Sizes = Callable[[], list[int]]
@@ -117,26 +115,6 @@ def test_freeing_gives_the_memory_back_once_the_last_tensor_is_gone(
     assert sizes() == []
 
 
-@pytest.mark.parametrize(
-    ("address", "error", "said"),
-    [
-        ({"socket": "weightlane-0123456789abcdef.sock", "host": "other"}, TransportError, "gloo"),
-        *(
-            ({"socket": name}, ProtocolError, "name of a socket")
-            for name in ("../weightlane-0123456789abcdef.sock", "/run/some.sock", "", None, 7)
-        ),
-    ],
-)
-def test_a_peer_on_another_host_and_a_socket_that_could_be_another_path_are_refused(
-    engine: CheckpointEngine, address: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    receiver = make_receiver_link(engine, "r", HOST)
-    topology = Topology("session", {"s": {"meeting": {"host": host_identity(), **address}, "engine": {}}}, {})
-    with pytest.raises(error, match=said):
-        receiver.connect(topology, soon())
-    receiver.close()
-
-
 def test_a_socket_path_that_is_too_long_or_missing_is_a_config_error(socket_dir: Path) -> None:
     with pytest.raises(ConfigError, match=r"socket_dir.*at most"):
         engine_in(Path("/tmp") / ("x" * 90))
@@ -202,17 +180,13 @@ def test_memory_that_the_machine_does_not_have_is_refused_in_words_and_not_by_th
         engine_in(socket_dir, max_shared_mib=1 << 30).allocate(2 * left, CPU)
 
 
-@pytest.mark.parametrize(
-    ("limit", "used", "expected"), [("max", "5", 4096), ("3000", "2500", 900), ("100", "900", 0), ("9999", "1", 4096)]
-)
-def test_the_memory_that_is_left_is_the_containers_if_that_has_less_than_the_machine(
-    tmp_path: Path, limit: str, used: str, expected: int
-) -> None:
+def test_the_memory_that_is_left_is_the_containers_if_that_has_less_than_the_machine(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemAvailable: 4 kB\n")
-    (tmp_path / "memory.max").write_text(limit)
-    (tmp_path / "memory.current").write_text(used)
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 400\n" if used == "2500" else "anon 1\n")
-    assert available_memory_bytes(tmp_path / "meminfo", tmp_path) == expected
+    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 400\n")
+    for limit, used, expected in (("max", "5", 4096), ("3000", "2500", 900), ("100", "900", 0), ("9999", "1", 4096)):
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(used)
+        assert available_memory_bytes(tmp_path / "meminfo", tmp_path) == expected
     assert available_memory_bytes(tmp_path / "none", tmp_path / "none") is None
 
 
@@ -230,41 +204,37 @@ class TestKilledInEachPhase(ConformanceBase):
         return {"socket_dir": str(socket_dir)}
 
     @pytest.mark.parametrize("doomed_side", ["sender", "receiver"])
-    @pytest.mark.parametrize("phase", ["addressed", "connecting", "connected", "between buckets", "in mid-bucket"])
+    @pytest.mark.parametrize("phase", ["connecting", "in mid-bucket"])
     def test_killed(
         self, halves: ConnectionMaker, engine_options: dict[str, Any], phase: str, doomed_side: str
     ) -> None:
         sockets = Path(engine_options["socket_dir"])
         connection = halves(2)
         doomed = connection.sender if doomed_side == "sender" else connection.receivers[0]
-        others = [half for half in connection.halves if half is not doomed]
-        waiting: list[RemoteHalf] = []
         held: set[str] = set()
-        if phase in ("addressed", "connecting"):
+        if phase == "connecting":
             connection.exchange_addresses()
             assert len(list(sockets.iterdir())) == 1
-            if phase == "connecting":
-                waiting = [connection.sender, connection.receivers[0]]  # the third stays away, so that it stays at that
+            waiting = [connection.sender, connection.receivers[0]]  # the third stays away, so that it stays at that
             for half in waiting:
                 connection.start_connect(half, deadline_s=3)
         else:
             connection.connect()
-        if phase in ("between buckets", "in mid-bucket"):
             connection.deliver([Parcel(1, 0, MIB, 1)])
             held = inodes_of_segments(Path(f"/proc/{connection.sender.pid}"))
             assert held
             for half in connection.halves:  # memory has no names
                 assert "/dev/shm" not in Path(f"/proc/{half.pid}/maps").read_text()
-        if phase == "in mid-bucket":  # nobody receives, so the sender waits
-            connection.start_send([Parcel(1, 1, MIB, 2)], deadline_s=3)
+            connection.start_send([Parcel(1, 1, MIB, 2)], deadline_s=3)  # nobody receives, so the sender waits
             waiting = [connection.sender]
         time.sleep(self.settle_s)
         doomed.kill()
-        for half in others:
-            if half in waiting:  # by its deadline if it was not under way yet
-                with pytest.raises((PeerLostError, DeadlineExceededError)):
-                    half.result()
-            half.call("close")
+        for half in connection.halves:
+            if half is not doomed:
+                if half in waiting:  # by its deadline if it was not under way yet
+                    with pytest.raises((PeerLostError, DeadlineExceededError)):
+                        half.result()
+                half.call("close")
         left = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held]
         assert left == []
         following = make_sender_link(CheckpointEngineRegistry().create("shm", engine_options), "next", HOST)
@@ -312,50 +282,39 @@ def no_namespaces() -> str:
     return probe.stderr.strip()
 
 
-def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_but_the_sockets_directory(
+def test_a_receiver_in_a_container_needs_to_share_nothing_but_the_sockets_directory(
     socket_dir: Path, children: Any
 ) -> None:
     if reason := no_namespaces():
         pytest.skip(f"this machine lets nobody make namespaces: {reason}")
-    (socket_dir / "shared").mkdir()
-    options = {"socket_dir": str(socket_dir / "shared")}
-    program = ["-P", "-m", "weightlane.ckpt_engines.conformance.processes.half_process"]
-    # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path in the second one.
-    inside = 'mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && exec "$@"'
-    moved = f'mkdir -p /run/elsewhere && mount --bind {options["socket_dir"]} /run/elsewhere && exec "$@"'
-    scripts = [inside, f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && {moved}"]
-    halves = []
-    for script in scripts:
-        command = [*NAMESPACES, "sh", "-c", script, "sh", sys.executable, *program]
-        launch = f"import os; os.execvp({command[0]!r}, {command!r})"
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = children.start(["-c", launch], stdin=theirs)
-            halves.append(RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours))))
-    sender, receiver = halves
-    for half in halves:
-        half.grace_s = HANG_S
-        assert half.call("unpickled") == 0  # it is there
-    kinds = ("user", "mnt", "net", "ipc")
-    assert len({Path(f"/proc/{half.pid}/ns/{kind}").readlink() for half in halves for kind in kinds}) == 8
-    sender.call("make", side="sender", engine="shm", options=options, name="s")
+    # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path there.
+    inside = (
+        "mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && mkdir /run/elsewhere"
+        f' && mount --bind {socket_dir} /run/elsewhere && exec "$@"'
+    )
+    program = [sys.executable, "-P", "-m", "weightlane.ckpt_engines.conformance.processes.half_process"]
+    command = [*NAMESPACES, "sh", "-c", inside, "sh", *program]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = children.start(["-c", f"import os; os.execvp({command[0]!r}, {command!r})"], stdin=theirs)
+    receiver = RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours)))
+    receiver.grace_s = HANG_S
+    assert receiver.call("unpickled") == 0  # it is there
+    for kind in ("user", "mnt", "net", "ipc"):
+        assert Path(f"/proc/{receiver.pid}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink()
     receiver.call("make", side="receiver", engine="shm", options={"socket_dir": "/run/elsewhere"}, name="r")
-    topology = {
-        "session": "session",
-        "key": "",
-        "senders": {"s": sender.call("address")},
-        "receivers": {"r": receiver.call("address")},
-    }
-    for half in halves:
-        half.start("connect", topology=topology, deadline_s=HANG_S)
-    for half in halves:
-        half.result()
+    sender = make_sender_link(engine_in(socket_dir), "s", HOST)
+    topology = Topology("session", {"s": sender.address()}, {"r": receiver.call("address")})
+    plain = {"session": "session", "key": "", "senders": topology.senders, "receivers": topology.receivers}
+    receiver.start("connect", topology=plain, deadline_s=HANG_S)
+    sender.connect(topology, soon())
+    receiver.result()
     parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]
     receiver.start("receive", parcels=parcels, sender="s", deadline_s=HANG_S)
-    sender.call("send", parcels=parcels, receivers=["r"], deadline_s=HANG_S)
+    for number, parcel in enumerate(parcels):
+        send(sender, Bucket(1, number, payload(parcel.nbytes, parcel.seed)), ["r"])
     assert receiver.result() == [""] * 3
-    receiver.start("receive", parcels=[Parcel(2, 0, 1, 1)], sender="s", deadline_s=HANG_S)
-    sender.kill()  # with all that is in its container
+    receiver.kill()  # with all that is in its container
     with pytest.raises(PeerLostError):
-        receiver.result()
-    receiver.kill()
+        send(sender, Bucket(2, 0, payload(1, 1)), ["r"])
+    sender.close()

@@ -1,13 +1,12 @@
-"""A training process that also runs one half of an engine: ``rank engine device port directory``.
+"""A training process that also runs one half of an engine, which `test_nccl.py` runs in a forked child.
 
-Rank 0 sends and rank 1 receives, between two collectives of torch's default process group. Prints what it saw as JSON.
+Rank 0 sends and rank 1 receives, between two collectives of torch's default process group.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, 
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import runtime_of
+from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 
 NBYTES = 1_000_003
 
@@ -40,8 +40,9 @@ def exchange(directory: Path, name: str, other: str, address: Any, deadline: Dea
     return json.loads((directory / f"{other}.json").read_text())
 
 
-def main() -> None:
-    rank, engine, device_type, port, directory = int(sys.argv[1]), *sys.argv[2:]
+def train(answers: JsonSocket, rank: int, engine: str, device_type: str, port: int, directory: str) -> None:
+    """Run in a child: train, transfer a bucket, train on, and report what was seen."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     device = torch.device("cpu")
     if device_type != "cpu":
         device = torch.device(device_type, rank)
@@ -71,8 +72,4 @@ def main() -> None:
     seen["after"] = all_reduced(rank, device)
     seen["environment"] = "unchanged" if dict(os.environ) == environment else "changed"
     dist.destroy_process_group()
-    sys.stdout.write(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main()
+    answers.send(seen)

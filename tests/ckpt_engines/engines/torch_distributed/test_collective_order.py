@@ -12,7 +12,7 @@ from checked_device.group import Fleet, Group
 from checked_device.streams import ORDER, names
 from checked_device.tensors import installed
 from checked_device.world import World
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sessions import soon
 
@@ -34,7 +34,7 @@ FACTS = Capabilities(
     delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
     collective=True,
 )
-SPECS = [TensorSpec(f"t{number}", (8 + number, 16), torch.float32) for number in range(4)]
+SPECS = [TensorSpec(f"t{number}", (6 + number, 8), torch.float32) for number in range(2)]
 
 
 def shares(world: int) -> Iterator[Placement]:
@@ -50,14 +50,14 @@ def shares(world: int) -> Iterator[Placement]:
 @st.composite
 def plans(draw: st.DrawFn) -> SessionPlan:
     """Draw a session plan for some trainer ranks and some rollout ranks, with or without relays."""
-    trainers = draw(st.integers(1, 4))
-    cuts = draw(st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3))
+    trainers = draw(st.integers(1, 3))
+    cuts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
     network = draw(st.sampled_from([None, Network(1e6, 1e9, bucket_bytes=64), Network(1e9, 1e9, bucket_bytes=64)]))
     held = {f"trainer-{rank}": share for rank, share in enumerate(shares(trainers))}
     needed = {
         f"rollout-{number}/{rank}": share for number, cut in enumerate(cuts) for rank, share in enumerate(shares(cut))
     }
-    supply = Supply(held, draw(st.sampled_from([64, 256, 4096])), False, "", network)
+    supply = Supply(held, draw(st.sampled_from([64, 4096])), False, "", network)
     return SessionPlan(supply, needed, FACTS, may_relay=True)
 
 
@@ -65,7 +65,6 @@ def members(link: PlannedLink) -> list[str]:
     return [*link.senders, *link.receivers]
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans())
 def test_links_of_a_collective_engine_are_few_and_nobody_sends_and_receives_on_one(plan: SessionPlan) -> None:
     carried = [(sender, lane, name) for link in plan.links for sender in link.senders for lane in link.lanes[sender]
@@ -80,7 +79,6 @@ def test_links_of_a_collective_engine_are_few_and_nobody_sends_and_receives_on_o
                 assert one is other or not set(one.receivers) & set(other.receivers), "one communicator is enough there"
 
 
-@settings(max_examples=25, deadline=None)
 @given(plan=plans(), seed=st.integers(0, 99))
 def test_the_operations_of_any_plan_meet_on_the_checked_device(plan: SessionPlan, seed: int) -> None:
     """The halves of every link post what the framework has them post, all at once; every operation must end."""
@@ -172,12 +170,11 @@ def test_two_senders_share_one_communicator_and_take_turns() -> None:
         plan.lanes_to("rollout-0/0", link, "nobody")
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_rank_that_keeps_another_order_is_found(seed: int) -> None:
+def test_a_rank_that_keeps_another_order_is_found() -> None:
     whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
     supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "", None)
     plan = SessionPlan(supply, whole, FACTS)
-    world = World(seed, devices=5)
+    world = World(0, devices=5)
 
     def reordered(name: str, queue: deque[Any]) -> None:
         if name == "rollout-1/0":  # everything from one sender first

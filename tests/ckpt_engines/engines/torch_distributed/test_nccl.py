@@ -7,9 +7,6 @@ is tested in ``checked_device``, on devices that are made up.
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import subprocess
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,8 +24,6 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     Topology,
     TransportError,
-    WeightReceiver,
-    WeightSender,
 )
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
@@ -39,12 +34,12 @@ from weightlane.ckpt_engines.engines.torch_distributed.device_group import Devic
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
-    environment,
     nccl_blocking,
     open_process_group,
 )
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, is_available, runtime_of
+from weightlane.ckpt_engines.runtime.fork_server import ForkServer
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 ENGINES = [
@@ -53,7 +48,6 @@ ENGINES = [
     pytest.param("hccl", marks=pytest.mark.npu),
 ]
 DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
-BESIDE_TRAINING = str(Path(__file__).with_name("beside_training.py"))
 
 
 def device_count(device: str) -> int | None:
@@ -106,27 +100,17 @@ class TestSeveralSenders(ConformanceBase):
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_transfers_run_beside_the_trainings_own_group_and_leave_it_and_the_environment_alone(
-    engine: str, children: Any, tmp_path: Path, free_port: int
+    engine: str, forks: ForkServer, tmp_path: Path, free_port: int
 ) -> None:
     if reason := CheckpointEngineRegistry().engine_class(engine).unavailable_reason():
         pytest.skip(f"{engine} cannot run here: {reason}")
     count = device_count(DEVICES[engine])
     if count is not None and count < 2:
         pytest.skip(f"{engine} needs two devices, here are {count}")
-    arguments = [engine, DEVICES[engine], str(free_port), str(tmp_path)]
-    started = [
-        children.start(
-            [BESIDE_TRAINING, str(rank), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={"GLOO_SOCKET_IFNAME": "lo"},
-        )
-        for rank in (0, 1)
-    ]
-    for child in started:
-        output, errors = child.communicate(timeout=HANG_S)
-        assert child.returncode == 0, errors
-        assert json.loads(output) == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}
+    arguments = (engine, DEVICES[engine], free_port, str(tmp_path))
+    for child in [forks.fork("beside_training:train", rank, *arguments) for rank in (0, 1)]:
+        seen = child.socket.receive(HANG_S)
+        assert seen == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}, child.output()
 
 
 def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
@@ -138,20 +122,17 @@ def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
     sender.close()
 
 
-@pytest.mark.parametrize(
-    "half",
-    [
+def test_a_half_that_is_not_among_the_participants_says_so() -> None:
+    halves = [
         CheckpointEngineRegistry().create("gloo").make_receiver("stranger", HOST),
         CollectiveReceiver("stranger", TorchDistributedConfig(), "nccl", HOST),
         CollectiveSender("stranger", TorchDistributedConfig(), "nccl", HOST),
-    ],
-    ids=["gloo receiver", "nccl receiver", "nccl sender"],
-)
-def test_a_half_that_is_not_among_the_participants_says_so(half: WeightReceiver | WeightSender) -> None:
+    ]
     topology = Topology("session", {"s": {"host": "127.0.0.1", "port": 1}}, {"r-0": {}})
-    with pytest.raises(ProtocolError, match=r"stranger is not among the participants .*r-0"):
-        half.connect(topology, {}, Deadline.after(HANG_S))
-    half.close()
+    for half in halves:
+        with pytest.raises(ProtocolError, match=r"stranger is not among the participants .*r-0"):
+            half.connect(topology, {}, Deadline.after(HANG_S))  # type: ignore[attr-defined]
+        half.close()  # type: ignore[attr-defined]
 
 
 def needs(engine: str) -> pytest.MarkDecorator:
@@ -240,30 +221,11 @@ def test_a_transfer_that_fails_on_the_device_says_whose_it_was(monkeypatch: pyte
         transfer.done()
 
 
-def test_the_variables_that_a_constructor_reads_are_there_during_it_and_gone_after_it() -> None:
-    os.environ["WEIGHTLANE_TEST_SET"] = "of the user"
-    before = dict(os.environ)
-    with environment({"WEIGHTLANE_TEST_SET": "0", "WEIGHTLANE_TEST_UNSET": "1"}):
-        assert (os.environ["WEIGHTLANE_TEST_SET"], os.environ["WEIGHTLANE_TEST_UNSET"]) == ("0", "1")
-    assert dict(os.environ) == before
-    with pytest.raises(ZeroDivisionError), environment({"WEIGHTLANE_TEST_UNSET": "1"}):
-        _ = 1 // 0
-    assert dict(os.environ) == before
-    del os.environ["WEIGHTLANE_TEST_SET"]
-
-
-@pytest.mark.parametrize(
-    ("options", "settings"),
-    [
-        ({}, {}),
-        ({"net_name": "Socket"}, {"net_name": "Socket"}),
-        ({"max_ctas": 4, "traffic_class": 0}, {"max_ctas": 4, "traffic_class": 0}),
-    ],
-)
-def test_only_what_the_user_chose_is_set_on_the_communicator(options: dict[str, Any], settings: dict[str, Any]) -> None:
-    config = CheckpointEngineRegistry().validate_options("nccl", options)
-    assert isinstance(config, NcclConfig)
-    assert config.communicator_settings() == settings
+def test_only_what_the_user_chose_is_set_on_the_communicator() -> None:
+    for options in ({}, {"net_name": "Socket"}, {"max_ctas": 4, "traffic_class": 0}):
+        config = CheckpointEngineRegistry().validate_options("nccl", options)
+        assert isinstance(config, NcclConfig)
+        assert config.communicator_settings() == options
 
 
 @pytest.mark.gpu
@@ -279,24 +241,19 @@ def test_communicators_can_be_aborted_while_they_connect_unless_nccl_hangs_in_th
     assert [nccl_blocking(version) for version in ((2, 25, 1), (2, 26, 2), (2, 26, 5), (2, 27, 3))] == [0, 1, 1, 0]
 
 
-def test_interfaces_are_dealt_out_by_rank_so_that_each_sender_has_its_own() -> None:
-    engine = CheckpointEngineRegistry().create("gloo", {"interface": "lo, nosuch0"})
-    for name, there in (("trainer/0", True), ("trainer/2", True), ("alone", True), ("trainer/1", False)):
-        if not there:
-            with pytest.raises(ConfigError, match="nosuch0"):
-                make_sender_link(engine, name, HOST)
-            continue
+def test_interfaces_are_assigned_by_rank_and_all_are_checked_before_a_run() -> None:
+    registry = CheckpointEngineRegistry()
+    engine = registry.create("gloo", {"interface": "lo, nosuch0"})
+    for name in ("trainer/0", "trainer/2", "alone"):
         sender = make_sender_link(engine, name, HOST)
         address = sender.address()
         assert (address["meeting"]["host"], address["engine"]["host"]) == ("127.0.0.1", "127.0.0.1")
         sender.close()
-
-
-def test_every_interface_is_checked_before_a_run_and_the_error_says_which_there_are() -> None:
-    registry = CheckpointEngineRegistry()
-    registry.create("gloo", {"interface": "lo"}).check(Deadline.after(HANG_S))
+    with pytest.raises(ConfigError, match="nosuch0"):
+        make_sender_link(engine, "trainer/1", HOST)
     with pytest.raises(ConfigError, match=r"nosuch0.*this machine: .*\blo\b"):
-        registry.create("gloo", {"interface": "lo, nosuch0"}).check(Deadline.after(HANG_S))
+        engine.check(Deadline.after(HANG_S))
+    registry.create("gloo", {"interface": "lo"}).check(Deadline.after(HANG_S))
 
 
 @pytest.mark.parametrize(

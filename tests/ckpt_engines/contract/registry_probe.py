@@ -1,0 +1,30 @@
+"""What `test_registry.py` asks a registry in a forked child, in which further distributions are installed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
+
+
+def probe(answers: JsonSocket, site: str) -> None:
+    """Run in a child: report the registry's names and rows, and the error of every engine, with faults and without."""
+    sys.path.insert(0, site)
+    registry, before = CheckpointEngineRegistry(), set(sys.modules)
+    found: dict[str, Any] = {"names": registry.names()}
+    found["imported"] = [
+        name for name in set(sys.modules) - before if name.startswith("acme") or ".ckpt_engines.engines." in name
+    ]
+    options = {"good": {"lanes": 3}, "faulty:good": {"inner": {"lanes": 3}}}
+    for name in [*registry.names(), *(f"faulty:{name}" for name in registry.names())]:
+        try:
+            registry.create(name, options.get(name, {}))
+            found[name] = None
+        except WeightlaneError as error:
+            found[name] = error.to_wire()
+    found["rows"] = [
+        [row.name, row.distribution, row.capabilities is not None, row.unavailable] for row in registry.list()
+    ]
+    answers.send(found)
