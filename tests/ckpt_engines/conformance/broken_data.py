@@ -146,12 +146,6 @@ def WaitsForEmptyBuckets(half: Half, post: Call, bucket: Bucket, receivers: Sequ
         post(bucket, receivers)
 
 
-@broken("sender.post")
-def ServesFourReceivers(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
-    """The fifth one is forgotten."""
-    post(bucket, receivers[:4])
-
-
 @engine_with
 class ConfusesSenders(Receiver):
     """A receiver listens to its first sender only."""

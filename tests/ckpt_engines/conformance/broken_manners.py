@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import socket
 from collections.abc import Callable
 from dataclasses import replace
@@ -48,14 +47,6 @@ class SendsTheKey(HealthyGloo):
 
     link_types = connecting_with(
         lambda topology: replace(topology, session=f"{topology.session}-{topology.key.hex()}", key=b"")
-    )
-
-
-class HandsTheKeyRound(HealthyGloo):
-    """Not as it is, and yet."""
-
-    link_types = connecting_with(
-        lambda topology: replace(topology, session=f"{topology.session}-{base64.b64encode(topology.key).decode()}")
     )
 
 

@@ -1,6 +1,7 @@
 """The built-in engines keep every promise of the contract: the suite that is shipped for everybody's engines, on ours.
 
-`nccl`, `hccl` and `cuda_ipc` are with their other tests.
+`make test` runs every check on `shm`, and those on the other engines that `conftest.py` chooses. The tests of `nccl`, `hccl` and
+`cuda_ipc` run the suite on machines that have their devices.
 """
 
 from __future__ import annotations
@@ -13,31 +14,33 @@ from typing import Any
 import pytest
 from waiting import HANG_S
 
-from weightlane.ckpt_engines.conformance import EngineConformance
-from weightlane.ckpt_engines.conformance.checks.reuse import _mapped_by_others
+from weightlane.ckpt_engines.conformance import ConformanceBase, EngineConformance
+from weightlane.ckpt_engines.conformance.checks.declaration import DeclarationChecks
+from weightlane.ckpt_engines.conformance.checks.delivery import DeliveryChecks
+from weightlane.ckpt_engines.conformance.checks.reuse import ReuseChecks, _mapped_by_others
 
 
-class Patient(EngineConformance):
-    """However busy the machine is: an engine that waits for its deadline, or for ever, fails all the same."""
+class Patient(ConformanceBase):
+    """Limits for a busy machine: an engine that waits for its deadline, or for ever, fails all the same."""
 
     deadline_s = prompt_s = grace_s = HANG_S
     slack_s = 25.0  # less than a library's own idea of a timeout, which must not take the deadline's place: mostly 30 s
     expiring_s = 0.3
 
 
-class TestGloo(Patient):
+class TestGloo(Patient, EngineConformance):
     @pytest.fixture
     def engine_name(self) -> str:
         return "gloo"
 
 
-class TestShm(Patient):
+class TestShm(Patient, EngineConformance):
     @pytest.fixture
     def engine_name(self) -> str:
         return "shm"
 
 
-class TestFilesystem(Patient):
+class TestFilesystem(Patient, EngineConformance):
     @pytest.fixture
     def engine_name(self) -> str:
         return "filesystem"
@@ -48,8 +51,8 @@ class TestFilesystem(Patient):
 
 
 @pytest.mark.exhaustive
-class TestFilesystemOnS3(Patient):
-    """A real S3 API, served on loopback. That bytes arrive over it is held by ``test_filesystem.py`` as well."""
+class TestFilesystemOnS3(Patient, DeclarationChecks, DeliveryChecks, ReuseChecks):
+    """The checks for which the kind of store matters, on a real S3 API that is served on loopback."""
 
     preload = ("s3fs",)
     rounds = 6  # each connection is dozens of requests to a server written in Python; local paths do all fifty

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 import pytest
@@ -17,7 +17,6 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     Bucket,
-    Channel,
     CheckpointEngineRegistry,
     ClosedError,
     Deadline,
@@ -152,40 +151,6 @@ def test_peers_see_a_close_though_a_call_of_the_closed_half_does_not_end(
         session.sender.flush(soon())
 
 
-# --- deadlines and closing -------------------------------------------------------------------------------------------
-
-
-def test_a_receiver_waits_for_a_header_until_its_deadline_and_names_the_sender(sessions: Sessions) -> None:
-    session = sessions("a")
-    with pytest.raises(DeadlineExceededError, match=r"peer s.*bucket 0 of version 1"):
-        session.receivers["a"].post(bucket(), "s", Deadline.after(0.05))
-
-
-@pytest.mark.parametrize(("side", "call"), [("s", "connect"), ("s", "flush"), ("a", "post"), ("a", "flush")])
-def test_close_from_another_thread_ends_a_call_and_every_later_one(sessions: Sessions, side: str, call: str) -> None:
-    session = sessions(connect=call != "connect")
-    link: Any = session.sender if side == "s" else session.receivers["a"]
-
-    def blocked() -> None:
-        if call == "post":
-            link.post(bucket(), "s", never())
-        elif call == "flush":
-            link.flush(never())
-        else:
-            link.connect(session.topology, never())
-
-    running = session.threads.submit(blocked)
-    threading.Timer(0.05, link.close).start()
-    with pytest.raises(ClosedError):
-        running.result(HANG_S)
-    with pytest.raises(ClosedError):
-        blocked()
-    with pytest.raises(ClosedError):
-        link.address()
-    link.close()
-    assert link.half.life.closed
-
-
 def test_a_reclaim_that_came_too_early_leaves_the_connection_as_it_is_and_a_flush_does_not(
     sessions: Sessions, socket_dir: Path
 ) -> None:
@@ -226,8 +191,7 @@ def test_halves_that_meet_in_a_store_have_no_connection_and_nobody_who_watches(t
     session = Session(CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")}), "r")
     assert session.topology.senders["s"]["meeting"] == {}
     _, listening, watching = of_this_process()
-    assert listening <= before[1]
-    assert watching <= before[2]
+    assert (listening - before[1], watching - before[2]) == (set(), set())
     assert session.receiver.announced("s")
     session.send(bucket(), []).result()
     receive(session.receiver, bucket())
@@ -235,18 +199,15 @@ def test_halves_that_meet_in_a_store_have_no_connection_and_nobody_who_watches(t
     wait_until(lambda: has_no_more_than(before), "the end of what the session opened")
 
 
-@pytest.mark.parametrize("ends", ["close", "a peer's close", "an error", "a deadline while connecting"])
-def test_no_descriptor_port_or_thread_is_left_however_it_ends(sessions: Sessions, ends: str) -> None:
+@pytest.mark.parametrize("ends", ["an error", "a deadline while connecting"])
+def test_no_descriptor_port_or_thread_is_left_however_it_ends(ends: str) -> None:
     before = of_this_process()
-    session = Session(still_engine(), "a", "b", connect=ends != "a deadline while connecting")
-    if ends == "a peer's close":
-        session.sender.close()
-        wait_until(lambda: session.receiver._lost is not None, "loss")
-    elif ends == "an error":
+    session = Session(still_engine(), "a", "b", connect=ends == "an error")
+    if ends == "an error":
         sender_of(session).fails = ValueError("broken")
         with pytest.raises(WeightlaneError):
             session.sender.flush(soon())
-    elif ends == "a deadline while connecting":
+    else:
         connecting = [
             session.threads.submit(link.connect, session.topology, Deadline.after(0.1))
             for link in (session.sender, session.receiver)
@@ -264,10 +225,3 @@ def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
         with pytest.raises(WeightlaneError, match="nosuch0"):
             make(engine, "s", HOST)
     wait_until_closed(before)
-
-
-def test_an_engine_gets_a_channel_to_each_peer_if_it_wants_any(sessions: Sessions, socket_dir: Path) -> None:
-    plain = sessions(engine=PlainEngine(EngineConfig()))
-    assert list(cast("Any", plain.sender.half)._channels) == ["a", "b"]
-    assert all(isinstance(each, Channel) for each in cast("Any", plain.sender.half)._channels.values())
-    assert sender_of(sessions()).channels == {}

@@ -33,16 +33,6 @@ def test_memory_is_unregistered_only_when_the_read_that_uses_it_has_ended() -> N
     assert unregistered == [memory.start]
 
 
-def test_memory_that_nobody_reads_into_is_unregistered_at_once() -> None:
-    unregistered: list[int] = []
-    memory = Memory(torch.empty(10, dtype=torch.uint8), unregistered.append)
-    with memory:
-        pass
-    assert unregistered == []
-    memory.release()
-    assert unregistered == [memory.start]
-
-
 class Registry:
     """Stands for Mooncake's engine, which would stay in this process, and listen, until it ends."""
 

@@ -188,7 +188,7 @@ def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
     assert held.ended.acquire(timeout=HANG_S)
     assert place.latest()[0] == (2, "session-1/sender-0/v2")
     missing = set(version_files("session-1/sender-0/v2", 1)) - set(place.files())
-    assert missing == {"session-1/sender-0/v2/COMMITTED"}, "what readers find is there, but for the mark behind it"
+    assert missing == {"session-1/sender-0/v2/COMMITTED"}, "only the mark behind the list is missing"
 
 
 @pytest.mark.parametrize("damage", ["{", '{"version": 1, "directory": "../../etc", "committed": []}'])

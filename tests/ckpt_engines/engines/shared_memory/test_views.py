@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from sessions import Session, descriptors, send, soon, wait_until_closed
+from sessions import Session, descriptors, soon, wait_until_closed
 from waiting import wait_until
 
 from weightlane.ckpt_engines import (
@@ -140,27 +140,6 @@ def test_a_failed_allocation_takes_nothing_of_the_limit(engine: SegmentEngine, m
                 engine.allocate(3 * MIB, CPU)
         wait_until_closed(before)
     engine.free(engine.allocate(4 * MIB, CPU))
-
-
-def test_threads_may_allocate_and_free_while_others_send(engine: SegmentEngine, session: Session) -> None:
-    data = filled(engine, MIB, 3)
-
-    def churn() -> None:
-        for number in range(60):
-            memory = filled(engine, 4096 + number, number)
-            assert memory.eq(number).all()
-            engine.free(memory)
-
-    churning = [session.threads.submit(churn) for _ in range(2)]
-    for version in range(20):
-        for name in NAMES:
-            session.view(name, version, MIB)
-        send(session.sender, Bucket(version, 0, data, lasting=True), NAMES)
-    for future in churning:
-        future.result()
-    engine.free(data)
-    with pytest.raises(StorageError, match=r"0\.0 MiB are in use"):
-        engine.allocate(5 * MIB, CPU)
 
 
 def test_a_bucket_that_a_receiver_may_still_come_to_look_at_counts_as_looked_at(
