@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from sessions import Session, send, soon
+from sessions import Session
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
@@ -26,10 +26,9 @@ from weightlane.ckpt_engines import (
     PeerLostError,
     ProtocolError,
     StorageError,
-    Topology,
 )
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
-from weightlane.ckpt_engines.conformance.processes.payload import Parcel, payload
+from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
 from weightlane.ckpt_engines.engines.shared_memory.memfd import MemfdMapping, MemfdSegment
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
@@ -282,39 +281,50 @@ def no_namespaces() -> str:
     return probe.stderr.strip()
 
 
-def test_a_receiver_in_a_container_needs_to_share_nothing_but_the_sockets_directory(
+def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_but_the_sockets_directory(
     socket_dir: Path, children: Any
 ) -> None:
     if reason := no_namespaces():
         pytest.skip(f"this machine lets nobody make namespaces: {reason}")
-    # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path there.
-    inside = (
-        "mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && mkdir /run/elsewhere"
-        f' && mount --bind {socket_dir} /run/elsewhere && exec "$@"'
-    )
-    program = [sys.executable, "-P", "-m", "weightlane.ckpt_engines.conformance.processes.half_process"]
-    command = [*NAMESPACES, "sh", "-c", inside, "sh", *program]
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = children.start(["-c", f"import os; os.execvp({command[0]!r}, {command!r})"], stdin=theirs)
-    receiver = RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours)))
-    receiver.grace_s = HANG_S
-    assert receiver.call("unpickled") == 0  # it is there
-    for kind in ("user", "mnt", "net", "ipc"):
-        assert Path(f"/proc/{receiver.pid}/ns/{kind}").readlink() != Path(f"/proc/self/ns/{kind}").readlink()
+    (socket_dir / "shared").mkdir()
+    options = {"socket_dir": str(socket_dir / "shared")}
+    program = ["-P", "-m", "weightlane.ckpt_engines.conformance.processes.half_process"]
+    # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path in the second one.
+    inside = 'mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && exec "$@"'
+    moved = f'mkdir -p /run/elsewhere && mount --bind {options["socket_dir"]} /run/elsewhere && exec "$@"'
+    scripts = [inside, f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && {moved}"]
+    halves = []
+    for script in scripts:
+        command = [*NAMESPACES, "sh", "-c", script, "sh", sys.executable, *program]
+        launch = f"import os; os.execvp({command[0]!r}, {command!r})"
+        ours, theirs = socket.socketpair()
+        with theirs:
+            process = children.start(["-c", launch], stdin=theirs)
+            halves.append(RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours))))
+    sender, receiver = halves
+    for half in halves:
+        half.grace_s = HANG_S
+        assert half.call("unpickled") == 0  # it is there
+    kinds = ("user", "mnt", "net", "ipc")
+    assert len({Path(f"/proc/{half.pid}/ns/{kind}").readlink() for half in halves for kind in kinds}) == 8
+    sender.call("make", side="sender", engine="shm", options=options, name="s")
     receiver.call("make", side="receiver", engine="shm", options={"socket_dir": "/run/elsewhere"}, name="r")
-    sender = make_sender_link(engine_in(socket_dir), "s", HOST)
-    topology = Topology("session", {"s": sender.address()}, {"r": receiver.call("address")})
-    plain = {"session": "session", "key": "", "senders": topology.senders, "receivers": topology.receivers}
-    receiver.start("connect", topology=plain, deadline_s=HANG_S)
-    sender.connect(topology, soon())
-    receiver.result()
+    topology = {
+        "session": "session",
+        "key": "",
+        "senders": {"s": sender.call("address")},
+        "receivers": {"r": receiver.call("address")},
+    }
+    for half in halves:
+        half.start("connect", topology=topology, deadline_s=HANG_S)
+    for half in halves:
+        half.result()
     parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]
     receiver.start("receive", parcels=parcels, sender="s", deadline_s=HANG_S)
-    for number, parcel in enumerate(parcels):
-        send(sender, Bucket(1, number, payload(parcel.nbytes, parcel.seed)), ["r"])
+    sender.call("send", parcels=parcels, receivers=["r"], deadline_s=HANG_S)
     assert receiver.result() == [""] * 3
-    receiver.kill()  # with all that is in its container
+    receiver.start("receive", parcels=[Parcel(2, 0, 1, 1)], sender="s", deadline_s=HANG_S)
+    sender.kill()  # with all that is in its container
     with pytest.raises(PeerLostError):
-        send(sender, Bucket(2, 0, payload(1, 1)), ["r"])
-    sender.close()
+        receiver.result()
+    receiver.kill()
