@@ -17,6 +17,7 @@ from weightlane.ckpt_engines.conformance.processes.pool import Pool
 from weightlane.ckpt_engines.conformance.processes.resolve import engine_class
 from weightlane.ckpt_engines.engines.filesystem.engine import FilesystemEngine
 
+pytestmark = pytest.mark.usefixtures("small_heap")
 ENGINES = Path(__file__).with_name("broken_engines.py")
 HEALTHY = ("Healthy", "HealthyGloo", "HealthyStore")
 LIMITS = {
