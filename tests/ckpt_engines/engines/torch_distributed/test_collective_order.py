@@ -34,7 +34,7 @@ FACTS = Capabilities(
     delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
     collective=True,
 )
-SPECS = [TensorSpec(f"t{number}", (6 + number, 8), torch.float32) for number in range(2)]
+SPECS = [TensorSpec(f"t{number}", (8 + number, 16), torch.float32) for number in range(4)]
 
 
 def shares(world: int) -> Iterator[Placement]:
@@ -57,7 +57,7 @@ def plans(draw: st.DrawFn) -> SessionPlan:
     needed = {
         f"rollout-{number}/{rank}": share for number, cut in enumerate(cuts) for rank, share in enumerate(shares(cut))
     }
-    supply = Supply(held, draw(st.sampled_from([64, 4096])), False, "", network)
+    supply = Supply(held, draw(st.sampled_from([256, 4096])), False, "", network)
     return SessionPlan(supply, needed, FACTS, may_relay=True)
 
 
@@ -158,12 +158,17 @@ def post_all(
                 connected[name].post(bucket, sender)
 
 
-def test_two_senders_share_one_communicator_and_take_turns() -> None:
+def plan_of_two_senders() -> SessionPlan:
+    """Two trainer ranks with half of every tensor each, and two rollout ranks that need all of them."""
     whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
     supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "", None)
-    (link,) = SessionPlan(supply, whole, FACTS).links
+    return SessionPlan(supply, whole, FACTS)
+
+
+def test_two_senders_share_one_communicator_and_take_turns() -> None:
+    plan = plan_of_two_senders()
+    (link,) = plan.links
     assert link.senders == ("trainer-0", "trainer-1")
-    plan = SessionPlan(supply, whole, FACTS)
     first = [turn.sender for turn in link.turns(plan.layout)][:6]
     assert first == ["trainer-0", "trainer-1"] * 3
     with pytest.raises(KeyError):
@@ -171,9 +176,7 @@ def test_two_senders_share_one_communicator_and_take_turns() -> None:
 
 
 def test_a_rank_that_keeps_another_order_is_found() -> None:
-    whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
-    supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "", None)
-    plan = SessionPlan(supply, whole, FACTS)
+    plan = plan_of_two_senders()
     world = World(0, devices=5)
 
     def reordered(name: str, queue: deque[Any]) -> None:
