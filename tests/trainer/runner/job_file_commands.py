@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -13,6 +13,8 @@ from engine_batches import make_batch
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.jobs import Forward, Publish
+
+HANG = "hang"
 
 
 def submit(directory: Path) -> None:
@@ -26,11 +28,11 @@ def submit(directory: Path) -> None:
 
 
 def take(directory: Path) -> None:
-    """Take jobs once there is a line to read, until there is none.
+    """Take jobs once there is a line to read, until there is none and a file called `end`.
 
-    Each is noted in a file of this process before it is executed, and one in seven fails.
+    Each is noted in a file of this process before it is executed. Every seventh version fails, and one of `HANG` never ends.
     """
-    files, rng = JobFiles(directory), random.Random(os.getpid())
+    files = JobFiles(directory)
     print("ready", flush=True)
     sys.stdin.readline()
     with (directory / f"taken-by-{os.getpid()}.txt").open("a") as notes:
@@ -43,9 +45,11 @@ def take(directory: Path) -> None:
                 continue
             notes.write(f"{taken.name}\n")
             notes.flush()
-            time.sleep(rng.uniform(0, 0.02))
-            if rng.random() < 1 / 7:
-                taken.fail(ConfigError("it drew a seven.", part="test"))
+            assert isinstance(taken.job, Publish)
+            if taken.job.adapter == HANG:
+                signal.pause()
+            if taken.job.version % 7 == 0:
+                taken.fail(ConfigError("it is a multiple of seven.", part="test"))
             else:
                 taken.done()
 

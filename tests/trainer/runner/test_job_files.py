@@ -16,9 +16,9 @@ import job_file_commands
 import pytest
 import torch
 from engine_batches import make_batch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WorkerDiedError
 from weightlane.trainer import AdamParams, LoraConfig, MiniBatch, TokenBatch, sft
@@ -97,7 +97,7 @@ def test_every_kind_of_job_comes_back_as_it_was(tmp_path: Path) -> None:
     assert [path for path in (tmp_path / "jobs").rglob("*") if path.is_file()] == [tmp_path / "jobs" / "numbering"]
 
 
-def test_a_job_with_a_function_or_of_several_jobs_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_job_that_files_cannot_hold_and_a_directory_that_is_a_file_are_refused(tmp_path: Path) -> None:
     files = JobFiles(tmp_path)
     for job, said in (
         (ForwardBackward(make_batch(0), sft), "is a function"),
@@ -107,9 +107,11 @@ def test_a_job_with_a_function_or_of_several_jobs_is_refused_and_leaves_nothing(
         with pytest.raises(ConfigError, match=said):
             files.submit(job)
     assert files.waiting() == []
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="cannot be used"):
+        JobFiles(tmp_path / "file")
 
 
-@settings(max_examples=150)
 @given(st.data())
 def test_no_bytes_are_taken_for_a_job_that_nobody_wrote(data: st.DataObject) -> None:
     changed = bytearray(WHOLE)
@@ -159,14 +161,7 @@ def test_a_job_that_is_queued_again_keeps_its_place_and_one_that_a_living_proces
     again = other.take()
     assert again is not None
     assert (again.name, again.job) == (names[0], Publish(0))
-    last_of_all = [files.submit(Publish(3))]
-    assert files.waiting() == [names[2], *last_of_all]
-
-
-def test_a_directory_that_cannot_be_used_is_a_storage_error(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="cannot be used"):
-        JobFiles(tmp_path / "file")
+    assert files.waiting() == [names[2]]
 
 
 class Processes:
@@ -219,22 +214,25 @@ def test_several_takers_take_each_job_once_in_order(children: Any, tmp_path: Pat
     notes = processes.notes()
     assert Counter(name for each in notes for name in each) == Counter(names)
     assert all(before < after for each in notes for before, after in pairwise(each))
-    failed = [each.name for each in files.failed()]
-    assert 0 < len(failed) < 60
+    assert [each.name for each in files.failed()] == names[::7]
     assert files.waiting() == []
 
 
 def test_jobs_of_killed_takers_are_found_and_no_job_is_lost_or_taken_twice(children: Any, tmp_path: Path) -> None:
-    files, processes, rng = JobFiles(tmp_path), Processes(children, tmp_path), random.Random(0)
+    files, processes = JobFiles(tmp_path), Processes(children, tmp_path)
     names: list[str] = []
     lost: list[str] = []
-    for _ in range(8):
-        names += [files.submit(Publish(version)) for version in range(20)]
+    for _ in range(4):
+        names += [files.submit(Publish(version)) for version in range(5)]
+        at_work = files.submit(Publish(5, job_file_commands.HANG))
+        names += [at_work, *(files.submit(Publish(version)) for version in range(6, 40))]
         takers = [processes.start("take") for _ in range(2)]
         let_begin(takers)
-        time.sleep(rng.uniform(0, 0.05))
+        wait_until(lambda name=at_work: any(name in each for each in processes.notes()), "the job was taken")
         kill(takers)
-        for taken in files.recover():
+        recovered = files.recover()
+        assert at_work in [taken.name for taken in recovered]
+        for taken in recovered:
             lost.append(taken.name)
             taken.fail(WorkerDiedError("its process was killed.", part="test"))
     (tmp_path / "end").touch()
@@ -247,12 +245,11 @@ def test_jobs_of_killed_takers_are_found_and_no_job_is_lost_or_taken_twice(child
     assert set(names) - set(noted) <= set(lost), "a process may be killed between its rename and its note"
     assert set(lost) <= {each.name for each in files.failed()}
     assert list((tmp_path / "taken").iterdir()) == []
-    assert lost, "some were killed at work"
 
 
 def test_what_a_killed_submitter_queued_is_whole_and_in_its_order(children: Any, tmp_path: Path) -> None:
     rng = random.Random(1)
-    for turn in range(6):
+    for turn in range(3):
         directory = tmp_path / str(turn)
         files, processes = JobFiles(directory), Processes(children, directory)
         submitters = [processes.start("submit") for _ in range(2)]

@@ -1,10 +1,11 @@
-"""The model of the services under test."""
+"""The model of the services under test; `service_process` lets every test of this folder import the public SDK."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import service_process  # noqa: F401 - puts the SDK on sys.path
 from float64_reference import VOCAB
 from tiny_models import add_tokenizer, make_qwen3
 

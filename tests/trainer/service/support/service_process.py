@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from fork_server import ForkedPopen
 from ports import free_port
 from waiting import HANG_S, wait_until
 
@@ -50,7 +50,7 @@ class ServiceProcess:
         tokens.write_text("".join(f"{name} {token}\n" for name, token in TOKENS.items()))
         # Clients come back to the port after a restart, so nobody else may get it meanwhile.
         self._settings = {"tokens_file": str(tokens), "port": free_port(), **settings}
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: ForkedPopen | None = None
         self.url = ""
         self._clients: list[Any] = []
 
@@ -59,7 +59,7 @@ class ServiceProcess:
         port_file.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
         arguments = [str(self.model), str(self.directory), str(port_file), json.dumps(self._settings)]
-        self.process = process = subprocess.Popen([sys.executable, str(PROGRAM), *arguments], env=environment)
+        self.process = process = ForkedPopen([sys.executable, str(PROGRAM), *arguments], env=environment)
         wait_until(lambda: port_file.is_file() or process.poll() is not None, "the service started", poll_s=0.05)
         assert process.poll() is None, "the service ended while it started"
         self.url = f"http://127.0.0.1:{port_file.read_text()}"

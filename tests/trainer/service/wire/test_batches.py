@@ -11,7 +11,7 @@ import pytest
 import tinker
 import torch
 import zstandard
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
@@ -94,15 +94,13 @@ def test_the_address_of_a_request_is_known_whatever_is_wrong_with_the_rest() -> 
         found.request(VOCABULARY)
 
 
-def test_targets_of_weight_zero_stay_targets() -> None:
-    found = decoded(message_of([datum([1, 2], target_tokens=[2, 3], weights=[0.0, 1.0])]))
-    assert found.batch.target_tokens == 2
-
-
-def test_chunks_are_one_sequence() -> None:
+def test_chunks_are_one_sequence_targets_of_weight_zero_stay_and_weights_are_one_where_a_datum_lacks_them() -> None:
     prompt = tinker.ModelInput.from_ints([1, 2]).append_int(3)
-    found = decoded(message_of([tinker.Datum(prompt, {"target_tokens": [2, 3, 4]})]))
+    chunks = tinker.Datum(prompt, {"target_tokens": [2, 3, 4]})
+    found = decoded(message_of([chunks, datum([1, 2], target_tokens=[2, 3], weights=[0.0, 0.5])]))
     assert found.batch.sequences[0].tokens.tolist() == [1, 2, 3]
+    assert found.batch.target_tokens == 5
+    assert [each.per_token["weights"].tolist() for each in found.batch.sequences] == [[1.0] * 3, [0.0, 0.5]]
 
 
 @given(
@@ -110,7 +108,6 @@ def test_chunks_are_one_sequence() -> None:
     st.integers(0, 2**32),
     st.booleans(),
 )
-@settings(max_examples=40, deadline=None)
 def test_labels_are_padded_to_the_largest_number(sizes: list[tuple[int, int]], seed: int, sparse: bool) -> None:
     """0 labels mean a target without a second dimension."""
     generator = torch.Generator().manual_seed(seed)
@@ -138,17 +135,6 @@ def test_labels_are_padded_to_the_largest_number(sizes: list[tuple[int, int]], s
         assert torch.equal(got_weights, weights)
 
 
-def test_weights_are_one_where_a_datum_lacks_them() -> None:
-    found = decoded(message_of([datum([1], target_tokens=[2]), datum([1], target_tokens=[2], weights=[0.5])]))
-    assert [each.per_token["weights"].tolist() for each in found.batch.sequences] == [[1.0], [0.5]]
-
-
-def _spoilt(change: Any) -> Any:
-    message = valid()
-    change(message)
-    return message
-
-
 def _set(message: Any, name: str, **values: Any) -> None:
     tensor = message.data[1].loss_fn_inputs[name]
     for field, value in values.items():
@@ -165,57 +151,50 @@ def _csr(message: Any, **values: Any) -> None:
         setattr(tensor, field, np.array(value, np.int64).tobytes())
 
 
+def _prompt(message: Any) -> Any:
+    return message.data[1].model_input
+
+
+def _another_input(message: Any) -> None:
+    inputs = message.data[1].loss_fn_inputs
+    inputs["logprobs"].CopyFrom(inputs["weights"])
+
+
 WRONG: list[tuple[str, Any]] = [
-    (
-        "datum 1, model_input.*id 50 at 1",
-        lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"\7\0\0\0\x32\0\0\0"),
-    ),
-    ("datum 1, model_input.*id -1", lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"\xff" * 8)),
-    ("datum 1, model_input.*no whole", lambda m: setattr(m.data[1].model_input[0].encoded_text, "tokens", b"\1\0\0")),
+    ("datum 1, model_input.*id -1", lambda m: setattr(_prompt(m)[0].encoded_text, "tokens", b"\xff" * 8)),
+    ("datum 1, model_input.*no whole", lambda m: setattr(_prompt(m)[0].encoded_text, "tokens", b"\1\0\0")),
     ("datum 1, model_input.*0 tokens", lambda m: m.data[1].ClearField("model_input")),
-    ("datum 1, model_input.*kind image", lambda m: setattr(m.data[1].model_input.add().image, "format", "png")),
-    ("datum 1, model_input.*kind dmel", lambda m: setattr(m.data[1].model_input.add().dmel, "dmel", b"1")),
-    ("datum 1, model_input.*kind unknown", lambda m: m.data[1].model_input.add()),
+    ("datum 1, model_input.*kind image", lambda m: setattr(_prompt(m).add().image, "format", "png")),
     ("datum 1, target_tokens.*id 50 at 1", lambda m: _set(m, "target_tokens", dense=np.array([0, 50]).tobytes())),
     ("datum 1, target_tokens.*no integers", lambda m: _set(m, "target_tokens", dtype=1, dense=bytes(8))),
     ("datum 1, target_tokens.*2 tokens", lambda m: _set(m, "target_tokens", dense=np.array([1]).tobytes(), shape=[1])),
     ("datum 1.*no target_tokens", lambda m: m.data[1].loss_fn_inputs.pop("target_tokens")),
     ("datum 1, weights.*nan at 1", lambda m: _set(m, "weights", dense=np.array([0, np.nan], "<f4").tobytes())),
-    ("datum 1, weights.*inf at 0", lambda m: _set(m, "weights", dense=np.array([np.inf, 0], "<f4").tobytes())),
-    ("datum 1, weights.*shape .3.", lambda m: _set(m, "weights", dense=bytes(12), shape=[3])),
     ("datum 1, weights.*2 values", lambda m: _set(m, "weights", shape=[2**62])),
     ("datum 1, weights.*shape .-2.", lambda m: _set(m, "weights", shape=[-2])),
     ("two dimensions", lambda m: _set(m, "weights", shape=[1] * 100_000)),
-    ("datum 1, weights.*shape .1, 1, 1.", lambda m: _set(m, "weights", shape=[1] * 3)),
-    ("datum 1, weights.*shape .2, 0.", lambda m: _set(m, "weights", shape=[2, 0])),
     ("datum 1, weights.*dtype 9", lambda m: _set(m, "weights", dtype=9)),
     ("datum 1, weights.*no data", lambda m: m.data[1].loss_fn_inputs["weights"].ClearField("dense")),
-    ("datum 1, weights.*no whole", lambda m: _set(m, "weights", dense=b"12345")),
-    (
-        "datum 0.*no logprobs",
-        lambda m: m.data[1].loss_fn_inputs["logprobs"].CopyFrom(m.data[1].loss_fn_inputs["weights"]),
-    ),
+    ("datum 0.*no logprobs", _another_input),
     ("datum 1.*loss_fn_inputs are '../x", lambda m: m.data[1].loss_fn_inputs["../x"]),
     ("datum 0, target_tokens.*3 row pointers", lambda m: _csr(m, crow_indices=[0, 2, 4])),
     ("datum 0, target_tokens.*row pointers", lambda m: _csr(m, crow_indices=[0, 3, 2, 4])),
-    ("datum 0, target_tokens.*row pointers", lambda m: _csr(m, crow_indices=[1, 1, 2, 4])),
     ("datum 0, target_tokens.*row pointers", lambda m: _csr(m, crow_indices=[0, 1, 2, 2**62])),
-    ("datum 0, target_tokens.*go up", lambda m: _csr(m, col_indices=[0, 0, 1, 1])),
     ("datum 0, target_tokens.*go up", lambda m: _csr(m, col_indices=[0, 0, 0, 5])),
-    ("datum 0, target_tokens.*go up", lambda m: _csr(m, col_indices=[0, 0, -1, 1])),
     ("0 datums", lambda m: m.ClearField("data")),
     ("seq_id is 0", lambda m: m.ClearField("seq_id")),
     ("model_id.*identifier", lambda m: setattr(m, "model_id", "../../etc")),
     ("no loss", lambda m: m.ClearField("loss_fn")),
     ("loss_fn_config, beta.*nan", lambda m: setattr(m.loss_fn_config_v2["beta"], "number", float("nan"))),
-    ("loss_fn_config, beta.*None", lambda m: m.loss_fn_config_v2["beta"]),
 ]
 
 
 @pytest.mark.parametrize(("said", "change"), WRONG, ids=[said for said, _ in WRONG])
 def test_an_error_names_datum_and_field(said: str, change: Any) -> None:
+    message = valid()
+    change(message)
     with pytest.raises(ProtocolError, match=said):
-        decoded(_spoilt(change))
+        decoded(message)
 
 
 LIMITS = [
@@ -243,19 +222,13 @@ def test_sparse_tensors_are_counted_together_before_any_is_made_dense() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(("said", "limits"), LIMITS, ids=[said for said, _ in LIMITS])
-def test_a_request_beyond_a_limit_is_refused(said: str, limits: WireLimits) -> None:
-    with pytest.raises(ProtocolError, match=said):
-        decoded(valid(), limits=limits)
-
-
-def test_the_limits_are_inclusive() -> None:
+def test_a_request_at_the_limits_is_read_and_one_beyond_a_limit_is_refused() -> None:
     message = valid()
-    size = len(message.SerializeToString())
-    assert decoded(message, limits=WireLimits(body_bytes=size, datums=2, tokens=3, labels=5, cells=50)).shapes == (
-        (3, 5),
-        (2,),
-    )
+    exact = WireLimits(body_bytes=len(message.SerializeToString()), datums=2, tokens=3, labels=5, cells=50)
+    assert decoded(message, limits=exact).shapes == ((3, 5), (2,))
+    for said, limits in LIMITS:
+        with pytest.raises(ProtocolError, match=said):
+            decoded(message, limits=limits)
 
 
 def test_a_compressed_body() -> None:
@@ -293,7 +266,6 @@ def only_protocol_errors(body: bytes, encoding: str = "") -> None:
 @given(st.binary(max_size=300), st.sampled_from(["", "zstd", "br"]))
 @example(b"\x1a\xff\xff\xff\xff\xff\xff\xff\xff\xff\x7f", "")
 @example(b"\x0b\x0b\x0b", "")
-@settings(max_examples=150, deadline=None)
 def test_random_bytes_raise_protocol_errors_alone(body: bytes, encoding: str) -> None:
     only_protocol_errors(body, encoding)
 
@@ -301,7 +273,7 @@ def test_random_bytes_raise_protocol_errors_alone(body: bytes, encoding: str) ->
 def test_damaged_requests_raise_protocol_errors_alone() -> None:
     whole = valid().SerializeToString()
     chosen = random.Random(18)
-    for _ in range(2000):
+    for _ in range(300):
         body = bytearray(whole)
         for _ in range(chosen.choice((1, 1, 2, 5))):
             at = chosen.randrange(len(body))
@@ -319,7 +291,6 @@ def test_damaged_requests_raise_protocol_errors_alone() -> None:
 
 
 @given(st.data())
-@settings(max_examples=80, deadline=None)
 def test_damaged_tensors_raise_protocol_errors_alone(data: st.DataObject) -> None:
     message = valid()
     each = data.draw(
