@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_ranks import FSDP2_TP2, TRAINER, Teams, megatron
+from engine_ranks import FSDP2_TP2, TRAINER, Teams, exhaustive, megatron
 from safetensors.torch import load_file
 from team_ranks import TeamRanks
 from waiting import HANG_S
@@ -27,16 +27,9 @@ CONFIGS = {
     "b": LoraConfig(rank=2, targets=("k_proj", "gate_proj", "down_proj")),
 }
 LAYOUTS = [
-    pytest.param(1, {}, id="fsdp2-1"),
     pytest.param(2, {}, id="fsdp2-2"),
-    pytest.param(2, FSDP2_TP2, id="fsdp2-tp2"),
     pytest.param(2, megatron({"tensor_parallel": 2}), id="megatron-tp2", marks=pytest.mark.megatron),
-    pytest.param(
-        2,
-        megatron({"pipeline_parallel": 2}),
-        id="megatron-pp2",
-        marks=[pytest.mark.megatron, pytest.mark.exhaustive],
-    ),
+    exhaustive(2, FSDP2_TP2, id="fsdp2-tp2"),
 ]
 
 

@@ -4,8 +4,9 @@ for bit, what they would alone, and are where they should be."""
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,19 +16,15 @@ import torch
 from ahead import Ahead
 from engine_batches import LOSSES, make_batch
 from engine_ranks import TRAINER, make_models
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForTokenClassification
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
 from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
 from weightlane.trainer import MicroBatch, MiniBatch, TrainerConfig, sft
-from weightlane.trainer.dispatch.dispatch import Role, StagedBatch, WorkerDispatch, _joined
+from weightlane.trainer.dispatch.dispatch import Role, WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
-from weightlane.trainer.dispatch.role import RankOutputs, RoleSpec
+from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
 
 EVERYTHING = {"parameters", "gradients", "optimizer"}
@@ -102,91 +99,79 @@ def vars_of(value: Any) -> dict[str, Any]:
     return {name: getattr(value, name) for name in type(value).__slots__}
 
 
-class Turns(RuleBasedStateMachine):
-    """Which parts are on the device, the gradients that were begun, and the steps taken."""
+class Turns:
+    """A model of roles that take turns: which parts are on the device, the gradients that were begun, and the steps taken."""
 
-    ahead: Ahead
-    both: tuple[WorkerDispatch, WorkerDispatch]
-    begin_again: Callable[[], None]
+    def __init__(self, ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]) -> None:
+        self._ahead, self._both = ahead, both
+        self._here = {role: EVERYTHING - engine_of(both[0], role).offloaded for role in ROLES}
+        self._begun = dict.fromkeys(ROLES, 0)
+        self._steps = dict.fromkeys(ROLES, 0)
 
-    @initialize()
-    def begin(self) -> None:
-        type(self).begin_again()
-        self.here: dict[str, set[str]] = {role: set() for role in ROLES}
-        self.begun = dict.fromkeys(ROLES, 0)
-        self.steps = dict.fromkeys(ROLES, 0)
-        self.here["policy"] = EVERYTHING
-        self.forward_at_once([("policy", 0)])
-
-    def note(self, role: str, method: str) -> None:
-        for other in ROLES:
-            if other != role:
-                self.here[other] = set()
-        kept = set() if method == "publish" else self.here[role]
-        self.here[role] = kept | NEEDED[method]
-
-    def do(self, role: str, method: str, *args: Any) -> Any:
-        """Both dispatches do the same; what they return, or the error that both raise."""
+    def call(self, role: str, method: str, batch: int) -> None:
+        """Make a call of both dispatches, and compare what they return or raise."""
+        asked = ASKED[role]
+        arguments: dict[str, tuple[Any, ...]] = {
+            "forward": (BATCHES[batch], asked),
+            "forward_backward": (BATCHES[batch], "loss", MINI_BATCH, asked),
+            "optim_step": (),
+            "publish": (1,),
+        }
         results: list[Any] = []
-        self.answered = True
-        for dispatch in self.both:
+        for dispatch in self._both:
             try:
-                results.append(self.ahead.run(lambda each=dispatch: getattr(each[role], method)(*args)))
+                results.append(self._ahead.run(lambda each=dispatch: getattr(each[role], method)(*arguments[method])))
             except WeightlaneError as error:
                 results.append(f"{type(error).__name__}: {error.message}")
-                self.answered = False
-        self.note(role, method)
+        self._note(role, method)
         left, right = map(plain_data, results)
         assert left == right
-        return results[0]
+        match method:
+            case "forward":
+                assert [len(each[asked[0]]) for each in results[0]] == [s.length for s in BATCHES[batch].sequences]
+            case "forward_backward":
+                self._begun[role] += 1
+            case "optim_step" if self._begun[role]:
+                self._begun[role], self._steps[role] = 0, self._steps[role] + 1
+                assert (results[0].step, results[0].skipped) == (self._steps[role], "")
+            case "optim_step":
+                assert "there is no gradient for step" in results[0]
+            case (
+                "publish"
+            ):  # there is no publisher, but it would find what it needs, and its replicas the room they need
+                assert "publish was called before connect" in results[0]
+        self.check(answered=not isinstance(results[0], str))
 
-    @rule(role=st.sampled_from(ROLES), batch=st.integers(0, 2))
-    def forward(self, role: str, batch: int) -> None:
-        found = self.do(role, "forward", BATCHES[batch], ASKED[role])
-        assert [len(each[ASKED[role][0]]) for each in found] == [s.length for s in BATCHES[batch].sequences]
-
-    @rule(role=st.sampled_from(ROLES), batch=st.integers(0, 2))
-    def forward_backward(self, role: str, batch: int) -> None:
-        self.do(role, "forward_backward", BATCHES[batch], "loss", MINI_BATCH, ASKED[role])
-        self.begun[role] += 1
-
-    @rule(role=st.sampled_from(ROLES))
-    def optim_step(self, role: str) -> None:
-        result = self.do(role, "optim_step")
-        if not self.begun[role]:
-            assert "there is no gradient for step" in result
-            return
-        self.begun[role], self.steps[role] = 0, self.steps[role] + 1
-        assert (result.step, result.skipped) == (self.steps[role], "")
-
-    @rule(role=st.sampled_from(ROLES))
-    def publish(self, role: str) -> None:
-        """There is no publisher, but it would find what it needs, and its replicas the room that they need."""
-        assert "publish was called before connect" in self.do(role, "publish", 1)
-
-    @rule(calls=st.lists(st.tuples(st.sampled_from(ROLES), st.integers(0, 2)), min_size=2, max_size=5))
     def forward_at_once(self, calls: list[tuple[str, int]]) -> None:
-        found, self.answered = [], True
-        for dispatch in self.both:
+        found = []
+        for dispatch in self._both:
 
             async def all_of_them(dispatch: WorkerDispatch = dispatch) -> Any:
                 return await asyncio.gather(
                     *(dispatch[role].forward(BATCHES[batch], ASKED[role]) for role, batch in calls)
                 )
 
-            found.append(plain_data(self.ahead.run(all_of_them)))
+            found.append(plain_data(self._ahead.run(all_of_them)))
         for role, _ in calls:
-            self.note(role, "forward")
+            self._note(role, "forward")
         assert found[0] == found[1]
+        self.check(answered=True)
 
-    @invariant()
-    def is_where_it_should_be(self) -> None:
-        sharing, plain = self.both
+    def _note(self, role: str, method: str) -> None:
+        for other in ROLES:
+            if other != role:
+                self._here[other] = set()
+        kept = set() if method == "publish" else self._here[role]
+        self._here[role] = kept | NEEDED[method]
+
+    def check(self, *, answered: bool) -> None:
+        """Whether every part is where it should be; a call that raised says nothing of it to its role."""
+        sharing, plain = self._both
         for role in ROLES:
-            assert EVERYTHING - engine_of(sharing, role).offloaded == self.here[role]
+            assert EVERYTHING - engine_of(sharing, role).offloaded == self._here[role]
             assert engine_of(plain, role).offloaded == set()
-        if self.answered:  # an error says nothing of it
-            assert {role: sharing[role].on_device for role in ROLES} == self.here
+        if answered:
+            assert {role: sharing[role].on_device for role in ROLES} == self._here
 
 
 def engine_of(dispatch: WorkerDispatch, role: str) -> Any:
@@ -194,37 +179,20 @@ def engine_of(dispatch: WorkerDispatch, role: str) -> Any:
     return ranks._worker._roles[role].engine
 
 
-def state_of(dispatch: WorkerDispatch, role: str) -> list[torch.Tensor]:
-    """The tensors that a step changes, which must be on the device."""
-    engine = engine_of(dispatch, role)
-    moments = [each for state in engine._named_optimizer_state().values() for each in state.values()]
-    return [each.to_local() if isinstance(each, DTensor) else each for each in (*engine._parameters, *moments)]
-
-
 def test_roles_that_share_a_device_compute_what_they_would_alone_and_are_where_they_should_be(
     ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]
 ) -> None:
-    every = [(dispatch, role) for dispatch in both for role in ROLES]
-
-    def everything_here() -> None:
-        for dispatch, role in every:
-            engine_of(dispatch, role).onload()
-
-    everything_here()
-    first = [[tensor.detach().clone() for tensor in state_of(*each)] for each in every]
-
-    def begin_again() -> None:
-        everything_here()
-        for (dispatch, role), tensors in zip(every, first, strict=True):
-            engine = engine_of(dispatch, role)
-            engine._step = 0
-            engine._clear_gradients()
-            for mine, saved in zip(state_of(dispatch, role), tensors, strict=True):
-                mine.data.copy_(saved)
-
-    Turns.ahead, Turns.both, Turns.begin_again = ahead, both, staticmethod(begin_again)
-    run_state_machine_as_test(Turns, settings=settings(max_examples=6, stateful_step_count=12, deadline=None))
-    begin_again()
+    turns, rng = Turns(ahead, both), random.Random(0)
+    turns.forward_at_once([("policy", 0), ("critic", 1), ("policy", 1)])
+    methods = ["forward", "forward_backward", "forward_backward", "optim_step", "publish"]
+    seen = set()
+    for _ in range(60):
+        role, method = rng.choice(ROLES), rng.choice(methods)
+        seen.add((role, method))
+        turns.call(role, method, rng.randrange(len(BATCHES)))
+        if rng.random() < 0.1:
+            turns.forward_at_once([(rng.choice(ROLES), rng.randrange(len(BATCHES))) for _ in range(4)])
+    assert len(seen) == len(ROLES) * len(set(methods)), "every role had every call"
 
 
 def test_a_role_is_saved_and_loaded_whatever_was_away(
@@ -338,26 +306,6 @@ def test_calls_to_roles_on_other_ranks_overlap_and_a_batch_travels_once_to_each(
         ahead.run(dispatch.close)
 
 
-def test_a_call_that_fails_ends_with_its_error_and_the_step_after_it_changes_nothing(
-    ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]
-) -> None:
-    policy = both[0]["policy"]
-
-    def broken(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        raise ValueError("the loss failed.")
-
-    async def fail() -> None:
-        before = await policy.forward(BATCHES[0])
-        failing, stepping = policy.forward_backward(BATCHES[0], broken), policy.optim_step()
-        with pytest.raises(WeightlaneError, match="the loss failed"):
-            await failing
-        with pytest.raises(ProtocolError, match=r"a part of the mini-batch has no gradient: .*the loss failed"):
-            await stepping
-        assert plain_data(await policy.forward(BATCHES[0])) == plain_data(before)
-
-    ahead.run(fail)
-
-
 def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> None:
     policy, critic, _ = specs(models)
     here = {"trainer": LocalRanks()}
@@ -375,13 +323,3 @@ def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> 
     assert ("policy" in dispatch, "critic" in dispatch) == (True, False)
     with pytest.raises(ProtocolError, match=r"no role 'critic'.*The roles are policy"):
         dispatch["critic"]
-
-
-def test_outputs_of_ranks_are_joined_in_the_order_of_the_batch_and_missing_ones_are_named() -> None:
-    first = {2: {"logprobs": torch.tensor([1.0, 2.0])}, 0: {"logprobs": torch.tensor([3.0])}}
-    packed = [RankOutputs.of(first), RankOutputs.of({1: {"logprobs": torch.tensor([4.0, 5.0, 6.0])}})]
-    found = [outputs["logprobs"].tolist() for outputs in _joined([*packed, RankOutputs.of({})], 3)]
-    assert found == [[3.0], [4.0, 5.0, 6.0], [1.0, 2.0]]
-    with pytest.raises(ProtocolError, match="no rank has the outputs of sequence 1"):
-        _joined(packed[:1], 3)
-    assert StagedBatch(BATCHES[0]).batch is BATCHES[0]

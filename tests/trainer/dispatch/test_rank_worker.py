@@ -138,35 +138,6 @@ def test_a_gradient_that_is_not_finite_is_a_step_that_was_skipped() -> None:
     assert (result.step, result.skipped) == (7, "trainer rank 0: the gradient norm is nan.")
 
 
-def test_a_mini_batch_of_which_a_part_failed_ends_with_its_step_and_changes_nothing() -> None:
-    done: list[str] = []
-
-    class Engine(Stepped):
-        step = 4
-
-        def forward_backward(self, *_: Any) -> BackwardResult:
-            done.append("forward_backward")
-            return BackwardResult({"loss": 0.5})
-
-        def zero_grad(self, *adapters: str) -> None:
-            done.append(f"zero_grad of {adapters}")
-
-        def optim_step(self, *_: Any) -> float:
-            done.append("optim_step")
-            return 1.0
-
-    worker = hosting(Engine())
-    worker.forward_backward("policy", BATCH, "loss")
-    with pytest.raises(ProtocolError, match="no loss called 'los'"):
-        worker.forward_backward("policy", BATCH, "los")
-    for call in (lambda: worker.forward_backward("policy", BATCH, "loss"), lambda: worker.optim_step("policy")):
-        with pytest.raises(ProtocolError, match=r"a part of the mini-batch has no gradient: .*no loss called 'los'"):
-            call()
-    assert done == ["forward_backward", "zero_grad of ('',)"]
-    worker.forward_backward("policy", BATCH, "loss")
-    assert worker.optim_step("policy").grad_norm == 1.0
-
-
 def test_a_role_a_loss_or_a_publisher_that_is_not_there_is_named() -> None:
     worker = hosting(None)
     with pytest.raises(ProtocolError, match=r"no loss called 'los'.*It has loss"):

@@ -21,7 +21,7 @@ from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.protocols import Rollout, StepReport, Syncer
 from weightlane.trainer.loop.summary import RunSummary
 
-GROUPS, PER_STEP = 2000, 8
+GROUPS, PER_STEP = 400, 8
 LONG_SHARE = 0.2
 STEP_S, SHORT_S, SYNC_S = 1.0, 0.3, 0.05
 LONG_TOKENS, SHORT_TOKENS = 40, 8
@@ -110,7 +110,7 @@ def simulate(world: World, **config: Any) -> RunSummary:
         tokenizer=Numbers(),
         stop_token_ids=[0],
         judge=judge,
-        train_tasks=[Task(str(number), "") for number in range(3000)],
+        train_tasks=[Task(str(number), "") for number in range(GROUPS)],
         heldout_tasks=[],
         hooks=make_hooks([world]),
         save=save,
@@ -127,7 +127,7 @@ def share(of: Sequence[bool]) -> float:
 
 
 @pytest.mark.parametrize("late", ["wait", "train"])
-@pytest.mark.parametrize(("long_s", "max_staleness"), [(2.5, 1), (4.0, 1), (4.0, 4), (2.5, 0)])
+@pytest.mark.parametrize(("long_s", "max_staleness"), [(4.0, 1), (2.5, 0)])
 def test_long_completions_are_trained_as_often_as_they_are_drawn(long_s: float, max_staleness: int, late: str) -> None:
     world = World(long_s)
     summary = simulate(world, max_staleness=max_staleness, late_groups=late)

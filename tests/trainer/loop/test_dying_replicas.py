@@ -24,10 +24,10 @@ from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.protocols import Newcomer
 
 
-def successors(world: World, *, fails: bool = False) -> Successor:
+def successors(world: World, *, failing: str = "") -> Successor:
     async def succeed(dead: str, name: str) -> Newcomer:
         await asyncio.sleep(0.01)
-        if fails:
+        if name == failing:
             raise ConfigError("no room.", part=name)
         return cast("Newcomer", LiveRollout(world, name))
 
@@ -68,19 +68,7 @@ def test_when_too_few_replicas_are_left_the_run_ends_with_the_last_death(
     assert world.told[-1]["successor"] == ""
 
 
-def test_a_successor_that_cannot_start_is_reported_and_the_others_go_on() -> None:
-    world = World()
-    world.add(LiveRollout(world, "rollout-1"))
-    world.at_step[2] = world.replicas["rollout-0"].gone.set
-    summary = run(world, first_is_better, succeed=successors(world, fails=True), steps=60)
-    assert Counter(world.trained) == Counter({task.prompt: 10 for task in TASKS})
-    assert (summary.replicas_lost, summary.replicas_replaced) == (1, 0)
-    assert [facts["lost"] for facts in world.told] == ["rollout-0", "rollout-0.1"]
-    assert "could not start" in world.told[1]["error"]
-    assert "no room" in world.told[1]["error"]
-
-
-def test_successors_can_die_too_and_are_counted() -> None:
+def test_successors_can_die_or_fail_to_start_and_are_counted() -> None:
     world = World()
     world.add(LiveRollout(world, "rollout-1"))
 
@@ -88,13 +76,15 @@ def test_successors_can_die_too_and_are_counted() -> None:
         newest = max(name for name in world.replicas if name.startswith("rollout-0"))
         world.replicas[newest].gone.set()
 
-    world.at_step = dict.fromkeys((2, 60, 120), kill_the_newest)
-    summary = run(world, first_is_better, succeed=successors(world), max_successors=2, steps=180)
-    assert Counter(world.trained) == Counter({task.prompt: 30 for task in TASKS})
-    assert [facts.get("joined", facts.get("lost")) for facts in world.told] == [
-        *("rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2", "rollout-0.2")
-    ]
-    assert (summary.replicas_lost, summary.replicas_replaced) == (3, 2)
+    world.at_step = dict.fromkeys((2, 60), kill_the_newest)
+    succeed = successors(world, failing="rollout-0.2")
+    summary = run(world, first_is_better, succeed=succeed, max_successors=2, steps=120)
+    assert Counter(world.trained) == Counter({task.prompt: 20 for task in TASKS})
+    told = [facts.get("joined", facts.get("lost")) for facts in world.told]
+    assert told == ["rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2"]
+    assert "could not start" in world.told[-1]["error"]
+    assert "no room" in world.told[-1]["error"]
+    assert (summary.replicas_lost, summary.replicas_replaced) == (2, 1)
 
 
 def test_a_replica_out_of_service_gets_no_requests_and_its_tasks_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,19 +251,6 @@ async def test_draining_retries_the_last_version_until_it_serves_or_the_limit_is
 
 
 @in_loop
-async def test_the_trainer_is_blocked_for_publish_plus_the_first_fence_after_it() -> None:
-    kept = Kept()
-    kept.keeper.note_fence(9.0)  # before anything was published
-    async with kept.keeper.between_steps(1):
-        _, end = await kept.begun()
-    kept.keeper.note_fence(0.5)
-    kept.keeper.note_fence(0.0)  # a step later the snapshot is long done
-    end.set_result(None)
-    await kept.keeper.drain(1)
-    assert kept.keeper.times.trainer_blocked_s() == [0.75]
-
-
-@in_loop
 async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() -> None:
     kept = Kept(max_failures=5)
     publishing = asyncio.create_task(kept.keeper.publish_blocking(3))
@@ -272,23 +259,13 @@ async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() ->
     end.set_result(None)
     assert await publishing > 0.0
     assert (kept.commits, kept.keeper.times.committed) == ([3], [3])
+    timing = asyncio.create_task(kept.keeper.time_blocking(4))
+    await kept.abort()
+    assert await timing is None, "which is no failure but of that version"
     publishing = asyncio.create_task(kept.keeper.publish_blocking(4))
     await kept.abort()
     with pytest.raises(SyncAbortedError):
         await publishing
-
-
-@in_loop
-async def test_a_version_that_is_timed_counts_as_a_failure_when_it_is_aborted_and_no_more() -> None:
-    kept = Kept(max_failures=1)
-    timing = asyncio.create_task(kept.keeper.time_blocking(3))
-    await kept.abort()
-    assert await timing is None
-    timing = asyncio.create_task(kept.keeper.time_blocking(3))
-    await kept.abort()
-    with pytest.raises(SyncAbortedError):
-        await timing
-    assert (kept.aborts, kept.keeper.times.aborted) == ([3, 3], [3, 3])
 
 
 @in_loop
