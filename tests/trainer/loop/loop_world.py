@@ -60,6 +60,8 @@ class World:
 
     version: int = 0
     step: int = 0
+    step_s: float = 0.001
+    sync_s: float = 0.002
     published: int = -1
     trained: list[str] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -100,7 +102,7 @@ class World:
                 asyncio.get_running_loop().call_later(0.01, self.dies.set)
             raise PeerLostError("the connection was reset.", part="gloo")
         self.trained += dict.fromkeys("".join(map(chr, prompt_of(sequence))) for sequence in batch.sequences)
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(self.step_s)
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()
         return StepReport(self.step)
@@ -124,7 +126,7 @@ class World:
         raise WorkerDiedError("trainer rank 1 (process 7) died.", part="trainer ranks", peer="trainer-1")
 
     async def sync(self, version: int) -> SyncReport:
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(self.sync_s)
         assert version == self.published
         if version in self.aborts:
             self.aborts.remove(version)
@@ -136,7 +138,7 @@ class World:
                 self.replicas[name].version = version
                 self.states_[name] = ReplicaState.SERVING
                 reports[name] = ReplicaReport(Outcome.COMMITTED, blocked_s=BLOCKED_S)
-        return SyncReport(version, 0.002, 0, reports)
+        return SyncReport(version, self.sync_s, 0, reports)
 
     def states(self) -> Mapping[str, ReplicaState]:
         return self.states_
@@ -228,6 +230,11 @@ def run(
     succeed: Successor | None = None,
     max_successors: int = 3,
     max_model_len: int = 0,
+    tasks: Sequence[Task] = TASKS,
+    heldout: Sequence[Task] = (Task("held-out", ""),),
+    algorithm: AlgorithmConfig = ALGORITHM,
+    concurrency: int = 2 * ALGORITHM.group_size,
+    event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
     **config: Any,
 ) -> RunSummary:
     loop = AsyncLoop(
@@ -238,8 +245,8 @@ def run(
             tokenizer=Characters(),
             stop_token_ids=[0],
             judge=judging(judge),
-            train_tasks=TASKS,
-            heldout_tasks=[Task("held-out", "")],
+            train_tasks=tasks,
+            heldout_tasks=heldout,
             hooks=make_hooks([world]),
             save=world.save_loop,
             export=world.export,
@@ -249,12 +256,13 @@ def run(
             max_model_len=max_model_len,
         ),
         LoopConfig(**{"steps": 6, **config}),
-        ALGORITHM,
+        algorithm,
         seed=0,
-        concurrency=2 * ALGORITHM.group_size,
+        concurrency=concurrency,
         resume=resume,
     )
-    return asyncio.run(asyncio.wait_for(loop.run(), HANG_S))
+    with asyncio.Runner(loop_factory=event_loop) as runner:
+        return runner.run(asyncio.wait_for(loop.run(), HANG_S) if event_loop is None else loop.run())
 
 
 def judging(judge: Callable[[str, Mapping[str, Any]], float]) -> Judge:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import count
 from types import SimpleNamespace
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import pytest
-from loop_world import prompt_of
+from hypothesis import given
+from hypothesis import strategies as st
+from loop_world import Characters, LiveRollout, World, run
 from simulated_time import SimulatedTimeLoop
 
-from weightlane.plugins import hookimpl, make_hooks
-from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer import AlgorithmConfig, MicroBatch, MiniBatch, TokenBatch
+from weightlane.trainer import AlgorithmConfig, MicroBatch, MiniBatch
 from weightlane.trainer.data.tasks import Task
-from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.group import PromptGroup, to_batch
-from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
-from weightlane.trainer.loop.protocols import Rollout, StepReport, Syncer
+from weightlane.trainer.loop.staleness_budget import StalenessBudget
 from weightlane.trainer.loop.summary import RunSummary
 
 GROUPS, PER_STEP = 400, 8
@@ -28,123 +27,102 @@ LONG_TOKENS, SHORT_TOKENS = 40, 8
 ALGORITHM = AlgorithmConfig(prompts_per_step=PER_STEP, group_size=2, max_new_tokens=LONG_TOKENS)
 
 
-class World:
-    """Trainers that take a second for a step, and a replica on which one group in five takes `long_s`."""
+TASKS = [Task(f"{'short' if number % round(1 / LONG_SHARE) else 'long'} {number}", "") for number in range(GROUPS)]
 
-    def __init__(self, long_s: float) -> None:
-        self.name = "rollout-0"
-        self.long_s = long_s
-        self.step = self.version = 0
-        self.trained: list[bool] = []
-        """Whether a group was long, for every group that was trained on."""
-        self.drawn: list[bool] = []
-        self.staleness: list[int] = []
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
-        prompts = dict.fromkeys(map(prompt_of, batch.sequences))
-        self.trained += [prompt[0] == 1 for prompt in prompts]
-        await asyncio.sleep(STEP_S)
-        self.step += 1
-        return StepReport(self.step)
+class SlowRollout(LiveRollout):
+    """A replica on which one group in five takes `long_s`, and in which versions change in the middle of a completion."""
 
-    async def publish(self, version: int) -> float:
-        return 0.0
-
-    async def watch(self) -> NoReturn:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def sync(self, version: int) -> SyncReport:
-        await asyncio.sleep(SYNC_S)
-        self.version = version
-        return SyncReport(version, SYNC_S, 0, {self.name: ReplicaReport(Outcome.COMMITTED)})
-
-    def states(self) -> Mapping[str, ReplicaState]:
-        return {self.name: ReplicaState.SERVING}
+    def __init__(self, world: World, long_s: float) -> None:
+        super().__init__(world, "rollout-0")
+        self._long_s = long_s
+        self.drawn: list[str] = []
 
     async def generate_group(self, prompt_ids: Sequence[int], *, count: int, **_: Any) -> Sequence[Any]:
-        long = prompt_ids[0] == 1
-        self.drawn.append(long)
+        prompt = Characters().decode(prompt_ids)
+        self.drawn.append(prompt)
+        tokens, seconds = (LONG_TOKENS, self._long_s) if is_long(prompt) else (SHORT_TOKENS, SHORT_S)
         versions = []
         for _half in range(2):
-            versions += [self.version] * ((LONG_TOKENS if long else SHORT_TOKENS) // 2)
-            await asyncio.sleep((self.long_s if long else SHORT_S) / 2)
-        each = {"token_ids": [1] * len(versions), "logprobs": [-1.0] * len(versions), "versions": versions}
-        return [SimpleNamespace(**each, number=number) for number in range(count)]
-
-    async def stats(self) -> Any:
-        return SimpleNamespace(max_token_gap_s=0.0)
-
-    @hookimpl
-    def training_step(self, facts: Mapping[str, Any]) -> None:
-        self.staleness.append(facts["staleness_max"])
+            versions += [self.version] * (tokens // 2)
+            await asyncio.sleep(seconds / 2)
+        each = {"token_ids": [1] * tokens, "logprobs": [-1.0] * tokens, "versions": versions}
+        return [SimpleNamespace(**each) for _ in range(count)]
 
 
-class Numbers:
-    """A tokenizer of prompts that are numbers: whether it is long, and which one it is."""
-
-    def encode(self, text: str) -> Sequence[int]:
-        number = int(text)
-        return [int(number % round(1 / LONG_SHARE) == 0), 2 + number]
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return ""
-
-
-def simulate(world: World, **config: Any) -> RunSummary:
-    turn = iter(range(1 << 30))
-
-    async def judge(completion: str, task: Mapping[str, Any]) -> float:
-        return float(next(turn) % 2)
-
-    async def save(_: object) -> None:
-        """Nothing is resumed."""
-
-    async def export(_: int) -> None:
-        """Nobody loads it."""
-
-    parts = LoopParts(
-        trainers=cast("Any", world),
-        rollouts=[cast("Rollout", world)],
-        syncer=cast("Syncer", world),
-        tokenizer=Numbers(),
-        stop_token_ids=[0],
-        judge=judge,
-        train_tasks=[Task(str(number), "") for number in range(GROUPS)],
-        heldout_tasks=[],
-        hooks=make_hooks([world]),
-        save=save,
-        export=export,
+def simulate(long_s: float, **config: Any) -> tuple[World, list[str], RunSummary]:
+    """Run the loop in simulated time; returns its world, the tasks that were drawn, in order, and its summary."""
+    world, turn = World(step_s=STEP_S, sync_s=SYNC_S), count()
+    world.add(replica := SlowRollout(world, long_s))
+    summary = run(
+        world,
+        lambda *_: float(next(turn) % 2),
+        tasks=TASKS,
+        heldout=(),
+        algorithm=ALGORITHM,
+        concurrency=200,
+        event_loop=SimulatedTimeLoop,
+        steps=GROUPS // PER_STEP,
+        save_every=0,
+        **config,
     )
-    settings = LoopConfig(steps=GROUPS // PER_STEP, save_every=0, **config)
-    loop = AsyncLoop(parts, settings, ALGORITHM, seed=1, concurrency=200)
-    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
-        return runner.run(loop.run())
+    return world, replica.drawn, summary
 
 
-def share(of: Sequence[bool]) -> float:
-    return sum(of) / len(of)
+def is_long(prompt: str) -> bool:
+    return prompt.startswith("long")
+
+
+def share(prompts: Sequence[str]) -> float:
+    """The share of long ones."""
+    return sum(map(is_long, prompts)) / len(prompts)
 
 
 @pytest.mark.parametrize("late", ["wait", "train"])
 @pytest.mark.parametrize(("long_s", "max_staleness"), [(4.0, 1), (2.5, 0)])
 def test_long_completions_are_trained_as_often_as_they_are_drawn(long_s: float, max_staleness: int, late: str) -> None:
-    world = World(long_s)
-    summary = simulate(world, max_staleness=max_staleness, late_groups=late)
+    world, drawn, summary = simulate(long_s, max_staleness=max_staleness, late_groups=late)
     assert len(world.trained) == GROUPS
-    drawn = share(world.drawn[:GROUPS])
-    assert abs(drawn - LONG_SHARE) < 0.02
-    assert abs(share(world.trained) - drawn) < 0.02
+    drawn = drawn[:GROUPS]
+    assert abs(share(drawn) - LONG_SHARE) < 0.02
+    assert abs(share(world.trained) - share(drawn)) < 0.02
     assert summary.dropped_groups == 0
     if late == "wait":
-        assert world.trained == world.drawn[:GROUPS], "in the order in which they were begun"
+        assert world.trained == drawn, "in the order in which they were begun"
         assert max(world.staleness) <= max_staleness
         assert summary.trained_tokens == summary.drawn_tokens
 
 
+@given(
+    max_staleness=st.integers(0, 4),
+    groups_per_step=st.integers(1, 5),
+    first_version=st.integers(0, 3),
+    syncs=st.lists(st.booleans(), min_size=1, max_size=40),
+)
+def test_no_group_the_budget_admits_is_too_stale_and_the_trainer_never_starves(
+    max_staleness: int, groups_per_step: int, first_version: int, syncs: list[bool]
+) -> None:
+    """Groups are trained in the order in which they were admitted, and a sync may or may not end before the next step."""
+    budget = StalenessBudget(max_staleness, groups_per_step, first_version)
+    waiting: list[int] = []
+    step = first_version
+    for synced in syncs:
+        while budget.room > 0:
+            budget.admit()
+            waiting.append(budget.committed)
+        if len(waiting) >= groups_per_step:
+            batch, waiting = waiting[:groups_per_step], waiting[groups_per_step:]
+            assert not any(budget.is_too_stale(step, version) for version in batch)
+            step += 1
+        else:
+            assert budget.committed < step, "only a sync that is behind may keep the trainer waiting"
+        assert step - budget.committed <= max_staleness + 1
+        if synced:
+            budget.committed = step
+
+
 def test_what_dropping_late_groups_does_to_long_ones_is_said() -> None:
-    world = World(4.0)
-    summary = simulate(world, max_staleness=1, late_groups="drop")
+    world, _, summary = simulate(4.0, max_staleness=1, late_groups="drop")
     assert max(world.staleness) <= 1
     assert share(world.trained) < LONG_SHARE / 4, "else there is nothing to be said"
     assert summary.dropped_groups > GROUPS / 10

@@ -18,7 +18,6 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.trainer import (
-    AdamParams,
     AlgorithmConfig,
     LoraConfig,
     Loss,
@@ -33,12 +32,10 @@ from weightlane.trainer.config import CriticConfig
 from weightlane.trainer.dispatch.dispatch import BackwardAnswer, WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
 from weightlane.trainer.dispatch.role import StepResult
-from weightlane.trainer.engines.contract import SequenceOutputs
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.policy_values import REWARD
 from weightlane.trainer.runner.jobs import (
-    JOBS,
     CreateAdapter,
     Export,
     Forward,
@@ -47,10 +44,8 @@ from weightlane.trainer.runner.jobs import (
     Load,
     NamedLoss,
     OptimStep,
-    RemoveAdapter,
     RlStep,
     Save,
-    SaveAdapter,
     SftStep,
     Together,
 )
@@ -74,8 +69,6 @@ def with_dispatch(
     models: Mapping[str, Path],
     use: Callable[[WorkerDispatch], Awaitable[Any]],
     algorithm: AlgorithmConfig = ALGORITHM,
-    *,
-    shares_device: bool = False,
     trainer: TrainerConfig = TRAINER,
 ) -> Any:
     """The result of `use` on a dispatch of the algorithm's roles, in this process."""
@@ -83,7 +76,7 @@ def with_dispatch(
     async def run() -> Any:
         paths = dict.fromkeys(role_names(algorithm), models["qwen3-untied"])
         roles = role_specs(algorithm, trainer, CriticConfig(), paths, Objective(policy_objective(algorithm)))
-        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)}, {"trainer": shares_device})
+        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)})
         try:
             await dispatch.start()
             return await use(dispatch)
@@ -124,83 +117,33 @@ def test_steps_by_jobs_are_bit_for_bit_those_of_the_algorithm_and_resume_as_it_d
     assert any(not torch.equal(calls[name], before[name]) for name in calls), "training changes weights"
 
 
-def test_a_supervised_step_is_the_gradient_of_the_likelihood_and_so_are_its_parts_and_a_loss_by_name_and_settings(
+def test_a_supervised_step_is_its_parts_with_a_loss_by_name_and_settings(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
+    batch = make_batch(0)
+
     def losses(name: str, settings: Mapping[str, Any]) -> Loss:
         assert (name, settings) == ("likelihood", {"weight": 1.0})
         return sft
 
-    async def whole(runner: Runner) -> None:
-        await runner.run(SftStep(make_batch(0)))
+    async def whole(dispatch: WorkerDispatch) -> None:
+        runner = Runner(dispatch)
+        await runner.run(SftStep(batch))
+        await runner.run(Export(tmp_path / "whole", "float32"))
 
-    async def parts(runner: Runner) -> None:
-        loss = NamedLoss("likelihood", {"weight": 1.0})
-        computing = runner.submit(ForwardBackward(make_batch(0), loss, outputs=("logprobs",)))
+    async def parts(dispatch: WorkerDispatch) -> None:
+        runner, loss = Runner(dispatch, losses=losses), NamedLoss("likelihood", {"weight": 1.0})
+        computing = runner.submit(ForwardBackward(batch, loss, outputs=("logprobs",)))
         stepping = runner.submit(OptimStep())
-        assert runner.waiting == 2
         answer = await computing
-        assert [len(each["logprobs"]) for each in answer.outputs] == [each.length for each in make_batch(0).sequences]
+        assert [len(each["logprobs"]) for each in answer.outputs] == [each.length for each in batch.sequences]
         assert (await stepping).step == 1
+        await runner.run(Export(tmp_path / "parts", "float32"))
 
-    for name, use in (("whole", whole), ("parts", parts)):
-
-        async def train(dispatch: WorkerDispatch, name: str = name, use: Any = use) -> None:
-            runner = Runner(dispatch, losses=losses)
-            await use(runner)
-            await runner.run(Export(tmp_path / name, "float32"))
-
-        with_dispatch(models, train, AlgorithmConfig())
+    for use in (whole, parts):
+        with_dispatch(models, use, AlgorithmConfig())
     first, second = weights_in(tmp_path / "whole"), weights_in(tmp_path / "parts")
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-def test_adapters_are_trained_by_jobs_as_by_calls_also_where_the_device_is_left_after_every_job(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    config, params, batches = (
-        LoraConfig(rank=3, seed=1),
-        AdamParams(1e-2, weight_decay=0.1),
-        [make_batch(0), make_batch(1)],
-    )
-
-    async def by_calls(dispatch: WorkerDispatch) -> list[SequenceOutputs]:
-        policy = dispatch["policy"]
-        await policy.add_adapter("a", config)
-        for batch in batches:
-            await policy.forward_backward(batch, sft, adapter="a")
-            assert (await policy.optim_step("a", params)).grad_norm > 0
-        await policy.export_adapter(tmp_path / "calls", "a", with_optimizer=True)
-        return await policy.forward(batches[0], adapter="a")
-
-    async def by_jobs(dispatch: WorkerDispatch) -> list[SequenceOutputs]:
-        @asynccontextmanager
-        async def around(_: Job[Any]) -> AsyncIterator[None]:
-            yield
-            await dispatch.offload()
-            assert dispatch["policy"].on_device == frozenset()
-
-        runner = Runner(dispatch, around=around)
-        assert await runner.run(CreateAdapter("a", config)) == 0
-        for number, batch in enumerate(batches):
-            await runner.run(ForwardBackward(batch, sft, adapter="a"))
-            assert (await runner.run(OptimStep("a", params))).step == number + 1
-            place = tmp_path / f"jobs-{number}"
-            await runner.run(SaveAdapter("a", place))
-            await runner.run(RemoveAdapter("a"))
-            with pytest.raises(ConfigError):
-                await runner.run(Forward(batch, adapter="a"))
-            assert await runner.run(CreateAdapter("a", config, place)) == number + 1
-        return await runner.run(Forward(batches[0], adapter="a"))
-
-    trainer = TRAINER.model_copy(update={"lora": LoraConfig(rank=4)})
-    calls = with_dispatch(models, by_calls, AlgorithmConfig(), trainer=trainer)
-    jobs = with_dispatch(models, by_jobs, AlgorithmConfig(), trainer=trainer, shares_device=True)
-    assert all(torch.equal(one["logprobs"], other["logprobs"]) for one, other in zip(calls, jobs, strict=True))
-    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
-        one, other = (load_file(tmp_path / folder / name) for folder in ("calls", "jobs-1"))
-        assert one.keys() == other.keys()
-        assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_a_job_fails_alone_with_a_typed_error_and_every_end_is_told_and_counted(models: dict[str, Path]) -> None:
@@ -337,10 +280,6 @@ def test_jobs_wait_for_their_turn_and_their_device_and_those_whose_caller_left_o
             runner.submit(OptimStep())
 
     with_dispatch(models, use, AlgorithmConfig())
-
-
-def test_every_kind_of_job_has_a_name_of_its_own() -> None:
-    assert len({job.kind for job in JOBS}) == len(JOBS)
 
 
 def test_the_program_of_the_guide_trains_and_saves(models: dict[str, Path], tmp_path: Path) -> None:

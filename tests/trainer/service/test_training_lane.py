@@ -1,28 +1,33 @@
-"""`TrainingLane`: which requests are carried out together, which wait for each other, and that nobody waits for long."""
+"""`TrainingLane`: requests that are carried out together, that wait for each other, and that the death of a process fails."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, NEVER_S
 
-from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, PeerLostError, StorageError, WeightlaneError
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.runner.jobs import Job, OptimStep, Together
 from weightlane.trainer.runner.joint_jobs import JointJobs, RunJob
+from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training.operations import BACKWARD, SAVE, STEP, Operations
+from weightlane.trainer.service.training.operations import BACKWARD, SAVE, SAVE_FOR_SAMPLER, STEP, Operations
 from weightlane.trainer.service.training.training_lane import TrainingLane
+from weightlane.trainer.service.wire.bodies import WireLimits
 
 LORA = LoraConfig(rank=2, publish="adapter")
 ANY = cast("Any", None)
+RESET = PeerLostError("the connection was reset.", part="gloo")
 
 
 class Jobs:
@@ -41,23 +46,30 @@ class Jobs:
 
 
 class World:
-    """A lane whose requests run one job each, where they may be joined; it notes the others by their model and kind."""
+    """A lane whose requests run one job each, where they may be joined; it notes the others by their model and kind.
 
-    def __init__(self, directory: Path, models: str, *, join_wait_s: float = 0.0) -> None:
+    With an `error`, all of its requests and publications fail by it.
+    """
+
+    def __init__(
+        self, directory: Path, models: str, *, join_wait_s: float = 0.0, error: WeightlaneError | None = None
+    ) -> None:
         directory.mkdir(exist_ok=True)
-        self.store, self.jobs = Store(directory / "store.sqlite"), Jobs()
+        self.store, self.jobs, self.error = Store(directory / "store.sqlite"), Jobs(), error
         self.futures = Futures(self.store)
-        any_part = cast("Any", None)
-        parts = (any_part,) * 6
-        operations = Operations(self.futures, *parts, 60.0, trains_weights=False)
-        self.lane = TrainingLane(
+        publications = cast("Any", SimpleNamespace(begin=self.begin, finish=self.fail, busy=False))
+        self.operations = Operations(
+            self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), 60.0, trains_weights=False
+        )
+        self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
+        self.lane = self.operations.lane = TrainingLane(
             self.store,
             self.futures,
             cast("Any", self.jobs),
-            any_part,
-            self.execute,
+            ANY,
+            self.execute if error is None else self.fail,
             lambda _: True,
-            operations.joins,
+            self.operations.joins,
             directory / "models",
             save_every=100,
             max_queued=100,
@@ -71,6 +83,13 @@ class World:
         for model in self.models.values():
             self.lane.add(model)
 
+    async def begin(self, *_: Any) -> None:
+        return None
+
+    async def fail(self, *_: Any) -> None:
+        assert self.error is not None
+        raise self.error
+
     async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         if request.kind in (BACKWARD, STEP):
             await run(OptimStep(f"{model.id} {request.kind}"))
@@ -81,9 +100,18 @@ class World:
 
     def ask(self, model: str, *kinds: str) -> None:
         for kind in kinds:
-            found = self.models[model]
-            seq = max([found.next_seq - 1, *found.waiting]) + 1
-            self.lane.put(self.futures.accept(kind, model, seq, found.client, b"{}")[0])
+            self.lane.put(self.accept(model, kind))
+
+    def accept(self, model: str, kind: str, /, **body: Any) -> StoredRequest:
+        found = self.models[model]
+        seq = max([found.next_seq - 1, *found.waiting]) + 1
+        payload = json.dumps({"model_id": model, "seq_id": seq, **body}).encode()
+        return self.futures.accept(kind, model, seq, found.client, payload)[0]
+
+    def state(self, request: StoredRequest) -> str:
+        found = self.store.request(request.id)
+        assert found is not None
+        return found.state
 
     def run(self, until: int, begin: Callable[[], None] = lambda: None) -> list[list[str]]:
         """The jobs that ran until there were so many."""
@@ -154,11 +182,6 @@ def test_a_pass_is_not_kept_waiting_by_a_client_that_asks_for_steps_again_and_ag
     assert named(BACKWARD, "a") in world.run(4)
 
 
-async def all_of(*tasks: Awaitable[Any]) -> list[Any]:
-    async with asyncio.timeout(HANG_S):
-        return await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def test_joint_jobs_wait_for_every_task_that_has_not_left_and_errors_are_those_of_their_own() -> None:
     async def live() -> None:
         jobs = Jobs(broken="b")
@@ -168,30 +191,63 @@ def test_joint_jobs_wait_for_every_task_that_has_not_left_and_errors_are_those_o
         assert jobs.seen == []
         calls[2].cancel()  # its task ends, but what it asked for may run
         joint.leave()
-        first, second, third = await all_of(*calls)
+        first, second, third = await asyncio.gather(*calls, return_exceptions=True)
         assert (first, type(second), type(third)) == ("a", ConfigError, asyncio.CancelledError)
         assert jobs.seen == [["a", "b", "c"]]
         joint.leave()
         joint.leave()
-        assert await all_of(joint.run(OptimStep("d"))) == ["d"]
+        assert await joint.run(OptimStep("d")) == "d"
         assert jobs.seen[1:] == [["d"]], "alone, it is no joint job"
+
+    asyncio.run(asyncio.wait_for(live(), HANG_S))
+
+
+def test_what_a_death_makes_fail_in_the_lane_stays_queued(tmp_path: Path) -> None:
+    async def live() -> None:
+        world = World(tmp_path, "a", error=RESET)
+        request = world.accept("a", STEP)
+        world.lane.put(request)
+        lane = asyncio.create_task(world.lane.run())
+        asyncio.get_running_loop().call_later(0.01, world.futures.close)  # the death is known only then
+        with pytest.raises(PeerLostError):
+            await asyncio.wait_for(lane, HANG_S)
+        assert world.state(request) == "queued"
 
     asyncio.run(live())
 
 
-def test_the_death_of_a_rank_ends_the_lane_and_every_request_stays_queued(tmp_path: Path) -> None:
-    world = World(tmp_path, "ab")
+def test_a_publication_that_a_death_aborts_stays_queued_and_keeps_its_model_from_being_saved(tmp_path: Path) -> None:
+    async def live() -> None:
+        world = World(tmp_path, "a", error=RESET)
+        request = world.accept("a", SAVE_FOR_SAMPLER, sampling_session_seq_id=0, kind="inflight")
+        await world.operations.execute(world.models["a"], request, world.fail)
+        asyncio.get_running_loop().call_later(0.01, world.futures.close)
+        await asyncio.wait_for(world.operations.close(HANG_S), HANG_S)
+        assert world.state(request) == "queued"
+        assert not world.models["a"].settled, "a saved state would count the request as answered"
 
-    async def die(job: Job[Any]) -> Any:
-        raise WorkerDiedError("the trainer rank died.", part="trainer rank 0")
+    asyncio.run(live())
 
-    world.jobs.run = die  # type: ignore[method-assign]
-    for model in "ab":
-        world.ask(model, BACKWARD)
-    with pytest.raises(WorkerDiedError):
-        asyncio.run(asyncio.wait_for(world.lane.run(), HANG_S))
-    for request in world.store.requests_since("a", 0) + world.store.requests_since("b", 0):
-        assert request.state == "queued"
+
+@pytest.mark.parametrize("error", [ConfigError("no.", part="x"), StorageError("full.", part="x"), RESET])
+def test_failures_that_no_death_follows_are_answered(
+    error: WeightlaneError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Of these, the last alone may be what a death causes; the others don't wait to learn of one.
+    monkeypatch.setattr(futures_module, "_DEATH_NOTICE_S", 0.01 if error is RESET else NEVER_S)
+
+    async def live() -> None:
+        world = World(tmp_path, "a", error=error)
+        request = world.accept("a", STEP)
+        world.lane.put(request)
+        lane = asyncio.create_task(world.lane.run())
+        answered = await asyncio.wait_for(world.futures.wait(request.id, "client a", HANG_S), HANG_S)
+        lane.cancel()
+        assert answered is not None
+        assert answered.state == "failed"
+        assert error.message in answered.answer.decode()
+
+    asyncio.run(live())
 
 
 def test_adapters_and_all_weights_are_not_taken_for_each_other(tmp_path: Path) -> None:
