@@ -75,47 +75,31 @@ class Trial:
         resume: LoopState | None = None,
         **trainer: Any,
     ) -> SftSummary:
-        return asyncio.run(self._run(config, train, heldout, resume, trainer))
-
-    async def _run(
-        self,
-        config: SftConfig,
-        train: Sequence[Example],
-        heldout: Sequence[Example],
-        resume: LoopState | None,
-        trainer: dict[str, Any],
-    ) -> SftSummary:
         made = TrainerConfig(device="cpu", **{"learning_rate": LEARNING_RATE, "max_grad_norm": 1e9, **trainer})
         state = self.folder / f"state-{resume.step}" if resume else None
         dispatch = WorkerDispatch([RoleSpec(POLICY, made, self._model, state=state)], {"trainer": LocalRanks(HANG_S)})
-        runner = Runner(dispatch)
 
-        async def save(state: LoopState) -> None:
-            self.states.append(state)
-            shutil.rmtree(self.folder / f"state-{state.step}", ignore_errors=True)
-            await runner.run(Save(self.folder / f"state-{state.step}"))
+        async def live() -> SftSummary:
+            runner = Runner(dispatch)
 
-        async def export(step: int, *, last: bool) -> None:
-            self.exported.append((step, last))
-            shutil.rmtree(self.folder / f"model-{step}", ignore_errors=True)
-            await runner.run(Export(self.folder / f"model-{step}", "float32"))
+            async def save(state: LoopState) -> None:
+                self.states.append(state)
+                shutil.rmtree(self.folder / f"state-{state.step}", ignore_errors=True)
+                await runner.run(Save(self.folder / f"state-{state.step}"))
 
-        try:
-            await dispatch.start()
-            loop = SftLoop(
-                runner,
-                config,
-                train,
-                heldout,
-                seed=3,
-                hooks=make_hooks([self]),
-                save=save,
-                export=export,
-                resume=resume,
-            )
-            return await loop.run()
-        finally:
-            await dispatch.close()
+            async def export(step: int, *, last: bool) -> None:
+                self.exported.append((step, last))
+                shutil.rmtree(self.folder / f"model-{step}", ignore_errors=True)
+                await runner.run(Export(self.folder / f"model-{step}", "float32"))
+
+            try:
+                await dispatch.start()
+                parts = {"hooks": make_hooks([self]), "save": save, "export": export}
+                return await SftLoop(runner, config, train, heldout, seed=3, resume=resume, **parts).run()
+            finally:
+                await dispatch.close()
+
+        return asyncio.run(live())
 
     def weights(self, step: int) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"model-{step}" / "model.safetensors")
