@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from engine_batches import VOCAB
-from engine_ranks import make_models
 from transformers import AutoModelForCausalLM
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo, sft
+from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo
 from weightlane.trainer.algorithms.composition import (
     algorithm_over,
     check_roles,
@@ -27,7 +26,6 @@ from weightlane.trainer.algorithms.composition import (
 from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
 from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
-from weightlane.trainer.algorithms.step import take_step
 from weightlane.trainer.config import CriticConfig, LoraConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
@@ -36,11 +34,6 @@ from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LO
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
 
 TRAINER = TrainerConfig(device="cpu", learning_rate=3e-3, max_grad_norm=10.0)
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
 
 
 def in_dispatch(roles: list[RoleSpec], use: Callable[[WorkerDispatch], Awaitable[Any]]) -> Any:
@@ -165,7 +158,7 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
     assert reports[-1].metrics["reference_kl"] < 0.7 * reports[0].metrics["reference_kl"]
 
 
-def test_dpo_and_sft_learn_what_they_are_shown(models: dict[str, Path]) -> None:
+def test_dpo_learns_what_it_is_shown(models: dict[str, Path]) -> None:
     rng = random.Random(0)
     sequences = [
         TokenSequence.of_completion([row, 2], [rng.randrange(4, VOCAB) for _ in range(3)]) for row in range(4, 16)
@@ -181,13 +174,8 @@ def test_dpo_and_sft_learn_what_they_are_shown(models: dict[str, Path]) -> None:
 
     reports = in_dispatch(roles, prefer)
     assert reports[0].metrics["reward_margin"] == pytest.approx(0.0, abs=1e-5)
-    assert (reports[-1].metrics["reward_accuracy"], reports[-1].metrics["loss"] < 0.3) == (1.0, True)
-
-    async def imitate(dispatch: WorkerDispatch) -> Any:
-        return [await take_step(dispatch[POLICY], TokenBatch(tuple(sequences)), sft) for _ in range(15)]
-
-    reports = in_dispatch([RoleSpec(POLICY, TRAINER, models["qwen3-untied"])], imitate)
-    assert reports[-1].metrics["loss"] < 0.5 * reports[0].metrics["loss"]
+    assert reports[-1].metrics["reward_accuracy"] == 1.0
+    assert reports[-1].metrics["loss"] < 0.3
 
 
 def test_a_policy_without_a_vocabulary_and_roles_that_the_megatron_engine_cannot_host_are_refused_before_anything_starts() -> (

@@ -15,7 +15,7 @@ import pytest
 import torch
 from ahead import Ahead
 from engine_batches import LOSSES, make_batch
-from engine_ranks import TRAINER, make_models
+from engine_ranks import TRAINER
 from transformers import AutoModelForTokenClassification
 from waiting import HANG_S
 
@@ -60,11 +60,6 @@ def ahead() -> Iterator[Ahead]:
     ahead = Ahead()
     yield ahead
     ahead.stop()
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return make_models(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

@@ -78,8 +78,10 @@ def assert_tokens_are_scored_as_transformers_does(sampler: Any, model: Path) -> 
 
 @pytest.mark.parametrize(
     ("trains", "rate", "more_steps", "slots"),
-    [("adapters", 2e-2, 25, {"adapter_slots": 2}), ("all_weights", 5e-3, 6, {})],
-    ids=["adapters", "all weights"],
+    [
+        pytest.param("adapters", 2e-2, 12, {"adapter_slots": 2}, id="adapters"),
+        pytest.param("all_weights", 5e-3, 6, {}, id="all weights", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_samplers_keep_their_version_or_move_on_also_when_the_service_is_killed(
     trains: str, rate: float, more_steps: int, slots: dict[str, int], model: Path, tmp_path: Path
