@@ -108,11 +108,11 @@ def test_what_the_model_can_do_is_measured_beside_the_training_and_some_of_what_
     assert (sample["completion"], sample["reward"], sample["versions"]) == ("AAAA", 1.0, [0])
 
 
-def test_versions_that_the_trainer_waits_for_are_timed_and_may_be_aborted_as_others_may() -> None:
-    world = World(aborts=[3])  # of 1, 3 and 4
+def test_versions_that_the_trainer_waits_for_are_timed_and_aborted_ones_are_sent_again() -> None:
+    world = World(aborts=[3, 6])  # one that the trainer waits for, and the last one
     summary = run(world, first_is_better, blocking_syncs=3, max_staleness=2)
     assert summary.blocking_way_s > 0
-    assert summary.versions_aborted == 1
+    assert summary.versions_aborted == 2
     assert (world.step, world.version) == (6, 6)
     assert run(World(), first_is_better).blocking_way_s == 0, "nobody asked for it"
 

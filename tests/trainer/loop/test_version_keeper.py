@@ -236,21 +236,6 @@ async def test_when_nobody_serves_and_nobody_can_be_healed_the_run_ends() -> Non
 
 
 @in_loop
-async def test_draining_retries_the_last_version_until_it_serves_or_the_limit_is_reached() -> None:
-    for max_failures in (0, 1):
-        kept = Kept(max_failures)
-        drain = asyncio.create_task(kept.keeper.drain(7))
-        await kept.abort()
-        if max_failures:
-            await kept.commit()
-            await drain
-        else:
-            with pytest.raises(SyncAbortedError, match="the disk is full"):
-                await drain
-        assert kept.commits == [7] * max_failures
-
-
-@in_loop
 async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() -> None:
     kept = Kept(max_failures=5)
     publishing = asyncio.create_task(kept.keeper.publish_blocking(3))
