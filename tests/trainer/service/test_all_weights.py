@@ -24,7 +24,7 @@ ADAM = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-2, "weight_decay": 0.1, "grad_clip
 @pytest.fixture(scope="module")
 def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
     directory = tmp_path_factory.mktemp("service") / "files"
-    with ServiceProcess(model, directory, trains="all_weights", save_every=2, gap_timeout_s=2) as running:
+    with ServiceProcess(model, directory, trains="all_weights", save_every=2) as running:
         yield running
 
 

@@ -250,6 +250,25 @@ def test_failures_that_no_death_follows_are_answered(
     asyncio.run(live())
 
 
+def test_a_request_fails_whose_predecessor_does_not_arrive_and_so_does_the_predecessor_that_comes_late(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, "a")
+    ahead, late = (world.futures.accept(STEP, "a", seq, "client a", b"{}")[0] for seq in (3, 2))
+    world.lane.put(ahead)
+    world.lane.give_up_gaps(NEVER_S)
+    assert world.state(ahead) == "queued"
+    world.lane.give_up_gaps(0.0)
+    world.ask("a", STEP)
+    assert world.run(2) == [named(STEP, "a")] * 2, "the failed one has its turn, as after a crash, and the next one"
+    world.lane.put(late)
+    for request, said in ((ahead, "request 1 of a has not arrived"), (late, "had been given up")):
+        failed = world.store.request(request.id)
+        assert failed is not None
+        assert failed.state == "failed"
+        assert said in failed.answer.decode()
+
+
 def test_adapters_and_all_weights_are_not_taken_for_each_other(tmp_path: Path) -> None:
     def lane(store: Store, name: str, *, trains_weights: bool) -> TrainingLane:
         parts = ANY, ANY, ANY, ANY, ANY, ANY, tmp_path / name
