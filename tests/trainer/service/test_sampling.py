@@ -79,7 +79,7 @@ def assert_tokens_are_scored_as_transformers_does(sampler: Any, model: Path) -> 
 @pytest.mark.parametrize(
     ("trains", "rate", "more_steps", "slots"),
     [
-        pytest.param("adapters", 2e-2, 12, {"adapter_slots": 2}, id="adapters"),
+        pytest.param("adapters", 2e-2, 25, {"adapter_slots": 2}, id="adapters"),
         pytest.param("all_weights", 5e-3, 6, {}, id="all weights", marks=pytest.mark.exhaustive),
     ],
 )
