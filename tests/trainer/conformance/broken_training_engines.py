@@ -59,15 +59,6 @@ class AveragesOverRanks(TemplateTrainingEngine):
         return super().optim_step(before_change)
 
 
-class DividesByTheBatch(TemplateTrainingEngine):
-    """Each call divides by its own tokens and sequences."""
-
-    def _same_mini_batch(
-        self, begun: toolkit.MiniBatch | None, batch: toolkit.TokenBatch, mini_batch: toolkit.MiniBatch | None
-    ) -> toolkit.MiniBatch:
-        return toolkit.MiniBatch.of(batch)
-
-
 class ForgetsEarlierCalls(TemplateTrainingEngine):
     """Each call begins with gradients of 0."""
 
@@ -102,19 +93,6 @@ class TakesAnyToken(TemplateTrainingEngine):
         return super().forward_backward(_known(batch), *arguments, **named)
 
 
-class KeepsTheGradientOfFailedCalls(TemplateTrainingEngine):
-    """A call that fails leaves what the calls before it added."""
-
-    def forward_backward(self, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
-        kept = [parameter.grad.clone() for parameter in self._trained.values()]
-        try:
-            return super().forward_backward(*arguments, **named)
-        except ValueError:
-            for parameter, gradient in zip(self._trained.values(), kept, strict=True):
-                parameter.grad.copy_(gradient)
-            raise
-
-
 class TakesAnyMiniBatch(TemplateTrainingEngine):
     """The latest one is used."""
 
@@ -145,14 +123,6 @@ class AddsDecayToTheGradient(TemplateTrainingEngine):
         return super().optim_step(before_change)
 
 
-class ClipsByRank(TemplateTrainingEngine):
-    """Each rank clips its own part of the gradient, before they are added up."""
-
-    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
-        torch.nn.utils.clip_grad_norm_(self._trained.values(), self.config.max_grad_norm)
-        return super().optim_step(before_change)
-
-
 class AsksTheFenceAfterwards(TemplateTrainingEngine):
     """The weights have changed when the fence is told."""
 
@@ -162,13 +132,6 @@ class AsksTheFenceAfterwards(TemplateTrainingEngine):
         for names in told:
             before_change(names)
         return norm
-
-
-class NamesTiedTensorsTwice(TemplateTrainingEngine):
-    """The fence is told of the head, too, which is the embedding."""
-
-    def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
-        return super().optim_step(lambda names: before_change([*names, "lm_head.weight"]))
 
 
 class StepsInAnyCase(TemplateTrainingEngine):
@@ -218,13 +181,6 @@ class StepsWithoutAGradient(TemplateTrainingEngine):
         pass
 
 
-class KeepsWhatWasDropped(TemplateTrainingEngine):
-    """``zero_grad`` does nothing."""
-
-    def zero_grad(self, *adapters: str) -> None:
-        pass
-
-
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
@@ -236,14 +192,6 @@ class PublishesTiedTensorsTwice(TemplateTrainingEngine):
         embedding = next(shard for shard in shards if "embed_tokens" in shard.spec.name)
         spec = TensorSpec("lm_head.weight", embedding.spec.shape, embedding.spec.dtype)
         return [*shards, LocalShard.whole(spec, embedding.data)]
-
-
-class PublishesHalf(TemplateTrainingEngine):
-    """Each rank publishes the first half of the tensors, for its own."""
-
-    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
-        shards = super().local_shards(wire_dtype)
-        return shards[: len(shards) // 2]
 
 
 class MovesOnLoading(TemplateTrainingEngine):
@@ -296,15 +244,6 @@ class StepsAsConfigured(TemplateTrainingEngine):
 
     def optim_step(self, before_change: Fence, adapter: str | None = None, params: Any = None) -> float:
         return super().optim_step(before_change)
-
-
-class DropsTheRandomState(TemplateTrainingEngine):
-    """A random number after loading depends on those before."""
-
-    def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        state = torch.get_rng_state()
-        super().load(directory, optimizer=optimizer)
-        torch.set_rng_state(state)
 
 
 class ForgetsMomentsOfOtherRanks(TemplateTrainingEngine):

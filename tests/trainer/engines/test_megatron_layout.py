@@ -56,17 +56,6 @@ def test_a_layout_that_cannot_work_is_refused_with_what_to_do(
     assert hint in refused.value.hint
 
 
-def test_layouts_that_fit_are_accepted() -> None:
-    for model, ranks, layout in (
-        (DENSE, 1, {}),
-        (DENSE, 6, {"pipeline_parallel": 2}),
-        (DENSE, 16, {"tensor_parallel": 4, "pipeline_parallel": 2, "virtual_pipeline": 4, "sequence_parallel": True}),
-        (EXPERTS, 4, {"expert_parallel": 2, "distributed_optimizer": True}),
-        (EXPERTS, 8, {"tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2, "pipeline_parallel": 2}),
-    ):
-        check_layout(TrainerConfig(ranks=ranks, megatron=layout), model, ranks)
-
-
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
@@ -160,18 +149,12 @@ def test_pieces_of_all_ranks_are_every_element_and_no_padding(
         assert bool((count == copies).all()), name
 
 
-def test_a_parameter_of_another_model_has_no_place() -> None:
-    for name in ("decoder.layers.0.self_attention.linear_qkv.bias", "mtp.layers.0.weight"):
-        with pytest.raises(KeyError):
-            pieces_of(name, (4,), DENSE, Coordinates())
-
-
 _NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.megatron
-@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 4])
 @pytest.mark.filterwarnings("ignore::UserWarning:m(egatron|bridge).*")
 @pytest.mark.parametrize(("bridge_class", "model"), [("Qwen3Bridge", DENSE), ("Qwen3MoEBridge", EXPERTS)])
 def test_names_and_layouts_are_those_of_mbridge(bridge_class: str, model: CheckpointShape, tensor: int) -> None:

@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -38,7 +38,6 @@ def summed_advantages(
     return [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, len(deltas))) for t in range(len(deltas))]
 
 
-@settings(max_examples=80, deadline=None)
 @given(steps, st.floats(0, 1), st.floats(0, 1), st.just(0.0) | number)
 @example([(0.0, 0.5), (1.0, 0.25)], 0.0, 0.0, 2.0)
 @example([(0.0, 0.5)] * 3, 1.0, 1.0, 0.0)
@@ -46,28 +45,15 @@ def test_advantages_are_the_sum_of_discounted_errors_and_returns_what_values_aim
     sequence: list[tuple[float, float]], gamma: float, lam: float, bootstrap: float
 ) -> None:
     rewards, values = [reward for reward, _ in sequence], [value for _, value in sequence]
-    advantages, returns = gae(doubles(rewards), doubles(values), gamma=gamma, lam=lam, bootstrap=bootstrap)
+    advantages, returns = gae(
+        doubles(rewards), doubles(values).requires_grad_(), gamma=gamma, lam=lam, bootstrap=bootstrap
+    )
+    assert not returns.requires_grad
     expected = summed_advantages(rewards, values, gamma, lam, bootstrap)
     assert advantages.dtype == returns.dtype == torch.float32
     assert advantages.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-5)
     aims = [advantage + value for advantage, value in zip(expected, values, strict=True)]
     assert returns.tolist() == pytest.approx(aims, rel=1e-5, abs=1e-5)
-
-
-def test_a_completion_that_ended_has_no_value_after_it_and_one_that_was_cut_off_has_the_critics() -> None:
-    rewards, values = torch.tensor([0.0, 0.0, 1.0]), torch.tensor([0.5, 0.25, 0.75], requires_grad=True)
-    ended, returns = gae(rewards, values, gamma=1.0, lam=1.0)
-    assert (ended.tolist(), returns.tolist()) == ([0.5, 0.75, 0.25], [1.0, 1.0, 1.0])
-    cut, returns = gae(rewards, values, gamma=0.5, lam=0.0, bootstrap=8.0)
-    assert (cut.tolist(), returns.tolist()) == ([-0.375, 0.125, 4.25], [0.125, 0.375, 5.0])
-    assert not returns.requires_grad
-
-
-def test_positions_without_a_target_are_no_steps() -> None:
-    mask = torch.tensor([False, True, False, False, True])
-    rewards, values = torch.tensor([9.0, 0.0, 9.0, 9.0, 2.0]), torch.tensor([9.0, 1.0, 9.0, 9.0, 0.5])
-    advantages, _ = gae(rewards[mask], values[mask], gamma=0.5, lam=0.5)
-    assert advantages.tolist() == [0.5 * 0.5 - 1.0 + 0.25 * 1.5, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -86,8 +72,8 @@ def test_rewards_that_do_not_fit_their_values_are_refused(
         gae(torch.tensor(rewards), torch.tensor(values), **further)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(number, st.booleans()), min_size=1, max_size=12))
+@example([(0.1, True)] * 7)  # whose mean is rounded
 def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_targets(rows: list[tuple[float, bool]]) -> None:
     counted = [value for value, target in rows if target]
     found = whiten(torch.tensor([value for value, _ in rows]), torch.tensor([target for _, target in rows])).tolist()
@@ -97,10 +83,6 @@ def test_whitened_advantages_have_mean_zero_and_deviation_one_over_the_targets(r
         else:
             scale = statistics.pstdev(counted) + 1e-6
             assert value == pytest.approx((given_value - statistics.fmean(counted)) / scale, rel=1e-3, abs=1e-4)
-
-
-def test_equal_advantages_are_whitened_to_zero_even_when_their_mean_is_rounded() -> None:
-    assert whiten(torch.full((7,), 0.1), torch.ones(7, dtype=torch.bool)).tolist() == [0.0] * 7
 
 
 # -- the critic's loss ----------------------------------------------------------------------------------------------------
@@ -130,7 +112,6 @@ def critic_batch(rows: list[Row]) -> tuple[list[MicroBatch], list[torch.Tensor]]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
-@settings(max_examples=60, deadline=None)
 @given(critics)
 @example([([(2.0, 1.0, 0.0), (-2.0, 1.0, 0.0), (0.25, 3.0, 0.0), (1.5, 1.5, 0.5)], 1)])
 def test_the_critics_loss_is_the_clipped_squared_error_value_gradient_and_metrics(
@@ -170,17 +151,10 @@ def test_equal_returns_have_no_variance_to_explain() -> None:
     assert math.isnan(explained_variance(means))
 
 
-def test_a_critic_without_targets_names_the_same_sums_and_one_without_its_values_is_told() -> None:
-    values = {"returns": 1.0, "old_values": 0.5}
-    like = TokenSequence.of_completion([1], [2], per_token=values)
-    loss = value_loss(AlgorithmConfig(value_clip=0.2))
-    micro, empty = MicroBatch.of([like]), MicroBatch.without_targets(like)
-    nothing, something = loss(ModelOutputs.nothing(empty, 1), empty), loss(ModelOutputs.nothing(micro, 1), micro)
-    assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
-    assert [float(nothing.terms["value"].total), *map(float, nothing.metrics.values())] == [0.0] * 7  # type: ignore[arg-type]
+def test_a_critic_without_its_values_is_refused_by_name() -> None:
     bare = MicroBatch.of([TokenSequence.of_completion([1], [2], per_token={"returns": 1.0})])
     with pytest.raises(ProtocolError, match="needs the per-token value old_values, and the batch has returns"):
-        loss(ModelOutputs.nothing(bare, 1), bare)
+        value_loss(AlgorithmConfig(value_clip=0.2))(ModelOutputs.nothing(bare, 1), bare)
     with pytest.raises(ValidationError, match="value_clip"):
         AlgorithmConfig(value_clip=0.0)
 

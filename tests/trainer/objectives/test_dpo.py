@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
@@ -35,13 +35,17 @@ def in_doubles(micro: MicroBatch) -> MicroBatch:
     return micro
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(side, side), min_size=1, max_size=4), st.sampled_from([0.1, 2.0]))
-@example(
-    [(([(-0.125, -400.0)] * 3, 0), ([(-400.0, -0.125)] * 5, 1)), (([(-1.0, -1.0)], 0), ([(-2.0, -2.0)] * 2, 0))], 2.0
+FAR_APART: list[tuple[Side, Side]] = [
+    (([(-0.125, -400.0)] * 3, 0), ([(-400.0, -0.125)] * 5, 1)),
+    (([(-400.0, -0.125)] * 3, 0), ([(-0.125, -400.0)] * 5, 1)),
+    (([(-1.0, -1.0)], 0), ([(-2.0, -2.0)] * 2, 0)),
+]
+
+
+@given(
+    st.sampled_from([0.0, 0.2]), st.lists(st.tuples(side, side), min_size=1, max_size=4), st.sampled_from([0.1, 2.0])
 )
-@example([(([(-400.0, -0.125)] * 3, 0), ([(-0.125, -400.0)] * 5, 1))], 2.0)
+@example(0.2, FAR_APART, 2.0)
 def test_value_gradient_and_metrics_are_those_of_the_paper(
     smoothing: float, pairs: list[tuple[Side, Side]], beta: float
 ) -> None:
@@ -98,8 +102,7 @@ def random_pairs(rng: random.Random, pairs: int) -> list[TokenSequence]:
     return sequences
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4), st.integers(1, 60), st.booleans())
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.booleans())
 def test_the_gradient_of_a_mini_batch_of_pairs_is_the_same_however_it_is_split(
     seed: int, pairs: int, world: int, budget: int, padded: bool
 ) -> None:
@@ -137,16 +140,6 @@ def test_the_gradient_of_a_mini_batch_of_pairs_is_the_same_however_it_is_split(
     torch.testing.assert_close(torch.stack(totals).sum(0), whole.as_tensor(), rtol=1e-10, atol=1e-12)
 
 
-def test_a_rank_without_pairs_sees_one_without_targets_which_weighs_nothing() -> None:
-    like = TokenSequence.of_completion([1], [2], per_token={"reference_logprobs": -1.0})
-    empty, one = MicroBatch.without_targets(like, 2), MicroBatch.of([like, like], 2)
-    nothing, something = dpo()(ModelOutputs.nothing(empty, 1), empty), dpo()(ModelOutputs.nothing(one, 1), one)
-    assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
-    assert float(nothing.terms["dpo"].total) == 0.0
-    assert all(float(term.total) == 0.0 for term in nothing.metrics.values())  # type: ignore[union-attr]
-    assert float(something.terms["dpo"].total) == pytest.approx(2 * math.log(2))
-
-
 def test_a_batch_whose_sequences_are_not_in_pairs_is_refused_also_where_their_number_is_even() -> None:
     like = TokenSequence.of_completion([1], [2], per_token={"reference_logprobs": -1.0})
     micro = TokenBatch((like, like)).packed
@@ -155,9 +148,6 @@ def test_a_batch_whose_sequences_are_not_in_pairs_is_refused_also_where_their_nu
     bare = TokenBatch((TokenSequence.of_completion([1], [2]),) * 2, together=2).packed
     with pytest.raises(ProtocolError, match="needs the per-token value reference_logprobs, and the batch has none"):
         dpo()(ModelOutputs.nothing(bare, 1), bare)
-
-
-@pytest.mark.parametrize(("beta", "smoothing"), [(0.0, 0.0), (math.nan, 0.0), (0.1, -0.1), (0.1, 0.5), (0.1, math.nan)])
-def test_numbers_out_of_their_range_are_refused(beta: float, smoothing: float) -> None:
-    with pytest.raises(ConfigError, match=r"at least 0 and below 0\.5"):
-        dpo(beta=beta, label_smoothing=smoothing)
+    for beta, smoothing in ((0.0, 0.0), (math.nan, 0.0), (0.1, -0.1), (0.1, 0.5), (0.1, math.nan)):
+        with pytest.raises(ConfigError, match=r"at least 0 and below 0\.5"):
+            dpo(beta=beta, label_smoothing=smoothing)

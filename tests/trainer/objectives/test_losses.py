@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
@@ -49,17 +49,19 @@ def test_a_loss_that_needs_more_than_log_probabilities_says_so() -> None:
         ModelOutputs(torch.zeros(1)).required("entropy")
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(2, 6).flatmap(lambda size: st.lists(
-    st.lists(st.floats(-10, 10, width=32), min_size=size, max_size=size), min_size=1, max_size=4)), st.booleans())  # fmt: skip
+rewards_of_groups: st.SearchStrategy[list[list[float]]] = st.integers(2, 6).flatmap(
+    lambda size: st.lists(st.lists(st.floats(-10, 10, width=32), min_size=size, max_size=size), min_size=1, max_size=4)
+)
+
+
+@given(rewards_of_groups, st.booleans())
+@example([[0.1] * 7], True)  # whose mean is rounded
 def test_advantages_are_centred_and_scaled_within_each_group(groups: list[list[float]], scaled: bool) -> None:
     found = group_advantages(torch.tensor(groups, dtype=torch.float64), normalize_std=scaled)
     assert found.dtype == torch.float32
     for row, rewards in zip(found.tolist(), groups, strict=True):
         mean, scale = statistics.fmean(rewards), statistics.pstdev(rewards) + 1e-6 if scaled else 1.0
-        expected = [0.0] * len(rewards) if len(set(rewards)) == 1 else [(r - mean) / scale for r in rewards]
-        assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
-
-
-def test_a_group_of_equal_rewards_teaches_nothing_even_when_their_mean_is_rounded() -> None:
-    assert group_advantages(torch.full((1, 7), 0.1)).tolist() == [[0.0] * 7]
+        if len(set(rewards)) == 1:
+            assert row == [0.0] * len(rewards)
+        else:
+            assert row == pytest.approx([(reward - mean) / scale for reward in rewards], rel=1e-4, abs=1e-6)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.trainer import dpo, value_loss
 from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossOutput, LossSums, ModelOutputs
@@ -87,6 +89,13 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
             slopes += [slope] * len(tokens)
             continue
         for (now, rollout, _), a, weight in zip(tokens, around, weights, strict=True):
+            if name == "dual_clip":
+                ratio = min(math.exp(min(now - rollout, 20.0)), config.ratio_cap)
+                clipped = min(max(ratio, low), high)
+                loss -= min(ratio * advantage, clipped * advantage) / all_tokens
+                moves = ratio * advantage <= clipped * advantage and ratio < config.ratio_cap
+                slopes.append(-ratio * advantage / all_tokens if moves else 0.0)
+                continue
             if name == "cispo":
                 clipped = min(max(math.exp(min(now - rollout, 20.0)), low), high)
                 loss -= clipped * advantage * now / all_tokens
@@ -100,22 +109,33 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
     return loss, slopes
 
 
-@pytest.mark.parametrize("proximal", [False, True], ids=["", "recomputed"])
+TRAINER: dict[str, Any] = {"proximal": "trainer"}
+BY_SEQUENCE: dict[str, Any] = {**TRAINER, "importance_level": "sequence", "importance_cap": 1.2}
+
+
 @pytest.mark.parametrize(
-    "further",
-    [{}, {"proximal": "trainer"}, {"proximal": "trainer", "importance_level": "sequence", "importance_cap": 1.2}],
-    ids=["rollout", "trainer", "trainer, sequence"],
+    ("name", "further"),
+    [
+        ("grpo", {}),
+        ("grpo", TRAINER),
+        ("grpo", BY_SEQUENCE),
+        ("ppo", {}),
+        ("gspo", {}),
+        ("gspo", BY_SEQUENCE),
+        ("cispo", {}),
+        ("dual_clip", {}),
+    ],
 )
-@pytest.mark.parametrize("name", ["grpo", "ppo", "gspo", "cispo"])
-@settings(max_examples=40, deadline=None)
-@given(rows_of)
-@example([([(-0.01, -70.0, -0.5)] * 5, 1.0, 0), ([(-70.0, -0.01, -0.02)], -2.0, 0), ([(-1.0, -2.0, -1.5)], 0.0, 0)])
-def test_value_and_gradient_are_the_papers(name: str, further: dict[str, Any], proximal: bool, rows: Rows) -> None:
+@given(rows_of, st.booleans())
+@example(
+    [([(-0.01, -70.0, -0.5)] * 5, 1.0, 0), ([(-70.0, -0.01, -0.02)], -2.0, 0), ([(-1.0, -2.0, -1.5)], 0.0, 0)], False
+)
+def test_value_and_gradient_are_the_papers(name: str, further: dict[str, Any], rows: Rows, proximal: bool) -> None:
+    """Also of ratios too large for float32. `proximal` is whether log-probabilities were computed again before training."""
     config = AlgorithmConfig(objective=name, clip_low=0.2, clip_high=0.3, **further)
     micro, logprobs = batch_of(rows, proximal=proximal)
     output = Objective(config)(ModelOutputs(logprobs), micro)
-    mini_batch = MiniBatch(float(micro.mask.sum()), float(len(rows)))
-    sums = LossSums(mini_batch)
+    sums = LossSums(MiniBatch(float(micro.mask.sum()), float(len(rows))))
     torch.autograd.backward(sums.add(output))
     loss, slopes = expected(name, rows, config, proximal=proximal)
     assert sums.named(sums.as_tensor(), 1)["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-9)
@@ -125,16 +145,52 @@ def test_value_and_gradient_are_the_papers(name: str, further: dict[str, Any], p
     assert all(math.isfinite(float(value)) for value in output.metrics.values())
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_objective_names_the_same_sums_for_a_micro_batch_without_targets_and_all_are_zero(name: str) -> None:
-    values = {"rollout_logprobs": -1.0, "advantages": 1.0}
-    like = TokenSequence.of_completion([1], [2], per_token=values)
-    objective = Objective(AlgorithmConfig(objective=name))
-    empty, one = MicroBatch.without_targets(like), MicroBatch.of([like])
-    nothing, something = objective(ModelOutputs.nothing(empty, 1), empty), objective(ModelOutputs.nothing(one, 1), one)
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "factor"),
+    [
+        (1.0, 1.0, 1.0),  # on policy: the plain policy gradient
+        (1.4, 1.0, 0.0),  # good and already likely: clipped above
+        (0.5, 1.0, 0.5),  # good and unlikely: never clipped
+        (0.7, -1.0, 0.0),  # bad and already unlikely: clipped below
+        (1.9, -1.0, 1.9),  # bad and likely: pushed down with its whole weight
+        (5.0, -1.0, 0.0),  # ... but for the truncation
+        (1.4, 0.0, 0.0),
+    ],
+)
+def test_gradient_and_metrics_of_the_dual_clip_in_every_region(ratio: float, advantage: float, factor: float) -> None:
+    values = {"rollout_logprobs": -2.0, "advantages": advantage}
+    micro = MicroBatch.of([TokenSequence.of_completion([1], [2], per_token=values)])
+    logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
+    output = Objective(AlgorithmConfig())(ModelOutputs(logprobs), micro)
+    output.terms["policy"].total.backward()
+    assert logprobs.grad is not None
+    assert float(logprobs.grad) == pytest.approx(-factor * advantage, abs=1e-6)
+    assert {name: float(value) for name, value in output.metrics.items()} == pytest.approx(
+        {
+            "ratio": min(ratio, AlgorithmConfig().ratio_cap),
+            "entropy": 2.0 - math.log(ratio),
+            "clip_fraction": float(factor == 0.0 and advantage != 0.0),
+            "approx_kl": ratio - 1 - math.log(ratio),
+        },
+        rel=1e-5,
+        abs=1e-6,
+    )
+
+
+@pytest.mark.parametrize("name", [*BUILT_IN, "critic", "dpo"])
+def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero(name: str) -> None:
+    """So that a rank without a sequence adds up the same numbers as the others."""
+    values = dict.fromkeys(("rollout_logprobs", "advantages", "reference_logprobs", "returns", "old_values"), -1.0)
+    like, together = TokenSequence.of_completion([1], [2], per_token=values), 2 if name == "dpo" else 1
+    terms = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1, value_clip=0.2)
+    loss: Any = value_loss(terms) if name == "critic" else dpo()
+    if name in BUILT_IN:
+        loss = Objective(terms.model_copy(update={"objective": name}))
+    empty, some = MicroBatch.without_targets(like, together), MicroBatch.of([like] * together, together)
+    nothing, something = loss(ModelOutputs.nothing(empty, 1), empty), loss(ModelOutputs.nothing(some, 1), some)
     assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
-    assert [float(term.total) for term in nothing.terms.values()] == [0.0] * len(nothing.terms)
-    assert [float(value) for value in nothing.metrics.values()] == [0.0] * len(nothing.metrics)
+    assert [float(term.divided(MiniBatch(0, 0))) for term in nothing.terms.values()] == [0.0] * len(nothing.terms)
+    assert not any(float(getattr(value, "total", value)) for value in nothing.metrics.values())
 
 
 OWN = """
@@ -203,3 +259,5 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
 def test_an_objective_that_cannot_be_had_says_why(name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         Objective(AlgorithmConfig(objective=name))
+    with pytest.raises(ValidationError, match=r"ratio_cap \(1.1\) must be at least 1 \+ clip_high \(1.28\)"):
+        AlgorithmConfig(ratio_cap=1.1)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.trainer import kl_estimate, kl_penalised_rewards
+from weightlane.trainer import kl_penalised_rewards
 from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
@@ -67,13 +67,17 @@ def packed(rows: list[Row], **further: float) -> tuple[MicroBatch, torch.Tensor,
     return micro, laid[0].requires_grad_(), laid[1].requires_grad_()
 
 
+FAR_APART: list[Row] = [
+    ([(-0.0078125, -70.0, 1.0), (-70.0, -0.0078125, 2.0), (-2.0, -2.0, 0.0)], 0),
+    ([(-3.0, -1.0, 1.0)] * 3, 2),
+]
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-@pytest.mark.parametrize("name", BUILT_IN)
-@settings(max_examples=15, deadline=None)
-@given(rows_of)
-@example([([(-0.0078125, -70.0, 1.0), (-70.0, -0.0078125, 2.0), (-2.0, -2.0, 0.0)], 0), ([(-3.0, -1.0, 1.0)] * 3, 2)])
+@given(st.sampled_from(sorted(BUILT_IN)), rows_of)
+@example("grpo", FAR_APART)
 def test_kl_and_entropy_are_means_over_tokens_beside_every_objective_value_and_gradient(
-    name: str, estimator: Any, rows: list[Row]
+    estimator: Any, name: str, rows: list[Row]
 ) -> None:
     """Advantages are 0, so that all of the gradient is that of the terms; every completion is a micro-batch of its own."""
     config = AlgorithmConfig(objective=name, kl_coefficient=0.3, kl_estimator=estimator, entropy_coefficient=0.2)
@@ -102,26 +106,6 @@ def test_kl_and_entropy_are_means_over_tokens_beside_every_objective_value_and_g
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
-def test_expected_gradients_are_none_that_of_the_reverse_and_that_of_the_forward_kl(estimator: Any) -> None:
-    """Expectations over a vocabulary of four, exactly: each token's estimate times its probability, which has no gradient."""
-    logits = torch.tensor([0.5, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
-    policy = torch.log_softmax(logits, 0)
-    reference = torch.log_softmax(torch.tensor([1.5, 0.0, -0.5, 0.25], dtype=torch.float64), 0)
-    expected = (policy.exp().detach() * kl_estimate(policy, reference, estimator)).sum()
-    (found,) = torch.autograd.grad(expected, logits, retain_graph=True)
-    reverse, forward = (policy.exp() * (policy - reference)).sum(), (reference.exp() * (reference - policy)).sum()
-    if estimator != "k2":
-        assert float(expected.detach()) == pytest.approx(float(reverse.detach())), "unbiased"
-    if estimator == "k1":
-        assert found.tolist() == pytest.approx([0.0] * 4, abs=1e-12)
-    else:
-        (wanted,) = torch.autograd.grad(reverse if estimator == "k2" else forward, logits)
-        assert found.tolist() == pytest.approx(wanted.tolist(), abs=1e-12)
-        assert float(wanted.norm()) > 0.1
-
-
-@pytest.mark.parametrize("estimator", ESTIMATORS)
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(logprob, logprob), min_size=1, max_size=6), st.floats(-3, 3, width=32))
 def test_rewards_have_a_penalty_for_every_token_and_the_completions_reward_at_the_last(
     estimator: Any, tokens: list[tuple[float, float]], reward: float
@@ -134,29 +118,15 @@ def test_rewards_have_a_penalty_for_every_token_and_the_completions_reward_at_th
     assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def test_rewards_of_no_token_or_of_another_number_of_tokens_are_refused() -> None:
+def test_what_has_no_reference_for_every_token_is_refused_by_name() -> None:
     for policy, reference in ((torch.zeros(0), torch.zeros(0)), (torch.zeros(2), torch.zeros(3))):
         with pytest.raises(ProtocolError, match="Give one of each for every target of one completion"):
             kl_penalised_rewards(1.0, policy, reference, coefficient=0.1)
-
-
-def test_a_batch_without_reference_logprobs_is_refused_by_name() -> None:
     values = {"rollout_logprobs": -1.0, "advantages": 1.0}
     micro = MicroBatch.of([TokenSequence.of_completion([1], [2], per_token=values)])
     objective = Objective(AlgorithmConfig(objective="grpo", kl_coefficient=0.1))
     with pytest.raises(ProtocolError, match="the loss needs the per-token value reference_logprobs, and the batch has"):
         objective(ModelOutputs.nothing(micro, 1), micro)
-
-
-def test_terms_of_a_micro_batch_without_targets_are_the_same_and_all_zero() -> None:
-    values = {"rollout_logprobs": -1.0, "advantages": 1.0, "reference_logprobs": -1.0}
-    like = TokenSequence.of_completion([1], [2], per_token=values)
-    objective = Objective(AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1))
-    empty, one = MicroBatch.without_targets(like), MicroBatch.of([like])
-    nothing, something = objective(ModelOutputs.nothing(empty, 1), empty), objective(ModelOutputs.nothing(one, 1), one)
-    assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
-    assert list(nothing.terms) == ["policy", "reference_kl", "entropy_bonus"]
-    assert [float(term.total) for term in nothing.terms.values()] == [0.0] * 3
 
 
 def test_an_objective_of_ones_own_gets_the_terms_too_unless_it_has_one_of_that_name(

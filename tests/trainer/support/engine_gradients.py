@@ -14,10 +14,8 @@ from engine_ranks import Teams, checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 ROWS = 7
-SPLITS = {
-    "one call": [[*range(ROWS)]],
-    "three calls": [[0], [3, 1, 2, 4], [6, 5]],
-}
+THREE_CALLS = [[0], [3, 1, 2, 4], [6, 5]]
+"""An uneven split of the rows into calls."""
 
 
 @functools.cache

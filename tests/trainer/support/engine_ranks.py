@@ -290,9 +290,9 @@ def assert_twenty_steps_are_those_of_one_rank(
 ) -> None:
     """Losses within 1e-4 of FSDP2's on the same data, in fp32; shards and exports that are the checkpoint, before and after."""
     if name not in _alone:
-        with teams.new(1) as alone:
-            alone.setup(name, micro_batch_tokens=40)
-            (_alone[name],) = alone.all("train", first=0, count=20)
+        alone = teams.of(1)
+        alone.setup(name, micro_batch_tokens=40)
+        (_alone[name],) = alone.all("train", first=0, count=20)
     start, ranks = checkpoint(teams.models[name]), teams.of(world)
     ranks.setup(name, micro_batch_tokens=40, **trainer)
     assert_same(gathered(ranks, "bfloat16"), start)

@@ -26,18 +26,6 @@ class StateCommands:
         found = self._engine.forward(make_batch(0), outputs, top_k)
         return sorted({name for each in found.values() for name in each})
 
-    def try_to_train(self) -> dict[str, Any]:
-        """Log-probabilities of a frozen model, and what is said where it is trained."""
-        said = []
-        for call in (lambda: self._engine.forward_backward(make_batch(0), LOSSES["sft"]), self._engine.zero_grad):
-            try:
-                call()
-            except WeightlaneError as error:
-                said.append(error.message)
-        moments = self._engine._memory_of("optimizer")
-        logprobs = {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0)).items()}
-        return {"said": said, "moments": len(list(moments)), "logprobs": logprobs}
-
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:
         """Two losses of the same batch and parameters, and its log-probabilities."""
         self._engine.train(mode)

@@ -161,47 +161,6 @@ class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
         slices = model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
         return [(name, starts, str(data.dtype), data.detach().float().numpy()) for name, starts, data in slices]
 
-    def split_head(self, scale: float, dtype: str) -> dict[str, float]:
-        """How far a head of 7 tokens, of which each rank has some, is from torch's own softmax over all of them."""
-        from megatron.core import parallel_state
-
-        from weightlane.trainer.engines.head import VocabularyShare, head_outputs
-
-        random_of = torch.Generator().manual_seed(0)
-        exact, first = torch.float64, 4 * self._rank
-
-        def draw(*shape: int) -> torch.Tensor:
-            return torch.randn(*shape, generator=random_of)
-
-        hidden, weight = (draw(9, 5) * scale).to(getattr(torch, dtype)), draw(7, 5).to(getattr(torch, dtype))
-        targets, by_logprob, by_entropy = torch.randint(7, (9,), generator=random_of), draw(9), draw(9)
-        whole = [hidden.to(exact).requires_grad_(), weight.to(exact).requires_grad_()]
-        logs = torch.log_softmax(whole[0] @ whole[1].T / 0.7, -1)
-        expected = [logs[torch.arange(9), targets], -(logs.exp() * logs).sum(1)]
-        (expected[0] @ by_logprob.to(exact) + expected[1] @ by_entropy.to(exact)).backward()
-        mine = [hidden.clone().requires_grad_(), weight[first : first + 4].clone().requires_grad_()]
-        got = head_outputs(
-            mine[0],
-            mine[1],
-            targets,
-            entropy=True,
-            top_k=6,
-            temperatures=torch.full((9,), 0.7),
-            share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()),
-        )
-        values, best = (got.logprobs, got.entropy), logs.topk(6)
-        (got.logprobs @ by_logprob + got.entropy @ by_entropy).backward()
-        slopes = [part.grad for part in mine]
-        dist.all_reduce(slopes[0], group=parallel_state.get_tensor_model_parallel_group())
-        wanted = [whole[0].grad, whole[1].grad[first : first + 4]]
-        return {
-            "value": max(float((g - e).abs().max()) for g, e in zip(values, expected, strict=True)),
-            "top tokens": float(torch.equal(got.top_tokens, best.indices)),
-            "top values": float((got.top_logprobs - best.values).abs().max()),
-            "slope": max(float((g - w).norm() / w.norm()) for g, w in zip(slopes, wanted, strict=True)),
-            "float32": float(all(each.dtype == torch.float32 for each in (*values, got.top_logprobs))),
-        }
-
     def save(self, directory: str) -> int:
         self._engine.save(Path(directory))
         return self._engine.step

@@ -75,6 +75,7 @@ def compare(
     torch.testing.assert_close(found.logprobs.double().cpu(), logprobs.detach(), **near)
     torch.testing.assert_close(found.entropy.double().cpu(), entropy.detach() * case.entropy, **near)
     torch.testing.assert_close(found.top_logprobs.double().cpu(), best.values, **near)
+    assert found.top_tokens.sort(1).values.diff(dim=1).all(), "each token once"
     # Tokens whose exact log-probabilities are closer than that may be in another order.
     torch.testing.assert_close(logs.detach().gather(1, found.top_tokens.cpu()), best.values, **near)
     ((found.logprobs * by_logprob.to(device)).sum() + (found.entropy * by_entropy.to(device)).sum()).backward()
