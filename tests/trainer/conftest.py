@@ -24,7 +24,7 @@ def teams(models: dict[str, Path]) -> Iterator[Teams]:
         yield Teams(models, ends)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def oracle(models: dict[str, Path]) -> Iterator[Ranks]:
     """PEFT over transformers in float64, in a process of its own."""
     with Ranks(models, 1, program=Path(peft_oracle.__file__)) as one:

@@ -30,36 +30,29 @@ pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is n
 
 ROWS = 7
 SHAPE = {"rank": 4, "alpha": 6.0}
-OFF = {"fsdp2": {"packing": "off"}}
 RECOMPUTED = {"activation_checkpointing": True}
 MODELS = ("qwen3-tied", "qwen2", "llama-untied")
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
-def layout(id_: str, world: int, model: str, settings: dict[str, Any], *, more: bool = False) -> Any:
-    marks = [pytest.mark.megatron] * (settings.get("engine") == "megatron") + [pytest.mark.exhaustive] * more
-    return pytest.param(world, model, settings, id=id_, marks=marks)
-
-
+MEGATRON = pytest.mark.megatron
 LAYOUTS = [
-    layout("fsdp2-1", 1, "qwen3-tied", {}),
-    layout("fsdp2-2", 2, "qwen3-tied", {"reshard_after_forward": False}),
-    layout("fsdp2-2, padded, recomputed", 2, "qwen2", {**OFF, **RECOMPUTED}),
-    layout("fsdp2-tp2", 2, "llama-untied", FSDP2_TP2),
-    layout("fsdp2-2-tp2", 4, "qwen2", FSDP2_TP2, more=True),
-    layout("megatron-tp2", 2, "qwen2", megatron({"tensor_parallel": 2})),
-    layout("megatron-sp2", 2, "qwen2", megatron({"tensor_parallel": 2, "sequence_parallel": True}, **RECOMPUTED)),
-    layout("megatron-pp2", 2, "qwen3-tied", megatron({"pipeline_parallel": 2}, **RECOMPUTED)),
-    layout("megatron-dp2", 2, "llama-untied", megatron({"distributed_optimizer": True}), more=True),
-    layout(
-        "megatron-tp2-pp2-virtual",
-        4,
+    pytest.param("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
+    exhaustive("llama-untied", {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
+    pytest.param(
+        "qwen2",
+        megatron({"tensor_parallel": 2, "sequence_parallel": True}, **RECOMPUTED),
+        id="megatron-sp2, recomputed",
+        marks=MEGATRON,
+    ),
+    pytest.param(
         "qwen3-tied",
-        megatron({"tensor_parallel": 2, "pipeline_parallel": 2, "virtual_pipeline": 2}),
-        more=True,
+        megatron({"pipeline_parallel": 2}),
+        id="megatron-pp2",
+        marks=(MEGATRON, pytest.mark.exhaustive),
     ),
 ]
-FEW = [LAYOUTS[1], LAYOUTS[3], LAYOUTS[6], LAYOUTS[7]]
+"""The model, and the settings of two ranks."""
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +89,12 @@ def state(ranks: Ranks, name: str) -> dict[str, torch.Tensor]:
     return whole(ranks.all("adapter_state", name=name))
 
 
-@pytest.mark.parametrize(("world", "model", "settings"), LAYOUTS)
+@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
 def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
-    teams: Teams, oracle: Ranks, made: dict[str, Path], world: int, model: str, settings: dict[str, Any]
+    teams: Teams, oracle: Ranks, made: dict[str, Path], model: str, settings: dict[str, Any]
 ) -> None:
     """Also where a mini-batch is split unevenly, and where a rank has no sequence; the model's own weights are not frozen."""
-    ranks, path = teams.of(world), teams.models[model]
+    ranks, path = teams.of(2), teams.models[model]
     ranks.setup(model, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20, **settings})
     ranks.all("adapter", name="a", source=made[model], **SHAPE)
     for adapter, directory in (("a", made[model]), ("", None), (None, None)):
@@ -122,23 +115,9 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
         assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 1e-6)
 
 
-@pytest.mark.parametrize(("world", "model", "settings"), [LAYOUTS[1], LAYOUTS[6]])
-def test_half_precision_changes_gradients_no_more_than_rounding_and_keeps_float32_adapters(
-    teams: Teams, oracle: Ranks, made: dict[str, Path], world: int, model: str, settings: dict[str, Any]
-) -> None:
-    ranks = teams.of(world)
-    ranks.setup(model, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "compute_dtype": "bfloat16", **settings})
-    ranks.all("adapter", name="a", source=made[model], **SHAPE)
-    ((_, wanted),) = oracle.all("gradient", model=teams.models[model], adapter=made[model], rows=ROWS)
-    answers = ranks.all("adapter_gradient", name="a", rows=ROWS, calls=[[*range(ROWS)]])
-    gradient = whole([slices for *_, slices in answers])
-    assert all(tensor.dtype == torch.float32 for tensor in state(ranks, "a").values())
-    assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 0.05)
-
-
-@pytest.mark.parametrize(("world", "model", "settings"), FEW)
+@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
 def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_nothing_else_changes(
-    teams: Teams, world: int, model: str, settings: dict[str, Any]
+    teams: Teams, model: str, settings: dict[str, Any]
 ) -> None:
     """Bit for bit, with a mini-batch of the model's own weights under way, which is stepped in the end."""
     configs: dict[str, dict[str, Any]] = {
@@ -151,7 +130,7 @@ def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_noth
         ("optim_step", name, 0),
     ]
     alone, norms = {}, {}
-    ranks = teams.of(world)
+    ranks = teams.of(2)
     ranks.setup(model, micro_batch_tokens=40, **settings)
     start = gathered(ranks)
     for name, config in configs.items():
@@ -182,12 +161,12 @@ def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_noth
     assert_same(gathered(ranks), base)
 
 
-@pytest.mark.parametrize(("world", "model", "settings"), FEW)
+@pytest.mark.parametrize(("model", "settings"), LAYOUTS)
 def test_an_exported_adapter_gives_the_same_log_probabilities_in_peft_and_is_imported_bit_for_bit(
-    teams: Teams, oracle: Ranks, world: int, model: str, settings: dict[str, Any], tmp_path: Path
+    teams: Teams, oracle: Ranks, model: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     config = {"rank": 3, "targets": ("q_proj", "o_proj", "up_proj", "down_proj"), "learning_rate": 0.02}
-    ranks = teams.of(world)
+    ranks = teams.of(2)
     ranks.setup(model, **settings)
     ranks.all("adapter", name="a", **config)
     ranks.all("adapter_steps", order=[("forward_backward", "a", 0), ("optim_step", "a", 0)] * 3)
@@ -222,9 +201,8 @@ def test_an_adapter_begins_as_peft_does_with_the_same_values_in_every_layout(tea
     assert float(first.abs().max()) == pytest.approx(bound, rel=1e-2)
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(megatron({"pipeline_parallel": 2}), marks=pytest.mark.megatron)])
 def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_tensor(
-    teams: Teams, made: dict[str, Path], tmp_path: Path, settings: dict[str, Any]
+    teams: Teams, made: dict[str, Path], tmp_path: Path
 ) -> None:
     source, model = made["some"], "qwen3-tied"
     config = {"rank": 2, "alpha": 5, "targets": ("q_proj", "v_proj", "up_proj")}
@@ -235,7 +213,7 @@ def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_
     prefix = "base_model.model.model.layers."
     q0, up3 = f"{prefix}0.self_attn.q_proj.lora_A.weight", f"{prefix}3.mlp.up_proj.lora_B.weight"
     ranks = teams.of(2)
-    ranks.setup(model, **settings)
+    ranks.setup(model)
 
     def refused(says: str, /, changed: dict[str, Any] | None = None, files: Any = None, **options: Any) -> None:
         directory = tmp_path / "broken"
@@ -281,55 +259,43 @@ def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_
 
 
 @pytest.mark.parametrize(
-    ("settings", "world"),
-    [pytest.param(megatron({"expert_parallel": 2}), 2, marks=pytest.mark.megatron), exhaustive({}, 1)],
+    "settings", [{}, pytest.param(megatron({"expert_parallel": 2}), marks=(MEGATRON, pytest.mark.exhaustive))]
 )
-def test_experts_have_no_adapters_and_the_error_says_so(teams: Teams, settings: dict[str, Any], world: int) -> None:
-    ranks = teams.of(world)
+def test_experts_have_no_adapters_and_the_error_says_so(teams: Teams, settings: dict[str, Any]) -> None:
+    ranks = teams.of(2)
     ranks.setup("qwen3-moe", **settings)
     says = "the model has experts" if settings else "has no linear layer 'gate_proj'"
     ranks.all_fail("ConfigError", says, "adapter", name="a", targets=("gate_proj",))
 
 
-def test_steps_are_those_of_torch_with_clipping_and_a_learning_rate_of_the_adapters_own() -> None:
-    trainer = TrainerConfig(weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=0.5, lr_warmup_steps=4)
+def test_steps_are_those_of_torch_bit_for_bit_by_the_settings_of_the_adapter_or_of_the_step() -> None:
+    """Gradients are clipped by the settings of the adapter; an infinite norm scales nothing."""
     site, alone = LoraSite("model.layers.0.mlp.up_proj", 5, 3, (0, 5), (0, 3)), LoraGroups(None, None, None, True)
-    adapter = Adapter("a", LoraConfig(rank=2, learning_rate=0.3), trainer, [site], None, torch.device("cpu"))
+    trainer = TrainerConfig(weight_decay=0.1, betas=(0.8, 0.9), max_grad_norm=0.5, lr_warmup_steps=4)
+    config = LoraConfig(rank=2, learning_rate=0.3)
+    adapter = Adapter("a", config, trainer, [site], None, torch.device("cpu"))
     twins = [parameter.detach().clone().requires_grad_() for parameter in adapter.parameters]
-    twin = torch.optim.AdamW(twins, weight_decay=0.1, betas=(0.8, 0.9))
-    random_of = torch.Generator().manual_seed(0)
-    for step, size in enumerate((10.0, 0.01, 1.0, 3.0, 0.1)):
+    twin, random_of = torch.optim.AdamW(twins, fused=True), torch.Generator().manual_seed(0)
+    for step, size, params in (
+        (0, 10.0, None),
+        (1, 0.01, None),
+        (2, 1e6, AdamParams(0.01, (0.9, 0.95), 1e-6, 0.2, max_grad_norm=math.inf)),
+        (3, 1e6, AdamParams(0.0, (0, 0), 0.1, 0.0, max_grad_norm=math.inf)),
+        (4, 3.0, None),
+    ):
         for mine, other in zip(adapter.parameters, twins, strict=True):
             other.grad = torch.randn(mine.shape, generator=random_of) * size
             mine.grad = other.grad.clone()
-        norm = float(torch.nn.utils.clip_grad_norm_(twins, 0.5))
-        assert adapter.complete_gradients(alone) == pytest.approx(norm)
-        adapter.change(norm, lambda: None)
-        twin.param_groups[0]["lr"] = 0.3 * min(1.0, (step + 1) / 4)
-        twin.step()
-        for mine, other in zip(adapter.parameters, twins, strict=True):
-            assert torch.allclose(mine, other, rtol=1e-5, atol=1e-7)
-    assert adapter.step == 5
-
-
-def test_the_settings_of_a_step_are_torchs_bit_for_bit_and_an_infinite_norm_scales_nothing() -> None:
-    site, alone = LoraSite("model.layers.0.mlp.up_proj", 5, 3, (0, 5), (0, 3)), LoraGroups(None, None, None, True)
-    adapter = Adapter("a", LoraConfig(rank=2), TrainerConfig(), [site], None, torch.device("cpu"))
-    twins = [parameter.detach().clone().requires_grad_() for parameter in adapter.parameters]
-    twin, random_of = torch.optim.AdamW(twins, fused=True), torch.Generator().manual_seed(0)
-    for rate, betas, eps, decay in (
-        (0.3, (0.8, 0.9), 1e-6, 0.1),
-        (0.01, (0.9, 0.95), 1e-8, 0.0),
-        (0.0, (0, 0), 0.1, 0.2),
-    ):
-        for mine, other in zip(adapter.parameters, twins, strict=True):
-            other.grad = torch.randn(mine.shape, generator=random_of) * 1e6
-            mine.grad = other.grad.clone()
         norm = adapter.complete_gradients(alone)
-        adapter.change(norm, lambda: None, AdamParams(rate, betas, eps, decay, max_grad_norm=math.inf))
-        twin.param_groups[0].update(lr=rate, betas=betas, eps=eps, weight_decay=decay)
+        adapter.change(norm, lambda: None, params)
+        settings = params or AdamParams(0.3 * min(1.0, (step + 1) / 4), (0.8, 0.9), 1e-8, 0.1, max_grad_norm=0.5)
+        assert norm == pytest.approx(float(torch.nn.utils.clip_grad_norm_(twins, settings.max_grad_norm)))
+        twin.param_groups[0].update(
+            lr=settings.learning_rate, betas=settings.betas, eps=settings.eps, weight_decay=settings.weight_decay
+        )
         twin.step()
-        assert all(torch.equal(mine, other) for mine, other in zip(adapter.parameters, twins, strict=True))
+        assert all(torch.equal(mine, other) for mine, other in zip(adapter.parameters, twins, strict=True)), step
+    assert adapter.step == 5
     for wrong in ({"learning_rate": math.nan}, {"betas": (0.9, 1.0)}, {"eps": -1.0}, {"max_grad_norm": 0.0}):
         with pytest.raises(ConfigError, match="AdamW cannot step with"):
             AdamParams(**{"learning_rate": 0.1, **wrong})

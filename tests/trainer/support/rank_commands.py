@@ -163,21 +163,6 @@ class RankCommands:
             found.append(float(output.target_logprobs.sum()))
         return found
 
-    def inner_push(self, name: str) -> list[float]:
-        """The same before, inside and after a ``with`` block."""
-        api, found = self._open_api, []
-
-        def look() -> None:
-            with torch.no_grad():
-                output = api.dp_rank_forward([sample_input(make_samples(0, 1)[0])])
-            found.append(float(output[0].target_logprobs.sum()))  # type: ignore[index,union-attr]
-
-        look()
-        with api.push_lora(name):
-            look()
-        look()
-        return found
-
     def sizes(self, lengths: list[int], limit: int) -> list[Any]:
         """Micro-batches of sequences of such lengths, twice: the second time, one was measured."""
         api = self._open_api

@@ -14,7 +14,6 @@ import torch
 from engine_ranks import Teams
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
-from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLE = ROOT / "examples" / "torchrun" / "train_adapters.py"
@@ -23,46 +22,39 @@ TORCHRUN = "-m torch.distributed.run --nproc-per-node 2 --rdzv-endpoint 127.0.0.
 ANSWERS = {"french": 5, "german": 9}
 
 
+@pytest.mark.parametrize(
+    ("program", "device"),
+    [
+        pytest.param([], "cpu", id="one rank"),
+        pytest.param(TORCHRUN.split(), "cpu", id="torchrun", marks=pytest.mark.exhaustive),
+        pytest.param([], "cuda", id="one GPU", marks=pytest.mark.gpu),
+    ],
+)
 def test_the_example_trains_two_adapters_at_once_each_on_its_own_data(
-    children: Any, models: dict[str, Path], tmp_path: Path
+    children: Any, models: dict[str, Path], tmp_path: Path, program: list[str], device: str
 ) -> None:
     """Merged by hand into transformers' model, each adapter knows its answer far better than the other one does."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
     assert len(EXAMPLE.read_text().splitlines()) < 60
     rng, model, flags = random.Random(0), models["llama-untied"], []
     for name, answer in ANSWERS.items():
         pairs = [{"prompt": f"t{rng.randrange(60)}", "completion": f"t{answer}"} for _ in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, pairs)))
         flags += ["--data", str(tmp_path / f"{name}.jsonl")]
-    settings = ["--trainer", json.dumps({"device": "cpu"}), "--steps", "30", "--out", str(tmp_path / "out")]
-    with (tmp_path / "log").open("w") as log:
-        process = children.start(
-            [*TORCHRUN.split(), str(EXAMPLE), "--model", str(model), *flags, *settings], stdout=log, stderr=log
-        )
-    assert process.wait(HANG_S) == 0, (tmp_path / "log").read_text()
+    trainer = json.dumps({"device": device, "compute_dtype": "float32"})
+    command = [*program, str(EXAMPLE), "--model", str(model), *flags, "--trainer", trainer, "--steps", "30"]
+    # A forked process has imported torch and transformers already, but the processes of torchrun are its own.
+    code, output, errors = children.run([*command, "--out", str(tmp_path / "out")], forked=not program)
+    assert code == 0, errors
     losses = defaultdict(list)
-    for name, loss in re.findall(r"^step \d+ (\w+): loss ([\d.]+)", (tmp_path / "log").read_text(), re.MULTILINE):
+    for name, loss in re.findall(r"^step \d+ (\w+): loss ([\d.]+)", output, re.MULTILINE):
         losses[name].append(float(loss))
     assert {name: len(found) for name, found in losses.items()} == dict.fromkeys(ANSWERS, 30)
     for name, answer in ANSWERS.items():
         own, other = (_logprob(model, tmp_path / "out" / each, answer) for each in (name, *(ANSWERS.keys() - {name})))
         assert own > other + 1
         assert losses[name][-1] < losses[name][0] - 0.5
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_example_also_runs_without_torchrun_and_on_a_gpu(
-    children: Any, models: dict[str, Path], tmp_path: Path, device: str
-) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    (tmp_path / "one.jsonl").write_text(json.dumps({"prompt": "t1", "completion": "t2"}))
-    settings = ["--trainer", json.dumps({"device": device, "compute_dtype": "float32"}), "--steps", "3"]
-    files = ["--data", str(tmp_path / "one.jsonl"), "--out", str(tmp_path / "out")]
-    code, output, errors = children.run([str(EXAMPLE), "--model", str(models["llama-untied"]), *files, *settings])
-    assert code == 0, errors
-    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output)]
-    assert losses == sorted(losses, reverse=True)
-    assert len(set(losses)) == 3
 
 
 def test_the_program_of_the_guide_runs(teams: Teams) -> None:
