@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from json_program import Program
-from tiny_models import HEADS, HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
+from tiny_models import HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
 from weightlane.rollout.layout import LayoutCopy, LayoutMap, Refusal, SourceSpec, needed_boxes
 from weightlane.sync.version.box import Box
@@ -68,7 +68,6 @@ def tensors_and_blocks(draw: st.DrawFn) -> tuple[list[int], list[Block]]:
 
 
 @given(tensors_and_blocks())
-@settings(max_examples=300, deadline=None)
 def test_no_element_that_is_read_is_lost_and_none_is_in_two_boxes(case: tuple[list[int], list[Block]]) -> None:
     shape, blocks = case
     assert read(blocks) <= held(shape, needed_boxes(layout_of(shape, blocks))["a"])
@@ -96,7 +95,6 @@ def tensors_and_windows(draw: st.DrawFn) -> tuple[list[int], list[Block]]:
 
 
 @given(tensors_and_windows())
-@settings(max_examples=300, deadline=None)
 def test_what_views_of_a_tensor_read_is_in_boxes_that_hold_nothing_else(case: tuple[list[int], list[Block]]) -> None:
     shape, blocks = case
     assert read(blocks) == held(shape, needed_boxes(layout_of(shape, blocks))["a"])
@@ -142,31 +140,27 @@ def rows(start: int, count: int, columns: int = HIDDEN) -> list[list[int]]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("kind", ["qwen3-tied", "qwen3", "llama", "gpt2", "bloom", "gemma2", "phi3", "mixtral"])
-def test_the_boxes_of_every_rank_hold_exactly_what_its_model_reads(
-    kind: str, world: int, process: Program, tmp_path: Path
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "phi3"])
+def test_the_boxes_of_two_ranks_hold_exactly_what_their_models_read(
+    kind: str, process: Program, tmp_path: Path
 ) -> None:
-    ranks = process.call("needs", str(make_architecture(kind, tmp_path)), "float32", world, False)
-    assert [rank["wrong"] for rank in ranks] == [{}] * world
+    ranks = process.call("needs", str(make_architecture(kind, tmp_path)), "float32", 2, False)
+    assert [rank["wrong"] for rank in ranks] == [{}, {}]
+    half, part = INTERMEDIATE // 2, HIDDEN // 2
     for place, rank in enumerate(ranks):
-        boxes, half = rank["boxes"], INTERMEDIATE // world
-        if kind == "phi3":
-            starts = [(half * place, half), (INTERMEDIATE + half * place, half)]
-            wanted = [rows(*pair) for pair in starts] if world > 1 else [rows(0, 2 * INTERMEDIATE)]
-            assert boxes["model.layers.0.mlp.gate_up_proj.weight"] == wanted
-        elif kind == "gpt2":
-            part = HIDDEN // world
-            columns = [[[0, HIDDEN * which + part * place], [HIDDEN, part]] for which in range(3)]
-            wanted = columns if world > 1 else [[[0, 0], [HIDDEN, 3 * HIDDEN]]]
-            assert boxes["transformer.h.0.attn.c_attn.weight"] == wanted
-        elif kind == "bloom":
-            part = 3 * HIDDEN // world
-            assert part % (HIDDEN // HEADS) == 0
-            assert boxes["transformer.h.0.self_attention.query_key_value.weight"] == [rows(part * place, part)]
-        elif kind == "llama":
-            assert boxes["model.layers.0.mlp.down_proj.weight"] == [[[0, half * place], [HIDDEN, half]]]
-            assert boxes["model.norm.weight"] == [[[0], [HIDDEN]]]
+        name, wanted = {
+            "llama": ("model.layers.0.mlp.down_proj.weight", [[[0, half * place], [HIDDEN, half]]]),
+            "gpt2": (
+                "transformer.h.0.attn.c_attn.weight",
+                [[[0, HIDDEN * which + part * place], [HIDDEN, part]] for which in range(3)],
+            ),
+            "bloom": ("transformer.h.0.self_attention.query_key_value.weight", [rows(3 * part * place, 3 * part)]),
+            "phi3": (
+                "model.layers.0.mlp.gate_up_proj.weight",
+                [rows(half * place, half), rows(INTERMEDIATE + half * place, half)],
+            ),
+        }[kind]
+        assert rank["boxes"][name] == wanted
 
 
 @pytest.mark.vllm

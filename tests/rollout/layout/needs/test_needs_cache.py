@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,28 +92,21 @@ def another_answer(file: Path) -> None:
     "spoil",
     [
         lambda file: file.write_bytes(file.read_bytes()[:-7]),
-        lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(pickle.dumps(ANSWER)),
         lambda file: file.write_text("[" * 100_000),
         lambda file: file.write_text(file.read_text().replace("[1, 2]", "[2, 2]")),
         lambda file: file.write_text(json.dumps(json.loads(file.read_text()) | {"key": "0" * 64})),
         lambda file: os.truncate(file, needs_cache.MOST_BYTES + 1),
-        lambda file: file.chmod(0),
         another_answer,
         replaced_by_link,
         replaced_by_pipe,
     ],
-    ids=["torn", "empty", "pickle", "deep", "changed", "stale", "huge", "closed", "odd", "link", "pipe"],
+    ids=["torn", "deep", "changed", "stale", "huge", "odd", "link", "pipe"],
 )
 def test_a_file_that_is_odd_in_any_way_is_as_good_as_none(asker: Asker, spoil: Callable[[Path], object]) -> None:
     asker.ask()
-    file = asker.file()
-    spoil(file)
+    spoil(asker.file())
     assert asker.ask() == ANSWER
-    # Who may read everything may read a file that is closed, too.
-    assert asker.found == (1 if file.stat().st_mode & 0o777 == 0 and os.geteuid() == 0 else 2)
-    assert asker.ask() == ANSWER
-    assert asker.found <= 2
+    assert asker.found == 2
 
 
 def test_what_cannot_be_kept_is_found_every_time(asker: Asker) -> None:
