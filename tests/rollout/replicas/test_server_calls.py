@@ -33,7 +33,9 @@ class Answering(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        self.status, self.body, self.silent = 200, b"{}", False
+        self.status, self.body = 200, b"{}"
+        self.silent = self.hangs_up = ""
+        """Beginning of the paths of which calls are not answered, and whose connections break."""
         self.seen: list[tuple[str, str | None]] = []
         self.released = threading.Event()
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -48,8 +50,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.seen.append((self.path, self.headers["Authorization"]))
-        if self.server.silent:
+        if self.server.silent and self.path.startswith(self.server.silent):
             self.server.released.wait(HANG_S)
+            return
+        if self.server.hangs_up and self.path.startswith(self.server.hangs_up):
             return
         self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(self.server.body)))
@@ -86,12 +90,9 @@ def refusal(url: str, **settings: Any) -> WeightlaneError:
         (404, b'{"detail":"Not Found"}', ConfigError, "VLLM_SERVER_DEV_MODE=1"),
         (401, b"{}", ConfigError, "Check the token"),
         (200, b"<html>hello</html>", ProtocolError, "not a vLLM server"),
-        (307, b"", WeightlaneError, "status 307"),
         (500, b'{"error":{"message":"out of paper"}}', WeightlaneError, "out of paper"),
-        (500, b'{"error":"torn"}', WeightlaneError, "torn"),
         (500, b"\xff\xfe", WeightlaneError, "GET /get_world_size was answered with status 500"),
         (500, b'{"error":{"message":"Weight transfer not configured."}}', ConfigError, "--weight-transfer-config"),
-        (500, b'{"error":{"message":"x [weightlane-error:{\\"error\\": 3}]"}}', WeightlaneError, "x"),
     ],
 )
 def test_an_answer_that_is_not_the_one_wanted_is_a_typed_error_that_says_what_to_do(
@@ -145,8 +146,24 @@ def test_a_commit_is_one_call_and_a_second_one_stops_a_server_whose_weights_are_
         ]
 
 
+@pytest.mark.parametrize(
+    ("how", "cause"), [("silent", DeadlineExceededError), ("hangs_up", WorkerDiedError)], ids=["silent", "hangs up"]
+)
+def test_a_commit_without_an_answer_leaves_weights_in_doubt_and_stops_the_server(
+    how: str, cause: type[WeightlaneError], answering: Answering
+) -> None:
+    setattr(answering, how, "/update_weights")
+    replica = ServerReplica(answering.url, commit_timeout_s=0.2 if how == "silent" else HANG_S)
+    with pytest.raises(
+        QuarantinedError, match=rf"cannot be trusted.*{cause.__name__.removesuffix('Error')}.*update_weights"
+    ):
+        asyncio.run(replica.commit(8))
+    assert not replica.serving
+    assert [path for path, _ in answering.seen] == ["/update_weights", "/pause?mode=abort&clear_cache=true"]
+
+
 def test_a_server_that_does_not_answer_ends_the_wait_at_its_deadline(answering: Answering) -> None:
-    answering.silent = True
+    answering.silent = "/"
     assert isinstance(refusal(answering.url, connect_timeout_s=0.2), DeadlineExceededError)
 
 
@@ -156,7 +173,7 @@ def test_an_address_without_a_server_is_named_at_once(free_port: int) -> None:
     assert str(free_port) in str(error)
 
 
-@pytest.mark.parametrize("url", ["", "127.0.0.1:8000", "ftp://host", "http://", "http://u:p@host", "http://host:port"])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://u:p@host", "http://host:port"])
 def test_what_is_not_the_address_of_a_server_is_refused_by_name(url: str) -> None:
     with pytest.raises(ConfigError, match="is not the address of a server"):
         ServerReplica(url)
