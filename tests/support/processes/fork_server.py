@@ -58,6 +58,8 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 """Environment variables that these imports read. Each forked process gets its own environment later."""
+_PAUSE_S = 0.0005
+"""Seconds between two looks of a rank for work: short beside a decode step, of a few milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 64
 
@@ -248,6 +250,8 @@ def _main() -> None:
     sys.modules["fork_server"] = sys.modules["__main__"]
     for name in IMPORTS:
         importlib.import_module(name)
+    # vLLM's ranks look for work without a pause, and for a second after the last one: that takes the cores from everybody else.
+    sys.modules["vllm.distributed.device_communicators.shm_broadcast"].sched_yield = lambda: time.sleep(_PAUSE_S)  # type: ignore[attr-defined]
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: one of the imports has started some, and they cannot be forked"
     install()
