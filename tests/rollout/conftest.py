@@ -51,7 +51,10 @@ def setup(engine: Setup) -> Iterator[Setup]:
         engine.connect()
 
 
-@pytest.fixture(scope="session", params=[1, 2], ids=["tp1-untied", "tp2-tied"])
+@pytest.fixture(
+    scope="session",
+    params=[pytest.param(2, id="tp2-tied"), pytest.param(1, id="tp1-untied", marks=pytest.mark.exhaustive)],
+)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
     """A running worker that starts from model 0. The vocabulary needs padding rows.
 

@@ -12,14 +12,15 @@ from tiny_models import Quantise, left_of, load_tensors, make_blocky_qwen3, quan
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-@pytest.mark.parametrize(("scheme", "backend"), [("fp8", "shm"), ("fp8", "gloo"), ("int8", "filesystem")])
+@pytest.mark.parametrize(
+    ("scheme", "backend"), [("fp8", "gloo"), pytest.param("int8", "filesystem", marks=pytest.mark.exhaustive)]
+)
 def test_a_replica_serves_exactly_what_quantising_leaves(
     setup: Setup, scheme: Quantise, backend: str, tmp_path: Path
 ) -> None:
     setup.connect(backend, {"path": str(tmp_path)} if backend == "filesystem" else {}, quantise=scheme)
-    for model in (1, 2):
-        setup.serve(model)
-        setup.check(left_of(load_tensors(setup.models[model]), scheme))
+    setup.serve(1)
+    setup.check(left_of(load_tensors(setup.models[1]), scheme))
     assert setup.probe("probe_way")[0][0] == "traced", "restored tensors do not go by copies"
     if backend == "gloo":  # everything is shown through shared memory, and stored; over a wire a rank gets its slices
         assert setup.probe("probe_sliced") == [setup.world > 1] * setup.world
@@ -48,7 +49,7 @@ def test_both_ranks_of_a_quantised_replica_get_their_slices_and_hold_what_vllm_l
 def test_deltas_of_quantised_bytes_reach_a_replica_exactly(setup: Setup) -> None:
     setup.connect(codec="delta", quantise="fp8")
     setup.serve(1)
-    for version in range(3):
+    for version in range(2):
         for tensor in setup.trainer.live.values():
             tensor.view(-1)[version::50] *= 1.01
         assert setup.run(setup.trainer.sync_live()).codec == "delta"

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 from publishing import served_by
-from running_worker import PROMPT, Setup, two_ranks_in_test_all
+from running_worker import PROMPT, Setup
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import CommitError, QuarantinedError, StorageError, SyncAbortedError, UntouchedError
@@ -22,7 +22,6 @@ def spans(completion: Completion) -> list[tuple[int, int]]:
     return [(version, len(list(tokens))) for version, tokens in groupby(completion.versions)]
 
 
-@two_ranks_in_test_all
 @pytest.mark.parametrize("kv_on_commit", ["recompute", "keep"])
 def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_tokens_name_what_generated_them(
     setup: Setup, kv_on_commit: str

@@ -1,4 +1,4 @@
-"""A replica in a Ray actor: the same promises from another process, and nothing left behind when that process is killed."""
+"""A replica in another process, also in a Ray actor: the same promises, and nothing left behind when that process is killed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from json_program import Program
 from publishing import OneRankTrainer
 from tiny_models import check_switch, greedy_tokens, make_llama
 from waiting import HANG_S, wait_until
@@ -20,7 +21,21 @@ from weightlane.rollout import RolloutConfig, RolloutReplica, start_replicas
 from weightlane.rollout.config import AdapterConfig
 from weightlane.rollout.vllm.shared_memory import segments_of_trees
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_a_replica_whose_process_is_killed_leaves_no_process_and_no_shared_memory(tmp_path: Path) -> None:
+    owner = Program(Path(__file__).with_name("replica_process.py"))
+    try:
+        owner.call("start", str(make_llama(tmp_path / "model", seed=0)))
+        children, segments = descendants(owner.process.pid), segments_of_trees([owner.process.pid])
+        assert len(children) >= 3, "an engine core and two ranks"
+        assert segments
+        owner.process.kill()
+        wait_until_gone(children)
+        wait_until(lambda: not [segment for segment in segments if segment.exists()], "removal of the shared memory")
+    finally:
+        owner.kill()
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +58,8 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     wait_until(gone, "end of what a killed actor has started")
 
 
+@pytest.mark.ray
+@pytest.mark.exhaustive
 def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_no_process(
     forking_ray: None, tmp_path: Path
 ) -> None:
@@ -105,6 +122,7 @@ async def kill_it(replica: RolloutReplica) -> None:
     assert not [segment for segment in segments if segment.exists()]
 
 
+@pytest.mark.ray
 @pytest.mark.exhaustive
 def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(forking_ray: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
@@ -112,8 +130,6 @@ def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(for
     async def start() -> None:
         with pytest.raises(ConfigError, match="cannot start from"):
             await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path)
-        with pytest.raises(ConfigError, match="does not exist"):
-            await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path / "nowhere")
 
     before = {process.pid for process in descendants(os.getpid())}
     asyncio.run(asyncio.wait_for(start(), HANG_S))

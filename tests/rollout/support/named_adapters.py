@@ -103,12 +103,12 @@ class NamedAdapters:
 
 
 @contextmanager
-def serving(folder: Path, slots: int, world: int = 1, dtype: str = "float32") -> Iterator[NamedAdapters]:
-    """A replica of `world` ranks that is connected and has no version yet."""
+def serving(folder: Path, slots: int) -> Iterator[NamedAdapters]:
+    """A replica of one rank that is connected and has no version yet."""
     model = make_qwen3(folder / "model", seed=3, vocab=VOCAB)
     add_tokenizer(model, VOCAB)
-    settings: dict[str, Any] = {"adapter": {"rank": RANK, "alpha": 1.0}, "adapter_slots": slots, "dtype": dtype}
-    worker = probed_worker("rollout-0", model, in_engine=world == 1, tensor_parallel=world, **settings)
+    adapter = {"rank": RANK, "alpha": 1.0}
+    worker = probed_worker("rollout-0", model, in_engine=True, adapter=adapter, adapter_slots=slots, dtype="float32")
     with started(worker) as runner:
         made = NamedAdapters(runner, worker, model, folder)
         zeros = make_adapter(model, folder / "zeros", 0, RANK, 1.0).tensors

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-import pytest
 import torch
 from publishing import OneRankTrainer, OtherReplica
-from tiny_models import check_ranks, copy_with, greedy_tokens, load_tensors
+from tiny_models import check_ranks, copy_with, is_greedy, load_tensors
 from tiny_run import IN_ENGINE
 from waiting import HANG_S
 
@@ -24,10 +23,6 @@ from weightlane.sync.config import CodecPolicy, Quantise
 
 T = TypeVar("T")
 PROMPT = [5, 6, 7]
-two_ranks_in_test_all = pytest.mark.parametrize(
-    "engine", [1, pytest.param(2, marks=pytest.mark.exhaustive)], indirect=True, ids=["tp1-untied", "tp2-tied"]
-)
-"""For what other tests of `make test` hold of two ranks."""
 
 
 class RecordingWorker(RolloutWorker):
@@ -184,6 +179,6 @@ class Setup:
         assert self.worker.stats().serving
         self.run(self.worker.check(tensors))
         completion = self.greedy(PROMPT)
-        assert completion.token_ids == greedy_tokens(model, PROMPT, 16)
+        assert is_greedy(model, PROMPT, completion.token_ids)
         assert completion.versions == [self.worker.version] * 16
         assert completion.finish_reason == "length"

@@ -1,0 +1,23 @@
+"""A replica of two ranks as a `json_program`, so that a test can kill the process that owns it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from json_program import serve
+
+from weightlane.rollout import RolloutConfig, RolloutWorker
+
+
+class Owner:
+    """Starts one replica, and never closes it."""
+
+    def start(self, model: str) -> None:
+        config = RolloutConfig(tensor_parallel=2, dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20)
+        self._worker = RolloutWorker("rollout-0", config, model)
+        self._runner = asyncio.Runner()
+        self._runner.run(self._worker.start())
+
+
+if __name__ == "__main__":
+    serve(Owner())
