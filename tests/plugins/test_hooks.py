@@ -52,19 +52,19 @@ class Listener:
         self.heard.append((self.name, version))
 
 
-@pytest.mark.parametrize("name", HOOK_NAMES)
-def test_every_hook_calls_those_who_listen_with_the_arguments_they_take(name: str) -> None:
-    heard: list[dict[str, Any]] = []
-    names = list(inspect.signature(getattr(RunHooks, name)).parameters)[1:]
-    hooks = RunHooks()
-    # It takes exactly the hook's arguments, as an author writes it.
-    method = eval(
-        f"lambda self, {', '.join(names)}: heard.append(dict({', '.join(f'{n}={n}' for n in names)}))", locals()
-    )
-    assert hooks.register(plugin(**{name: hookimpl(method)}))
-    getattr(hooks, name)(**{key: ARGUMENTS[key] for key in names})
-    assert heard == [{key: ARGUMENTS[key] for key in names}]
-    assert hooks.reports == ()
+def test_every_hook_calls_those_who_listen_with_the_arguments_they_take() -> None:
+    for name in HOOK_NAMES:
+        heard: list[dict[str, Any]] = []
+        names = list(inspect.signature(getattr(RunHooks, name)).parameters)[1:]
+        hooks = RunHooks()
+        # It takes exactly the hook's arguments, as an author writes it.
+        method = eval(
+            f"lambda self, {', '.join(names)}: heard.append(dict({', '.join(f'{n}={n}' for n in names)}))", locals()
+        )
+        assert hooks.register(plugin(**{name: hookimpl(method)}))
+        getattr(hooks, name)(**{key: ARGUMENTS[key] for key in names})
+        assert heard == [{key: ARGUMENTS[key] for key in names}]
+        assert hooks.reports == ()
 
 
 def test_the_one_registered_last_is_called_first_but_for_those_who_ask_otherwise() -> None:
@@ -81,8 +81,8 @@ def test_the_one_registered_last_is_called_first_but_for_those_who_ask_otherwise
     assert heard == [("first", 1), ("b", 1), ("a", 1)]
 
 
-@given(st.lists(st.integers(-1, 5), min_size=1, max_size=6))
-def test_whoever_raises_is_reported_once_and_not_called_again_and_the_others_hear_everything(
+@given(st.lists(st.integers(-1, 5), min_size=1, max_size=4))
+def test_a_plugin_that_raises_is_reported_once_and_not_called_again_and_the_others_hear_everything(
     failures: list[int],
 ) -> None:
     heard: list[tuple[str, int]] = []

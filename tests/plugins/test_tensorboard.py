@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import pytest
 from event_files import scalars_and_texts
 
 from weightlane.plugins import make_hooks
-from weightlane.plugins.tensorboard import TensorBoardObserver, tensorboard_from_environment
+from weightlane.plugins.tensorboard import TensorBoardObserver
 
 
 def test_steps_versions_and_reasons_are_read_back(tmp_path: Path) -> None:
@@ -41,16 +40,3 @@ def test_steps_versions_and_reasons_are_read_back(tmp_path: Path) -> None:
         "sync/abort reason": "a reason",
         "sync/rollout-0/quarantined": "another",
     }
-
-
-def test_closing_twice_and_without_an_event_makes_no_file(tmp_path: Path) -> None:
-    observer = tensorboard_from_environment(str(tmp_path / "board"))
-    observer.close()
-    observer.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_the_library_making_it_says_which_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tensorboardX", None)
-    with pytest.raises(ImportError, match="tensorboardX"):
-        TensorBoardObserver(tmp_path)

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from waiting import HANG_S
 
-from weightlane.plugins.trackers import TRACKERS
-
 LIBRARIES = Path(sys.prefix) / "trackers"
 """Where `.ci/setup-env` puts them."""
 installed = pytest.mark.skipif(not LIBRARIES.is_dir(), reason="no tracker is installed: make setup installs them")
@@ -78,9 +76,8 @@ def add(curves: dict[str, dict[int, float]], name: str, step: int, value: float)
 
 
 @installed
-@pytest.mark.parametrize(("error", "status"), [("", 3), ("the disk is full", 4)])
-def test_mlflow_has_every_curve_setting_and_how_the_run_ended(tmp_path: Path, error: str, status: int) -> None:
-    logged("mlflow", tmp_path, error)
+def test_mlflow_has_every_curve_setting_and_how_the_run_ended(tmp_path: Path) -> None:
+    logged("mlflow", tmp_path, "the disk is full")
     (run,) = (path.parent for path in (tmp_path / "mlruns").glob("*/*/meta.yaml"))
     curves: dict[str, dict[int, float]] = {}
     for file in (path for path in (run / "metrics").rglob("*") if path.is_file()):
@@ -91,7 +88,7 @@ def test_mlflow_has_every_curve_setting_and_how_the_run_ended(tmp_path: Path, er
     assert (run / "params" / "loop.steps").read_text() == "2"
     assert (run / "tags" / "sync" / "abort reason").read_text() == "a reason"
     about = (run / "meta.yaml").read_text()
-    assert f"status: {status}\n" in about
+    assert "status: 4\n" in about, "failed"
     assert "run_name: a run\n" in about
     assert "name: a project\n" in (run.parent / "meta.yaml").read_text()
 
@@ -141,10 +138,3 @@ def records_of(data: bytes) -> Iterator[bytes]:
         if kind in (1, 4):  # whole, or the last part
             yield record
             record = b""
-
-
-def test_a_tracker_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, tracker in TRACKERS.items():
-        monkeypatch.setitem(sys.modules, name, None)
-        with pytest.raises(ImportError, match=name):
-            tracker("a project", "a run")

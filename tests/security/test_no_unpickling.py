@@ -8,42 +8,27 @@ import io
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from sessions import Session, answer_once, frame, receive, soon
+from sessions import Session, frame, receive, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngineRegistry,
-    ConfigError,
-    CorruptBucketError,
     ProtocolError,
-    Topology,
-    WeightlaneError,
-    error_from_wire,
 )
-from weightlane.ckpt_engines.channels.local_socket import host_identity
-from weightlane.ckpt_engines.engines.faulty.fault_log import read_fault_log
-from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
-from weightlane.ckpt_engines.runtime.devices import HOST
-from weightlane.rollout.commit.remote_failure import failure_from_text
-from weightlane.rollout.layout.loading.expectation import expectation_of
-from weightlane.sync import Manifest, Rendezvous, RendezvousAddress
+from weightlane.sync import Rendezvous
 from weightlane.sync.control.hub.frames import Frame, Kind
 from weightlane.sync.control.hub.handshake import dial
-from weightlane.sync.control.messages import Stop, decode
-from weightlane.sync.plan.supply import Supply
-from weightlane.sync.version.bucket_checksums import checksums_of_document, verify
-from weightlane.sync.version.placement import Placement
+from weightlane.sync.control.messages import Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "examples", "benchmarks")
@@ -57,6 +42,12 @@ CALLS = {
     "eval", "exec", "compile", "read_pickle", "broadcast_object_list", "all_gather_object", "gather_object",
     "scatter_object_list", "send_object_list", "recv_object_list",
 }  # fmt: skip
+WORDS = re.compile(
+    r"\b("
+    + "|".join({name.rpartition(".")[2] for name in MODULES} | CALLS)
+    + r"|torch\.load|allow_pickle|trust_remote_code|VLLM_ALLOW_INSECURE_SERIALIZATION)\b"
+)
+"""One of them is in the text of each module that does something dangerous; only such modules are parsed."""
 ALLOWED = {
     # A run resumes from its own directory, which is as trusted as the configuration that names it.
     ("trainer/engines/fsdp2/state.py", "torch.distributed.checkpoint"): "a run's own saved state",
@@ -87,7 +78,10 @@ ALLOWED = {
 def dangers(path: Path) -> set[str]:
     """Find the imports, calls and settings in a module that could unpickle or run what it reads."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    text = path.read_text()
+    if not WORDS.search(text):
+        return found
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found |= {_listed(alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
@@ -131,30 +125,23 @@ def test_no_module_of_ours_unpickles_or_runs_what_it_reads() -> None:
     assert sorted(set(ALLOWED) - found) == [], "no longer needed"
 
 
-@pytest.mark.parametrize(
-    ("source", "danger"),
-    [
-        ("import pickle", "pickle"),
-        ("from pickle import loads", "pickle"),
-        ("import torch.distributed.checkpoint as dcp", "torch.distributed.checkpoint"),
-        ("from torch.distributed import checkpoint", "torch.distributed.checkpoint"),
-        ("importlib.import_module('dill')", "dill"),
-        ("torch.load(path)", "torch.load"),
-        ("torch.load(path, weights_only=False)", "torch.load"),
-        ("torch.load(path, weights_only=True)", ""),
-        ("numpy.load(path, allow_pickle=True)", "allow_pickle"),
-        ("dist.broadcast_object_list(things)", "broadcast_object_list"),
-        ("group.all_gather_object(a, b)", "all_gather_object"),
-        ("eval(text)", "eval"),
-        ("re.compile(text)", ""),
-        ("model.eval()", ""),
-        ("os.environ['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'", "VLLM_ALLOW_INSECURE_SERIALIZATION"),
-        ("AutoModel.from_pretrained(path, trust_remote_code=True)", "trust_remote_code"),
-    ],
-)
-def test_the_search_finds_what_it_is_for(source: str, danger: str, tmp_path: Path) -> None:
-    (tmp_path / "module.py").write_text(source)
-    assert dangers(tmp_path / "module.py") == ({danger} if danger else set())
+def test_the_search_finds_each_kind_of_danger(tmp_path: Path) -> None:
+    cases = {
+        "import pickle": "pickle",
+        "from torch.distributed import checkpoint": "torch.distributed.checkpoint",
+        "importlib.import_module('dill')": "dill",
+        "torch.load(path)": "torch.load",
+        "torch.load(path, weights_only=True)": "",
+        "numpy.load(path, allow_pickle=True)": "allow_pickle",
+        "group.all_gather_object(a, b)": "all_gather_object",
+        "eval(text)": "eval",
+        "model.eval()": "",
+        "os.environ['VLLM_ALLOW_INSECURE_SERIALIZATION'] = '1'": "VLLM_ALLOW_INSECURE_SERIALIZATION",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)": "trust_remote_code",
+    }
+    for source, danger in cases.items():
+        (tmp_path / "module.py").write_text(source)
+        assert dangers(tmp_path / "module.py") == {danger} - {""}, source
 
 
 class Bomb:
@@ -196,7 +183,7 @@ def test_the_bombs_would_go_off(tmp_path: Path) -> None:
     assert crater.exists()
 
 
-def test_inboxes_and_mailboxes(crater: Path) -> None:
+def test_inboxes_and_mailboxes_open_no_pickle(crater: Path) -> None:
     rendezvous = Rendezvous.host()
     address = rendezvous.address
     inbox, mailbox, member = rendezvous.inbox("a"), rendezvous.mailbox("s"), Rendezvous.join(address)
@@ -222,7 +209,9 @@ def test_inboxes_and_mailboxes(crater: Path) -> None:
 
 
 @pytest.mark.parametrize("engine_name", ["gloo", "shm"])
-def test_control_sockets_of_senders(engine_name: str, crater: Path, socket_dir: Path) -> None:
+def test_senders_open_no_pickle_from_strangers_and_serve_their_receivers_afterwards(
+    engine_name: str, crater: Path, socket_dir: Path
+) -> None:
     engine = CheckpointEngineRegistry().create(
         engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
     )
@@ -251,74 +240,7 @@ def knock(address: Any, sent: bytes, socket_dir: Path) -> bytes:
             return b""
 
 
-@pytest.mark.parametrize("engine_name", ["gloo", "shm"])
-def test_receivers_that_dial_something_hostile(engine_name: str, crater: Path, socket_dir: Path) -> None:
-    engine = CheckpointEngineRegistry().create(
-        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
-    )
-    for bomb in bombs(crater):
-        receiver = make_receiver_link(engine, "r", HOST)
-        if engine_name == "gloo":
-            listener = socket.create_server(("127.0.0.1", 0))
-            address = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
-        else:
-            path = socket_dir / "weightlane-0123456789abcdef.sock"
-            path.unlink(missing_ok=True)
-            listener = socket.create_server(str(path), family=socket.AF_UNIX)
-            address = {"socket": path.name, "host": host_identity()}
-        with ThreadPoolExecutor(1) as threads, listener:
-            threads.submit(answer_once, listener, lambda _, bomb=bomb: frame(bomb))
-            topology = Topology("session", {"s": {"meeting": address, "engine": {}}}, {"r": {}}, key=b"key")
-            with pytest.raises(ProtocolError):
-                receiver.connect(topology, soon())
-        receiver.close()
-
-
-def test_buckets_and_checksums(crater: Path) -> None:
-    for bomb in bombs(crater):
-        data = torch.frombuffer(bytearray(bomb), dtype=torch.uint8)
-        text = bomb.decode(errors="replace")
-        for checksum in (bomb, text, f"xxh3:{text}"):
-            with pytest.raises(CorruptBucketError):
-                verify(data, checksum, 1, 0, peer="s")
-        with pytest.raises(ProtocolError):
-            checksums_of_document(text, 1)
-
-
-def test_messages_manifests_tables_addresses_and_errors(crater: Path) -> None:
-    for bomb in bombs(crater):
-        text = bomb.decode(errors="replace")
-        with pytest.raises(ProtocolError):
-            decode(bomb)
-        for parse in (Manifest.from_plain, Placement.from_plain, Supply.from_plain):
-            for plain in (bomb, text, [text], {"version": text}):
-                with pytest.raises(ProtocolError):
-                    parse(plain)
-        with pytest.raises(ProtocolError):
-            RendezvousAddress.from_plain({"host": text, "port": text, "secret": text})
-        assert type(error_from_wire({"type": text, "message": text})) is WeightlaneError
-        assert failure_from_text(f"weightlane-error:{text}", part="p").intact is False
-
-
-def test_files(crater: Path, tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    for bomb in bombs(crater):
-        text = bomb.decode(errors="replace")
-        with pytest.raises(ProtocolError):
-            parse_latest(text, "latest.json", "p")
-        assert parse_sender(text) == ({}, 0)
-        (tmp_path / "log").write_bytes(bomb)
-        with pytest.raises(ProtocolError):
-            read_fault_log(tmp_path / "log")
-        for name in ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"):
-            (model / name).write_bytes(bomb)
-            with pytest.raises(ConfigError):
-                expectation_of(model, dtype=torch.float32, tied_embeddings=False)
-            (model / name).unlink()
-
-
-def test_the_directory_of_the_filesystem_engine(crater: Path, tmp_path: Path) -> None:
+def test_the_files_of_a_store_are_not_opened_as_pickles(crater: Path, tmp_path: Path) -> None:
     """A user who can write to the directory can spoil the data, but cannot run code."""
     for number, bomb in enumerate(bombs(crater)):
         store = tmp_path / str(number)
