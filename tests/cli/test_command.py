@@ -34,15 +34,7 @@ ENGINES = ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
 
 
-def test_help_lists_every_command_and_what_it_is_for() -> None:
-    result = run("--help")
-    assert result.exit_code == 0
-    for text in ("engines", "config", "train", "while both keep working"):
-        assert text in result.output
-    assert "--resume" in run("train", "--help").output
-
-
-@pytest.mark.parametrize("arguments", [["train"], ["train", "x.toml", "--bogus"], ["nope"], ["engines", "extra"]])
+@pytest.mark.parametrize("arguments", [["train"], ["train", "x.toml", "--bogus"], ["nope"]])
 def test_wrong_usage_is_a_message_and_exit_code_2(arguments: list[str]) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
@@ -112,19 +104,6 @@ def test_sigterm_ends_it_in_words_from_the_first_moment(children: Any, tmp_path:
     out, err = child.communicate(timeout=HANG_S)
     os.close(writer)
     assert (child.returncode, out, err) == (143, "", "terminated; everything this run started has ended\n")
-
-
-def test_the_installed_command_ends_with_exit_code_2_and_the_message(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [Path(sys.executable).with_name("weightlane"), "train", tmp_path / "nowhere.toml"],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-        env={**os.environ, "COLUMNS": "40"},
-    )
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr == f"error: configuration: there is no configuration file {tmp_path / 'nowhere.toml'}.\n"
 
 
 def test_reasons_and_names_with_brackets_and_colons_are_shown_as_they_are() -> None:

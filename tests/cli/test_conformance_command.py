@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -26,6 +26,19 @@ ADDRESS = "test_an_address_is_plain_data"
 ONE_CHECK = ["--check", ADDRESS]
 
 
+@pytest.fixture(scope="module")
+def suite() -> Iterator[Callable[..., ConformanceReport]]:
+    """Runs the suite for checkpoint engines in processes that the tests of this file share."""
+    pool = Pool()
+    yield partial(run_conformance, pool=pool)
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def shared_processes(suite: Callable[..., ConformanceReport], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.cli.commands.conformance.run_conformance", suite)
+
+
 def test_checks_that_pass_end_with_0_and_a_line_each_and_are_not_taken_for_all(tmp_path: Path) -> None:
     store = ["--set", f"path={tmp_path}"]
     waiting = ["--check", "test_sending_to_somebody_unknown_is_refused"]
@@ -44,14 +57,7 @@ def test_checks_that_pass_end_with_0_and_a_line_each_and_are_not_taken_for_all(t
     assert (suite.get("tests"), suite.get("skipped"), suite.get("failures")) == ("2", "1", "0")
 
 
-def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[ConformanceReport] = []
-
-    def run_once(*arguments: Any, **settings: Any) -> ConformanceReport:
-        found[:] = found or [run_conformance(*arguments, **settings)]
-        return found[0]
-
-    monkeypatch.setattr("weightlane.cli.commands.conformance.run_conformance", run_once)
+def test_an_engine_that_does_not_conform_ends_with_1_and_says_why_as_json_too() -> None:
     engine = f"{BROKEN}:AddressIsNoPlainData"
     result = run("conformance", engine, *ONE_CHECK)
     assert result.exit_code == 1
@@ -87,6 +93,7 @@ def test_a_class_that_declares_itself_wrongly_is_refused_with_what_to_write(tmp_
         (["filesystem", "--set", "path=x", "--set", "pth=x"], "pth: Extra inputs are not permitted"),
         (["shm", "--set", "socket_dir"], "'socket_dir' does not have the form key=value or a.b=value"),
         (["shm", "--check", "test_nothing"], "there is no check called test_nothing"),
+        (["--training", "template", "--check", "test_nothing"], "there is no check called test_nothing"),
         (["nowhere.py:Engine"], "could not be loaded from nowhere.py: FileNotFoundError"),
         ([f"{BROKEN}:Sender"], "is not a CheckpointEngine class"),
     ],
@@ -95,14 +102,12 @@ def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str],
     assert_refused(message, "conformance", *arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments", [["fsdp2"], ["--training", "template"], [f"{TRAINING_TEMPLATE}:TemplateTrainingEngine"]]
-)
+@pytest.mark.parametrize("arguments", [["fsdp2"], [f"{TRAINING_TEMPLATE}:TemplateTrainingEngine"]])
 def test_a_training_engine_is_recognised_and_its_settings_are_those_of_a_trainer(arguments: list[str]) -> None:
     assert_refused("these are no settings for trainer ranks: rank: Extra", "conformance", *arguments, "--set", "rank=2")
-    assert_refused("there is no check called test_nothing", "conformance", *arguments, "--check", "test_nothing")
 
 
+@pytest.mark.exhaustive
 def test_a_check_of_a_training_engine_prints_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = Pool(MODULE)  # of this test's own: those of a run inside it would count as another test's
     monkeypatch.setattr(training_suite, "run_training_conformance", partial(run_training_conformance, pool=pool))

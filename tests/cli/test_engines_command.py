@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-from command_line import MAIN
+from installed import install
 from waiting import HANG_S
 
-LIMIT_S = 4.0
+LIMIT_S = 1.0
 """How long the engines of `SLOW` are waited for; every other one gets as long as a busy machine may take."""
 SLOW = ("hangs", "dawdles")
 GOOD = """
@@ -41,72 +40,62 @@ REASONS = {
     "dawdles": f"its availability check had not ended after {LIMIT_S:g} s",
     "colours": "[red]not found[/red] :X: [/tmp/x] [/",
 }
+COMMANDS = (
+    ("engines", "--json"),
+    ("engines",),
+    ("engines", "--markdown", "--of", "loud_engines"),
+    ("conformance", "colours"),
+    ("conformance", "exits"),
+)
 PROGRAM = f"""
+import sys
 import loud_dawdles  # so that only its availability check is waited for
 from weightlane.ckpt_engines import registry
+from weightlane.cli.main import main
 
-listing = registry.CheckpointEngineRegistry._listing
+Registry = registry.CheckpointEngineRegistry
+listing, rows = Registry._listing, {{}}
 
-def limited(self, name):
+def listed_once(self, name):
     registry.LISTING_LIMIT_S = {LIMIT_S} if name in {SLOW} else {HANG_S}
-    return listing(self, name)
+    return rows.get(name) or rows.setdefault(name, listing(self, name))
 
-registry.CheckpointEngineRegistry._listing = limited
-{MAIN}
+Registry._listing = listed_once
+for arguments in {COMMANDS}:
+    sys.argv = ["weightlane", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        for stream in (sys.stdout, sys.stderr):
+            print("ended with", ended.code or 0, file=stream, flush=True)
 """
 
 
-@pytest.fixture(scope="module")
-def weightlane(tmp_path_factory: pytest.TempPathFactory, session_children: Any) -> Callable[..., tuple[int, str, str]]:
-    """Runs the command where a distribution of such engines is installed: status, standard output, standard error."""
-    site = tmp_path_factory.mktemp("site")
-    info = site / "loud_engines-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud-engines\nVersion: 1.0\n")
-    entries = [f"{name} = loud_{name}:Engine" for name in MODULES]
-    (info / "entry_points.txt").write_text("\n".join(["[weightlane.ckpt_engines]", *entries]))
+def test_a_module_that_exits_raises_hangs_or_prints_costs_its_own_row_only_and_is_shown_as_it_is(
+    tmp_path: Path, children: Any
+) -> None:
+    entries = "\n".join(f"{name} = loud_{name}:Engine" for name in MODULES)
+    install(tmp_path, "loud_engines", "", entries, group="weightlane.ckpt_engines")
     for name, module in MODULES.items():
-        (site / f"loud_{name}.py").write_text(module)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        environment = {"PYTHONPATH": str(site), "COLUMNS": "400"}
-        status, out, err = session_children.run(["-c", PROGRAM, *arguments], HANG_S, env=environment)
-        return status, out, err
-
-    return run
-
-
-def test_a_module_that_exits_raises_hangs_or_prints_costs_its_own_row_only(weightlane: Any) -> None:
-    status, out, err = weightlane("engines", "--json")
+        (tmp_path / f"loud_{name}.py").write_text(module)
+    status, out, err = children.run(["-c", PROGRAM], env={"PYTHONPATH": str(tmp_path), "COLUMNS": "400"})
     assert status == 0, err
-    rows = {row["name"]: row for row in json.loads(out)}
+    plain, table, reference, *of_errors = re.split(r"ended with \d\n", out)
+    assert re.findall(r"ended with (\d)", out) == ["0", "0", "0", "2", "2"]
+
+    rows = {row["name"]: row for row in json.loads(plain)}
     assert {"gloo", "shm", *MODULES} <= set(rows)
     assert [name for name, said in REASONS.items() if said not in rows[name]["unavailable"]] == []
     assert (rows["prints"]["unavailable"], rows["shm"]["unavailable"]) == (None, None)
-    assert "hello" in err
-    assert "hello from a library" in err
-
-
-def test_the_table_and_the_reference_show_reasons_as_they_are(weightlane: Any) -> None:
-    _, table, _ = weightlane("engines")
     assert [name for name, said in REASONS.items() if said not in table] == []
-    _, reference, _ = weightlane("engines", "--markdown", "--of", "loud-engines")
     cannot_be_loaded = REASONS.keys() - {"dawdles"}
     assert [name for name in cannot_be_loaded if REASONS[name] not in reference] == []
     assert "An engine of another distribution." in reference
-    assert "hello" not in table + reference
+    assert "".join(of_errors) == "", "an error is told on stderr alone"
 
-
-def test_an_error_is_shown_as_it_is(weightlane: Any) -> None:
-    status, out, err = weightlane("conformance", "colours")
-    assert (status, out) == (2, "")
-    assert REASONS["colours"] in err
-    assert "Traceback" not in err
-    status, _, err = weightlane("conformance", "exits")
-    assert (status, REASONS["exits"] in err) == (2, True)
-
-
-def test_every_console_of_the_command_is_made_where_pictures_are_switched_off() -> None:
-    folder = Path(__file__).parents[2] / "cli"
-    makers = [path.name for path in folder.glob("*.py") if "Console(" in path.read_text()]
-    assert makers == ["output.py"]
+    while_listing, _, _, colours, exits, _ = re.split(r"ended with \d\n", err)
+    assert "hello" in while_listing
+    assert "hello from a library" in while_listing
+    assert REASONS["colours"] in colours
+    assert REASONS["exits"] in exits
+    assert "Traceback" not in colours + exits

@@ -1,12 +1,9 @@
-"""``weightlane report``: figures and time line against arithmetic on paper, hostile texts, a run that goes on, a real browser."""
+"""``weightlane report``: figures and time line against arithmetic on paper, hostile texts, a run that goes on."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-import sys
 import threading
 import urllib.error
 import urllib.request
@@ -15,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import MAIN, assert_refused, run
-from waiting import HANG_S, wait_until
+from command_line import assert_refused, run
+from waiting import HANG_S
 
 from weightlane.cli.report.page_server import PageServer
-from weightlane.cli.report.run_record import read_record, thinned
+from weightlane.cli.report.run_record import read_record
 from weightlane.trainer.service.records.store import DATABASE, Store, StoredRequest
 
 HOSTILE = "</script><script>document.title='owned'</script><b onmouseover=alert(1)>&amp;"
@@ -126,16 +123,6 @@ def test_whether_a_run_has_ended_is_that_of_its_last_start(run_dir: Path, last: 
     assert read_record(run_dir)["status"] == status
 
 
-def test_many_steps_are_drawn_as_means_and_no_maximum_is_lost() -> None:
-    events = [{"step": number, "reward": float(number % 2), "staleness_max": number % 7} for number in range(1, 2502)]
-    few = thinned(events, 1000)
-    assert len(few) == 834
-    assert [few[0]["step"], few[-1]["step"]] == [3, 2501]
-    assert few[0]["reward"] == pytest.approx(2 / 3)
-    assert max(each["staleness_max"] for each in few) == 6
-    assert thinned(events[:1000], 1000) == events[:1000]
-
-
 def test_the_page_holds_the_whole_record_and_texts_of_others_remain_texts(run_dir: Path) -> None:
     done = run("report", str(run_dir))
     assert (done.exit_code, done.stdout) == (0, f"the report is {run_dir / 'report.html'}\n")
@@ -182,7 +169,9 @@ def test_a_service_is_shown_by_its_models_queues_and_samplers_while_it_writes(tm
         ("optim_step", 1, 1),
     ]
     assert [(each["weights"], each["inflight"]) for each in service["samplers"]] == [("s-1:train:1", 1)]
-    assert HOSTILE not in run("report", str(tmp_path), "--out", str(tmp_path / "x.html")).output
+    assert run("report", str(tmp_path), "--out", str(tmp_path / "x.html")).exit_code == 0
+    assert "owned" in (tmp_path / "x.html").read_text()
+    assert HOSTILE not in (tmp_path / "x.html").read_text()
 
 
 @pytest.fixture
@@ -214,39 +203,3 @@ def test_a_run_that_goes_on_is_followed_and_no_page_of_the_web_can_read_it(serve
     with pytest.raises(urllib.error.HTTPError, match="500") as gone:
         fetched(f"{server.url}record.json")
     assert "is not the directory of a run" in gone.value.read().decode()
-
-
-def test_the_command_serves_until_it_is_ended(run_dir: Path, tmp_path: Path) -> None:
-    with (tmp_path / "out").open("w+") as out:
-        process = subprocess.Popen([sys.executable, "-c", MAIN, "report", str(run_dir), "--serve"], stdout=out)
-        try:
-            wait_until(lambda: "follows" in (tmp_path / "out").read_text(), "the URL is printed")
-            url = (tmp_path / "out").read_text().split()[0]
-            assert "a run" in fetched(url)
-            port = url.rpartition(":")[2].strip("/")
-            assert_refused(f"cannot serve on 127.0.0.1:{port}", "report", str(run_dir), "--serve", "--port", port)
-        finally:
-            process.terminate()
-        assert process.wait(HANG_S) == 143
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="there is no chromium")
-def test_a_browser_shows_it_without_a_word_on_its_console(run_dir: Path, tmp_path: Path) -> None:
-    assert run("report", str(run_dir), "--out", str(tmp_path / "x.html")).exit_code == 0
-    flags = "headless no-sandbox disable-gpu no-first-run disable-background-networking disable-sync dump-dom"
-    flags += f" enable-logging=stderr virtual-time-budget=2000 user-data-dir={tmp_path / 'profile'}"
-    shown = subprocess.run(
-        ["chromium", *(f"--{flag}" for flag in flags.split()), (tmp_path / "x.html").as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=True,
-    )
-    assert "CONSOLE" not in shown.stderr, shown.stderr
-    assert "<title>a run: weightlane report</title>" in shown.stdout
-    assert shown.stdout.count("<figure") == 6
-    assert "versions 0 to 4" in shown.stdout
-    for title in ("Aborted syncs", "Replicas", "Newest samples", "Newest syncs"):
-        assert f">{title}</h2>" in shown.stdout
-    assert "<b onmouseover" not in shown.stdout

@@ -21,19 +21,15 @@ from waiting import HANG_S, NEVER_S, wait_until
 from weightlane.ckpt_engines import (
     ConfigError,
     StagingMemoryError,
-    UnknownEngineError,
-    WeightlaneError,
     WorkerDiedError,
 )
 from weightlane.cli.bench import measure
 from weightlane.cli.bench.measure import run_bench
-from weightlane.cli.bench.processes import participants
 from weightlane.cli.bench.processes.peak_memory import PeakMemory
 from weightlane.cli.bench.processes.processes import Processes
 from weightlane.cli.bench.report.bench_report import BenchReport
 from weightlane.cli.bench.settings import BenchSettings
 from weightlane.cli.bench.workload.workload import named_workload
-from weightlane.sync import Rendezvous
 
 SPREAD = {"median", "min", "max"}
 ROW = {
@@ -75,11 +71,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Processes]]:
 
 def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp_path: Path) -> None:
     settings = BenchSettings.checked(
-        engines=["shm", "gloo", "filesystem", "hccl"],
-        rounds=2,
+        engines=["shm", "filesystem", "hccl"],
+        codecs=["fp8", "dense", "int8"],
+        receivers=1,
+        rounds=1,
         density=0.5,
         loops=True,
-        loop_s=0.1,
+        loop_s=0.05,
         deadline_s=HANG_S,
         directory=tmp_path,
     )
@@ -95,8 +93,8 @@ def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp
     payload = named_workload("tiny").nbytes
     for row in plain["rows"]:
         assert set(row) == ROW
-        assert (row["rounds"], row["verified"], row["density"]) == (2, True, 0.5)
-        assert row["payload_bytes"] == payload <= row["wire_bytes"] < 1.02 * payload
+        assert (row["rounds"], row["verified"], row["density"]) == (1, True, 0.5)
+        assert row["payload_bytes"] == payload
         assert list(row["phases"]) == ["export", "pack", "transfer", "stage", "verify", "commit"]
         times = [row[key] for key in ROW if key.endswith("_s")]
         assert all(map(is_spread, [*times, *row["phases"].values()]))
@@ -104,7 +102,12 @@ def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp
         assert set(row["extra_bytes"]) == {"trainer", "rollout"}
         assert row["slowdown"]["trainer"] > 0
         assert row["slowdown"]["decode"] > 0
-    assert [row.engine for row in report.rows] == ["shm", "gloo", "filesystem"]
+    for engine in ("shm", "filesystem"):
+        fp8, dense, int8 = (row for row in report.rows if row.engine == engine)
+        assert (fp8.codec, dense.codec, int8.codec) == ("fp8", "dense", "int8")
+        # The embedding, a sixth of the model, stays in two bytes; a scale for each row of int8 weighs as much as four elements.
+        assert fp8.wire_bytes < int8.wire_bytes < 0.7 * dense.wire_bytes
+        assert payload <= dense.wire_bytes < 1.02 * payload
     assert len(started) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -130,26 +133,18 @@ def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_
         run_bench(BenchSettings(receivers=1, rounds=1))
 
 
-def test_nobody_waits_for_those_who_wait_for_a_dead_process() -> None:
-    with Processes(1, 1 << 20) as processes:
-        host = Rendezvous.host()
-        os.kill(processes.pids[1], signal.SIGKILL)
-        with pytest.raises(WorkerDiedError, match="receiver-0"):  # the sender waits for it, and for one more
-            processes.every("open_gloo", host.address.to_plain(), 3, 64, NEVER_S, timeout_s=NEVER_S)
-
-
-@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(victim: int, started: list[Processes]) -> None:
+def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(started: list[Processes]) -> None:
     def say(words: str) -> None:
         if words.startswith("round 1 "):
-            threading.Thread(target=os.kill, args=(started[0].pids[victim], signal.SIGKILL)).start()
+            threading.Thread(target=os.kill, args=(started[0].pids[2], signal.SIGKILL)).start()
 
     with pytest.raises(WorkerDiedError) as caught:
         run_bench(BenchSettings(rounds=1000, deadline_s=NEVER_S), say)
-    assert caught.value.peer == ["sender", "receiver-0", "receiver-1"][victim]
+    assert caught.value.peer == "receiver-1"
     wait_until_gone(started[0].pids)
 
 
+@pytest.mark.exhaustive
 def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     """Also when it is killed outright, in the middle of a call."""
     program = (
@@ -175,39 +170,17 @@ def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
     wait_until(lambda: not any(tmp_path.iterdir()), "end of their files")
 
 
-@pytest.mark.parametrize(
-    ("values", "error", "said"),
-    [
-        ({"engines": ["shn"]}, UnknownEngineError, ["'shn'", "Did you mean 'shm'?"]),
-        ({"engines": []}, ConfigError, ["engines", "at least 1"]),
-        ({"engines": ["shm", "shm"]}, ConfigError, ["engines", "twice"]),
-        ({"model": "nowhere"}, ConfigError, ["'nowhere'", "qwen3-0.6b"]),
-        ({"receivers": 0}, ConfigError, ["receivers", "greater than or equal to 1"]),
-        ({"density": 1.5}, ConfigError, ["density", "less than or equal to 1"]),
-        ({"codecs": ["morse"]}, ConfigError, ["no codec 'morse'. There are dense and delta and auto and fp8 and int8"]),
-        (
-            {"codecs": ["int8", "delta"]},
-            ConfigError,
-            ["after int8 the receivers hold rounded weights"],
-        ),
-        ({"integrity": ["half"]}, ConfigError, ["no integrity 'half'", "full"]),
-        ({"options": {"gloo": {}}}, ConfigError, ["options are given for gloo"]),
-        ({"options": {"shm": {"slot": 3}}}, ConfigError, ["checkpoint_engine.options.slot", "Options of shm"]),
-        pytest.param(
-            {"device": "cuda"},
-            ConfigError,
-            ["there is no CUDA device"],
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device"),
-        ),
-    ],
-)
-def test_bad_input_is_refused_before_a_process_starts(
-    values: dict[str, Any], error: type[WeightlaneError], said: list[str], started: list[Processes]
+def test_codecs_and_options_that_do_not_go_together_are_refused_before_a_process_starts(
+    started: list[Processes],
 ) -> None:
-    with pytest.raises(error) as caught:
-        run_bench(BenchSettings.checked(**values))
-    for text in said:
-        assert text in str(caught.value)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"engines": ["shm", "shm"]}, "twice"),
+        ({"codecs": ["int8", "delta"]}, "after int8 the receivers hold rounded weights"),
+        ({"options": {"shm": {"slot": 3}}}, "checkpoint_engine.options.slot"),
+    ]
+    for values, said in cases:
+        with pytest.raises(ConfigError, match=said):
+            run_bench(BenchSettings.checked(**values))
     assert not started
 
 
@@ -224,19 +197,6 @@ def test_peak_memory_is_what_was_held_meanwhile_and_shared_memory_counts_where_i
     assert everything.stop() in range(76 << 20, 96 << 20)
 
 
-def test_where_nothing_can_run_the_reasons_are_the_answer(started: list[Processes]) -> None:
-    found = run_bench(BenchSettings(engines=("hccl",)))
-    assert found == {"hccl": "hccl cannot run here: torch_npu is not installed."}
-    assert not started
-
-
-def test_a_codec_is_what_versions_are_sent_as_or_what_weights_are_turned_into() -> None:
-    config = participants.sync_config(codec="delta", integrity="off", bucket_mib=1.0, deadline_s=3.0)
-    assert (config.codec, config.integrity, config.quantise, config.bucket_mib) == ("delta", "off", "none", 1.0)
-    config = participants.sync_config(codec="int8", integrity="full", bucket_mib=None, deadline_s=3.0)
-    assert (config.codec, config.quantise) == ("dense", "int8")
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("engine", "codec"), [("cuda_ipc", "dense"), ("cuda_ipc", "delta"), ("shm", "dense"), ("shm", "fp8")]
@@ -250,12 +210,3 @@ def test_on_a_gpu_every_bit_arrives_and_loops_are_slowed_down(engine: str, codec
     assert report.verified
     assert report.machine.gpu
     assert report.rows[0].slowdown is not None
-
-
-def test_quantised_versions_are_compared_with_what_quantising_leaves() -> None:
-    report = run_bench(BenchSettings(codecs=("fp8", "dense", "int8"), receivers=1, rounds=1, deadline_s=HANG_S))
-    assert isinstance(report, BenchReport)
-    fp8, dense, int8 = report.rows
-    assert report.verified
-    # The embedding, a sixth of the model, stays in two bytes; a scale for each row of int8 weighs as much as four elements.
-    assert fp8.wire_bytes < int8.wire_bytes < 0.7 * dense.wire_bytes

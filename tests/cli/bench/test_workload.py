@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -42,7 +43,6 @@ SPECS = [
 ]
 
 
-@settings(max_examples=12)
 @given(density=st.floats(0, 1), seed=st.integers(0, 2**32 - 1))
 def test_a_share_of_the_elements_changes_and_the_same_ones_for_the_same_seed(density: float, seed: int) -> None:
     one, other = Payload(SPECS), Payload(SPECS)
@@ -64,21 +64,6 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(integers)
 
 
-def test_positions_are_spread_evenly_and_nothing_returns() -> None:
-    payload = Payload([TensorSpec("w", (200_000,), torch.bfloat16)])
-    payload.fill(1)
-    first = bits(payload.tensors["w"]).clone()
-    payload.change(0.01, 1)
-    where = (bits(payload.tensors["w"]) != first).nonzero().view(-1)
-    assert abs(where.numel() - 2000) < 300
-    assert all(400 < int(((where >= low) & (where < low + 50_000)).sum()) < 600 for low in range(0, 200_000, 50_000))
-    for _ in range(3):
-        payload.change(1, 1)
-    assert bool((bits(payload.tensors["w"]) != first).all())
-    values = payload.tensors["w"].float()
-    assert bool(values.isnan().any()), "every pattern of bits is carried"
-
-
 def test_a_directory_gives_names_shapes_and_dtypes(tmp_path: Path) -> None:
     save_file({"x": torch.ones(3, 2, dtype=torch.float16), "y": torch.ones(5)}, tmp_path / "a.safetensors")
     save_file({"z": torch.ones(0, 2)}, tmp_path / "b.safetensors")
@@ -94,34 +79,24 @@ def framed(header: Any) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (b"", "is damaged"),
-        (b"\xff" * 8, "is damaged"),
-        (framed(b"{"), "is damaged"),
-        (framed([]), "not an object"),
-        (framed({"w": 3}), "is damaged: w"),
-        (framed({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}), "w has shape [-1]"),
-        (
-            framed({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}),
-            "8 bytes by its shape, but 4 by its offsets",
-        ),
-        (framed({"w": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}), "w in m.safetensors is BOOL"),
-        (framed({"w": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}), "hold no values"),
-    ],
-)
-def test_a_damaged_file_is_refused_by_name(content: bytes, said: str, tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors").write_bytes(content)
-    with pytest.raises(ConfigError) as caught:
-        named_workload(str(tmp_path))
-    assert said in str(caught.value)
-
-
-def test_an_empty_directory_and_a_tensor_in_two_files_are_refused(tmp_path: Path) -> None:
+def test_a_damaged_file_an_empty_directory_and_a_tensor_in_two_files_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no"):
         named_workload(str(tmp_path))
-    for name in ("a", "b"):
+    tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}
+    cases: list[tuple[bytes, str]] = [
+        (b"\xff" * 8, "is damaged"),
+        (framed([]), "not an object"),
+        (framed({"w": 3}), "is damaged: w"),
+        (framed({"w": {**tensor, "shape": [-1]}}), "w has shape [-1]"),
+        (framed({"w": tensor}), "8 bytes by its shape, but 4 by its offsets"),
+        (framed({"w": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}), "w in m.safetensors is BOOL"),
+        (framed({"w": {**tensor, "shape": [0], "data_offsets": [0, 0]}}), "hold no values"),
+    ]
+    for content, said in cases:
+        (tmp_path / "m.safetensors").write_bytes(content)
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            named_workload(str(tmp_path))
+    for name in ("l", "m"):
         save_file({"w": torch.ones(2)}, tmp_path / f"{name}.safetensors")
-    with pytest.raises(ConfigError, match=r"w is in b\.safetensors and in an earlier file"):
+    with pytest.raises(ConfigError, match=r"w is in m\.safetensors and in an earlier file"):
         named_workload(str(tmp_path))

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
 from weightlane.cli.config.config_file import explain
-from weightlane.cli.config.run_config import RunConfig, load_config, wire_dtype
+from weightlane.cli.config.run_config import RunConfig, load_config
 
 MINIMAL = """
 [run]
@@ -45,30 +45,20 @@ def minimal(tmp_path: Path) -> Path:
             EngineUnavailableError,
             ["hccl cannot run here: torch_npu is not installed", "filesystem, gloo,", "shm"],
         ),
-        ("checkpoint_engine.backend=3", ConfigError, ["checkpoint_engine.backend", "string", "3"]),
         ("checkpoint_engine.options.slot_mb=1", ConfigError, ["checkpoint_engine.options.slot_mb", "Options of shm"]),
         (
             "trainer.rank=2",
             ConfigError,
             ["there is no key trainer.rank.", "Did you mean trainer.ranks?", "[trainer] has the keys"],
         ),
-        (
-            "trainr.ranks=2",
-            ConfigError,
-            ["there is no key trainr.", "Did you mean trainer?", "The file has the keys run, model"],
-        ),
+        ("trainr.ranks=2", ConfigError, ["there is no key trainr.", "Did you mean trainer?"]),
         ("trainer.ranks=two", ConfigError, ["trainer.ranks", "integer", "'two'"]),
-        ("trainer.ranks=0", ConfigError, ["trainer.ranks", "greater than or equal to 1", "0"]),
         ("trainer.device=tpu", ConfigError, ["trainer.device", "'auto', 'cpu' or 'cuda'", "'tpu'"]),
         ("trainer.betas=[0.9,1.5]", ConfigError, ["trainer", "betas must lie in [0, 1)"]),
-        ("loop.steps=2.5", ConfigError, ["loop.steps", "integer", "2.5"]),
         ("run=3", ConfigError, ["run must be a section with the keys dir, seed (got 3)"]),
         ("rollout.concurrency=4", ConfigError, ["rollout.concurrency (4)", "algorithm.group_size (8)"]),
-        ("rollout.commit=inplace", ConfigError, ["rollout.commit", "'staged' or 'in_place'", "'inplace'"]),
         ("rollout.max_model_len=256", ConfigError, ["rollout.max_model_len (256)", "algorithm.max_new_tokens (256)"]),
         ("trainer.ranks", ConfigError, ["--set 'trainer.ranks'", "a.b=value"]),
-        ("=3", ConfigError, ["--set '=3'", "a.b=value"]),
-        ("trainer..ranks=3", ConfigError, ["a.b=value"]),
         ("run.dir.deep=3", ConfigError, ["dir is a value, not a section"]),
         ("loop.step=3 rollout.dtype=int8", ConfigError, ["there is no key loop.step.", "rollout.dtype"]),
         (
@@ -134,11 +124,6 @@ def test_overrides_take_toml_values_and_bare_words(minimal: Path) -> None:
     assert (config.loop.steps, config.run.dir, config.ray.address) == (7, Path("a b"), "auto")
 
 
-def test_what_vllm_computes_in_travels_unless_the_configuration_says_otherwise(minimal: Path) -> None:
-    assert wire_dtype(load_config(minimal), "bfloat16") == "bfloat16"
-    assert wire_dtype(load_config(minimal, ['sync.wire_dtype="float32"']), "bfloat16") == "float32"
-
-
 def test_an_engine_that_needs_a_directory_gets_one_in_the_run_directory_unless_it_is_given_one(minimal: Path) -> None:
     chosen = load_config(minimal, ["checkpoint_engine.backend=filesystem"])
     assert chosen.checkpoint_engine.options == {"path": str(Path("runs/new/versions").resolve())}
@@ -180,38 +165,40 @@ def described(config: RunConfig) -> Iterator[tuple[str, str, str, object]]:
 
 
 def test_the_printed_configuration_reads_back_the_same(minimal: Path, tmp_path: Path) -> None:
-    config = load_config(
-        minimal,
+    for overrides in (
+        [],
+        ["trainer.lora.publish=adapter"],  # which fills in rollout.adapter
         [
             "checkpoint_engine.backend=filesystem",
             "rollout.kv_cache_memory_bytes=1048576",
-            "rollout.extra_engine_args.seed=3",
             "rollout.extra_engine_args.nested={a = [1, 2], b = true}",
             "trainer.learning_rate=1e-9",
             "trainer.megatron.tensor_parallel=2",
         ],
-    )
-    assert config.trainer.megatron.tensor_parallel == 2
-    assert read_back(config, tmp_path / "again.toml") == config
-    assert read_back(load_config(minimal), tmp_path / "again.toml") == load_config(minimal)
+    ):
+        config = load_config(minimal, overrides)
+        assert read_back(config, tmp_path / "again.toml") == config
 
 
-@settings(max_examples=40)
+class Section(BaseModel):
+    """Values that TOML writes in other ways than JSON."""
+
+    text: str = Field(description="Any string.")
+    rate: float = Field(description="Any number.")
+    nested: dict[str, list[str | float]] = Field(description="Both in a table.")
+
+
+class Configuration(BaseModel):
+    section: Section
+
+
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\r"), min_size=1, max_size=20),
-    rate=st.floats(min_value=0, exclude_min=True),
+    rate=st.floats(allow_nan=False),
 )
-def test_any_string_and_number_reads_back_the_same(
-    text: str, rate: float, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    plain = {
-        **tomllib.loads(MINIMAL),
-        "trainer": {"learning_rate": rate},
-        "reward": {"function": text},
-        "rollout": {"extra_engine_args": {text: [text, rate]}},
-    }
-    config = RunConfig.model_validate(plain)
-    assert read_back(config, tmp_path_factory.getbasetemp() / "any.toml") == config
+def test_any_string_and_number_reads_back_the_same(text: str, rate: float) -> None:
+    section = Section(text=text, rate=rate, nested={text: [text, rate]})
+    assert tomllib.loads(explain(Configuration(section=section))) == {"section": section.model_dump()}
 
 
 @pytest.mark.parametrize(
@@ -233,9 +220,3 @@ def test_what_versions_of_an_adapter_cannot_be_is_refused_and_rollouts_get_the_t
     more = ["rollout.adapter.alpha=32"] if "adapter" in override else []
     with pytest.raises(ConfigError, match=said):
         load_config(minimal, [*adapter, override, *more])
-
-
-def test_a_run_whose_file_says_what_was_filled_in_is_read_again(minimal: Path) -> None:
-    config = load_config(minimal, ["trainer.lora.publish=adapter"])
-    minimal.write_text(explain(config))
-    assert load_config(minimal) == config

@@ -13,7 +13,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted
-from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir
+from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 GB = 10**9
 H100 = 80 * GB
@@ -59,13 +59,17 @@ def test_a_model_of_seven_billion_goes_over_nccl_to_a_gpu_of_its_own_as_it_comes
     assert "28 GB each" in text["trainer"]
 
 
-def test_weights_that_an_adapter_leaves_as_they_are_have_neither_gradients_nor_moments(
+def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resources, "weight_elements", lambda path: 7 * GB)
     model = ModelInfo(Path(), {}, "Qwen3ForCausalLM", 1, tied=False, eos_token_ids=(), dtype="bfloat16")
     trained = [Sizes.of(configured(trainer={"ranks": 4, **lora}), model).trained for lora in ({}, {"lora": {}})]
-    assert trained == [28 * GB, 14 * GB]
+    assert trained == [28 * GB, 14 * GB], "the weights under an adapter have neither gradients nor moments"
+    ppo = {"objective": "ppo", "kl_coefficient": 0.1}
+    both = [{"trainer": {"ranks": 4}}, {"trainer": {"ranks": 4, "offload_roles": True}}]
+    trained = [Sizes.of(configured(algorithm=ppo, **turns), model).trained for turns in both]
+    assert trained == [2.25 * 28 * GB, 28 * GB], "a critic as large as the policy, weights of a reference"
 
 
 def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_not_fit_is_refused() -> None:
@@ -118,17 +122,3 @@ def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
     assert_refused("203.0.113.7", "check", str(path), "--set", "sync.host=203.0.113.7")
     assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")
-
-
-def test_roles_on_the_trainer_ranks_add_up_unless_they_take_turns(material: Material) -> None:
-    model = check_model_dir(material.model)
-
-    def trained(**sections: Any) -> float:
-        config = configured(**sections)
-        return Sizes.of(config, model).trained / Sizes.of(configured(), model).trained
-
-    ppo = {"objective": "ppo", "kl_coefficient": 0.1}
-    assert trained(algorithm=ppo) == pytest.approx(2.25, rel=1e-3), (
-        "a critic as large as the policy, weights of a reference"
-    )
-    assert trained(algorithm=ppo, trainer={"offload_roles": True}) == 1.0

@@ -67,7 +67,8 @@ def trial(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return Trial(material, tmp_path)
 
 
-def test_mistakes_in_the_data_are_named_by_file_and_line(trial: Trial) -> None:
+def test_a_missing_state_and_mistakes_in_the_data_are_named_by_file_and_line(trial: Trial) -> None:
+    trial.fails("holds no saved state to resume from. Leave --resume out", "--resume")
     trial.examples("train.jsonl", [*EXAMPLES[:2], {"prompt": "1+1="}])
     trial.fails("train.jsonl, line 3: 'completion' must be a non-empty string")
     trial.examples("train.jsonl", [{"messages": [{"role": "user", "content": "1+1"}]}])
@@ -85,8 +86,6 @@ def test_mistakes_in_the_data_are_named_by_file_and_line(trial: Trial) -> None:
     ("setting", "said"),
     [
         ("sft.epoch=2", "there is no key sft.epoch. Did you mean sft.epochs? [sft] has the keys epochs, steps"),
-        ("loop.steps=2", "there is no key loop."),
-        ("sft.batch_size=0", "sft.batch_size"),
         ("trainer.frozen=true", "trainer.frozen is true, and this run would train nothing"),
         ("trainer.engine=fsdp3", "fsdp3"),
         ("model.path=nowhere/at/all", "there is no model directory"),
@@ -116,17 +115,6 @@ def test_the_blocks_of_the_guide_are_accepted(trial: Trial, material: Material) 
     tokenizer = HfTokenizer(material.model)
     path = trial.examples("lines.jsonl", lines[:1])
     assert len(load_examples(path, tokenizer, [0], max_tokens=20).all) == 1
-
-
-def test_the_example_in_the_repository_is_one_of_a_run(material: Material) -> None:
-    config = load_sft_config(ROOT / "examples" / "arithmetic" / "sft.toml")
-    key = config.data.completion_key
-    tokenizer = HfTokenizer(material.model)
-    assert load_examples(material.train, tokenizer, [0], max_tokens=64, completion_key=key).all
-
-
-def test_a_run_is_not_resumed_where_there_is_none(trial: Trial) -> None:
-    trial.fails("holds no saved state to resume from. Leave --resume out", "--resume")
 
 
 def test_the_printed_configuration_reads_back_the_same_and_is_told_from_that_of_a_run_with_rollouts(

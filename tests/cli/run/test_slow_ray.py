@@ -78,46 +78,33 @@ from pathlib import Path
 from weightlane.cli.config.run_config import RaySection
 from weightlane.cli.run.ray_cluster import RayCluster, _is_raylet, _started_here
 
-times, logs = int(sys.argv[1]), Path(sys.argv[2])
 killed = set()
 
-def kill():
-    while len(killed) < times:
+def kill_the_first():
+    while not killed:
         for process, command in _started_here().items():
-            if _is_raylet(command) and process not in killed:
+            if _is_raylet(command):
                 killed.add(process)
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.001)
 
-threading.Thread(target=kill, daemon=True).start()
-try:
-    with RayCluster(RaySection(start_timeout_s=600), 1, logs, {}) as cluster:
-        import ray
-        sessions = set(re.findall("session_[0-9_-]+", "".join(_started_here().values())))
-        print(json.dumps([len(killed), len(ray.nodes()), len(sessions)]))
-        cluster.succeeded()
-except Exception as error:
-    print(json.dumps([len(killed), f"{type(error).__name__}: {error}"]))
+threading.Thread(target=kill_the_first, daemon=True).start()
+with RayCluster(RaySection(start_timeout_s=600), 1, Path(sys.argv[1]), {}) as cluster:
+    import ray
+    sessions = set(re.findall("session_[0-9_-]+", "".join(_started_here().values())))
+    print(json.dumps({"killed": len(killed), "nodes": len(ray.nodes()), "sessions": len(sessions)}))
+    cluster.succeeded()
 """
 
 
 @pytest.mark.ray
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("times", "told"),
-    [
-        (1, [1, 1, 1]),  # one node, and processes of one session alone
-        (3, [3, "WorkerDiedError: ray: Ray did not start on this machine: Ray's raylet has died"]),
-    ],
-)
-def test_a_raylet_that_dies_while_it_starts_is_started_again_and_not_waited_for(
-    times: int, told: list[object], tmp_path: Path
-) -> None:
+def test_a_raylet_that_dies_while_it_starts_is_started_again_and_not_waited_for(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", KILLS, str(times), str(tmp_path / "logs")],
+        [sys.executable, "-c", KILLS, str(tmp_path / "logs")],
         capture_output=True,
         text=True,
         timeout=HANG_S,
         check=True,
     )
-    assert str(json.loads(done.stdout)).startswith(str(told)[:-2]), done.stdout + done.stderr
+    assert json.loads(done.stdout) == {"killed": 1, "nodes": 1, "sessions": 1}, done.stdout + done.stderr
