@@ -1,8 +1,8 @@
 """CPU seconds of a run of the tests, by test file: of pytest's processes and of everything that they start.
 
-`CpuTime` looks at the processes below this one four times a second. What a worker of pytest-xdist has used since the last look
+`CpuTime` looks at the processes below this one twice a second. What a worker of pytest-xdist has used since the last look
 counts for the test that it runs, which its title names; what another process has used counts for the test that ran when it
-started. The last quarter of a second of a process that ends in between is missed by this, but not by `CpuTime.total_s`.
+started. The last half second of a process that ends in between is missed by this, but not by `CpuTime.total_s`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import re
 import resource
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
-POLL_S = 0.25
-"""Seconds between two looks. A look costs about 3 ms of CPU time on a machine with 150 processes."""
+POLL_S = 0.5
+"""Seconds between two looks. A look costs a few ms of CPU time on a machine with 150 processes."""
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -37,7 +37,7 @@ class CpuTime:
     def __init__(self, current_test: Callable[[], str]) -> None:
         self._current_test = current_test
         self._seconds: dict[tuple[int, int], float] = {}
-        self._tests: dict[tuple[int, int], str] = {}
+        self._tests: dict[tuple[int, int], str | None] = {}
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cpu-time", daemon=True)
         self.by_file: Counter[str] = Counter()
@@ -62,27 +62,39 @@ class CpuTime:
     def _look(self) -> None:
         parents: dict[int, int] = {}
         found: dict[int, tuple[tuple[int, int], float]] = {}
-        for entry in os.listdir("/proc"):  # noqa: PTH208 - four times a second
+        for entry in os.listdir("/proc"):  # noqa: PTH208 - several times a second
             if entry.isdigit() and (stat := _read(f"/proc/{entry}/stat")):
                 fields = stat[stat.rindex(b")") + 2 :].split()
                 pid = int(entry)
                 parents[pid] = int(fields[1])
                 found[pid] = (pid, int(fields[19])), (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+        titles = {pid: self._title(pid) for pid, parent in parents.items() if os.getpid() in {pid, parent}}
         for pid, (key, seconds) in found.items():
-            title = self._title(pid)
-            if title is None and key not in self._tests:
-                ancestor, test = parents[pid], None
-                while test is None and ancestor in found:
-                    test = self._title(ancestor) or self._tests.get(found[ancestor][0])
-                    ancestor = parents[ancestor]
-                if test is None:
-                    continue  # not of this run
-                self._tests[key] = test
-            self.by_file[title or self._tests[key]] += seconds - self._seconds.get(key, 0.0)
-            self._seconds[key] = seconds
+            test = titles.get(pid)
+            if test is None:
+                if key not in self._tests:
+                    self._tests[key] = self._test_above(parents[pid], parents, found, titles)
+                test = self._tests[key]
+            if test is not None:
+                self.by_file[test] += seconds - self._seconds.get(key, 0.0)
+                self._seconds[key] = seconds
+
+    def _test_above(
+        self,
+        ancestor: int,
+        parents: Mapping[int, int],
+        found: Mapping[int, tuple[tuple[int, int], float]],
+        titles: Mapping[int, str | None],
+    ) -> str | None:
+        """The test that the nearest known ancestor runs, or was started for; None if the process is not of this run."""
+        while ancestor in found:
+            if test := titles.get(ancestor) or self._tests.get(found[ancestor][0]):
+                return test
+            ancestor = parents[ancestor]
+        return None
 
     def _title(self, pid: int) -> str | None:
-        """The test file of one of pytest's own processes; None for every other process."""
+        """The test file that this process or a worker of pytest-xdist runs; None for another process."""
         if pid == os.getpid():
             return self._current_test().partition("::")[0] or "(pytest)"
         title = re.match(rb"\[pytest-xdist (?:running|idle)\] ?([^:\0]*)", _read(f"/proc/{pid}/cmdline"))
