@@ -8,13 +8,14 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all fuzz test-zoo coverage lint types docs gpu
+.PHONY: help setup demo test test-all fuzz installs test-zoo coverage lint types docs gpu
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
 	@echo "make fuzz   properties with other examples than make test draws, for MINUTES=10"
 	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
+	@echo "make installs   installs the wheel by pip and from the network, without extras and with those in EXTRAS, and runs every command"
 	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=multi,vllm more"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff;  make types   mypy"
@@ -51,6 +52,12 @@ fuzz: setup
 
 test-zoo: setup
 	@$(VENV)/python tests/rollout/layout/zoo/zoo.py --document docs/reference/models.md
+
+# Real installations from the package index, each in a fresh environment that is removed again; torch takes gigabytes where the
+# index has no CPU build. EXTRAS="none hf plot" names others.
+EXTRAS ?= none
+installs: setup
+	@$(VENV)/python .ci/check-installs $(EXTRAS)
 
 # Lines and branches of the product that `make test` runs (TESTS=test-all: that all tests run), over all processes.
 TESTS ?= test

@@ -9,15 +9,15 @@ The registry makes an engine of its name:
     >>> engine = registry.create("shm", {})
     >>> engine.capabilities.same_host_only
     True
+
+Importing this package imports neither torch nor an engine: names other than errors are loaded when they are used.
 """
 
-from .channels.channel import Address, Channel
-from .contract.bucket import Bucket, FilePart
-from .contract.capabilities import Capabilities, Delivery
-from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
-from .contract.storing import StoringSender, VersionFiles, bucket_file_name
-from .contract.viewing import ViewableSender, ViewingReceiver
-from .deadline import Deadline
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import (
     AddressInUseError,
     ClosedError,
@@ -52,9 +52,41 @@ from .errors import (
     as_weightlane_error,
     error_from_wire,
 )
-from .links.receiver_link import ReceiverLink
-from .links.sender_link import SenderLink
-from .registry import CheckpointEngineRegistry, EngineListing
+
+if TYPE_CHECKING:
+    from .channels.channel import Address, Channel
+    from .contract.bucket import Bucket, FilePart
+    from .contract.capabilities import Capabilities, Delivery
+    from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Topology, WeightReceiver, WeightSender
+    from .contract.storing import StoringSender, VersionFiles, bucket_file_name
+    from .contract.viewing import ViewableSender, ViewingReceiver
+    from .deadline import Deadline
+    from .links.receiver_link import ReceiverLink
+    from .links.sender_link import SenderLink
+    from .registry import CheckpointEngineRegistry, EngineListing
+
+_LAZY = {
+    ".channels.channel": ("Address", "Channel"),
+    ".contract.bucket": ("Bucket", "FilePart"),
+    ".contract.capabilities": ("Capabilities", "Delivery"),
+    ".contract.engine": (
+        "API_VERSION",
+        "CheckpointEngine",
+        "EngineConfig",
+        "Topology",
+        "WeightReceiver",
+        "WeightSender",
+    ),
+    ".contract.storing": ("StoringSender", "VersionFiles", "bucket_file_name"),
+    ".contract.viewing": ("ViewableSender", "ViewingReceiver"),
+    ".deadline": ("Deadline",),
+    ".links.receiver_link": ("ReceiverLink",),
+    ".links.sender_link": ("SenderLink",),
+    ".registry": ("CheckpointEngineRegistry", "EngineListing"),
+}
+"""Modules that need torch, and the public names of each."""
+
+_HOME = {name: module for module, names in _LAZY.items() for name in names}
 
 __all__ = [
     "API_VERSION",
@@ -112,3 +144,13 @@ __all__ = [
     "bucket_file_name",
     "error_from_wire",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

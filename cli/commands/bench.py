@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 from ..bench import BenchReport, BenchSettings, report_tables, run_bench, unavailable_table
 from ..bench.report.plot import check_plot, plot_report
-from ..config.config_file import toml_value
+from ..config.toml_file import toml_value
 from ..output import console
 
 _PART = "benchmark"

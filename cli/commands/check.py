@@ -12,9 +12,8 @@ from rich.table import Table
 from weightlane.sync import Rendezvous
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
-from ..config.config_file import read_toml
 from ..config.run_config import ClusterConfig
-from ..extras import needs_extra
+from ..config.toml_file import command_of, read_toml
 from ..run.preparation import prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
 from .sft import SftPreparation, prepare_sft
@@ -26,11 +25,11 @@ def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
     Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane serve` if there
     is [service]. With ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
     """
-    sections = read_toml(path)
-    if "sft" in sections:
+    command = command_of(read_toml(path))
+    if command == "sft":
         _print(path, _supervised(prepare_sft(path, overrides)), console)
         return
-    if "service" in sections:
+    if command == "serve":
         _print(path, _served(path, overrides), console)
         return
     ready = prepare(path, overrides)
@@ -39,10 +38,9 @@ def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
 
 def _served(path: Path, overrides: Sequence[str]) -> Sequence[tuple[str, str]]:
     """Return name and amount of what ``weightlane serve`` needs."""
-    with needs_extra("service"):
-        from weightlane.trainer.service.http.server import listening  # noqa: PLC0415 - needs an extra
+    from weightlane.trainer.service.http.server import listening  # noqa: PLC0415 - needs an extra
 
-        from .serve import prepare_service  # noqa: PLC0415
+    from .serve import prepare_service  # noqa: PLC0415 - as above
 
     ready = prepare_service(path, overrides)
     with listening(ready.config.service.host, ready.config.service.port):

@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineImportError
+from weightlane.ckpt_engines import EngineImportError
 from weightlane.ckpt_engines.conformance import (
     CheckOutcome,
     CheckResult,
@@ -20,9 +20,10 @@ from weightlane.ckpt_engines.conformance import (
     run_conformance,
 )
 from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
-from weightlane.trainer import TrainingEngine, training_engine_names
+from weightlane.trainer import TrainingEngine
 
-from ..config.config_file import apply_setting
+from ..config.toml_file import apply_setting
+from ..extras import require
 from ..output import console, own_stdout
 
 _STYLES = {
@@ -42,7 +43,7 @@ def check_engine(
     Args:
         name: Name of a checkpoint engine or of a training engine.
         settings: The engine's options, or settings of the trainer section, each ``key=value`` with a TOML value or plain text.
-        training: Whether it is a training engine although there is a checkpoint engine of this name.
+        training: Whether it is the name of a training engine, or the place of something that is tried as one.
         checks: Names of the checks to run; all if empty.
         as_json: Print one JSON document instead of a line per check.
         junit: File to write a JUnit report to.
@@ -54,7 +55,8 @@ def check_engine(
         shown = console(out)
         on_check = None if as_json else lambda check: _print_check(shown, check)
         report: SuiteReport
-        if training or _is_training_engine(name):
+        if training or _is_training_engine_at(name):
+            require("conformance --training")
             from weightlane.trainer.conformance import run_training_conformance  # noqa: PLC0415 - not for the others
 
             report = run_training_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
@@ -67,12 +69,12 @@ def check_engine(
     return report.passed
 
 
-def _is_training_engine(name: str) -> bool:
-    """Whether `name` names a training engine, and no checkpoint engine."""
-    if not is_place(name):
-        return name in training_engine_names() and name not in CheckpointEngineRegistry().names()
+def _is_training_engine_at(place: str) -> bool:
+    """Whether `place` is that of the class of a training engine."""
+    if not is_place(place):
+        return False
     try:
-        loaded = loaded_from(name)
+        loaded = loaded_from(place)
     except EngineImportError:  # which the suite for checkpoint engines raises once more
         return False
     return isinstance(loaded, type) and issubclass(loaded, TrainingEngine)

@@ -12,18 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
-from weightlane.rollout.layout.offline.planned_needs import planned_needs
 from weightlane.sync.config import DEFAULT_BUCKET_MIB, MIB
 from weightlane.sync.plan import BYTES_PER_GBIT, Network, plan_report
 from weightlane.sync.plan.planned_session import planned_session
 from weightlane.sync.plan.prediction.layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.plan.prediction.shapes import shape_named, weights, wire_named
 from weightlane.sync.publisher import publisher_name
-from weightlane.trainer.dispatch.planned_placements import outlined_placements
-from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
-from weightlane.trainer.engines.registry import training_engine_class
-
-from ..config.run_config import load_config, wire_dtype
 
 _DIRECT = (
     ("busiest network card", "bound_s"),
@@ -56,6 +50,54 @@ def network_of(
     )
 
 
+def plan_of(
+    target: str,
+    of_run: bool,
+    overrides: Sequence[str],
+    of_shape: Mapping[str, str],
+    network: Network,
+    *,
+    keep_bucket: bool,
+    relay: bool,
+    links: int,
+) -> dict[str, Any]:
+    """Return the report of a run's plan, or of that for a known shape.
+
+    Args:
+        target: The configuration of a run, or the name of a shape.
+        of_run: Whether it is the former.
+        overrides: Overrides of the configuration.
+        of_shape: The options for a shape, by name; empty where the user gave none.
+        network: Speeds of the network.
+        keep_bucket: Whether the size of a bucket is that of `network` for a run, too.
+        relay: Whether receivers may relay.
+        links: Number of busiest links in the report.
+
+    Raises:
+        ConfigError: An option is for the other kind of target, or an error of `run_report` or `shape_report`.
+    """
+    if of_run:
+        if given := next((name for name, value in of_shape.items() if value), None):
+            raise ConfigError(
+                f"--{given} is for shapes, and {target!r} is the configuration of a run.",
+                part="plan",
+                hint="Use --set.",
+            )
+        return run_report(Path(target), overrides, network, keep_bucket=keep_bucket, relay=relay, links=links)
+    if overrides:
+        raise ConfigError(f"--set is for the configuration of a run, and {target!r} is not a file.", part="plan")
+    return shape_report(
+        target,
+        trainer=of_shape["trainer"],
+        rollout=of_shape["rollout"],
+        wire=of_shape["wire"] or "bf16",
+        network=network,
+        cut=of_shape["cut"] or "exact",
+        may_relay=relay,
+        links=links,
+    )
+
+
 def run_report(
     path: Path, overrides: Sequence[str], network: Network, *, keep_bucket: bool, relay: bool, links: int
 ) -> dict[str, Any]:
@@ -67,6 +109,13 @@ def run_report(
         WeightlaneError: An error of ``weightlane train`` before it starts anything, or the training engine cannot tell which
             shards its ranks will hold.
     """
+    from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - for a run only, and needs an extra
+    from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - as above
+    from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
+    from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415
+
+    from ..config.run_config import load_config, wire_dtype  # noqa: PLC0415
+
     config = load_config(path, overrides, runs_here=False)
     model = check_model_dir(find_model(config.model.path))
     training_engine_class(config.trainer.engine).check(config.trainer, model.path)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import difflib
 import json
-import tomllib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import ConfigError
+
+from .toml_file import apply_setting, read_toml
 
 _PART = "configuration"
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -32,39 +32,6 @@ def read_config(path: Path, overrides: Sequence[str], model: type[_Model]) -> _M
     except ValidationError as error:
         problems = [_describe(item, model) for item in error.errors()]
         raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file. Raises `ConfigError`, which names the file and line of a syntax error."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
-    except (ValueError, RecursionError) as error:  # also for numbers too long and brackets too deep
-        raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
-
-
-def apply_setting(table: dict[str, Any], setting: str) -> None:
-    """Put the value of ``key=value`` or ``a.b=value``, an argument of --set, into `table`. Raises `ConfigError`."""
-    key, equals, text = setting.partition("=")
-    *sections, name = key.strip().split(".")
-    if not equals or not all([*sections, name]):
-        raise ConfigError(f"--set {setting!r} does not have the form key=value or a.b=value.", part=_PART)
-    for section in sections:
-        table = table.setdefault(section, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {setting!r}: {section} is a value, not a section.", part=_PART)
-    table[name] = toml_value(text.strip())
-
-
-def toml_value(text: str) -> Any:
-    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, which thus needs no quotes."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except (ValueError, RecursionError):
-        return text
 
 
 def _describe(item: Mapping[str, Any], root: type[BaseModel]) -> str:
@@ -120,8 +87,9 @@ def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
         if isinstance(value, BaseModel):  # in TOML a table ends the keys of its parent
             inner.append((f"{path}.{name}", value))
             continue
-        default = field.get_default(call_default_factory=True)
-        note = "required" if default is PydanticUndefined else f"default: {_toml(default) or 'none'}"
+        note = "required"
+        if not field.is_required():
+            note = f"default: {_toml(field.get_default(call_default_factory=True)) or 'none'}"
         yield f"# {field.description} ({note})"
         text = _toml(value)
         yield f"{name} = {text}" if text else f"# {name} is not set"

@@ -25,6 +25,7 @@ from weightlane.trainer.config import (
 )
 from weightlane.trainer.loop.config import LoopConfig
 
+from ..extras import how_to_install
 from .config_file import read_config
 
 VERSIONS_DIR = "versions"
@@ -229,16 +230,14 @@ def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
 def check_observers(observers: ObserversSection) -> None:
     """Raise `ConfigError` for an observer whose library is missing, or that strangers could reach."""
     needs = {
-        "tensorboard": ("tensorboardX", "observability"),
-        "prometheus_port": ("prometheus_client", "observability"),
-        **{name: (tracker.library(), "trackers") for name, tracker in TRACKERS.items()},
+        "tensorboard": "tensorboardX",
+        "prometheus_port": "prometheus_client",
+        **{name: tracker.library() for name, tracker in TRACKERS.items()},
     }
-    for key, (library, extra) in needs.items():
-        if getattr(observers, key) is not None and importlib.util.find_spec(library) is None:
+    for key, module in needs.items():
+        if getattr(observers, key) is not None and importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"observers.{key} needs {library}, which is not installed.",
-                part=_PART,
-                hint=f"Install it with: pip install 'weightlane[{extra}]'.",
+                f"observers.{key} needs {module}, which is not installed.", part=_PART, hint=how_to_install(module)
             )
     served = observers.prometheus_port is not None
     if served and not is_loopback(observers.prometheus_host) and not os.environ.get(PROMETHEUS_TOKEN_ENV):

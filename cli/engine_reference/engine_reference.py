@@ -10,8 +10,6 @@ from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
-from pydantic_core import PydanticUndefined
-
 from weightlane.ckpt_engines.contract.capabilities import Capabilities
 from weightlane.ckpt_engines.contract.engine import CheckpointEngine
 from weightlane.ckpt_engines.registry import CheckpointEngineRegistry, EngineListing
@@ -115,6 +113,6 @@ def _default(field: Any) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
-    if value is PydanticUndefined or value is None:
+    if value is None:
         return "none"
     return f"`{json.dumps(value, default=str)}`"

@@ -25,7 +25,6 @@ from weightlane.ckpt_engines import (
     UnknownEngineError,
     WorkerDiedError,
 )
-from weightlane.cli import main as command
 from weightlane.cli.output import console, own_stdout
 from weightlane.cli.run.display import RunDisplay
 
@@ -88,8 +87,8 @@ def test_every_way_to_end_has_its_exit_code(
     def fail(*arguments: object) -> None:
         raise raised
 
-    monkeypatch.setattr(command, "load_any_config", fail)
-    result = run("config", "x.toml")
+    monkeypatch.setattr("weightlane.cli.config.any_config.load_any_config", fail)
+    result = run("config", str(EXAMPLE))
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.strip() == (said or f"error: {raised}")
 

@@ -60,6 +60,6 @@ def _owner(entry_point: EntryPoint) -> str:
 
 
 def _extra_for(entry_point: EntryPoint) -> str:
-    """The extra of our own distribution that brings an engine's libraries: the one of its name, else that of the loop."""
+    """The extra of our own distribution that brings an engine's libraries: the one of its name, else that of models."""
     offered = (entry_point.dist.metadata.get_all("Provides-Extra") or []) if entry_point.dist else []
-    return entry_point.name if entry_point.name in offered else "ray"
+    return entry_point.name if entry_point.name in offered else "hf"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, Deadline
+from weightlane.ckpt_engines import Deadline
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
     abandon_gloo,
     open_process_group,
@@ -96,20 +96,15 @@ def has_safetensors() -> bool:
 
 
 def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write `tensors` as a safetensors file. Raises `ConfigError` where the library is missing."""
+    """Write `tensors` as a safetensors file."""
     _safetensors().save_file(dict(tensors), str(path))
 
 
 def load(path: Path, into: Mapping[str, torch.Tensor]) -> None:
-    """Read a safetensors file into the tensors of the same names. Raises `ConfigError` where the library is missing."""
+    """Read a safetensors file into the tensors of the same names."""
     loaded = _safetensors().load_file(str(path))
     torch._foreach_copy_(list(into.values()), [loaded[name] for name in into])
 
 
 def _safetensors() -> Any:
-    try:
-        return importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        raise ConfigError(
-            "safetensors is not installed.", part="benchmark", hint="Install it with: pip install safetensors."
-        ) from error
+    return importlib.import_module("safetensors.torch")

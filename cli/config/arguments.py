@@ -1,0 +1,56 @@
+"""Arguments and options that several commands of ``weightlane`` have, and how they are read."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..extras import require
+from .toml_file import existing, runs_elsewhere
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weightlane {version('weightlane')}")
+        raise typer.Exit
+
+
+VersionOption = Annotated[
+    bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and exit.")
+]
+ConfigArgument = Annotated[Path, typer.Argument(help="TOML file of the run.", show_default=False, callback=existing)]
+SetOption = Annotated[
+    list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a key of the configuration; repeatable.")
+]
+
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the last saved step in run.dir.")]
+PlainOption = Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")]
+AddressOption = Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")]
+
+
+def overrides_of(override: list[str] | None, address: str) -> list[str]:
+    """Return all overrides of a run's configuration, and keep Python's warnings out of the run's display.
+
+    The display itself shows everything important.
+    """
+    logging.getLogger("weightlane").addHandler(logging.NullHandler())
+    return [*(override or []), *([f'ray.address="{address}"'] if address else [])]
+
+
+def is_live(*, plain: bool) -> bool:
+    """Whether the run's display is a live table: on a terminal, unless the user wants it `plain`."""
+    return not plain and sys.stdout.isatty()
+
+
+def require_for(command: str, path: Path, overrides: Sequence[str]) -> None:
+    """Raise `ConfigError` if a library is missing that `command` needs here for the configuration at `path`.
+
+    On a running Ray cluster, vLLM is on other machines.
+    """
+    require(command, without=("vllm",) if runs_elsewhere(path, overrides) else ())

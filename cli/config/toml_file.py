@@ -1,0 +1,74 @@
+"""TOML files and ``--set`` arguments as plain tables, before anything validates them. Imports nothing that takes time."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from weightlane.ckpt_engines import ConfigError
+
+_PART = "configuration"
+
+
+def existing(path: Path) -> Path:
+    """Return `path`. Raises `ConfigError` if there is no such configuration file."""
+    if not path.exists():
+        raise ConfigError(f"there is no configuration file {path}.", part=_PART)
+    return path
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file. Raises `ConfigError`, which names the file and line of a syntax error."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"there is no configuration file {path}.", part=_PART) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.", part=_PART) from None
+    except (ValueError, RecursionError) as error:  # also for numbers too long and brackets too deep
+        raise ConfigError(f"{path} is not valid TOML: {error}.", part=_PART) from None
+
+
+def apply_setting(table: dict[str, Any], setting: str) -> None:
+    """Put the value of ``key=value`` or ``a.b=value``, an argument of --set, into `table`. Raises `ConfigError`."""
+    key, equals, text = setting.partition("=")
+    *sections, name = key.strip().split(".")
+    if not equals or not all([*sections, name]):
+        raise ConfigError(f"--set {setting!r} does not have the form key=value or a.b=value.", part=_PART)
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {setting!r}: {section} is a value, not a section.", part=_PART)
+    table[name] = toml_value(text.strip())
+
+
+def toml_value(text: str) -> Any:
+    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, which thus needs no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text
+
+
+def is_run(target: str) -> bool:
+    """Whether `target` is the configuration of a run, and not the name of a shape. Raises `ConfigError` if that is missing."""
+    path = Path(target)
+    if path.suffix == ".toml":
+        existing(path)
+    return path.suffix == ".toml" or path.is_file()
+
+
+def command_of(sections: dict[str, Any]) -> str:
+    """Return the command that a configuration with these `sections` is for: ``sft``, ``serve`` or ``train``."""
+    return "sft" if "sft" in sections else "serve" if "service" in sections else "train"
+
+
+def runs_elsewhere(path: Path, overrides: Sequence[str]) -> bool:
+    """Whether the run's processes start on a running Ray cluster, whose machines have libraries of their own."""
+    sections = read_toml(path)
+    for override in overrides:
+        apply_setting(sections, override)
+    ray = sections.get("ray")
+    return isinstance(ray, dict) and bool(ray.get("address"))
