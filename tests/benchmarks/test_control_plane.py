@@ -9,36 +9,42 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from waiting import HANG_S
 
 
-def test_every_size_is_a_row_and_what_a_version_costs_grows_with_participants_and_not_with_tensors(
-    control_plane: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sizes", "most_s", "code"),
+    [
+        ("--participants 2 --tensors 3", 0.0, 1),
+        pytest.param("--participants 2 12 --tensors 3 300", 1e9, 0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_every_size_is_a_row_messages_grow_with_participants_and_not_with_tensors_and_slow_versions_are_reported(
+    sizes: str,
+    most_s: float,
+    code: int,
+    control_plane: ModuleType,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the handler would stay in this process
-    monkeypatch.setattr(control_plane, "MOST_VERSION_S", 1e9)
+    monkeypatch.setattr(control_plane, "LIMIT_S", HANG_S)
+    monkeypatch.setattr(control_plane, "MOST_VERSION_S", most_s)
     monkeypatch.setattr(control_plane, "MOST_SESSION_S", 1e9)
     to = tmp_path / "control.json"
-    command = "--participants 2 12 --tensors 3 300 --versions 3 --sessions 2 --json"
-    assert control_plane.main([*command.split(), str(to)]) == 0
+    command = [*sizes.split(), "--versions", "2", "--sessions", "1", "--json", str(to)]
+    assert control_plane.main(command) == code
     rows = json.loads(to.read_text())["rows"]
-    assert [(row["participants"], row["tensors"]) for row in rows] == [(2, 3), (2, 300), (12, 3), (12, 300)]
-    assert all(len(row["version_s"]) == 3 and len(row["session_s"]) == 2 for row in rows)
-    two, _, twelve, large = (row["version_messages"] for row in rows)
-    assert two < twelve <= 9 * 12, "every participant says and hears a few things"
-    assert large == pytest.approx(twelve, abs=2)
-    shown = capsys.readouterr().out.splitlines()
-    assert len(shown) == 2 + len(rows)
-    assert all(cell in shown[2] for cell in control_plane.cells(rows[0]))
-
-
-def test_what_takes_too_long_is_said_and_is_an_error(
-    control_plane: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(control_plane, "MOST_VERSION_S", 0.0)
-    command = "--participants 2 --tensors 3 --versions 1 --sessions 1"
-    assert control_plane.main(command.split()) == 1
-    assert "TOO SLOW" in capsys.readouterr().out
+    assert (rows[0]["participants"], rows[0]["tensors"]) == (2, 3)
+    assert all(len(row["version_s"]) == 2 and len(row["session_s"]) == 1 for row in rows)
+    for participants in {row["participants"] for row in rows}:
+        messages = [row["version_messages"] for row in rows if row["participants"] == participants]
+        assert max(messages) - min(messages) <= 2
+    assert 0 < rows[-1]["version_messages"] <= 9 * rows[-1]["participants"], "everyone says and hears a few things"
+    shown = capsys.readouterr().out
+    assert all(cell in shown for row in rows for cell in control_plane.cells(row))
+    assert ("TOO SLOW" in shown) is (code == 1)
 
 
 def test_participants_that_never_join_are_not_waited_for_without_end(

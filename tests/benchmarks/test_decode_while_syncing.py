@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import ModuleType
 
 import pytest
@@ -24,15 +23,3 @@ def test_a_share_is_of_the_turn_just_before_so_that_a_machine_that_slows_down_do
     }  # fmt: skip
     assert " 0.90 " in decoding.text(report)
     assert "NOT VERIFIED" in decoding.text(report)
-
-
-@pytest.mark.parametrize(("concurrency", "new_tokens"), [(8, 112), (64, 6), (1, 5)])
-def test_the_first_requests_end_at_places_spread_evenly(
-    decoding: ModuleType, concurrency: int, new_tokens: int
-) -> None:
-    lengths = [decoding.first_length(number, concurrency, new_tokens) for number in range(concurrency)]
-    assert lengths[0] == new_tokens
-    assert lengths[-1] == max(1, new_tokens // concurrency)
-    counts = Counter(lengths).values()
-    assert len(counts) == min(concurrency, new_tokens)
-    assert max(counts) - min(counts) <= 1

@@ -12,6 +12,7 @@ from weightlane.cli.bench.processes.processes import Processes
 from weightlane.cli.bench.workload.workload import named_workload
 
 
+@pytest.mark.exhaustive
 def test_every_density_has_all_three_what_auto_made_of_it_and_whether_every_bit_was_right(
     densities: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,8 +65,3 @@ def test_auto_is_compared_with_the_better_one_of_the_others_and_by_what_it_chose
     row = densities._figures(0.01, steps, 1, verified=True)
     assert (row["best"], row["chosen"], row["left_out"]) == ("delta", ["dense", "dense", "dense", "delta"], 1)
     assert (row["ratio_measured"], row["ratio_by_choice"]) == (pytest.approx(3.0), pytest.approx(2.0))
-
-
-def test_the_model_between_is_known_here_only(densities: ModuleType) -> None:
-    assert densities.workload_named(densities.MIDDLE).nbytes == 32 * 2 * 2048**2
-    assert densities.workload_named("tiny") == named_workload("tiny")

@@ -20,6 +20,7 @@ class Nothing:
         return {"latency_s": 0.0}
 
 
+@pytest.mark.exhaustive
 def test_all_ways_carry_the_same_weights_and_wrong_ones_are_noticed(
     direct: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

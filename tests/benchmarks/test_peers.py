@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import tempfile
@@ -15,8 +14,6 @@ from typing import Any
 import pytest
 import torch
 from waiting import HANG_S, NEVER_S, wait_until
-
-from weightlane.ckpt_engines import ConfigError
 
 HANGS = """
 import multiprocessing, os, pathlib, signal, subprocess, sys, time
@@ -42,8 +39,9 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.peers.{name}")
 
 
-@pytest.mark.parametrize("name", ["copy-in-then-out", pytest.param("gloo-flat", marks=pytest.mark.exhaustive)])
-def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType, tmpfs: Path, name: str) -> None:
+@pytest.mark.exhaustive
+def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType, tmpfs: Path) -> None:
+    name = "copy-in-then-out"
     patience = {"quiet_s": 0.0, "turn_s": NEVER_S, "deadline_s": HANG_S, "block_s": HANG_S}
     plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, repeats=0, **patience)
     said: list[str] = []
@@ -79,14 +77,6 @@ def test_a_digest_notices_any_bit_and_any_place_and_every_round_changes_every_el
     norms[1].copy_(second)
     norms[1].view(torch.int16)[-1] ^= 1
     assert sender.digest() != receiver.digest()
-
-
-def test_the_shapes_are_those_of_the_model_and_survive_the_way_to_another_interpreter(peers: ModuleType) -> None:
-    real = peers.workload_named("qwen3-0.6b")
-    assert (len(real.shapes), real.nbytes) == (310, 1_192_099_840)
-    assert module("workload").Workload.from_plain(json.loads(json.dumps(real.to_plain()))) == real
-    with pytest.raises(ConfigError, match="qwen3"):
-        peers.workload_named("other")
 
 
 def turn_of(rounds: int, took_s: float = 1.0, *, clean: bool = True) -> list[dict[str, Any]]:
@@ -125,7 +115,7 @@ def test_rows_of_two_runs_compare_by_what_they_are_of_their_own_runs_limit(peers
         report.merged({**peer, "workload": {}}, ours, order)
 
 
-def test_a_peer_of_which_others_disturbed_most_rounds_has_another_turn(
+def test_a_turn_that_others_disturbed_or_that_failed_is_repeated_and_the_row_says_so(
     peers: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = peers.Plan("tiny", receivers=1, rounds=4, passes=2, repeats=1)
@@ -133,13 +123,17 @@ def test_a_peer_of_which_others_disturbed_most_rounds_has_another_turn(
 
     def turn(_plan: object, _workload: object, peer: Any, rounds: int, _lock: object) -> list[dict[str, Any]]:
         turns.append((peer.name, rounds))
-        return turn_of(rounds, clean=peer.name == "memcpy" or len(turns) == 5)
+        if len(turns) == 1:
+            return [{"failed": "no word from the sender within 60 s"}]
+        return turn_of(rounds, clean=peer.name == "memcpy" or len(turns) == 6)
 
     monkeypatch.setattr(peers, "_block", turn)
     report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)
-    assert turns == [("memcpy", 2), ("gloo-flat", 2), ("gloo-flat", 2), ("memcpy", 2), ("gloo-flat", 4)]
+    disturbed = [("gloo-flat", 2), ("gloo-flat", 2), ("memcpy", 2), ("gloo-flat", 4)]
+    assert turns == [("memcpy", 2), ("memcpy", 2), *disturbed]
     row = report["rows"][1]
     assert (row["rounds"], row["disturbed_rounds"], row["clean"]) == (4, 4, True)
+    assert "a turn failed and was repeated: no word from the sender" in module("table").markdown(report)
 
 
 def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: ModuleType) -> None:
@@ -155,16 +149,6 @@ def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: Mo
         "rows": [row],
     }
     assert "cannot run here: no_such_module_at_all" in module("table").markdown(report)
-
-
-def test_a_turn_that_failed_is_repeated_and_the_row_says_so(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, *failed = ([{"failed": said}] for said in ("no word from the sender within 60 s", "again", "and again"))
-    turns = [first, turn_of(1), *failed]
-    monkeypatch.setattr(peers, "_block", lambda *_: turns.pop(0))
-    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1)
-    report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)
-    assert [row.get("failed") for row in report["rows"]] == [None, "and again"]
-    assert "a turn failed and was repeated: no word from the sender" in module("table").markdown(report)
 
 
 def test_only_cpu_time_that_others_used_is_held_against_a_round(

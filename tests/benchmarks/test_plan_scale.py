@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.exhaustive
 def test_each_case_is_planned_in_its_own_process_and_shown_in_one_row(
     plan_scale: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

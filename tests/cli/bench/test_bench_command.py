@@ -56,6 +56,7 @@ def test_what_cannot_be_done_is_said_in_words(arguments: list[str], code: int, s
     assert "Traceback" not in result.output
 
 
+@pytest.mark.exhaustive
 def test_a_command_that_is_told_to_end_leaves_nothing(children: Any, tmp_path: Path) -> None:
     """Neither processes nor files; `tests/sync/bench` kills it outright."""
     bench = children.start(
