@@ -47,7 +47,7 @@ def finished_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -
         patch.setenv("PYTHONPATH", str(folder / "site"), prepend=os.pathsep)
         run = RunProcess(["train", str(path), "--plain"], folder / "logs")
     try:
-        run.wait_for("step 3/4")
+        run.wait_for("step 2/4")
         served = re.search(r"metrics for Prometheus: (http://127\.0\.0\.1:\d+/metrics)", run.out)
         assert served, run.out
         samples = scrape(served[1])

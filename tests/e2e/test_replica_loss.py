@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from installed import install
 from run_process import RunProcess
 from tiny_run import Material
 
@@ -60,11 +61,7 @@ class Observer:
 def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Installs an observer as a distribution of its own, for the processes that the test starts; the file it writes."""
     folder = tmp_path / "site"
-    facts = folder / "observer_of_test-1.0.dist-info"
-    facts.mkdir(parents=True)
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: observer-of-test\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[weightlane.plugins]\nobserver = observer_of_test:Observer\n")
-    (folder / "observer_of_test.py").write_text(OBSERVER)
+    install(folder, "observer_of_test", OBSERVER, "observer = observer_of_test:Observer")
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
     return folder / "notes.jsonl"
 

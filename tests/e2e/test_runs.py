@@ -1,8 +1,9 @@
-"""Whole runs of the command, from an FSDP2 trainer in Ray to vLLM: they end well over every engine, and can be resumed."""
+"""Whole runs of `weightlane train`, from an FSDP2 trainer in Ray to vLLM: their files, a resume, and an end by Ctrl-C."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import torch
 from run_process import FinishedRun, RunProcess
 from safetensors.torch import load_file
-from tiny_run import BETAS, GROUP_SIZE, HELDOUT_TASKS, LEARNING_RATE, PROMPTS_PER_STEP, Material
+from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -23,7 +24,22 @@ from weightlane.cli.report.run_record import read_record
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 StartRun = Callable[[Sequence[str]], RunProcess]
-QUANTILES = {"p50", "p95", "max"}
+CONSTANT_REWARD = """
+import time
+from pathlib import Path
+from rewards_of_test import remember
+
+SAVED = Path({saved!r})
+
+def constant(completion, task):
+    # From step 7 on it takes up to forty seconds, in which the test ends the run.
+    remember(task)
+    for _ in range(800):
+        if not SAVED.exists():
+            break
+        time.sleep(0.05)
+    return 0.5
+"""
 EPSILON = 1e-8
 """AdamW's default."""
 
@@ -36,26 +52,12 @@ def metrics_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
 def check_files(run_dir: Path, steps: int) -> None:
     """Check the files that every finished run must leave."""
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary.keys() == {
-        "run",
-        "accuracy_before",
-        "accuracy_after",
-        "versions_committed",
-        "overlap_share",
-        "max_token_gap_s",
-        "wall_s",
-        "replicas_lost",
-        "replicas_replaced",
-        "samples",
-        "sync",
-    }
     sync = summary["sync"]
-    assert sync.keys() == {"trainer_blocked_s", "rollout_blocked_s", "latency_s", "lost_per_step_s"}
     for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s"):
-        assert sync[name].keys() == QUANTILES
         assert 0.0 < sync[name]["p50"] <= sync[name]["p95"] <= sync[name]["max"]
     assert sync["lost_per_step_s"].keys() == {"trainer", "rollout", "blocking_way"}
     assert all(seconds > 0.0 for seconds in sync["lost_per_step_s"].values())
+    assert (summary["replicas_lost"], summary["replicas_replaced"]) == (0, 0)
     assert 0.0 <= summary["accuracy_before"] <= 1.0
     assert 0.0 <= summary["accuracy_after"] <= 1.0
     assert 0.0 <= summary["overlap_share"] <= 1.0
@@ -88,7 +90,7 @@ def check_files(run_dir: Path, steps: int) -> None:
     assert not (run_dir / "versions").exists()
 
 
-def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_was_over_another_engine(
+def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_another_engine_until_ctrl_c_ends_it(
     material: Material, finished_run: FinishedRun, start_run: StartRun, tmp_path: Path
 ) -> None:
     run_dir, config = finished_run.run_dir, finished_run.config
@@ -118,36 +120,35 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_goes_on_where_it_
         assert says in refused.stderr
 
     # A constant reward has no gradient, so what two more steps make of the optimizer depends on nothing but what it was.
+    reward = CONSTANT_REWARD.format(saved=str(run_dir / "state" / "step-6"))
+    config.with_name("constant_reward_of_test.py").write_text(reward)
     run = start_run(
         [
             *("train", str(config), "--plain", "--resume"),
-            *("--set", "loop.steps=6", "--set", "checkpoint_engine.backend=filesystem"),
-            *("--set", "reward.function=rewards_of_test:constant_remembering"),
+            *("--set", "loop.steps=1000", "--set", "checkpoint_engine.backend=filesystem"),
+            *("--set", "trainer.ranks=1", "--set", "reward.function=constant_reward_of_test:constant"),
         ]
     )
-    run.wait_for("held-out accuracy at step")
-    run.note_segments()
-    resumed = run.end()
-    assert (resumed.code, resumed.err) == (0, ""), resumed.out + resumed.err
-    assert "weights by 'filesystem'" in resumed.out
-    assert "resuming at step 4" in resumed.out
+    latest = run_dir / "state" / "latest.json"
+    run.wait_until(lambda: json.loads(latest.read_text())["step"] == 6, "state of step 6")
+    run.interrupt(signal.SIGINT, whole_group=True)  # as Ctrl-C in a terminal does
+    ended = run.end()
+    assert (ended.code, ended.err) == (130, "interrupted; everything this run started has ended\n"), ended.out
+    assert "weights by 'filesystem'" in ended.out
+    assert "resuming at step 4" in ended.out
     assert [event["step"] for event in metrics_of(run_dir, "training_step")] == [1, 2, 3, 4, 5, 6]
     versions = [event["version"] for event in metrics_of(run_dir, "version_committed")]
     assert versions == [0, 1, 2, 3, 4, 4, 5, 6], "once more the version it was saved at, then the next ones"
-    assert [event["step"] for event in metrics_of(run_dir, "evaluated")] == [0, 4, 4, 6]
     assert data_position(run_dir, 6) == 6 * PROMPTS_PER_STEP
     judged = Counter(config.with_name("judged.txt").read_text().split())
     trained = {json.loads(line)["prompt"] for line in material.train.read_text().splitlines()}
-    assert {prompt: count for prompt, count in judged.items() if prompt in trained} == dict.fromkeys(
-        judged.keys() & trained, GROUP_SIZE
-    ), "no task was used twice"
-    assert len(judged.keys() & trained) == 6 * PROMPTS_PER_STEP
-    assert len(judged.keys() - trained) == HELDOUT_TASKS
+    assert len(judged.keys() & trained) >= 6 * PROMPTS_PER_STEP
+    assert max(judged[prompt] for prompt in trained) == GROUP_SIZE, "no task was used twice"
     check_optimizer(*(saved_state(run_dir, step, tmp_path) for step in (4, 6)))
 
 
 @pytest.mark.exhaustive
-def test_a_run_with_an_adapter_a_critic_and_a_reference_that_take_turns_ends_well_and_is_resumed(
+def test_a_run_of_an_adapter_with_a_critic_and_a_reference_that_take_turns_publishes_it_alone_and_is_resumed(
     material: Material, start_run: StartRun, tmp_path: Path
 ) -> None:
     """PPO with everything that it can have, on one rank, whose device has room for one role at a time."""
@@ -158,7 +159,7 @@ def test_a_run_with_an_adapter_a_critic_and_a_reference_that_take_turns_ends_wel
         loop={"save_every": 2},
         algorithm={"objective": "ppo", "kl_coefficient": 0.05},
         critic={"learning_rate": 1e-3},
-        trainer={"offload_roles": True, "lora.rank": 4},
+        trainer={"offload_roles": True, "lora.rank": 4, "lora.publish": "adapter"},
     )
     for steps in (2, 4):
         more = ["--resume", "--set", "loop.steps=4"] if steps > 2 else ["--set", "loop.steps=2"]
@@ -167,37 +168,16 @@ def test_a_run_with_an_adapter_a_critic_and_a_reference_that_take_turns_ends_wel
     events = metrics_of(run_dir, "training_step")
     assert [event["step"] for event in events] == [1, 2, 3, 4]
     assert all({"critic/value", "reference_kl", "critic/loss"} <= event.keys() for event in events)
-    assert metrics_of(run_dir, "version_committed")[-1]["version"] == 4
     assert sorted(path.name for path in (run_dir / "state" / "step-4").iterdir()) == ["critic", "loop.json", "trainer"]
     before, after = (load_file(path / "model.safetensors") for path in (material.model, run_dir / "model"))
-    changed = {name.split(".")[-2] for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert changed == {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}, "those with an adapter"
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_publishes_its_adapter_alone_ends_well_and_is_resumed(
-    material: Material, start_run: StartRun, tmp_path: Path
-) -> None:
-    """Every token of a completion has the version that the request began with."""
-    run_dir = tmp_path / "run"
-    lora = {"lora.rank": 4, "lora.publish": "adapter"}
-    config = material.write_config(tmp_path / "config", run_dir, loop={"save_every": 2}, trainer=lora)
-    for steps in (2, 4):
-        more = ["--resume", "--set", "loop.steps=4"] if steps > 2 else ["--set", "loop.steps=2"]
-        ended = start_run(["train", str(config), "--plain", *more]).end()
-        assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
+    adapted = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
+    assert {name.split(".")[-2] for name in changed} == adapted
     commits = metrics_of(run_dir, "version_committed")
     assert [commit["version"] for commit in commits] == [0, 1, 2, 2, 3, 4]
-    before, after = (load_file(path / "model.safetensors") for path in (material.model, run_dir / "model"))
-    changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
-    assert {name.split(".")[-2] for name in changed} == {
-        f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")
-    }
     # float32 A and B, every tensor of which begins at a multiple of 64 bytes
     wanted = sum(4 * 4 * sum(before[name].shape) for name in changed)
     assert {commit["sent_bytes"] for commit in commits} == {wanted}
-    samples = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
-    assert {sample["step"] for sample in samples} == {1, 2, 3, 4}
 
 
 def run_command(*arguments: str) -> Any:

@@ -42,10 +42,6 @@ def remembering(completion, task):
     remember(task)
     return low_bytes(completion, task)
 
-def constant_remembering(completion, task):
-    remember(task)
-    return 0.5
-
 def nan(completion, task):
     return float("nan")
 '''
