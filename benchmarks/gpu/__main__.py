@@ -59,7 +59,7 @@ def main(arguments: Sequence[str]) -> int:
         names = ", ".join(device["name"] for device in facts["devices"])
         print(f"{names}; driver {facts['driver']}, torch {facts['torch']}, Python {facts['python']}", flush=True)
         ini = Path(folder, "pytest.ini")
-        ini.write_text("[pytest]\nmarkers = gpu\n", encoding="utf-8")
+        ini.write_text("[pytest]\nmarkers =\n    gpu\n    exhaustive\n    property\n", encoding="utf-8")
         results = run_all(options, facts, ini, env)
     if not results:
         print(f"there is no step called {options.only} in {', '.join(options.parts)}", file=sys.stderr)

@@ -8,6 +8,8 @@ import pytest
 from command_line import assert_refused, report, run
 from tiny_run import Material
 
+EXAMPLE = Path(__file__).parents[2] / "examples/arithmetic/arithmetic.toml"
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -58,10 +60,7 @@ def test_whole_shares_cross_more_than_is_needed_and_relays_are_asked_for() -> No
     [
         (["7b"], "'7b' is no shape that is known. Known: 30b, 235b, 1t."),
         (["nowhere.toml"], "there is no configuration file nowhere.toml"),
-        (
-            ["nowhere.toml", "--trainer", "pp2"],
-            "--trainer is for shapes, and 'nowhere.toml' is the configuration of a run. Use --set.",
-        ),
+        ([str(EXAMPLE), "--trainer", "pp2"], "arithmetic.toml' is the configuration of a run. Use --set."),
         (["30b", "--set", "trainer.ranks=2"], "--set is for the configuration of a run, and '30b' is not a file."),
         (["30b", "--trainer", "pp2 zz4"], "'zz4' is no part of a layout. Write it like pp8 ep32"),
         (["30b", "--trainer", "ep7"], "128 experts are not shared by 7 ranks. Change ep of --trainer."),

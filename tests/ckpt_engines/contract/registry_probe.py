@@ -1,4 +1,4 @@
-"""What `test_registry.py` asks a registry in a forked child, in which further distributions are installed."""
+"""Questions of `test_registry.py` to a registry in a forked child, in which further distributions are installed."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ DEFECTS: dict[str, tuple[str, str]] = {
     "RaisesOnTheSecondClose": ("close_may_be_called_at_any_time_and_twice[as set]", "closed already"),
     "LeavesAThread": ("a_closed_engine_leaves_nothing_behind[as set]", r"rank 0 has \d+ threads instead of"),
 }
-"""By engine: the check, with its model or case, and a pattern for what it says."""
+"""Engine to the check that catches it, with its model or case, and a pattern for its error."""
 OF_SEVERAL_RANKS = {
     "CountsByRank",
     "AveragesOverRanks",
