@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub import listener
+from weightlane.sync.control.hub.frames import Frame, Kind
 from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Abort, Committed, Stop
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
@@ -226,3 +227,19 @@ def test_the_hub_keeps_no_question_that_nobody_waits_for_any_more(
     with pytest.raises(DeadlineExceededError, match="'key' in mailbox s"):
         asking.mailbox("s").get("key", Deadline.after(0.01))
     wait_until(lambda: not mailboxes._scopes, "end of the questions")
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox, answer = rendezvous.mailbox("s"), rendezvous._hub.mailboxes.answer
+
+    def put_before_it_is_called_off(member: Any, frame: Frame) -> None:
+        if frame.kind == Kind.CANCEL:
+            mailbox.put("key", "x" * 100_000)
+        answer(member, frame)
+
+    monkeypatch.setattr(rendezvous._hub.mailboxes, "answer", put_before_it_is_called_off)
+    with pytest.raises(DeadlineExceededError):
+        mailbox.get("key", Deadline.after(0.02))
+    assert mailbox.get("key", soon()) == "x" * 100_000

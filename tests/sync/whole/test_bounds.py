@@ -213,3 +213,36 @@ def test_memory_that_an_engine_still_reads_is_given_back_when_it_has_ended(
         run.coordinator.close()  # which waits for the publisher to come back
         with pytest.raises(SyncAbortedError):
             serving.result(HANG_S)
+
+
+def test_a_sender_does_not_wait_longer_than_the_deadline_for_a_bucket_that_is_never_made(stuck: Any) -> None:
+    sending = pipeline(stuck)
+    made = threading.Event()
+
+    def bucket(_: int) -> torch.Tensor:
+        assert made.wait(HANG_S)
+        return torch.zeros(64, dtype=torch.uint8)
+
+    with closing(sending), ThreadPoolExecutor(1) as maker:
+        sent = maker.submit(send, sending, stuck, 1, bucket=bucket)
+        wait_until(lambda: sending.sending is not None, "the sending to begin")
+        assert sending.sending is not None
+        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
+            sending.sending.result(HANG_S)
+        assert not sent.done()
+        made.set()
+        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
+            sent.result(HANG_S)
+
+
+def test_a_gather_whose_store_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr("weightlane.sync.send.gather.open_process_group", lambda *_, **__: over.wait(HANG_S))
+    layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
+    with closing(Rendezvous.host()) as rendezvous:
+        for name in ("trainer-0", "trainer-1"):
+            rendezvous.mailbox("gather/s").put(name, layout.layout_digest)
+        with pytest.raises(DeadlineExceededError, match="the group of all trainer ranks") as caught:
+            ShardGather.connect(rendezvous, "s", ["trainer-0", "trainer-1"], 0, layout, HOST, Deadline.after(1.0))
+    assert "coordinator" in caught.value.hint
+    over.set()
