@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running_worker import PROMPT, RecordingWorker, probed_worker, started
+from running_worker import PROMPT, RecordingWorker, probed_worker, slow_steps, started
 from safetensors.torch import load_file
 from tiny_models import add_tokenizer, is_greedy, make_qwen3
 from trainer_ranks import Trainers
@@ -176,11 +176,13 @@ def test_a_rank_that_cannot_take_a_version_leaves_the_one_before_in_service_bit_
             await coordinator.sync(served)
             before = await slot(worker)
             for rank in range(2):
-                flying = asyncio.create_task(worker.generate("r", PROMPT, 200, greedy=True))
                 kept = await probe(worker, "probe_adapters")
                 await probe(worker, "probe_fail_adapter", rank)
-                with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*on purpose") as raised:
-                    await coordinator.sync(folder.make())
+                version = folder.make()
+                async with slow_steps(worker):
+                    flying = asyncio.create_task(worker.generate("r", PROMPT, 60, greedy=True))
+                    with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*on purpose") as raised:
+                        await coordinator.sync(version)
                 assert type(raised.value.reason) is UntouchedError
                 assert coordinator.states() == {worker.name: ReplicaState.SERVING}
                 assert await slot(worker) == before

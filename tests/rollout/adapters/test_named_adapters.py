@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from named_adapters import PREFIX, RANK, VOCAB, Adapter, NamedAdapters, serving
+from running_worker import slow_steps
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, SyncAbortedError, UntouchedError
@@ -116,28 +117,32 @@ def test_adapters_of_several_ranks_are_in_slots_as_vllm_loads_them_and_decode_be
 def test_a_version_that_is_not_kept_or_rolled_back_is_dropped_but_for_requests_in_flight(
     replica: NamedAdapters, adapters: list[Adapter]
 ) -> None:
+    async def decode(version: int) -> asyncio.Task[Completion]:
+        """A request that has some of its tokens."""
+        flying = asyncio.create_task(replica.worker.generate("r", PROMPT, 60, greedy=True, adapter=version))
+        wanted = replica.worker.clock.tokens + 5
+        while replica.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
+            await asyncio.sleep(0.002)
+        return flying
+
     async def drop() -> Completion:
         first, second = await publish_all(replica, adapters[:2])
-        flying = asyncio.create_task(replica.worker.generate("r", PROMPT, 900, greedy=True, adapter=first))
-        wanted = replica.worker.clock.tokens + 20
-        while replica.worker.clock.tokens < wanted:
+        async with slow_steps(replica.worker):
+            flying = await decode(first)
+            third = await replica.publish(adapters[2], keep=[second])
             assert not flying.done()
-            await asyncio.sleep(0.002)
-        third = await replica.publish(adapters[2], keep=[second])
-        assert not flying.done()
         for version in (second, third):
             await replica.worker.generate("r", PROMPT, 2, adapter=version)
         with pytest.raises(ConfigError, match=f"adapter {first} is not loaded; loaded are {second}, {third}"):
             await replica.worker.generate("r", PROMPT, 2, adapter=first)
         ended = await flying
-        await replica.publish(adapters[3], keep=[second])
+        fourth = await replica.publish(adapters[3], keep=[second])
         (loaded,) = await replica.probe("probe_adapters")
         assert len(loaded) == 3, "the kept one, the newest, and the one before for a rollback"
-        fourth = replica.trainer.version
-        flying = asyncio.create_task(replica.worker.generate("r", PROMPT, 300, greedy=True, adapter=fourth))
-        while not replica.worker.clock.in_flight:  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0)
-        await replica.worker.rollback(fourth)
+        async with slow_steps(replica.worker):
+            flying = await decode(fourth)
+            await replica.worker.rollback(fourth)
+            assert not flying.done()
         assert is_greedy(adapters[3].merged, PROMPT, (await flying).token_ids)
         with pytest.raises(ConfigError, match=f"loaded are {second}, {third}\\."):
             await replica.worker.generate("r", PROMPT, 2, adapter=fourth)

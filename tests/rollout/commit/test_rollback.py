@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 from publishing import served_by
-from running_worker import PROMPT, Setup
+from running_worker import PROMPT, Setup, slow_steps
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import CommitError, QuarantinedError, StorageError, SyncAbortedError, UntouchedError
@@ -35,11 +35,12 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
         await setup.tokens(5)
 
     async def sync_in_vain() -> Completion:
-        flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 900, greedy=True))
-        await setup.tokens(100)
         other.refuses_after = it_has_generated
-        with pytest.raises(SyncAbortedError, match="not with me"):
-            await setup.trainer.sync(setup.models[2])
+        async with slow_steps(setup.worker):
+            flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 80, greedy=True))
+            await setup.tokens(5)
+            with pytest.raises(SyncAbortedError, match="not with me"):
+                await setup.trainer.sync(setup.models[2])
         return await flying
 
     flown = setup.run(sync_in_vain())
@@ -55,7 +56,7 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
         seen = before + between
         assert is_greedy(setup.models[2], [*PROMPT, *tokens[:before]], tokens[before:seen])
         assert not is_greedy(setup.models[1], [*PROMPT, *tokens[:before]], tokens[before:seen])
-        assert is_greedy(setup.models[1], [*PROMPT, *tokens[:seen]], tokens[seen : seen + 200])
+        assert is_greedy(setup.models[1], [*PROMPT, *tokens[:seen]], tokens[seen:])
     # The prefix cache may hold blocks of these tokens that the other version has computed.
     longer = [*PROMPT, *tokens[: before + between + after // 2]]
     assert setup.greedy(longer).token_ids == greedy_tokens(setup.models[1], longer, 16)
@@ -72,10 +73,11 @@ def test_a_load_that_fails_half_way_on_any_rank_is_undone_by_the_same_call(setup
         setup.probe("probe_fail_loading", rank, 9, 1)
 
         async def fail_meanwhile(rank: int = rank) -> Completion:
-            flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 400, greedy=True))
-            await setup.tokens(50)
-            with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*was restored.*on purpose") as raised:
-                await setup.trainer.sync(setup.models[2])
+            async with slow_steps(setup.worker):
+                flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 60, greedy=True))
+                await setup.tokens(5)
+                with pytest.raises(SyncAbortedError, match=rf"rollout rank {rank}.*was restored.*on purpose") as raised:
+                    await setup.trainer.sync(setup.models[2])
             assert type(raised.value.reason) is UntouchedError
             return await flying
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from json_program import Program
-from running_worker import Setup
+from running_worker import Setup, slow_steps
 from tiny_models import check_switch, greedy_tokens, is_greedy, load_tensors
 
 from weightlane.ckpt_engines import (
@@ -69,9 +69,10 @@ def test_keep_spares_caches_in_flight_but_gives_new_requests_none_of_them(setup:
     old = setup.serve(1, "keep")
 
     async def sync_meanwhile() -> tuple[Completion, Completion]:
-        long = asyncio.create_task(setup.worker.generate("long", prompt, 600, greedy=True))
-        await setup.tokens(40)
-        await setup.trainer.sync(setup.models[2])
+        async with slow_steps(setup.worker):
+            long = asyncio.create_task(setup.worker.generate("long", prompt, 60, greedy=True))
+            await setup.tokens(5)
+            await setup.trainer.sync(setup.models[2])
         new = await setup.worker.generate("new", prompt, 16, greedy=True)
         return await long, new
 

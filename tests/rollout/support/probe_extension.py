@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,19 @@ class ProbeExtension:
     def probe_process(self) -> int:
         """This rank's process id."""
         return os.getpid()
+
+    def probe_pace(self, seconds: float) -> None:
+        """Let every decode step last so long at least, and use no CPU meanwhile; 0 ends that."""
+        runner = self.model_runner  # type: ignore[attr-defined]
+        runner.__dict__.pop("execute_model", None)
+        if seconds:
+            execute = runner.execute_model
+
+            def unhurried(*arguments: Any, **named: Any) -> Any:
+                time.sleep(seconds)
+                return execute(*arguments, **named)
+
+            runner.execute_model = unhurried
 
     def probe_fail_loading(self, rank: int, after: int, times: int) -> None:
         """Let the next `times` loads of one rank fail once they have put `after` tensors into the model."""

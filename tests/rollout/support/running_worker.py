@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,17 @@ class RecordingWorker(RolloutWorker):
         ranks = await self._engine.running.collective_rpc("probe_parameters")
         assert len(ranks) == self.config.tensor_parallel
         check_ranks(ranks, tensors, expert_parallel=self.config.expert_parallel)
+
+
+@asynccontextmanager
+async def slow_steps(worker: RolloutWorker) -> AsyncIterator[None]:
+    """Inside, decode steps take so long that a completion of sixty tokens outlives whatever else happens, and few CPU seconds."""
+    probe = worker._engine.running.collective_rpc
+    await probe("probe_pace", args=(0.1,))
+    try:
+        yield
+    finally:
+        await probe("probe_pace", args=(0.0,))
 
 
 def probed_worker(name: str, model: Path, *, in_engine: bool = False, **settings: Any) -> RecordingWorker:
@@ -148,9 +159,10 @@ class Setup:
 
         async def sync() -> tuple[SyncReport, list[tuple[list[int], Completion]]]:
             prompts = [[10 + index, 20, 30] for index in range(4)]
-            tasks = [asyncio.create_task(self.worker.generate("r", prompt, 400, greedy=True)) for prompt in prompts]
-            await self.tokens(100)
-            report = await self.trainer.sync(self.models[model])
+            async with slow_steps(self.worker):
+                tasks = [asyncio.create_task(self.worker.generate("r", prompt, 60, greedy=True)) for prompt in prompts]
+                await self.tokens(20)
+                report = await self.trainer.sync(self.models[model])
             return report, list(zip(prompts, await asyncio.gather(*tasks), strict=True))
 
         return self.run(sync())
