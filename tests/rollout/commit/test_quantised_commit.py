@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from running_worker import PROMPT, Setup, running
 from tiny_models import Quantise, left_of, load_tensors, make_blocky_qwen3, quantised_copy
 
@@ -26,11 +25,10 @@ def test_a_replica_serves_exactly_what_quantising_leaves(
         assert setup.probe("probe_sliced") == [setup.world > 1] * setup.world
 
 
+@pytest.mark.usefixtures("amx")  # vLLM's fp8 layers need it on a CPU
 def test_both_ranks_of_a_quantised_replica_get_their_slices_and_hold_what_vllm_loads_from_the_whole(
     tmp_path: Path,
 ) -> None:
-    if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's fp8 layers need AMX on a CPU")
     plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed, ranks=2) for seed in range(2)]
     first, second = (quantised_copy(model, tmp_path / f"{model.name}-fp8", "fp8") for model in plain)
     with running(plain, first, tensor_parallel=2, dtype="bfloat16") as made:

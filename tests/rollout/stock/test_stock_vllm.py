@@ -35,12 +35,21 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
 PROMPT = [4, 5, 6]
+OFFLINE = Path(__file__).with_name("offline_process.py")
 
 
 @pytest.fixture(scope="module")
 def offline() -> Iterator[Program]:
-    """`offline_process.py`."""
-    started = Program(Path(__file__).with_name("offline_process.py"), env=ENVIRONMENT)
+    """`offline_process.py`, without AMX."""
+    started = Program(OFFLINE, env=ENVIRONMENT)
+    yield started
+    started.kill()
+
+
+@pytest.fixture
+def offline_with_amx(amx: None) -> Iterator[Program]:
+    """The same, with AMX: vLLM's fp8 layers need it on a CPU."""
+    started = Program(OFFLINE, env=ENVIRONMENT)
     yield started
     started.kill()
 
@@ -89,10 +98,11 @@ def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
             assert tokens == greedy_tokens(model, PROMPT, 12)
 
 
-def test_a_quantised_model_takes_versions_in_its_own_format_and_no_others(offline: Program, tmp_path: Path) -> None:
+def test_a_quantised_model_takes_versions_in_its_own_format_and_no_others(
+    offline_with_amx: Program, tmp_path: Path
+) -> None:
     """Bit for bit what vLLM holds that was started from the version's checkpoint; and it says the same."""
-    if not torch.cpu._is_amx_tile_supported():
-        pytest.skip("vLLM's fp8 layers need AMX on a CPU")
+    offline = offline_with_amx
     plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed) for seed in range(2)]
     quantised = [quantised_copy(model, tmp_path / f"{model.name}-fp8", "fp8") for model in plain]
     offline.call("start", str(quantised[1]), "bfloat16", None)
