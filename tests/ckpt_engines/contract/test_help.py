@@ -14,7 +14,7 @@ from weightlane.ckpt_engines.contract.field_docs import document_fields
 
 CLASSES = [
     cls
-    for cls in vars(public).values()
+    for cls in (getattr(public, name) for name in public.__all__)
     if isinstance(cls, type) and dataclasses.is_dataclass(cls) and ".contract." in cls.__module__
 ]
 
