@@ -5,7 +5,7 @@ Reads from standard input the arguments of commands, and the public packages to 
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import json
 import os
 import pkgutil
@@ -53,7 +53,7 @@ def main() -> None:
     told["heavy"] = sorted(name for name in HEAVY if name in sys.modules)
     told["working"] = [ran(command) for command in asked["working"]]
     told["imports"] = [imported(name) for name in asked["imports"]]
-    told["origin"] = importlib.import_module("weightlane.sync").__file__
+    told["origin"] = importlib.util.find_spec("weightlane.sync").origin
     json.dump(told, answers)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from syntax_trees import nodes_of
 
 from weightlane.cli.extras import COMMANDS, module_of
 
@@ -49,7 +50,7 @@ def requirements(extra: str) -> list[Requirement]:
 
 def third_party(path: Path) -> Iterator[tuple[str, int]]:
     """Top-level package and line of every library that a module imports anywhere, also in functions and by name."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         names: list[str] = []
         match node:
             case ast.Import():
@@ -104,7 +105,7 @@ def test_every_extra_that_a_command_or_a_text_names_exists() -> None:
 def test_a_library_whose_private_parts_are_imported_has_an_upper_bound() -> None:
     private = set()
     for _, place in modules():
-        for node in ast.walk(ast.parse((ROOT / place).read_text())):
+        for node in nodes_of(ROOT / place):
             if isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 root, *rest = node.module.split(".")
                 names = [*rest, *(alias.name for alias in node.names)]
