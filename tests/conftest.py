@@ -52,6 +52,9 @@ __all__ = [
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Before torch is imported. Threads of OpenMP that wait for one another spin, and three workers share the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # torch asks the name server for the name of every address that it connects to; one that drops a question costs five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
