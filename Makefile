@@ -35,11 +35,11 @@ WORKING := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST := $(VENV)/pytest $(WORKING) --durations 30
 
 test: setup
-	@echo "== tests: every promise (about eight minutes on two cores; make test-all runs further cases, too)"
+	@echo "== tests: every promise (about a quarter of an hour on two cores; make test-all runs further cases, too)"
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: setup
-	@echo "== tests: all of them (about half an hour on two cores)"
+	@echo "== tests: all of them (about an hour on two cores)"
 	@$(PYTEST)
 
 # Properties with other examples than `make test` draws, over and over: make fuzz MINUTES=60. What is found is printed with its seed.

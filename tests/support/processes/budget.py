@@ -166,7 +166,7 @@ def _write_cost(reporter: Any, counts: Counts, known: Counts, *, verbose: bool) 
         reporter.write_line(f"{spent:>9.1f}  {file}")
     seconds: Counter[str] = Counter()
     for file, spent in _cpu_time.by_file.items():
-        seconds[folder_of(file)] += spent
+        seconds[folder_of(file) if Path(file).suffix else "."] += spent
     reporter.section("cost by folder")
     kinds = "".join(f"{kind:>14}" for kind in STARTS)
     reporter.write_line(f"{'folder':<18}{'cases':>7}{'CPU s':>9}{'committed':>11}{kinds}")
