@@ -226,7 +226,8 @@ class VllmEngine:
             )
         except BaseException as cause:
             self._cleaner.close()
-            if (failure := take_failure(vllm_config)) is not None:
+            failure = take_failure(vllm_config)  # also after an interrupt: it removes the file
+            if failure is not None and isinstance(cause, Exception):
                 raise failure from cause
             raise
         processes = self._engine.engine_core.resources.engine_manager.processes
