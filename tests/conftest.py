@@ -34,7 +34,7 @@ from budget import (
     pytest_xdist_node_collection_finished,
 )
 from cpu_paths import WITH_AMX, cpu_has_amx, hide_amx
-from fork_server import ForkedPopen
+from fork_server import ForkedPopen, fork_workers, has_server
 from waiting import HANG_S
 
 budget.watch()
@@ -48,6 +48,10 @@ __all__ = [
     "pytest_terminal_summary",
     "pytest_xdist_node_collection_finished",
 ]
+
+# Some machines keep Python from storing what it compiles: each of the hundreds of processes would compile the same modules again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # A shell starts background jobs with Ctrl-C ignored, and every process that a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,6 +98,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")
     items.sort(key=lambda item: _lane(item.nodeid))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Before pytest-xdist starts its workers: what their tests import is imported once, for all of them."""
+    fork_workers()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -172,11 +182,22 @@ def amx(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
+_FORKING = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPopen})
+
+
 @pytest.fixture
 def forked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let weightlane start its helper processes as forks of a process that has already imported vLLM."""
-    forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedPopen})
-    monkeypatch.setattr("weightlane.ckpt_engines.runtime.own_process.subprocess", forking)
+    monkeypatch.setattr("weightlane.ckpt_engines.runtime.own_process.subprocess", _FORKING)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_helpers() -> Iterator[None]:
+    """In a worker of pytest-xdist, which has a fork server anyway, also let weightlane's own fork servers be forked."""
+    with pytest.MonkeyPatch.context() as patch:
+        if has_server():
+            patch.setattr("weightlane.ckpt_engines.runtime.fork_server.subprocess", _FORKING)
+        yield
 
 
 @pytest.fixture

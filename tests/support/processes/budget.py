@@ -19,6 +19,7 @@ from typing import Any
 import helper_paths
 import pytest
 from cpu_time import CpuTime
+from fork_server import end_server
 
 STARTS_HOOK = Path(__file__).with_name("process_starts")
 STARTS = ("vllm imports", "vllm engines", "ray clusters", "torch groups")
@@ -161,6 +162,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _write_cost(reporter: Any, counts: Counts, known: Counts, *, verbose: bool) -> None:
     assert _cpu_time is not None
     _cpu_time.stop()
+    end_server()
     reporter.section("CPU seconds by file")
     for file, spent in _cpu_time.by_file.most_common(None if verbose else 15):
         reporter.write_line(f"{spent:>9.1f}  {file}")

@@ -14,6 +14,7 @@ meanwhile. A forked process has its server from birth, because later it would ha
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import gc
@@ -33,6 +34,7 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
+import setproctitle
 from waiting import HANG_S
 
 IMPORTS = (
@@ -70,6 +72,13 @@ class _Server:
     def __init__(self, line: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
         self.line = line
         self.process = process
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """Let it end. A server that this process started is waited for, so that its CPU time counts."""
+        self.line.close()
+        if self.process is not None:
+            self.process.wait(HANG_S)
 
     def fork(self, request: dict[str, Any], descriptors: Sequence[int]) -> int:
         _be_subreaper(True)
@@ -134,6 +143,7 @@ class ForkedPopen(subprocess.Popen[str]):
     ) -> None:  # fmt: skip
         wanted = {0: p2cread, 1: c2pwrite, 2: errwrite}
         descriptors = {number: number if given == -1 else given for number, given in wanted.items()}
+        descriptors |= {number: number for number in pass_fds}
         self.pid = fork_python(args[1:], env, descriptors, cwd=cwd, new_session=start_new_session)
         self._child_created = True
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
@@ -142,6 +152,30 @@ class ForkedPopen(subprocess.Popen[str]):
 def install() -> None:
     """Let "spawn" of ``multiprocessing`` fork in this process, and in all that are forked from it."""
     util.spawnv_passfds = _forked_instead  # type: ignore[assignment]
+
+
+def end_server() -> None:
+    """End this process's server, if it has one."""
+    if _server is not None:
+        _server.end()
+
+
+def has_server() -> bool:
+    """Whether this process was forked, so that it has a server already."""
+    return _server is not None
+
+
+def fork_workers() -> None:
+    """Let pytest-xdist's workers be forked, so that each has a server from birth."""
+    from execnet import gateway_io
+
+    class Forked(gateway_io.Popen2IOMaster):
+        def __init__(self, args: Sequence[str], execmodel: Any) -> None:
+            pipe = subprocess.PIPE
+            self.popen = ForkedPopen(args, env=os.environ, stdin=pipe, stdout=pipe)
+            gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel=execmodel)
+
+    gateway_io.Popen2IOMaster = Forked
 
 
 def _forked_instead(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
@@ -226,12 +260,16 @@ def _become(request: dict[str, Any], received: list[int], line: socket.socket) -
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[:0] = [folder for folder in path if folder and folder not in sys.path]
     os.chdir(request["cwd"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
 def _run(arguments: list[str]) -> None:
-    """Run a program as ``python <arguments>`` would."""
+    """Run a program as ``python <arguments>`` would, without options that change nothing after the start."""
+    while arguments[0] in {"-P", "-u"}:
+        del arguments[0]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         main = sys.modules["__main__"] = types.ModuleType("__main__")
@@ -255,6 +293,7 @@ def _main() -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: one of the imports has started some, and they cannot be forked"
     install()
+    setproctitle.getproctitle()  # finds out where the title is, which it cannot do any more in a process with another environment
     gc.freeze()
     line.sendall(b"r")
     request = _serve(line)
