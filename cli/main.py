@@ -213,6 +213,9 @@ def layout(
 ) -> None:
     """Show where vLLM puts each tensor of a model on each rank, and which tensors cannot be committed by copies."""
     require("layout")
+    from weightlane.rollout.layout.loading.expectation import checkpoint_files
+
+    checkpoint_files(model)  # says at once that there is no such model; what follows loads vLLM
     from weightlane.rollout.layout.offline.layout_report import layout_report
 
     from .commands.layout import print_layout

@@ -109,8 +109,7 @@ def run_report(
         WeightlaneError: An error of ``weightlane train`` before it starts anything, or the training engine cannot tell which
             shards its ranks will hold.
     """
-    from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - for a run only, and needs an extra
-    from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - as above
+    from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - for a run only, and needs an extra
     from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
     from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415
 
@@ -119,6 +118,9 @@ def run_report(
     config = load_config(path, overrides, runs_here=False)
     model = check_model_dir(find_model(config.model.path))
     training_engine_class(config.trainer.engine).check(config.trainer, model.path)
+    # Loads vLLM: after everything that can be wrong without it.
+    from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - as above
+
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     tensor_parallel = config.rollout.tensor_parallel
     ranks: Sequence[Any] = (None,) * tensor_parallel

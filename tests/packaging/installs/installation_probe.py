@@ -52,6 +52,7 @@ def main() -> None:
     told: dict[str, Any] = {name: [ran(command) for command in asked[name]] for name in ("light", "refused")}
     told["heavy"] = sorted(name for name in HEAVY if name in sys.modules)
     told["working"] = [ran(command) for command in asked["working"]]
+    told["vllm"] = "vllm" in sys.modules
     told["imports"] = [imported(name) for name in asked["imports"]]
     told["origin"] = importlib.util.find_spec("weightlane.sync").origin
     json.dump(told, answers)

@@ -59,7 +59,11 @@ WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
         ("sft", "sft.toml", "--set", "trainer.engine=megatron"): (2, "pip install 'weightlane[megatron]'"),
         ("bench", "--plot", "x.nothing"): (2, "does not end with a format"),
     },
-    "vllm": {("plan", "rl.toml"): (2, "there is no model directory")},
+    "vllm": {
+        ("plan", "rl.toml"): (2, "there is no model directory"),
+        ("layout", "nowhere"): (2, "is neither a directory nor a model that was downloaded before"),
+        ("layout", "model"): (2, "does not exist"),
+    },
     "conformance": {("conformance", "shm", "--check", "none"): (2, "there is no check called none")},
     "observability": {TENSORBOARD: (0, 'tensorboard = "board"')},
     "trackers": {("config", "rl.toml", "--set", "observers.wandb=p"): (0, 'wandb = "p"')},
@@ -176,8 +180,6 @@ def test_an_installation_imports_its_packages_and_every_command_works_or_says_wh
     packages = promised_packages()[extra]
     if extra == "vllm" and not imports_vllm:
         packages = ["weightlane.rollout.vllm.plugin"]
-    if imports_vllm:
-        working["layout", "model"] = (2, "does not exist")
     light = [["--help"], ["--version"], ["no-such-command"], ["train", "nowhere.toml"], ["train"]]
     light += [[command, "--help"] for command in COMMANDS]
     asked = {"light": light, "refused": refused, "working": list(working), "imports": packages}
@@ -196,6 +198,7 @@ def test_an_installation_imports_its_packages_and_every_command_works_or_says_wh
 
     assert told["origin"].startswith(str(folder / "env")), "weightlane is not that of the environment"
     assert not told["heavy"], "help or a refusal has imported what takes time"
+    assert not told["vllm"], "what can be said without vLLM has imported it"
     codes = [each["code"] for each in told["light"]]
     assert codes == [0, 0, 2, 2, 2] + [0] * len(COMMANDS), told["light"]
     assert re.fullmatch(r"weightlane \d+\.\d+\.\d+\n", told["light"][1]["output"])
