@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -25,24 +24,6 @@ from weightlane.cli.bench.processes.network_namespace import enter_network
 from weightlane.cli.bench.workload.workload import named_workload
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def measure(limited_links: None) -> Iterator[Callable[..., dict[str, Any]]]:
-    """Runs a benchmark's ``run`` on a tiny model over links of 40 Mbit/s; no thread and no network of it may stay."""
-    mine, threads = network_of("self"), threading.active_count()
-
-    def run(benchmark: ModuleType, **settings: Any) -> dict[str, Any]:
-        settings |= {"rate_mbit": 40.0, "rounds": 1, "integrity": "full", "timeout_s": HANG_S, "say": lambda _: None}
-        with ThreadPoolExecutor(1) as aside:  # it changes the network of the thread that runs it
-            report: dict[str, Any] = aside.submit(benchmark.run, named_workload("tiny"), **settings).result()
-        return report
-
-    yield run
-    networks = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    assert not [target for target in networks if target.startswith("net:")]
-    assert network_of("self") == mine
-    wait_until(lambda: threading.active_count() <= threads, "end of its threads")
 
 
 def network_of(pid: int | str) -> str:
@@ -93,8 +74,17 @@ def test_a_delayed_link_carries_every_byte_later_and_leaves_no_thread_and_no_des
 
 
 @pytest.mark.exhaustive
-def test_both_codecs_cross_a_limited_link(slow_link: ModuleType, measure: Callable[..., dict[str, Any]]) -> None:
-    report = measure(slow_link, receivers=1, density=0.01, codecs=("dense", "delta"))
+@pytest.mark.usefixtures("limited_links")
+def test_both_codecs_cross_a_limited_link_and_no_thread_and_no_network_of_it_stays(slow_link: ModuleType) -> None:
+    mine, threads = network_of("self"), threading.active_count()
+    settings = {"rate_mbit": 40.0, "rounds": 1, "integrity": "full", "timeout_s": HANG_S, "say": lambda _: None}
+    more = {"receivers": 1, "density": 0.01, "codecs": ("dense", "delta")}
+    with ThreadPoolExecutor(1) as aside:  # it changes the network of the thread that runs it
+        report = aside.submit(slow_link.run, named_workload("tiny"), **settings, **more).result()
+    networks = [str(entry.readlink()) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    assert not [target for target in networks if target.startswith("net:")]
+    assert network_of("self") == mine
+    wait_until(lambda: threading.active_count() <= threads, "end of its threads")
     assert all(rate > 0 for rate in report["raw_mbit"])
     assert report["verified"]
     dense, delta = report["rows"]["dense"], report["rows"]["delta"]
@@ -105,22 +95,7 @@ def test_both_codecs_cross_a_limited_link(slow_link: ModuleType, measure: Callab
     assert "carried" in slow_link.text(report)
 
 
-@pytest.mark.exhaustive
-def test_star_and_relays_carry_every_bit_and_a_chain_s_trainer_sends_once(
-    relays: ModuleType, measure: Callable[..., dict[str, Any]]
-) -> None:
-    report = measure(relays, receivers=3, bucket_mib=1 / 128)
-    assert report["verified"]
-    assert all(rate > 0 for raw in report["raw_mbit"] for rate in raw.values())
-    star, chain = report["rows"]["star"], report["rows"]["relays"]
-    assert (star["routes"], star["depth"]) == (["star"], 1)
-    assert (chain["routes"], chain["depth"]) == (["chain"], 3)
-    assert star["predicted_s"] > 2 * chain["predicted_s"]
-    payload = report["payload_bytes"]
-    assert payload < chain["card_sent_bytes"][0] < 1.5 * payload < star["card_sent_bytes"][0]
-    assert "times sooner" in relays.text(report)
-
-
+@pytest.mark.exhaustive  # three processes import torch
 @pytest.mark.usefixtures("limited_links")
 def test_an_interrupt_ends_every_process_and_with_them_the_link(children: Any) -> None:
     process = children.start(

@@ -151,22 +151,6 @@ def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: Mo
     assert "cannot run here: no_such_module_at_all" in module("table").markdown(report)
 
 
-def test_only_cpu_time_that_others_used_is_held_against_a_round(
-    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cpu_guard = module("cpu_guard")
-    assert cpu_guard.family_s(os.getpid())[os.getpid()] > 0
-    assert cpu_guard.busy_s() > 0
-    monkeypatch.setattr(cpu_guard, "family_s", lambda _: used)
-    monkeypatch.setattr(cpu_guard, "busy_s", lambda: busy)
-    for foreign, counts in ((0.0, True), (1e6, False)):
-        guard = cpu_guard.CpuGuard()
-        busy, used = 100.0, {1: 5.0}
-        guard.start()
-        busy, used = 110.0 + foreign, {1: 12.0, 2: 3.0}  # the second was started meanwhile
-        assert guard.stop() == (pytest.approx(foreign), counts)
-
-
 def test_a_peer_that_hangs_is_ended_with_all_its_processes(
     peers: ModuleType, tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,10 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from weightlane.ckpt_engines import (
-    CheckpointEngineRegistry,
-    WeightlaneError,
-)
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
 
 MEMORY_LIMIT_BYTES = 64 << 20
 REGISTRY = CheckpointEngineRegistry()

@@ -10,23 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from fuzzing import (
-    MEMORY_LIMIT_BYTES,
-    REGISTRY,
-    mutated,
-    mutated_bytes,
-    peak_bytes,
-    survives,
-)
+from fuzzing import MEMORY_LIMIT_BYTES, REGISTRY, mutated, mutated_bytes, peak_bytes, survives
 from hypothesis import given
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    ProtocolError,
-    StagingMemoryError,
-    WeightlaneError,
-    error_from_wire,
-)
+from weightlane.ckpt_engines import ProtocolError, StagingMemoryError, WeightlaneError, error_from_wire
 from weightlane.ckpt_engines.channels.local_socket import socket_name
 from weightlane.ckpt_engines.channels.mac import proves
 from weightlane.ckpt_engines.channels.meeting import host_and_port

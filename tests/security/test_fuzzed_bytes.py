@@ -17,25 +17,14 @@ from typing import Any
 import links
 import pytest
 import torch
-from fuzzing import (
-    REGISTRY,
-    mutated,
-    mutated_bytes,
-    peak_bytes,
-    survives,
-)
+from fuzzing import REGISTRY, mutated, mutated_bytes, peak_bytes, survives
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
 from sessions import descriptors, frame, soon, wait_until_closed
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    Bucket,
-    ProtocolError,
-    Topology,
-    WeightlaneError,
-)
+from weightlane.ckpt_engines import Bucket, ProtocolError, Topology, WeightlaneError
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.mac import proof
 from weightlane.ckpt_engines.runtime.devices import HOST
@@ -259,11 +248,3 @@ def test_a_checkpoints_header_is_read_or_refused(file: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "model.safetensors").write_bytes(file)
         survives(lambda: expectation_of(directory, dtype=torch.bfloat16, tied_embeddings=True))
-
-
-@given(mutated({"metadata": {}, "weight_map": {"a": "model.safetensors", "b": "model.safetensors"}}))
-def test_a_checkpoints_index_is_read_or_refused(index: Any) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "model.safetensors").write_bytes(CHECKPOINT)
-        (Path(directory) / "model.safetensors.index.json").write_text(json.dumps(index))
-        survives(lambda: expectation_of(directory, dtype=torch.bfloat16, tied_embeddings=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import socket
 import threading
 from collections import deque
@@ -17,11 +16,7 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Rendezvous, RendezvousAddress
-from weightlane.sync.control.hub import listener
-from weightlane.sync.control.hub.frames import Frame, Kind
-from weightlane.sync.control.hub.handshake import dial
 from weightlane.sync.control.messages import Abort, Committed, Stop
-from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
 def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
@@ -48,28 +43,6 @@ def test_a_program_that_took_over_the_port_is_not_believed() -> None:
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(ProtocolError, match="does not know this run's secret"):
             Rendezvous.join(address)
-
-
-def test_what_is_not_signed_ends_its_own_connection_and_no_other(rendezvous: Rendezvous, member: Rendezvous) -> None:
-    address = rendezvous.address
-    sock, _ = dial(address.host, address.port, address.secret, soon())
-    sock.setblocking(True)
-    sock.settimeout(HANG_S)
-    with sock:
-        sock.sendall((50).to_bytes(4, "little") + b"\0" * 50)
-        assert sock.recv(1) == b"", "the hub hangs up"
-    member.post("coordinator", Stop())
-    assert rendezvous.inbox("coordinator").get(soon()) == Stop()
-
-
-def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener, "_PENDING_S", 0.0)
-    with socket.create_connection((rendezvous.address.host, rendezvous.address.port), HANG_S) as silent:
-        assert silent.recv(1000).startswith(b"WLC1")
-        Rendezvous.join(rendezvous.address).close()
-        assert silent.recv(1000) == b""
 
 
 def test_one_participant_too_many_is_told_so_and_the_others_stay(start: Any) -> None:
@@ -100,7 +73,7 @@ def test_messages_come_in_their_order_and_posting_waits_for_no_reader(rendezvous
     inbox = reader.inbox("r")
     reader.mailbox("s").put("ready", True)
     rendezvous.mailbox("s").get("ready", soon())
-    texts = ["short", "x" * (1 << 22), "y" * 20_000] * 6
+    texts = ["short", "x" * (1 << 22), "y" * 20_000] * 2
     for number, text in enumerate(texts):
         error = {"message": text}
         rendezvous.post("r", Abort(session="s", version=number, error=error, disconnect=False))
@@ -158,20 +131,6 @@ def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_e
         joined.mailbox("s").put("key", 1)
 
 
-def test_what_nobody_refers_to_any_more_ends_wherever_garbage_is_collected() -> None:
-    host = Rendezvous.host()
-    hub, joined = host._hub, Rendezvous.join(host.address)
-    connection = joined._client.send.__self__  # type: ignore[attr-defined]
-    with (
-        hub._lock,
-        hub.mailboxes._lock,
-        connection._turn,
-    ):  # the collector may run while this very thread is in the hub, or sends
-        del joined, host
-        gc.collect()
-    wait_until(lambda: connection._ended and hub._listener._sock.fileno() < 0, "end of both")
-
-
 # -- mailboxes and sessions ----------------------------------------------------------------------------------------------
 
 
@@ -210,36 +169,3 @@ def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: 
         member.mailbox("plan/s-1").get("late", never())
     assert set(value_counts(rendezvous)) == {"plan/s-12", "plan/s-2"}
     assert rendezvous._hub.torch_store._opened[0].list_keys() == ["gather-group/s-2/rank"]
-
-
-@pytest.mark.parametrize("where", ["the hub's process", "a member's"])
-def test_the_hub_keeps_no_question_that_nobody_waits_for_any_more(
-    rendezvous: Rendezvous, member: Rendezvous, where: str
-) -> None:
-    mailboxes = rendezvous._hub.mailboxes
-    asking = member if where == "a member's" else rendezvous
-    talk = RankAgreement(asking.mailbox("talk/s"), ["a", "b"], 0)
-    superseded = Interrupt()
-    superseded.set()
-    for version in range(5):
-        with pytest.raises(ClosedError):
-            talk.hear("deltas", version, soon(), superseded)
-    with pytest.raises(DeadlineExceededError, match="'key' in mailbox s"):
-        asking.mailbox("s").get("key", Deadline.after(0.01))
-    wait_until(lambda: not mailboxes._scopes, "end of the questions")
-
-
-def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mailbox, answer = rendezvous.mailbox("s"), rendezvous._hub.mailboxes.answer
-
-    def put_before_it_is_called_off(member: Any, frame: Frame) -> None:
-        if frame.kind == Kind.CANCEL:
-            mailbox.put("key", "x" * 100_000)
-        answer(member, frame)
-
-    monkeypatch.setattr(rendezvous._hub.mailboxes, "answer", put_before_it_is_called_off)
-    with pytest.raises(DeadlineExceededError):
-        mailbox.get("key", Deadline.after(0.02))
-    assert mailbox.get("key", soon()) == "x" * 100_000

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
-from hop_run import MakeRun, expected
+from hop_run import MakeRun, Replica, expected
+from hypothesis import given
+from hypothesis import strategies as st
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import QuarantinedError, StorageError, SyncAbortedError, UntouchedError, WeightlaneError
 from weightlane.sync import ReplicaState
+from weightlane.sync.control.coordinator.roster import Roster
 
 
 def test_a_replica_that_cannot_begin_a_commit_serves_on_and_one_that_cannot_prove_its_state_is_quarantined(
@@ -70,7 +75,6 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_everywhere_or_serves
         # Room for the staged version alone, or for another one where that lies in the sender's memory.
         ("gloo", {"staging_limit_bytes": 20_000}, ReplicaState.QUARANTINED),
         ("shm", {"staging_limit_bytes": 20_000}, ReplicaState.SERVING),
-        ("shm", {"commit": "in_place"}, ReplicaState.QUARANTINED),
     ],
 )
 def test_a_version_can_be_taken_back_where_memory_allows_to_keep_the_one_before(
@@ -83,3 +87,9 @@ def test_a_version_can_be_taken_back_where_memory_allows_to_keep_the_one_before(
     assert run.coordinator.states()["rollout-0"] is state
     assert run.live()[0] == expected(1 if state is ReplicaState.SERVING else 2)
     run.serve(3)
+
+
+@given(replicas=st.integers(1, 300), percent=st.integers(1, 100))
+def test_a_quorum_is_the_smallest_number_that_is_that_share(replicas: int, percent: int) -> None:
+    roster = Roster(["trainer-0"], [Replica(f"r{index}", {}) for index in range(replicas)], percent / 100)
+    assert roster.needed == math.ceil(Fraction(percent, 100) * replicas)

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
-import pytest
 import torch
 from drawn import problems
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.sync.plan import Network, TransferPlan, plan_routes, plan_transfer
-from weightlane.sync.plan.prediction.predict import predict
 from weightlane.sync.plan.prediction.traffic import traffic
 from weightlane.sync.plan.send_assignment import assign_slices
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
 
-MANY = Network(1e9, 1e9, latency_s=1e-5, bucket_bytes=1 << 20)
+SLOW = Network(1e9, 1e9, latency_s=1e-5, bucket_bytes=1 << 20)
 networks = st.builds(Network, st.floats(1.0, 1e3), st.floats(1.0, 1e3), st.floats(0.0, 1.0), st.integers(1, 100))
 
 
-def one_to_all(replicas: int, rows: int = 1 << 20, senders: int = 1) -> TransferPlan:
+def one_to_all(replicas: int, senders: int = 1) -> TransferPlan:
     """`senders` ranks hold equal parts of a tensor, all of which every replica needs."""
-    spec = TensorSpec("w", (rows, 64), torch.bfloat16)
-    each = rows // senders
+    spec = TensorSpec("w", (1 << 20, 64), torch.bfloat16)
+    each = spec.shape[0] // senders
     held = {f"trainer-{rank}": Placement.of([(spec, Box((rank * each, 0), (each, 64)))]) for rank in range(senders)}
     whole = Placement.whole([spec])
     return plan_transfer(assign_slices(held), {f"rollout-{replica}/0": whole for replica in range(replicas)})
 
 
 @given(problems(), networks, st.booleans())
-def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it_and_no_sooner_than_the_busiest_card_can(
+def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it(
     problem: tuple, network: Network, may_relay: bool
 ) -> None:
     _, held, needed = problem
@@ -48,44 +44,19 @@ def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it_and_no_sooner_
         assert max(have.values()) == route.depth
         assert may_relay or route.kind == "star"
         assert (route.kind == "star") == all(sender == lane.sender for sender, _ in route.hops)
-    found, moved = predict(plan, routes, network), traffic(plan, routes)
-    cards = [n / network.receiver_bytes_per_s for n in moved.received.values()]
-    for name, n in moved.sent.items():
-        cards.append(n / (network.sender_bytes_per_s if name in held else network.receiver_bytes_per_s))
-    assert found.bound_s == pytest.approx(max(cards, default=0.0))
-    assert found.seconds >= found.bound_s
-    assert moved.nbytes == sum(placement.nbytes for placement in needed.values())
+    assert traffic(plan, routes).nbytes == sum(placement.nbytes for placement in needed.values())
 
 
-def test_receivers_hand_on_only_where_a_sender_is_what_takes_longest() -> None:
+def test_receivers_relay_only_where_a_sender_is_what_takes_longest() -> None:
     plan = one_to_all(8)
-    assert {route.kind for route in plan_routes(plan, MANY, may_relay=False)} == {"star"}
-    (route,) = plan_routes(plan, MANY, may_relay=True)
+    assert {route.kind for route in plan_routes(plan, SLOW, may_relay=False)} == {"star"}
+    (route,) = plan_routes(plan, SLOW, may_relay=True)
     assert route.kind == "chain"
     assert traffic(plan, [route]).sent["trainer-0"] == plan.lane_bytes[0]
     enough = one_to_all(8, senders=8)
-    assert {route.kind for route in plan_routes(enough, MANY, may_relay=True)} == {"star"}
+    assert {route.kind for route in plan_routes(enough, SLOW, may_relay=True)} == {"star"}
     fast = Network(16e9, 1e9)
     assert {route.kind for route in plan_routes(plan, fast, may_relay=True)} == {"star"}
-
-
-def test_a_long_lane_goes_in_a_chain_and_a_short_one_in_a_tree() -> None:
-    assert plan_routes(one_to_all(64), MANY, may_relay=True)[0].kind == "chain"
-    (route,) = plan_routes(one_to_all(64, rows=1 << 10), MANY, may_relay=True)
-    assert route.kind == "tree"
-    assert route.depth < 10
-    most = Counter(sender for sender, _ in route.hops)
-    assert max(most.values()) <= 4
-
-
-def test_relays_make_many_replicas_cost_about_as_much_as_one() -> None:
-    one = one_to_all(1)
-    alone = predict(one, plan_routes(one, MANY, may_relay=True), MANY).seconds
-    many = one_to_all(32)
-    star = predict(many, plan_routes(many, MANY, may_relay=False), MANY).seconds
-    chain = predict(many, plan_routes(many, MANY, may_relay=True), MANY).seconds
-    assert star == pytest.approx(32 * alone, rel=0.01)
-    assert chain == pytest.approx(alone + 31 * MANY.fill_s(1 << 30), rel=0.01)
 
 
 def test_lanes_with_the_same_receivers_chain_in_turn_so_that_all_relay_as_much() -> None:

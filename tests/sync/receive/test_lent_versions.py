@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hop_run import MakeRun, expected
@@ -91,26 +89,6 @@ def value(tensors: dict[str, torch.Tensor]) -> int:
     return int(tensors["w"].view(torch.uint8)[0])
 
 
-def test_lent_memory_is_needed_until_it_is_loaded_and_its_verdict_is_known() -> None:
-    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
-    lent = staged(staging, 1)
-    assert not staging.clean_up(1)
-    assert value(staging.take(1)[1]) == 1
-    staging.commit(1)
-    staging.abort(1)  # its sync for others was given up, it serves nevertheless
-    assert not staging.clean_up(1), "it is being loaded"
-    staging.release(1)
-    assert staging.clean_up(1)
-    lent.zero_()
-    staged(staging, 2)
-    previous, tensors = staging.take_previous(2)
-    assert (previous.version, value(tensors)) == (1, 1), "what a rollback needs was not copied"
-    staging.release(1)
-    staging.abort(2)
-    assert staging.clean_up(2)
-    assert staging.take_previous(2)[0].version == 1, "a version that was given up took the place of the one that serves"
-
-
 def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> None:
     staging = Staging("rollout-0/0", 0, torch.device("cpu"))
     staged(staging, 1)
@@ -122,20 +100,6 @@ def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> N
     staged(staging, 3)
     with pytest.raises(CommitError, match="not kept here"):
         staging.take_previous(3)
-
-
-def test_closed_staging_keeps_no_memory_but_what_somebody_looks_at() -> None:
-    staging = Staging("rollout-0/0", 0, torch.device("cpu"))
-    memory = np.ones(64, dtype=np.uint8)
-    alive = weakref.ref(memory)
-    staged(staging, 1, torch.from_numpy(memory))
-    del memory
-    _, tensors = staging.take(1)
-    staging.close()
-    assert value(tensors) == 1
-    assert alive() is not None
-    del tensors
-    assert alive() is None, "the memory of a closed subscriber is kept"
 
 
 def publisher_of(rendezvous: Rendezvous, socket_dir: Any, *specs: TensorSpec, **options: Any) -> Publisher:

@@ -12,10 +12,8 @@ import pytest
 import torch
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, DeadlineExceededError, WeightlaneError
-from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
+from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, WeightlaneError
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
-from weightlane.sync.codecs.delta.decoding import DeltaDecoding
 from weightlane.sync.codecs.delta.format import encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
@@ -54,23 +52,11 @@ def parts_to(filled: float) -> list[torch.Tensor]:
     return parts
 
 
-def delta_to(filled: float) -> StagedDelta:
-    parts = parts_to(filled)
-    return StagedDelta.of(IncomingDelta(delta_of(parts), iter(parts).__next__))
-
-
 def stage(staging: Staging, manifest: Manifest, filled: float) -> None:
     """`manifest` was received, with every element `filled`."""
     staging.reserve(manifest)
     staging.memory(manifest).view(torch.float32).fill_(filled)
     staging.complete(manifest)
-
-
-def serving() -> Staging:
-    staging = Staging("r/0", 0, torch.device("cpu"))
-    stage(staging, BASE, 1.0)
-    staging.commit(1)
-    return staging
 
 
 class Line:
@@ -215,19 +201,6 @@ def test_a_last_bucket_that_was_changed_or_is_no_delta_spoils_all_that_was_decod
     goes_on(rollout)
 
 
-def test_a_tensor_that_is_no_delta_is_told_before_the_rest_has_come(rollout: Rollout) -> None:
-    parts = parts_to(2.0)
-    parts[0][0] ^= 1
-    line = line_of(parts)
-    rollout.offer(line)
-    line.let_through(line.manifest.bucket_count - 2)
-    wait_until(line.passed.empty, "bucket but the last two")
-    wait_until(nothing_is_decoded, "end of the thread that decodes")
-    line.let_through(1)
-    assert "the delta of a" in rollout.hears(Failed).error["message"]
-    goes_on(rollout)
-
-
 def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollout) -> None:
     line = line_of(parts_to(2.0))
     line.manifest = replace(line.manifest, base_identity="another trainer's/1")
@@ -237,28 +210,15 @@ def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollo
     goes_on(rollout)
 
 
-def test_a_delta_whose_decoding_does_not_end_is_given_up_and_no_more_is_received_meanwhile() -> None:
-    wire, end = torch.cat(parts_to(2.0)), threading.Event()
-
-    def prepare(delta: IncomingDelta) -> StagedDelta:
-        end.wait(HANG_S)
-        return StagedDelta.of(delta)
-
-    decoding = DeltaDecoding(delta_of(parts_to(2.0)), prepare, Deadline.after(0.05), "r/0", runtime_of(HOST))
-    decoding.arrived(0, wire[:64])
-    with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
-        decoding.arrived(1, wire[64:])
-    with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
-        decoding.result()
-    end.set()
-
-
 # -- in an order that nobody planned --------------------------------------------------------------------------------------
 
 
 def test_a_delta_that_stops_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPatch) -> None:
-    staging = serving()
-    delta = delta_to(2.0)
+    staging = Staging("r/0", 0, torch.device("cpu"))
+    stage(staging, BASE, 1.0)
+    staging.commit(1)
+    parts = parts_to(2.0)
+    delta = StagedDelta.of(IncomingDelta(delta_of(parts), iter(parts).__next__))
     patch_type = type(delta.patches[0][1])
     swap, swapped = patch_type.swap_, []
 
@@ -289,17 +249,3 @@ def test_a_delta_of_an_attempt_or_a_session_that_is_over_is_not_taken_for_what_c
             rollout.offer(other)
             other.cut()
         rollout.nothing_is_staged(2)
-
-
-def test_a_delta_that_is_given_up_while_it_is_loaded_is_taken_back_once_it_is_released(subscriber: Subscriber) -> None:
-    staging = subscriber._staging
-    stage(staging, BASE, 1.0)
-    staging.commit(1)
-    staging.apply(delta_to(2.0))
-    subscriber.take(2)
-    subscriber._aborted(2)
-    subscriber.release(2)
-    wait_until(lambda: bool(staging.kept_identity("")), "base for the next delta")
-    assert staging.kept_identity("") == BASE.identity, "the next delta is refused"
-    manifest, tensors = staging.take_previous(2)
-    assert (manifest.version, float(tensors["a"][0])) == (1, 1.0)

@@ -15,7 +15,7 @@ from bits import DTYPES, same
 from hop_run import Participant
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load, load_file
+from safetensors.torch import load
 from store_writer import Writer, tensors_of, write
 
 from weightlane.ckpt_engines import ConfigError, CorruptBucketError, ProtocolError, StorageError, WeightlaneError
@@ -61,37 +61,9 @@ def test_every_file_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
         for name in loaded:
             assert weight_map.pop(name) == f"bucket-{index:05d}.safetensors"
         assert_same(
-            loaded,
-            {e.spec.name: stream[e.offset : e.end].view(e.spec.dtype).view(e.spec.shape) for e in in_it},
+            loaded, {e.spec.name: stream[e.offset : e.end].view(e.spec.dtype).view(e.spec.shape) for e in in_it}
         )
     assert weight_map == {}
-
-
-@pytest.mark.exhaustive  # the property above holds the format; transformers costs seconds to import
-def test_transformers_loads_a_version_directory(tmp_path: Path) -> None:
-    import transformers
-
-    config = transformers.Qwen3Config(
-        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, tie_word_embeddings=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = transformers.Qwen3ForCausalLM(config).bfloat16()
-    expected = {name: tensor.detach() for name, tensor in model.state_dict().items()}
-    writer = Writer({"path": str(tmp_path)}, expected)
-    writer.publish(1, expected)
-    writer.close()
-
-    directory = newest_directory(tmp_path)
-    files = sorted(directory.glob("*.safetensors"))
-    assert len(files) > 2
-    assert_same({name: tensor for file in files for name, tensor in load_file(file).items()}, expected)
-    config.save_pretrained(directory)
-    loaded, report = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.bfloat16, output_loading_info=True
-    )
-    assert not any(report.values())
-    assert_same(loaded.state_dict(), expected)
 
 
 def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tmp_path: Path) -> None:
@@ -101,19 +73,6 @@ def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tm
     manifest, tensors = read_version(str(tmp_path))
     assert manifest.version == 2
     assert_same(tensors, tensors_of(2))
-
-
-@pytest.mark.exhaustive  # a server of S3, and its client, cost seconds to import
-def test_the_newest_committed_version_is_read_from_s3(s3_url: str, s3_options: dict[str, str]) -> None:
-    writer = Writer({"path": s3_url, "storage_options": s3_options}, tensors_of(0))
-    writer.publish(4)
-    writer.publish(5)
-    writer.send(6, tensors_of(6))
-    manifest, tensors = read_version(s3_url, s3_options)
-    assert manifest.version == 5
-    assert_same(tensors, tensors_of(5))
-    writer.close()
-    assert_same(read_version(s3_url, s3_options)[1], tensors_of(5))
 
 
 def test_reading_where_nothing_is_committed_says_so(tmp_path: Path) -> None:
@@ -174,12 +133,10 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bucket-00000.safetensors", flipped(-1), CorruptBucketError, "changed bytes"),
         ("bucket-00000.safetensors", flipped(0), ProtocolError, "safetensors header"),
         ("checksums.json", flipped(5), CorruptBucketError, "no valid checksum"),
-        ("manifest.json", flipped(5), ProtocolError, "manifest"),
         ("../../../latest.json", flipped(5), ProtocolError, "latest.json"),
         ("bucket-00001.safetensors", lambda content: content[:-1], ProtocolError, "bucket-00001.safetensors"),
         ("manifest.json", lambda content: content[:-2], ProtocolError, "manifest.json"),
         ("bucket-00001.safetensors", None, StorageError, "bucket-00001.safetensors"),
-        ("checksums.json", None, StorageError, "checksums.json"),
     ],
 )
 def test_a_damaged_or_missing_file_is_a_typed_error_that_says_what_is_wrong(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from bits import random_bits, same
 from direct_hop import columns, rows
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.ckpt_engines import ProtocolError
 from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.snapshot import Snapshot
@@ -23,10 +21,10 @@ from weightlane.sync.version.packing import (
     stream_places,
 )
 from weightlane.sync.version.snapshot_slices import snapshot_slices
+from weightlane.sync.version.strided_copy import StridedCopy, StridedRows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 
-W = TensorSpec("w", (4,), torch.float32)
 shapes = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 tensors = st.lists(st.tuples(shapes, st.sampled_from(DTYPES)), min_size=0, max_size=6)
 
@@ -93,28 +91,24 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
         assert same(received, sources[entry.spec.name])
 
 
-def test_a_manifest_says_how_it_is_cut_and_buckets_of_fixed_size_are_no_files_of_whole_tensors() -> None:
-    fixed, whole = (Manifest(1, (W,), 64, whole_tensors=whole) for whole in (False, True))
-    assert fixed.layout_digest != whole.layout_digest
-    assert fixed.part(0) is None
-    with pytest.raises(ProtocolError, match="whole tensors"):
-        _ = fixed.files
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"version": -1}, "version"),
-        ({"codec": "zip"}, "codec"),
-        ({"bucket_bytes": 65}, "multiple of 64"),
-        ({"tensors": [["w", [-1], "float32"]]}, "tensors"),
-        ({"tensors": [["w", [1], "float31"]]}, "unknown tensor dtype"),
-        ({"tensors": [["w", [1], "float32"], ["w", [2], "float32"]]}, "listed twice"),
-        ({"whole_tensors": 1}, "whole_tensors"),
-        ({"extra": 1}, "extra"),
-    ],
+@given(
+    st.integers(0, 50), st.integers(1, 8), st.integers(0, 6), st.integers(1, 9), st.integers(0, 90), st.integers(0, 90)
 )
-def test_what_is_not_a_manifest_is_refused_in_words(change: dict[str, object], says: str) -> None:
-    plain = Manifest(1, (W,), 64).to_plain() | change
-    with pytest.raises(ProtocolError, match=says):
-        Manifest.from_plain(plain)
+def test_a_window_takes_of_columns_what_lies_in_it(
+    first: int, nbytes: int, gap: int, count: int, start: int, length: int
+) -> None:
+    rows = StridedRows(first, nbytes + gap, nbytes, count)
+    piece = StridedCopy(rows, StridedRows(1000, nbytes, nbytes, count))
+    at = {
+        rows.start + row * rows.step + byte: 1000 + row * nbytes + byte
+        for row in range(count)
+        for byte in range(nbytes)
+    }
+    found = {}
+    for part in piece.within(start, start + length):
+        for row in range(part.stream.count):
+            for byte in range(part.stream.nbytes):
+                to = part.stream.start + row * part.stream.step + byte
+                assert to not in found
+                found[to] = part.snapshot.start + row * part.snapshot.step + byte
+    assert found == {to: come for to, come in at.items() if start <= to < start + length}

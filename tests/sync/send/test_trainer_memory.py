@@ -7,7 +7,6 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import memray
-import pytest
 import torch
 from direct_hop import Rollout, columns, of_rank
 from hop_run import Participant
@@ -20,21 +19,20 @@ PYTHON_BYTES = 4 << 20
 """Allowance for Python objects, modules that are imported late and libraries, beside the memory of tensors."""
 
 
-@pytest.mark.parametrize("engine", ["gloo", pytest.param("shm", marks=pytest.mark.exhaustive)])
 def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(
-    tmp_path: Path, rendezvous: Rendezvous, engine: str
+    tmp_path: Path, rendezvous: Rendezvous
 ) -> None:
     records = [tmp_path / f"trainer-{rank}.bin" for rank in range(WORLD)]
     plain = rendezvous.address.to_plain()
     with ExitStack() as stack:
         trainers = [
-            Participant(TracedTrainer, rendezvous=plain, engine=engine, rank=rank, record=record)
+            Participant(TracedTrainer, rendezvous=plain, rank=rank, record=record)
             for rank, record in enumerate(records)
         ]
         for trainer in trainers:
             stack.callback(trainer.kill)
         replicas = [
-            Rollout(f"rollout-{number}", rendezvous.address, engine, {}, needed, specs=SPECS)
+            Rollout(f"rollout-{number}", rendezvous.address, "gloo", {}, needed, specs=SPECS)
             for number, needed in enumerate((None, of_rank(columns, 0, WORLD, SPECS)))
         ]
         for replica in replicas:

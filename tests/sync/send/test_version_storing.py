@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +16,6 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, StorageError, SyncAbortedError
 from weightlane.ckpt_engines.engines.filesystem.sender import FilesystemSender
-from weightlane.sync.send.version_storing import VersionStoring
-
-
-class Store:
-    """Keeps what is committed; holds the first commit up until `go_on` is set."""
-
-    def __init__(self) -> None:
-        self.begun, self.go_on = threading.Event(), threading.Event()
-        self.kept: list[int] = []
-
-    def commit(self, version: int, deadline: Deadline) -> None:
-        assert deadline.remaining_s > 0
-        self.begun.set()
-        assert self.go_on.wait(HANG_S)
-        if version < 0:
-            raise StorageError("the disk is full.", part="store")
-        if version == 0:
-            raise RuntimeError("an engine's own bug")
-        self.kept.append(version)
-
-
-def test_the_newest_version_is_stored_next_and_what_it_overtakes_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    store, storing = Store(), VersionStoring("trainer-0", HANG_S)
-    storing.commit(1, store.commit)
-    assert store.begun.wait(HANG_S)
-    storing.commit(2, store.commit)
-    storing.commit(3, store.commit)
-    closed: list[list[int]] = []
-    storing.afterwards(lambda: closed.append(list(store.kept)))
-    assert not closed, "something is still to be stored through it"
-    store.go_on.set()
-    wait_until(lambda: bool(closed), "end of storing")
-    assert store.kept == [1, 3]
-    assert closed == [[1, 3]]
-    assert "version 2 served but is not stored" in caplog.text
-    storing.afterwards(lambda: closed.append([]))
-    assert closed == [[1, 3], []], "nothing is stored: at once"
-    storing.close()
-    storing.close()
-
-
-def test_what_cannot_be_stored_is_logged_and_the_next_version_is_stored(caplog: pytest.LogCaptureFixture) -> None:
-    store, storing = Store(), VersionStoring("trainer-0", HANG_S)
-    store.go_on.set()
-    for version in (-1, 0, 4):
-        storing.commit(version, store.commit)
-        wait_until(lambda: not storing._running and not storing._tasks, "end of storing")
-    assert store.kept == [4]
-    for version in (-1, 0):
-        assert f"version {version} serves but could not be committed in the store" in caplog.text
-    storing.close()
 
 
 def test_a_version_is_stored_with_its_checksums_whatever_was_sent_before_it_could_be(tmp_path: Path) -> None:
@@ -88,10 +38,17 @@ def latest(path: Path) -> list[int]:
     return [plain["version"], *(other["version"] for other in plain.get("kept", []))]
 
 
+@dataclass
+class Hanging:
+    """A store whose first commit hangs until `go_on` is set."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
 @pytest.fixture
-def hanging(monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The first commit of a store hangs until `go_on` is set."""
-    store, commit_version = Store(), FilesystemSender.commit_version
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Hanging:
+    store, commit_version = Hanging(), FilesystemSender.commit_version
 
     def hangs(self: FilesystemSender, version: int, documents: Any, deadline: Deadline) -> None:
         if not store.begun.is_set():
@@ -104,7 +61,7 @@ def hanging(monkeypatch: pytest.MonkeyPatch) -> Store:
 
 
 def test_control_messages_are_read_while_a_store_hangs_and_the_older_version_never_comes_out_on_top(
-    hop: MakeHop, hanging: Store, tmp_path: Path
+    hop: MakeHop, hanging: Hanging, tmp_path: Path
 ) -> None:
     run = hop("filesystem", rows, 1, [None])
     (publisher,) = run.publishers
@@ -123,7 +80,7 @@ def test_control_messages_are_read_while_a_store_hangs_and_the_older_version_nev
 
 
 def test_a_commit_that_hangs_until_its_publisher_has_closed_is_never_published(
-    hop: MakeHop, hanging: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    hop: MakeHop, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("weightlane.sync.send.version_storing._CLOSE_S", 0.05)
     run = hop("filesystem", rows, 1, [None])

@@ -31,7 +31,7 @@ def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
 class TracedTrainer:
     """Publishes versions when told to; when it is closed, everything that was allocated meanwhile is in `record`."""
 
-    def __init__(self, rendezvous: dict[str, Any], engine: str, rank: int, record: Path) -> None:
+    def __init__(self, rendezvous: dict[str, Any], rank: int, record: Path) -> None:
         import memray
 
         snapshotter._PATIENCE_S = HANG_S  # receivers that are slow would cost memory
@@ -39,7 +39,7 @@ class TracedTrainer:
         self._shards = [
             LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, boxes in held[rank] for box in boxes
         ]
-        transport = CheckpointEngineRegistry().create(engine, {})
+        transport = CheckpointEngineRegistry().create("gloo", {})
         self._tracker = memray.Tracker(record)
         self._tracker.__enter__()
         self._publisher = Publisher(

@@ -135,17 +135,11 @@ class Replica:
         self.serves = 0
         """The version last reported as committed here."""
         self._commit_held: Held | None = None
-        self._quarantine_held: Held | None = None
 
     def holds_commits(self) -> Held:
         """The next commit is held up once this replica has the version."""
         self._commit_held = Held()
         return self._commit_held
-
-    def holds_quarantines(self) -> Held:
-        """The next time that it is taken out of service it is held up."""
-        self._quarantine_held = Held()
-        return self._quarantine_held
 
     def subscriber_names(self) -> list[str]:
         return list(self.ranks)
@@ -172,9 +166,6 @@ class Replica:
 
     async def quarantine(self, error: WeightlaneError) -> None:
         self.quarantined_by.append(error)
-        if self._quarantine_held is not None:
-            held, self._quarantine_held = self._quarantine_held, None
-            await held()
 
 
 class Run:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
 import torch
 import torch.distributed as dist
@@ -22,22 +23,21 @@ class Unwilling(Shelf):
 
 
 class Rank:
-    """One of two ranks, with a replica that refuses to connect if `unwilling`."""
+    """One of two ranks, each with a replica."""
 
-    def __init__(self, rank: int, port: int, unwilling: bool) -> None:
+    def __init__(self, rank: int, port: int) -> None:
         self._rank = rank
-        self._replica = Unwilling() if unwilling else Shelf()
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 
-    def publish(self) -> None:
-        """One version, from the first word to the last."""
+    def publish(self, unwilling: bool) -> None:
+        """Publish one version to a replica, which refuses to connect if `unwilling`."""
+        replica = Unwilling() if unwilling else Shelf()
         (box,) = rows(SPEC, self._rank, 2)
         shard = LocalShard(SPEC, box.starts, torch.ones(box.shape))
         config = SyncConfig(**PATIENT)
-        with CollectivePublisher([shard], [self._replica], backend="shm", config=config) as weights:
+        with closing(replica), CollectivePublisher([shard], [replica], backend="shm", config=config) as weights:
             weights.publish(1)
 
     def close(self) -> None:
-        self._replica.close()
         dist.destroy_process_group()

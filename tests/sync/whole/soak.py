@@ -30,7 +30,6 @@ from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
 from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord, read_fault_log
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
-from weightlane.sync.plan import Network
 
 DEADLINE_S = 30.0
 IMPATIENT = {"deadline_s": DEADLINE_S, "rejoin_s": 10.0, "stall_s": 0.5, "retries": 2}
@@ -87,20 +86,15 @@ def soak(
     rate: float,
     log: Path,
     commit: str = "staged",
-    relays: bool = False,
 ) -> Result:
-    """Run it. `rate` is the probability of a fault per call of a half; `log` is where the faults are written.
-
-    With `relays` one replica gets from the other what it gets.
-    """
+    """Run it. `rate` is the probability of a fault per call of a half; `log` is where the faults are written."""
     chance = random.Random(seed)
     faulty = {"inner": options, "seed": seed, "rate": rate, "delay_s": 0.05, "log": str(log)}
     run = Run(f"faulty:{engine}", faulty)
     result = Result()
     run.begin(
         replicas=2,
-        trainer={"deadline_s": DEADLINE_S}
-        | ({"network": Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)} if relays else {}),
+        trainer={"deadline_s": DEADLINE_S},
         rollout={"commit": commit},
         sync=IMPATIENT,
         hooks=make_hooks([result]),
@@ -179,7 +173,6 @@ def main() -> int:
     parser.add_argument("--versions", default=200, type=int)
     parser.add_argument("--seed", default=0, type=int)
     parser.add_argument("--commit", default="staged", choices=["staged", "in_place"])
-    parser.add_argument("--relays", action="store_true", help="one replica hands on to the other")
     parser.add_argument("--rate", default=0.03, type=float, help="probability of a fault per bucket and half")
     given = vars(parser.parse_args())
     engine = given.pop("engine")

@@ -21,16 +21,10 @@ from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError
 from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentEngine
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
 from weightlane.ckpt_engines.links import bounded_calls
-from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
-from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
+from weightlane.sync import CollectivePublisher, LocalShard, Manifest, SyncConfig
 from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
-from weightlane.sync.send.gather import GatheredBuckets, ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
-from weightlane.sync.send.snapshot.progress import SourceBytes
-from weightlane.sync.send.snapshot.send_memory import PackingBuffers
-from weightlane.sync.version.packing import CopyTable
-from weightlane.sync.version.snapshot_slices import snapshot_slices
 from weightlane.sync.version.tensor_spec import TensorSpec
 
 
@@ -73,10 +67,7 @@ SOON = 0.1
 @pytest.mark.parametrize(
     ("call", "waits_for"),
     [
-        (
-            lambda sending, _: sending.connect(Topology("s", {}, {}), Deadline.after(SOON)),
-            "the engine to connect",
-        ),
+        (lambda sending, _: sending.connect(Topology("s", {}, {}), Deadline.after(SOON)), "the engine to connect"),
         (lambda sending, sender: send(sending, sender, 1, within_s=2.0), "the engine to send version 7"),
         (lambda sending, sender: send(sending, sender, 5), "the engine to send a bucket"),
         (lambda sending, _: sending.committing(7)(7, Deadline.after(SOON)), "version 7 to be committed"),
@@ -92,78 +83,22 @@ def test_a_call_of_a_sender_that_never_returns_ends_with_the_deadline_and_says_w
     assert "weightlane conformance" in caught.value.hint
 
 
-def zeros(_: int) -> torch.Tensor:
-    return torch.zeros(64, dtype=torch.uint8)
-
-
-def send(
-    sending: SendPipeline,
-    sender: Any,
-    buckets: int,
-    *,
-    stall_s: float = NEVER_S,
-    bucket: Callable[[int], torch.Tensor] = zeros,
-    within_s: float = SOON,
-) -> None:
+def send(sending: SendPipeline, sender: Any, buckets: int, *, within_s: float = SOON) -> None:
     manifest = Manifest(7, (TensorSpec("t", (64 * buckets,), torch.uint8),), 64, checksummed=False)
-    assert manifest.bucket_count == buckets
-    source = SimpleNamespace(bucket=bucket, packing_buffers=2)
-    to = Destination(sender, ["rollout-0/0"])
-    deadline = Deadline.after(within_s)
-    sending.send_version(manifest, cast("Any", source), dict.fromkeys(range(buckets), to), deadline, stall_s)
+    source: Any = SimpleNamespace(bucket=lambda _: torch.zeros(64, dtype=torch.uint8), packing_buffers=2)
+    to = dict.fromkeys(range(buckets), Destination(sender, ["rollout-0/0"]))
+    sending.send_version(manifest, source, to, Deadline.after(within_s), NEVER_S)
 
 
-def test_an_address_that_is_never_said_and_a_half_that_never_closes_are_left_behind(
-    stuck: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    with pytest.raises(DeadlineExceededError, match="the engine's address"):
-        address_of(stuck, "trainer-0")
-    close_all([stuck, stuck], "trainer-0")
-    assert "the engine to be closed" in caplog.text
-
-
-@pytest.mark.parametrize("ways", [1, 2])
 def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_memory_is_used_again(
-    stuck: Any, ways: int
+    stuck: Any,
 ) -> None:
     receiving = TransferTasks("rollout-0/0")
+    tasks = [TransferTask([f"trainer-{number}"], stuck.flush) for number in range(2)]
     with pytest.raises(DeadlineExceededError, match="trainer-0"):
-        receiving.run(
-            [TransferTask([f"trainer-{number}"], stuck.flush) for number in range(ways)], Deadline.after(SOON)
-        )
+        receiving.run(tasks, Deadline.after(SOON))
     with pytest.raises(DeadlineExceededError, match="to be given up"):
         receiving.wait_until_idle(Deadline.after(SOON))
-
-
-def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank() -> None:
-    spec = TensorSpec("t", (2, 64), torch.uint8)
-    layout = Manifest(1, (spec,), 4096, whole_tensors=True)
-    row = torch.zeros(1, 64, dtype=torch.uint8)
-    tables = [
-        CopyTable.of(snapshot_slices([LocalShard(spec, (rank, 0), row)], [0], layout.regions), layout)
-        for rank in range(2)
-    ]
-    rendezvous = Rendezvous.host()
-
-    def join(rank: int) -> ShardGather:
-        names, cpu, soon = ["t-0", "t-1"], torch.device("cpu"), Deadline.after(HANG_S)
-        return ShardGather.connect(rendezvous, "s", names, rank, layout, cpu, soon)
-
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(join, (0, 1))
-
-        def fill() -> None:
-            source = SourceBytes(row.view(-1), None, Deadline.after(NEVER_S))
-            GatheredBuckets(first, source, tables, layout, PackingBuffers(None, HOST)).bucket(0)
-
-        waiting = threads.submit(fill)
-        wait_until(lambda: first._moving, "rank 0 that waits for rank 1")
-        first.close()
-        with pytest.raises(ClosedError, match="waited for t-1"):
-            waiting.result(HANG_S)
-        with pytest.raises(ClosedError):
-            fill()
-        second.close()
 
 
 class Deaf(Shelf):
@@ -213,36 +148,3 @@ def test_memory_that_an_engine_still_reads_is_given_back_when_it_has_ended(
         run.coordinator.close()  # which waits for the publisher to come back
         with pytest.raises(SyncAbortedError):
             serving.result(HANG_S)
-
-
-def test_a_sender_does_not_wait_longer_than_the_deadline_for_a_bucket_that_is_never_made(stuck: Any) -> None:
-    sending = pipeline(stuck)
-    made = threading.Event()
-
-    def bucket(_: int) -> torch.Tensor:
-        assert made.wait(HANG_S)
-        return torch.zeros(64, dtype=torch.uint8)
-
-    with closing(sending), ThreadPoolExecutor(1) as maker:
-        sent = maker.submit(send, sending, stuck, 1, bucket=bucket)
-        wait_until(lambda: sending.sending is not None, "the sending to begin")
-        assert sending.sending is not None
-        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
-            sending.sending.result(HANG_S)
-        assert not sent.done()
-        made.set()
-        with pytest.raises(DeadlineExceededError, match="the next bucket of version 7 to be ready"):
-            sent.result(HANG_S)
-
-
-def test_a_gather_whose_store_does_not_answer_ends_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-    monkeypatch.setattr("weightlane.sync.send.gather.open_process_group", lambda *_, **__: over.wait(HANG_S))
-    layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
-    with closing(Rendezvous.host()) as rendezvous:
-        for name in ("trainer-0", "trainer-1"):
-            rendezvous.mailbox("gather/s").put(name, layout.layout_digest)
-        with pytest.raises(DeadlineExceededError, match="the group of all trainer ranks") as caught:
-            ShardGather.connect(rendezvous, "s", ["trainer-0", "trainer-1"], 0, layout, HOST, Deadline.after(1.0))
-    assert "coordinator" in caught.value.hint
-    over.set()

@@ -20,27 +20,14 @@ from weightlane.sync.version.box import Box
 
 @pytest.mark.parametrize(
     ("layout", "engine", "codec"),
-    [
-        ("rows", "shm", "dense"),
-        ("columns", "gloo", "delta"),
-        ("interleaved", "filesystem", "dense"),
-        ("a mesh", "shm", "delta"),
-        ("data parallel", "gloo", "dense"),
-        ("one rank", "filesystem", "delta"),
-    ],
+    [("columns", "gloo", "delta"), ("interleaved", "filesystem", "dense"), ("a mesh", "shm", "delta")],
 )
 def test_whatever_the_layout_every_rank_gets_what_it_needs_bit_for_bit(
     hop: MakeHop, layout: str, engine: str, codec: str
 ) -> None:
     run = hop(engine, *LAYOUTS[layout], [*TP2, EVERYTHING], codec=codec, full_every=100)
-    for version in (1, 2, 3):
-        assert run.serve(version).codec == ("dense" if version == 1 else codec)
-
-
-def test_what_is_written_in_place_out_of_slices_is_the_version_bit_for_bit(hop: MakeHop) -> None:
-    run = hop("shm", *LAYOUTS["columns"], [EVERYTHING, EVERYTHING], commit="in_place")
     for version in (1, 2):
-        run.serve(version)
+        assert run.serve(version).codec == ("dense" if version == 1 else codec)
 
 
 def test_buckets_that_one_sender_broadcasts_to_several_sets_of_ranks_are_written_in_place_beside_each_other(
@@ -50,13 +37,12 @@ def test_buckets_that_one_sender_broadcasts_to_several_sets_of_ranks_are_written
     broadcasts = replace(GlooEngine.capabilities, delivery=frozenset({Delivery.BROADCAST}))
     monkeypatch.setattr(GlooEngine, "capabilities", broadcasts)
     run = hop("gloo", *LAYOUTS["a mesh"], [*TP2, EVERYTHING], commit="in_place")
-    for version in (1, 2, 3):
+    for version in (1, 2):
         run.serve(version)
 
 
-@pytest.mark.parametrize("layout", ["interleaved", "a mesh"])
-def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(hop: MakeHop, layout: str) -> None:
-    run = hop("gloo", *LAYOUTS[layout], TP2)
+def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_others(hop: MakeHop) -> None:
+    run = hop("gloo", *LAYOUTS["a mesh"], TP2)
     report = run.serve(1)
     # What both need goes to both in one broadcast; buckets have gaps between slices, each up to 64 bytes.
     both = {name: TP2[0].boxes[index][0].intersect(TP2[1].boxes[index][0]) for index, name in enumerate(SPECS)}
@@ -108,27 +94,11 @@ def test_copies_are_compared_element_by_element_however_each_rank_has_cut_them()
         checks["a"].compare(said, 1)
 
 
-def other(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, TensorSpec]:
-    """Return the specs of a sender that has one tensor more than `SPECS`, or another in place of one."""
-    return {**SPECS, name: TensorSpec(name, shape, dtype)}
-
-
-MISFITS = {
-    "missing experts": {name: spec for name, spec in SPECS.items() if name != "experts"},
-    r"unexpected experts\.6": other("experts.6", (8, 130)),
-    r"q has shape \[24, 193\], expected \[24, 192\]": other("q", (24, 193)),
-    r"embed has shape \[64, 192\], expected \[37, 192\] \(padded rows": other("embed", (64, 192)),
-    "norm is float16, expected float32": other("norm", (192,), torch.float16),
-}
-
-
-@pytest.mark.parametrize("says", MISFITS)
-def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_weights_serve_on(
-    hop: MakeHop, says: str
-) -> None:
-    run = hop("shm", rows, 2, [TP2[0], EVERYTHING], specs=MISFITS[says], rollout_specs=SPECS)
+def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_weights_serve_on(hop: MakeHop) -> None:
+    wider = {**SPECS, "q": TensorSpec("q", (24, 193), torch.float32)}
+    run = hop("shm", rows, 2, [TP2[0], EVERYTHING], specs=wider, rollout_specs=SPECS)
     run.publish(1)
-    reason = run.fails(1, says)
+    reason = run.fails(1, r"q has shape \[24, 193\], expected \[24, 192\]")
     assert "rollout-" in str(reason), "nobody says which rank it does not fit"
     assert isinstance(reason, ManifestError | QuorumError)
     assert all(replica.holds(values(0)) for replica in run.replicas)

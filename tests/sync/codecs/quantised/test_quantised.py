@@ -7,8 +7,6 @@ import itertools
 import pytest
 import torch
 from bits import same
-from hypothesis import given
-from hypothesis import strategies as st
 from quantised_reference import REFERENCES, restored
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
@@ -59,49 +57,6 @@ def test_what_is_quantised_and_restored_is_what_the_reference_gives(scheme: Sche
             assert same(narrow.cpu(), restored(matrix, scheme).bfloat16())
 
 
-@given(
-    row_cuts=st.lists(st.integers(0, 200), max_size=3),
-    column_cuts=st.lists(st.integers(0, 150), max_size=3),
-    columns=st.sampled_from([1, 100, 150]),
-    dtype=st.sampled_from(SOURCES),
-    scheme=st.sampled_from(["fp8", "int8"]),
-)
-def test_uneven_shards_together_are_the_whole(
-    row_cuts: list[int], column_cuts: list[int], columns: int, dtype: torch.dtype, scheme: Scheme
-) -> None:
-    """Blocks that a border divides have the largest magnitude of their parts."""
-    quantiser = QUANTISERS[scheme]
-    matrix = weights(200, columns, dtype)
-    rows, across = (
-        [*itertools.pairwise([0, *sorted(min(cut, size) for cut in cuts), size])]
-        for cuts, size in ((row_cuts, 200), (column_cuts, columns))
-    )
-    expected, expected_scales = REFERENCES[scheme](matrix)
-    height, width = quantiser.block_shape(columns)
-    shards = []
-    largest = torch.zeros(expected_scales.shape)
-    for (top, bottom), (left, right) in itertools.product(rows, across):
-        if top < bottom and left < right:
-            shard, at = matrix[top:bottom, left:right], (top, left)
-            blocks = slice(top // height, -(-bottom // height)), slice(left // width, -(-right // width))
-            largest[blocks] = torch.maximum(largest[blocks], quantiser.magnitudes(shard, at=at))
-            shards.append((shard, at, blocks))
-    scales = quantiser.scales_of(largest)
-    assert same(scales, expected_scales)
-    total = QuantisationReport()
-    for shard, at, blocks in shards:
-        quantised = quantiser.quantise(shard, scales[blocks], at=at)
-        there = slice(at[0], at[0] + shard.shape[0]), slice(at[1], at[1] + shard.shape[1])
-        assert same(quantised, expected[there])
-        left_of = quantiser.dequantise(quantised, scales[blocks], at=at)
-        assert same(left_of, restored(matrix, scheme)[there])
-        total += quantiser.report(shard, quantised, scales[blocks], at=at)
-    whole = quantiser.report(matrix, expected, expected_scales)
-    assert total.elements == whole.elements
-    assert total.max_abs == whole.max_abs
-    assert total.relative_rms == pytest.approx(whole.relative_rms)
-
-
 def test_the_error_that_quantising_makes_is_reported() -> None:
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
     for quantiser, least, most in ((QUANTISERS["fp8"], 0.02, 0.03), (QUANTISERS["int8"], 0.004, 0.01)):
@@ -113,13 +68,6 @@ def test_the_error_that_quantising_makes_is_reported() -> None:
         assert found.relative_rms == pytest.approx((error.norm() / matrix.norm()).item(), rel=1e-4)
         assert least < found.relative_rms < most
     assert QuantisationReport().relative_rms == 0.0
-
-
-def test_magnitudes_too_small_for_a_normal_scale_survive() -> None:
-    tiny = torch.full((2, 3), 2.0**-149)
-    scales = block_fp8.scales_of(block_fp8.magnitudes(tiny))
-    assert scales.item() == 2.0**-126
-    assert block_fp8.quantise(tiny, scales).float().eq(0).all()
 
 
 @pytest.mark.parametrize("scheme", ["fp8", "int8"])
