@@ -36,7 +36,6 @@ def benchmark(name: str) -> Any:
 
 control_plane = benchmark("control_plane")
 decoding = benchmark("decode_while_syncing")
-densities = benchmark("densities")
 density = benchmark("density")
 direct = benchmark("direct")
 gpu = benchmark("gpu")

@@ -29,19 +29,6 @@ def test_decoding_beside_a_sync_is_a_share_of_the_turn_just_before(decoding: Mod
     assert "NOT VERIFIED" in decoding.text(report)
 
 
-def test_auto_is_compared_with_the_better_one_of_the_others_and_by_what_it_chose(densities: ModuleType) -> None:
-    steps = [
-        {
-            codec: densities._Carried(seconds, 8, auto if codec == "auto" else codec, "a reason")
-            for codec, seconds in (("dense", 0.2), ("delta", 0.1), ("auto", 0.3))
-        }
-        for auto in ("dense", "dense", "dense", "delta")
-    ]
-    row = densities._figures(0.01, steps, 1, verified=True)
-    assert (row["best"], row["chosen"], row["left_out"]) == ("delta", ["dense", "dense", "dense", "delta"], 1)
-    assert (row["ratio_measured"], row["ratio_by_choice"]) == (pytest.approx(3.0), pytest.approx(2.0))
-
-
 def test_a_changed_element_is_one_with_any_other_bit_on_the_wire_and_tied_weights_count_once(
     density: ModuleType,
 ) -> None:

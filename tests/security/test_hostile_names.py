@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from sessions import Session, receive, send, soon
+from sessions import receive, send, soon
 
 from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngineRegistry,
     ConfigError,
     ProtocolError,
-    StorageError,
     StoringSender,
     Topology,
     VersionFiles,
@@ -91,29 +89,6 @@ def test_the_directory_of_the_newest_version_lies_in_the_store() -> None:
     for name in ("../../x", "/etc", "run-1/sender-0/../v1", "run-1/sender-0/v1/..", "run-1/sender-0/v1\n", "", "run-1"):
         with pytest.raises(ProtocolError):
             parse_latest(json.dumps({**good, "committed": [{**good, "directory": name}]}), "latest.json", "p")
-
-
-@pytest.mark.parametrize("name", ["nul\0", "\ud800\0", "x" * 5000, "/proc/nosuch/x"], ids=lambda name: ascii(name)[1:9])
-def test_a_path_of_the_configuration_that_cannot_be_used_is_refused_in_our_own_words(
-    name: str, socket_dir: Path
-) -> None:
-    """The path itself may lead anywhere, for the user says so."""
-    options: dict[str, dict[str, Any]] = {
-        "filesystem": {"path": name},
-        "shm": {"socket_dir": name},
-        "faulty:shm": {"log": name, "rate": 1, "inner": {"socket_dir": str(socket_dir)}},
-    }
-    for engine, chosen in options.items():
-        with pytest.raises((ConfigError, StorageError)):
-            use(engine, chosen)
-
-
-def use(engine: str, options: dict[str, Any]) -> None:
-    session = Session(CheckpointEngineRegistry().create(engine, options))
-    try:
-        send(session.sender, Bucket(1, 0, torch.ones(3, dtype=torch.uint8)), [])
-    finally:
-        session.close()
 
 
 def test_a_host_or_an_interface_that_is_none_is_refused() -> None:

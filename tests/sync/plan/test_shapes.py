@@ -1,4 +1,4 @@
-"""The shapes and layouts that plans are tried on are those of real models, and bad ones are refused in one line."""
+"""Layouts of real models are planned with the fewest bytes, and in time that grows with the number of tensors."""
 
 from __future__ import annotations
 
@@ -16,14 +16,8 @@ FAST = Network(50e9, 50e9, 20e-6)
 
 
 def small(name: str, layers: int = 4, experts: int = 32) -> ModelShape:
+    """The model of that name with fewer layers and experts."""
     return dataclasses.replace(SHAPES[name], layers=layers, experts=experts)
-
-
-@pytest.mark.parametrize(("name", "billions"), [("30b", 30.53), ("235b", 235.09)])
-def test_shapes_have_as_many_parameters_as_the_models(name: str, billions: float) -> None:
-    tensors = weights(SHAPES[name])
-    assert sum(weight.spec.numel for weight in tensors) / 1e9 == pytest.approx(billions, rel=1e-3)
-    assert len({weight.spec.name for weight in tensors}) == len(tensors)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +26,7 @@ def test_shapes_have_as_many_parameters_as_the_models(name: str, billions: float
 )
 def test_every_layout_holds_and_needs_every_element(trainer: str, rollout: str, name: str, wire: str) -> None:
     shape = small(name)
-    tensors = weights(shape, wire)  # type: ignore[arg-type] - drawn
+    tensors = weights(shape, wire)  # type: ignore[arg-type]
     held = TrainerLayout.parse(trainer).placements(shape, tensors)
     needed = RolloutLayout.parse(rollout).placements(shape, tensors)
     assert len(held) == TrainerLayout.parse(trainer).ranks

@@ -39,6 +39,7 @@ _PROCESSES.set_forkserver_preload(
     [
         "encodings.idna",
         "pytest",
+        "known_entry_points",
         "hop",
         "weightlane.sync",
         *(f"weightlane.ckpt_engines.engines.{name}" for name in _ENGINES),

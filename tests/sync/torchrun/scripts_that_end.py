@@ -82,8 +82,9 @@ def of_this_session(process: int) -> bool:
 
 script, results = None, {}
 if __name__ == "__main__":
+    import known_entry_points  # noqa: F401 - once, and not in every process
     import psutil
-    import shelf  # noqa: F401 - once, and not in every process: it imports torch, too
+    import shelf  # noqa: F401 - as above: it imports torch, too
 
     import weightlane.ckpt_engines.engines.shared_memory.shm  # noqa: F401 - as above
     from weightlane.sync import Rendezvous

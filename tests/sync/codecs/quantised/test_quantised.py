@@ -19,7 +19,6 @@ from weightlane.sync.codecs.quantised import (
     scale_shape,
 )
 
-block_fp8 = QUANTISERS["fp8"]
 SOURCES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (129, 127), (5, 400), (256, 128), (0, 5), (5, 0)]
 
