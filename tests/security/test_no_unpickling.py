@@ -204,15 +204,18 @@ def test_inboxes_and_mailboxes_open_no_pickle(crater: Path) -> None:
                 mailbox.get("key", soon())
 
 
+@pytest.mark.parametrize("engine_name", ["gloo", "shm"])
 def test_senders_open_no_pickle_from_strangers_and_serve_their_receivers_afterwards(
-    crater: Path, socket_dir: Path
+    engine_name: str, crater: Path, socket_dir: Path
 ) -> None:
-    engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir)})
+    engine = CheckpointEngineRegistry().create(
+        engine_name, {} if engine_name == "gloo" else {"socket_dir": str(socket_dir)}
+    )
     session = Session(engine, "r", connect=False)
     connecting = session.threads.submit(session.sender.connect, session.topology, soon())
     for bomb in bombs(crater):
         for sent in (bomb + b"\0" * 70_000, frame(bomb)):
-            answer = knock(socket_dir / session.topology.senders["s"]["meeting"]["socket"], sent)
+            answer = knock(session.topology.senders["s"]["meeting"], sent, socket_dir)
             assert b"refused" in answer or answer == b""
     session.receivers["r"].connect(session.topology, soon())
     connecting.result(HANG_S)
@@ -220,11 +223,12 @@ def test_senders_open_no_pickle_from_strangers_and_serve_their_receivers_afterwa
     session.close()
 
 
-def knock(address: Path, sent: bytes) -> bytes:
+def knock(address: Any, sent: bytes, socket_dir: Path) -> bytes:
     """Send something to a sender's control socket and hear what it says before it hangs up."""
-    with socket.socket(socket.AF_UNIX) as sock:
+    is_tcp = "port" in address
+    with socket.socket(socket.AF_INET if is_tcp else socket.AF_UNIX) as sock:
         sock.settimeout(HANG_S)
-        sock.connect(str(address))
+        sock.connect((address["host"], address["port"]) if is_tcp else str(socket_dir / address["socket"]))
         try:
             sock.sendall(sent)
             return sock.recv(65536)

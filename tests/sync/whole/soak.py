@@ -78,14 +78,7 @@ class Result:
 
 
 def soak(
-    engine: str,
-    options: dict[str, Any],
-    *,
-    versions: int,
-    seed: int,
-    rate: float,
-    log: Path,
-    commit: str = "staged",
+    engine: str, options: dict[str, Any], *, versions: int, seed: int, rate: float, log: Path, commit: str = "staged"
 ) -> Result:
     """Run it. `rate` is the probability of a fault per call of a half; `log` is where the faults are written."""
     chance = random.Random(seed)
