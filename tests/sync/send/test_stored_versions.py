@@ -1,24 +1,37 @@
-"""Stored versions load in other tools and reach late readers bit for bit; nobody reads a damaged version."""
+"""Stored versions load in other tools and reach late readers bit for bit. Nobody reads a damaged one, or waits for a store."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from bits import DTYPES, same
-from hop_run import Participant
+from direct_hop import EVERYTHING, Hop, MakeHop, rows, values
+from hop import weights
+from hop_run import MakeRun
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
-from store_writer import Writer, tensors_of, write
+from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import ConfigError, CorruptBucketError, ProtocolError, StorageError, WeightlaneError
+from weightlane.ckpt_engines import (
+    ConfigError,
+    CorruptBucketError,
+    Deadline,
+    ProtocolError,
+    StorageError,
+    SyncAbortedError,
+    UntouchedError,
+    WeightlaneError,
+)
+from weightlane.ckpt_engines.engines.filesystem.sender import FilesystemSender
 from weightlane.ckpt_engines.engines.filesystem.stored_version import StoredVersion
 from weightlane.sync import Manifest, TensorSpec, read_version
 from weightlane.sync.version.safetensors_files import manifest_of_document, version_files
@@ -29,10 +42,6 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert [name for name, tensor in expected.items() if not same(found[name], tensor)] == []
-
-
-def newest_directory(path: Path) -> Path:
-    return path / json.loads((path / "latest.json").read_text())["directory"]
 
 
 @given(
@@ -66,45 +75,59 @@ def test_every_file_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
     assert weight_map == {}
 
 
-def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(tmp_path: Path) -> None:
-    trainer = Participant(write, path=str(tmp_path))
-    trainer.is_ready()
-    trainer.kill()
-    manifest, tensors = read_version(str(tmp_path))
+def newest(path: Path) -> int:
+    """The newest version that readers of a store find; -1 for none."""
+    latest = path / "latest.json"
+    return int(json.loads(latest.read_text())["version"]) if latest.exists() else -1
+
+
+def store(run: Hop, version: int, path: Path) -> None:
+    """Commit a version, and wait until it is stored, which happens beside the commit."""
+    run.serve(version)
+    wait_until(lambda: newest(path) == version, "version in the store")
+
+
+def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = make_run("filesystem")
+    for version in (1, 2):
+        run.serve(version)
+        wait_until(lambda version=version: newest(tmp_path / "store") == version, "version in the store")  # type: ignore[misc]
+    run.replicas[0].refuses_with = UntouchedError("not now.", part="rollout-0")
+    run.fails(3, "not now")
+    run.trainers[0].kill()
+    manifest, tensors = read_version(str(tmp_path / "store"))
     assert manifest.version == 2
-    assert_same(tensors, tensors_of(2))
+    assert_same(tensors, weights(2, torch.float32))
 
 
 def test_reading_where_nothing_is_committed_says_so(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="no version has been committed"):
         read_version(str(tmp_path))
-    writer = Writer({"path": str(tmp_path)}, tensors_of(0))
-    writer.send(1, tensors_of(1))
-    with pytest.raises(StorageError, match="no version has been committed"):
-        read_version(str(tmp_path))
-    writer.close()
     with pytest.raises(ConfigError, match="nosuch"):
         read_version("nosuch://x")
 
 
 def test_a_version_that_is_replaced_while_it_is_read_gives_way_to_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hop: MakeHop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    writer = Writer({"path": str(tmp_path), "keep_versions": 1}, tensors_of(0))
-    writer.publish(1)
+    path = tmp_path / "store"
+    run = hop("filesystem", rows, 1, [EVERYTHING])
+    store(run, 1, path)
     document = StoredVersion.document
 
     def overtaken(stored: StoredVersion, *arguments: Any) -> str:
         text = document(stored, *arguments)
         if stored.version == 1:
-            writer.publish(2)
+            for version in (2, 3):  # as many as are kept
+                store(run, version, path)
         return text
 
     monkeypatch.setattr(StoredVersion, "document", overtaken)
-    manifest, tensors = read_version(str(tmp_path))
-    assert manifest.version == 2
-    assert_same(tensors, tensors_of(2))
-    writer.close()
+    manifest, tensors = read_version(str(path))
+    assert manifest.version == 3
+    assert_same(tensors, values(3))
 
 
 def flipped(position: int) -> Callable[[bytes], bytes]:
@@ -118,13 +141,13 @@ def flipped(position: int) -> Callable[[bytes], bytes]:
     return flip
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("written")
-    writer = Writer({"path": str(path)}, tensors_of(0))
-    writer.publish(2)
-    writer.close()
-    return path
+@pytest.fixture
+def written(hop: MakeHop, tmp_path: Path) -> Path:
+    """A store with version 2, which nobody writes to any more."""
+    run = hop("filesystem", rows, 1, [EVERYTHING])
+    store(run, 2, tmp_path / "store")
+    run.publishers[0].close()
+    return tmp_path / "store"
 
 
 @pytest.mark.parametrize(
@@ -134,41 +157,98 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("bucket-00000.safetensors", flipped(0), ProtocolError, "safetensors header"),
         ("checksums.json", flipped(5), CorruptBucketError, "no valid checksum"),
         ("../../../latest.json", flipped(5), ProtocolError, "latest.json"),
-        ("bucket-00001.safetensors", lambda content: content[:-1], ProtocolError, "bucket-00001.safetensors"),
+        ("bucket-00000.safetensors", lambda content: content[:-1], ProtocolError, "bucket-00000.safetensors"),
         ("manifest.json", lambda content: content[:-2], ProtocolError, "manifest.json"),
-        ("bucket-00001.safetensors", None, StorageError, "bucket-00001.safetensors"),
+        ("bucket-00000.safetensors", None, StorageError, "bucket-00000.safetensors"),
     ],
 )
 def test_a_damaged_or_missing_file_is_a_typed_error_that_says_what_is_wrong(
-    written: Path,
-    tmp_path: Path,
-    name: str,
-    damage: Callable[[bytes], bytes] | None,
-    error: type[WeightlaneError],
-    says: str,
+    written: Path, name: str, damage: Callable[[bytes], bytes] | None, error: type[WeightlaneError], says: str
 ) -> None:
-    path = tmp_path / "store"
-    shutil.copytree(written, path)
-    damaged = newest_directory(path) / name
+    latest = json.loads((written / "latest.json").read_text())
+    damaged = written / latest["directory"] / name
     if damage is None:
         damaged.unlink()
     else:
         damaged.write_bytes(damage(damaged.read_bytes()))
     with pytest.raises(error, match=says):
-        read_version(str(path))
+        read_version(str(written))
 
 
-@given(st.data())
-def test_whatever_byte_changes_nobody_reads_wrong_weights(written: Path, data: st.DataObject) -> None:
+@pytest.mark.property
+def test_whatever_byte_changes_nobody_reads_wrong_weights(written: Path) -> None:
     files = sorted(path for path in written.rglob("*") if path.is_file())
-    file = data.draw(st.sampled_from(files))
-    whole = file.read_bytes()
-    place, change = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
-    file.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
-    try:
-        _, tensors = read_version(str(written))
-    except WeightlaneError:
-        return
-    finally:
-        file.write_bytes(whole)
-    assert_same(tensors, tensors_of(2))
+
+    @given(st.data())
+    def change_one(data: st.DataObject) -> None:
+        file = data.draw(st.sampled_from(files))
+        whole = file.read_bytes()
+        place, change = data.draw(st.integers(0, len(whole) - 1)), data.draw(st.integers(1, 255))
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ change]) + whole[place + 1 :])
+        try:
+            _, tensors = read_version(str(written))
+        except WeightlaneError:
+            return
+        finally:
+            file.write_bytes(whole)
+        assert_same(tensors, values(2))
+
+    change_one()
+
+
+# -- storing beside the control thread --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Hanging:
+    """A store whose first commit hangs until `go_on` is set."""
+
+    begun: threading.Event = field(default_factory=threading.Event)
+    go_on: threading.Event = field(default_factory=threading.Event)
+
+
+@pytest.fixture
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Hanging:
+    store, commit_version = Hanging(), FilesystemSender.commit_version
+
+    def hangs(self: FilesystemSender, version: int, documents: Any, deadline: Deadline) -> None:
+        if not store.begun.is_set():
+            store.begun.set()
+            assert store.go_on.wait(HANG_S)
+        commit_version(self, version, documents, deadline)
+
+    monkeypatch.setattr(FilesystemSender, "commit_version", hangs)
+    return store
+
+
+def test_control_messages_are_read_while_a_store_hangs_and_the_older_version_never_comes_out_on_top(
+    hop: MakeHop, hanging: Hanging, tmp_path: Path
+) -> None:
+    run = hop("filesystem", rows, 1, [None])
+    (publisher,) = run.publishers
+    run.serve(1)
+    assert hanging.begun.wait(HANG_S)
+    publisher.wait(1, HANG_S)
+    run.coordinator._session.abandon()  # the next version needs a Reset, a Connect, and a Go
+    run.serve(2)
+    publisher.wait(2, HANG_S)
+    run.coordinator._abort(7, StorageError("of no interest.", part="test"))
+    with pytest.raises(SyncAbortedError, match="of no interest"):
+        publisher.wait(7, HANG_S)
+    assert newest(tmp_path / "store") == -1
+    hanging.go_on.set()
+    wait_until(lambda: newest(tmp_path / "store") == 2, "version 2 in the store")
+    assert_same(read_version(str(tmp_path / "store"))[1], values(2))
+
+
+def test_a_commit_that_hangs_until_its_publisher_has_closed_is_never_published(
+    hop: MakeHop, hanging: Hanging, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weightlane.sync.send.version_storing._CLOSE_S", 0.05)
+    run = hop("filesystem", rows, 1, [None])
+    run.serve(1)
+    assert hanging.begun.wait(HANG_S)
+    run.publishers[0].close()
+    hanging.go_on.set()
+    wait_until(lambda: "version 1 serves but could not be committed in the store" in caplog.text, "end of the commit")
+    assert newest(tmp_path / "store") == -1

@@ -1,4 +1,4 @@
-"""A manifest that does not fit the receiver's model and a shard that is no slice of its tensor are refused before a byte moves."""
+"""Manifests that do not fit the receiver's model, and shards that do not fit their tensor, are refused before a byte moves."""
 
 from __future__ import annotations
 
