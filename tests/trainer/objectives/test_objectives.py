@@ -8,19 +8,21 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from loss_batches import at_targets, completion, in_float64, slopes_at_targets
 from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo, value_loss
 from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
-from weightlane.trainer.objectives.loss import LossOutput, LossSums, ModelOutputs
+from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 from weightlane.trainer.objectives.named import BUILT_IN, Objective
 
 Token = tuple[float, float, float]
@@ -39,41 +41,26 @@ rows_of: st.SearchStrategy[Rows] = st.lists(
 )
 
 
-def batch_of(rows: Rows, *, proximal: bool) -> tuple[MicroBatch, torch.Tensor]:
-    """Packed completions, and the log-probabilities that a model would return for them, in float64."""
-    sequences = []
-    for tokens, advantage, masked in rows:
-        values: dict[str, Any] = {"rollout_logprobs": [token[1] for token in tokens], "advantages": advantage}
-        if proximal:
-            values["proximal_logprobs"] = [token[2] for token in tokens]
-        sequences.append(TokenSequence.of_completion([1, 2], [3] * len(tokens), masked=masked, per_token=values))
-    micro = MicroBatch.of(sequences)
-    object.__setattr__(micro, "per_token", {name: tensor.double() for name, tensor in micro.per_token.items()})
-    logprobs = torch.zeros(micro.targets.shape, dtype=torch.float64)
-    logprobs[micro.per_token["rollout_logprobs"] != 0] = torch.tensor(
-        [token[0] for tokens, _, _ in rows for token in tokens], dtype=torch.float64
-    )
-    logprobs = torch.where(micro.mask, logprobs, 0.0)
-    return micro, logprobs.requires_grad_()
-
-
 def as_float32(value: float) -> float:
     return float(torch.tensor(value, dtype=torch.float32))
 
 
 def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) -> tuple[float, list[float]]:
-    """The loss and its derivative by the log-probability of each target, by the formulas of the papers."""
+    """The loss and its derivative by the log-probability of each target, by the formulas of the papers.
+
+    The advantage of a token is that of its completion times its place, counted from 1.
+    """
     low, high, cap = 1 - config.clip_low, 1 + config.clip_high, config.importance_cap
     counted = [
         (
             [(now, as_float32(rollout), as_float32(prox)) for now, rollout, prox in tokens[masked:]],
-            as_float32(advantage),
+            [as_float32(advantage * (place + 1)) for place in range(masked, len(tokens))],
         )
         for tokens, advantage, masked in rows
     ]
     all_tokens = sum(len(tokens) for tokens, _ in counted)
     loss, slopes = 0.0, []
-    for tokens, advantage in counted:
+    for tokens, advantages in counted:
         around = [p if proximal else (r if config.proximal == "rollout" else n) for n, r, p in tokens]
         drifts = [a - rollout for a, (_, rollout, _) in zip(around, tokens, strict=True)]
         if config.importance_level == "sequence":
@@ -81,14 +68,14 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
         weights = [min(math.exp(min(drift, 100.0)), cap) for drift in drifts]
         if name == "gspo":
             drift = sum(now - a for a, (now, _, _) in zip(around, tokens, strict=True)) / len(tokens)
-            ratio, weight = math.exp(min(drift, 20.0)), sum(weights) / len(weights)
+            ratio, weight, advantage = math.exp(min(drift, 20.0)), fmean(weights), fmean(advantages)
             clipped = min(max(ratio, low), high)
             loss -= weight * min(ratio * advantage, clipped * advantage) / len(counted)
             moves = ratio * advantage <= clipped * advantage and drift < 20.0
             slope = -weight * ratio * advantage / len(tokens) / len(counted) if moves else 0.0
             slopes += [slope] * len(tokens)
             continue
-        for (now, rollout, _), a, weight in zip(tokens, around, weights, strict=True):
+        for (now, rollout, _), a, weight, advantage in zip(tokens, around, weights, advantages, strict=True):
             if name == "dual_clip":
                 ratio = min(math.exp(min(now - rollout, 20.0)), config.ratio_cap)
                 clipped = min(max(ratio, low), high)
@@ -118,8 +105,7 @@ BY_SEQUENCE: dict[str, Any] = {**TRAINER, "importance_level": "sequence", "impor
     [
         ("grpo", {}),
         ("grpo", TRAINER),
-        ("grpo", BY_SEQUENCE),
-        ("ppo", {}),
+        ("ppo", BY_SEQUENCE),
         ("gspo", {}),
         ("gspo", BY_SEQUENCE),
         ("cispo", {}),
@@ -133,64 +119,52 @@ BY_SEQUENCE: dict[str, Any] = {**TRAINER, "importance_level": "sequence", "impor
 def test_value_and_gradient_are_the_papers(name: str, further: dict[str, Any], rows: Rows, proximal: bool) -> None:
     """Also of ratios too large for float32. `proximal` is whether log-probabilities were computed again before training."""
     config = AlgorithmConfig(objective=name, clip_low=0.2, clip_high=0.3, **further)
-    micro, logprobs = batch_of(rows, proximal=proximal)
+    sequences = []
+    for tokens, advantage, masked in rows:
+        values: dict[str, Any] = {"rollout_logprobs": [token[1] for token in tokens]}
+        values["advantages"] = [advantage * (place + 1) for place in range(len(tokens))]
+        if proximal:
+            values["proximal_logprobs"] = [token[2] for token in tokens]
+        sequences.append(completion(len(tokens), masked, **values))
+    micro = in_float64(MicroBatch.of(sequences))
+    logprobs = at_targets(micro, [now for tokens, _, masked in rows for now, _, _ in tokens[masked:]])
     output = Objective(config)(ModelOutputs(logprobs), micro)
     sums = LossSums(MiniBatch(float(micro.mask.sum()), float(len(rows))))
     torch.autograd.backward(sums.add(output))
     loss, slopes = expected(name, rows, config, proximal=proximal)
     assert sums.named(sums.as_tensor(), 1)["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-9)
-    assert logprobs.grad is not None
-    assert logprobs.grad[micro.mask].tolist() == pytest.approx(slopes, rel=1e-6, abs=1e-9)
-    assert not bool(logprobs.grad[~micro.mask].any())
+    assert slopes_at_targets(logprobs, micro) == pytest.approx(slopes, rel=1e-6, abs=1e-9)
     assert all(math.isfinite(float(value)) for value in output.metrics.values())
 
 
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "factor"),
-    [
-        (1.0, 1.0, 1.0),  # on policy: the plain policy gradient
-        (1.4, 1.0, 0.0),  # good and already likely: clipped above
-        (0.5, 1.0, 0.5),  # good and unlikely: never clipped
-        (0.7, -1.0, 0.0),  # bad and already unlikely: clipped below
-        (1.9, -1.0, 1.9),  # bad and likely: pushed down with its whole weight
-        (5.0, -1.0, 0.0),  # ... but for the truncation
-        (1.4, 0.0, 0.0),
-    ],
-)
-def test_gradient_and_metrics_of_the_dual_clip_in_every_region(ratio: float, advantage: float, factor: float) -> None:
-    values = {"rollout_logprobs": -2.0, "advantages": advantage}
-    micro = MicroBatch.of([TokenSequence.of_completion([1], [2], per_token=values)])
-    logprobs = torch.tensor([-2.0 + math.log(ratio)], requires_grad=True)
-    output = Objective(AlgorithmConfig())(ModelOutputs(logprobs), micro)
-    output.terms["policy"].total.backward()
-    assert logprobs.grad is not None
-    assert float(logprobs.grad) == pytest.approx(-factor * advantage, abs=1e-6)
-    assert {name: float(value) for name, value in output.metrics.items()} == pytest.approx(
-        {
-            "ratio": min(ratio, AlgorithmConfig().ratio_cap),
-            "entropy": 2.0 - math.log(ratio),
-            "clip_fraction": float(factor == 0.0 and advantage != 0.0),
-            "approx_kl": ratio - 1 - math.log(ratio),
-        },
-        rel=1e-5,
-        abs=1e-6,
-    )
+def test_metrics_of_a_policys_loss_are_those_of_its_ratio() -> None:
+    for ratio, advantage, clipped in ((1.4, 1.0, 1.0), (0.5, 1.0, 0.0), (5.0, -1.0, 1.0), (1.4, 0.0, 0.0)):
+        micro = MicroBatch.of([completion(1, rollout_logprobs=-2.0, advantages=advantage)])
+        logprobs = at_targets(micro, [-2.0 + math.log(ratio)]).float()
+        found = Objective(AlgorithmConfig())(ModelOutputs(logprobs), micro).metrics
+        assert {name: float(value) for name, value in found.items()} == pytest.approx(
+            {
+                "ratio": min(ratio, AlgorithmConfig().ratio_cap),
+                "entropy": 2.0 - math.log(ratio),
+                "clip_fraction": clipped,
+                "approx_kl": ratio - 1 - math.log(ratio),
+            },
+            rel=1e-5,
+        )
 
 
-@pytest.mark.parametrize("name", [*BUILT_IN, "critic", "dpo"])
-def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero(name: str) -> None:
+def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero() -> None:
     """So that a rank without a sequence adds up the same numbers as the others."""
     values = dict.fromkeys(("rollout_logprobs", "advantages", "reference_logprobs", "returns", "old_values"), -1.0)
-    like, together = TokenSequence.of_completion([1], [2], per_token=values), 2 if name == "dpo" else 1
+    like = completion(1, **values)
     terms = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1, value_clip=0.2)
-    loss: Any = value_loss(terms) if name == "critic" else dpo()
-    if name in BUILT_IN:
-        loss = Objective(terms.model_copy(update={"objective": name}))
-    empty, some = MicroBatch.without_targets(like, together), MicroBatch.of([like] * together, together)
-    nothing, something = loss(ModelOutputs.nothing(empty, 1), empty), loss(ModelOutputs.nothing(some, 1), some)
-    assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
-    assert [float(term.divided(MiniBatch(0, 0))) for term in nothing.terms.values()] == [0.0] * len(nothing.terms)
-    assert not any(float(getattr(value, "total", value)) for value in nothing.metrics.values())
+    losses: list[Any] = [Objective(terms.model_copy(update={"objective": name})) for name in BUILT_IN]
+    for loss, together in (*((each, 1) for each in losses), (value_loss(terms), 1), (dpo(), 2)):
+        empty, some = MicroBatch.without_targets(like, together), MicroBatch.of([like] * together, together)
+        nothing, something = loss(ModelOutputs.nothing(empty, 1), empty), loss(ModelOutputs.nothing(some, 1), some)
+        assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
+        assert not any(float(term.divided(MiniBatch(0, 0))) for term in nothing.terms.values())
+        assert not any(float(getattr(value, "total", value)) for value in nothing.metrics.values())
 
 
 OWN = """
@@ -198,26 +172,38 @@ from weightlane.trainer import LossOutput, LossTerm, needs
 
 @needs("logprobs", "entropy")
 def curious(outputs, micro):
-    return LossOutput({"entropy": LossTerm(-outputs.required("entropy").sum())})
+    return LossOutput({"mine": LossTerm(-outputs.required("entropy").sum())})
+
+def taken(outputs, micro):
+    return LossOutput({"entropy_bonus": LossTerm(outputs.required("logprobs").sum())})
 
 def wrong(outputs, micro):
     return 3.0
 """
 
 
-def test_a_loss_of_ones_own_is_found_beside_the_configuration_also_by_another_process(
+def test_a_loss_of_ones_own_is_found_beside_the_configuration_also_by_another_process_and_gets_the_terms_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own_loss.py").write_text(OWN)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    objective = Objective(AlgorithmConfig(objective="own_loss:curious"), [tmp_path])
-    again: Objective = pickle.loads(pickle.dumps(objective))
-    assert again.needs == ("logprobs", "entropy")
-    micro = MicroBatch.of([TokenSequence.of_completion([1], [2])])
-    found = again(ModelOutputs.nothing(micro, 1), micro)
-    assert isinstance(found, LossOutput)
+    outputs, micro = (
+        ModelOutputs(torch.tensor([-1.0]), torch.tensor([2.0])),
+        MicroBatch.of([TokenSequence.of_completion([1], [2])]),
+    )
+
+    def objective(function: str) -> Objective:
+        config = AlgorithmConfig(objective=f"own_loss:{function}", entropy_coefficient=0.5)
+        again: Objective = pickle.loads(pickle.dumps(Objective(config, [tmp_path])))
+        return again
+
+    assert objective("curious").needs == ("logprobs", "entropy")
+    terms = objective("curious")(outputs, micro).terms
+    assert {name: float(term.total) for name, term in terms.items()} == {"mine": -2.0, "entropy_bonus": -1.0}
+    with pytest.raises(ProtocolError, match="both name entropy_bonus"):
+        objective("taken")(outputs, micro)
     with pytest.raises(ProtocolError, match=r"'own_loss:wrong' returned a float, not a LossOutput"):
-        Objective(AlgorithmConfig(objective="own_loss:wrong"), [tmp_path])(ModelOutputs.nothing(micro, 1), micro)
+        objective("wrong")(outputs, micro)
 
 
 def test_the_guides_loss_is_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,17 +233,14 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
     assert set(re.findall(r"^\| `(\w+)` \|", guide.split("Two terms")[0], re.MULTILINE)) == set(BUILT_IN)
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
+def test_an_objective_that_cannot_be_had_says_why() -> None:
+    for name, problem in (
         ("grpa", r"no objective is called 'grpa'. Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo, ppo"),
         ("no_such_module_here:f", r"the module of 'no_such_module_here:f' could not be imported"),
         ("math:absent", "math has no 'absent'"),
         (":f", r"':f' is not of the form 'module:function'. Set algorithm.objective"),
-    ],
-)
-def test_an_objective_that_cannot_be_had_says_why(name: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
-        Objective(AlgorithmConfig(objective=name))
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            Objective(AlgorithmConfig(objective=name))
     with pytest.raises(ValidationError, match=r"ratio_cap \(1.1\) must be at least 1 \+ clip_high \(1.28\)"):
         AlgorithmConfig(ratio_cap=1.1)
