@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_batches import VOCAB
+from local_dispatch import in_dispatch
 from transformers import AutoModelForCausalLM
-from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo
@@ -28,26 +26,11 @@ from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 from weightlane.trainer.config import CriticConfig, LoraConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
-from weightlane.trainer.dispatch.ranks import LocalRanks
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
 
 TRAINER = TrainerConfig(device="cpu", learning_rate=3e-3, max_grad_norm=10.0)
-
-
-def in_dispatch(roles: list[RoleSpec], use: Callable[[WorkerDispatch], Awaitable[Any]]) -> Any:
-    """The result of `use` on a dispatch of `roles`, in this process."""
-
-    async def run() -> Any:
-        dispatch = WorkerDispatch(roles, {"trainer": LocalRanks(HANG_S)})
-        try:
-            await dispatch.start()
-            return await use(dispatch)
-        finally:
-            await dispatch.close()
-
-    return asyncio.run(run())
 
 
 def judged_batch(seed: int, rows: int = 8) -> TokenBatch:
@@ -100,38 +83,36 @@ def test_ppo_trains_a_policy_and_a_critic_keeps_the_reference_and_goes_on_bit_fo
 ) -> None:
     algorithm = AlgorithmConfig(objective="ppo", kl_coefficient=0.05)
     assert role_names(algorithm) == [POLICY, CRITIC, REFERENCE]
-    paths = dict.fromkeys(role_names(algorithm), models["qwen3-untied"])
+    paths, state = dict.fromkeys(role_names(algorithm), models["qwen3-untied"]), tmp_path / "state" / "trainer"
+    state.parent.mkdir()
 
     def roles(state: Path | None = None) -> list[RoleSpec]:
         objective = Objective(policy_objective(algorithm))
-        return role_specs(algorithm, TRAINER, CriticConfig(learning_rate=1e-2), paths, objective, state=state)
+        return role_specs(algorithm, TRAINER, CriticConfig(learning_rate=2e-2), paths, objective, state=state)
 
     async def train(dispatch: WorkerDispatch) -> Any:
         trainers = algorithm_over(dispatch, algorithm)
         assert isinstance(trainers, Ppo)
         before = await dispatch[REFERENCE].forward(judged_batch(0))
-        reports = [await trainers.train_step(judged_batch(0)) for _ in range(12)]
-        await trainers.save(tmp_path / "state" / "trainer")
-        reports += [await trainers.train_step(judged_batch(step)) for step in (1, 2)]
+        reports = [await trainers.train_step(judged_batch(0)) for _ in range(6)]
+        await trainers.save(state)
+        reports.append(await trainers.train_step(judged_batch(1)))
         after = await dispatch[REFERENCE].forward(judged_batch(0))
         assert all(torch.equal(left["logprobs"], right["logprobs"]) for left, right in zip(before, after, strict=True))
         return reports
 
     async def go_on(dispatch: WorkerDispatch) -> Any:
-        trainers = algorithm_over(dispatch, algorithm)
-        return [await trainers.train_step(judged_batch(step)) for step in (1, 2)]
+        return await algorithm_over(dispatch, algorithm).train_step(judged_batch(1))
 
-    (tmp_path / "state").mkdir()
     reports = in_dispatch(roles(), train)
-    assert [report.step for report in reports] == list(range(1, 15))
-    errors = [report.metrics["critic/value_error_square"] for report in reports[:12]]
-    assert errors[-1] < 0.3 * errors[0], "the critic learns the returns of one batch"
+    assert [report.step for report in reports] == list(range(1, 8))
+    errors = [report.metrics["critic/value_error_square"] for report in reports[:6]]
+    assert errors[-1] < 0.5 * errors[0], "the critic learns the returns of one batch"
     assert "loss/reference_kl" not in reports[0].metrics, "the penalty is in the rewards, not in the loss, too"
     assert reports[0].metrics["reference_kl"] > 0.0
-    assert critic_state(tmp_path / "state" / "trainer").is_dir()
-    resumed = in_dispatch(roles(tmp_path / "state" / "trainer"), go_on)
-    for left, right in zip(resumed, reports[12:], strict=True):
-        assert (left.step, left.metrics, left.grad_norm) == (right.step, right.metrics, right.grad_norm)
+    assert critic_state(state).is_dir()
+    resumed, last = in_dispatch(roles(state), go_on), reports[-1]
+    assert (resumed.step, resumed.metrics, resumed.grad_norm) == (last.step, last.metrics, last.grad_norm)
 
 
 def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(models: dict[str, Path]) -> None:
@@ -141,7 +122,7 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
     batch = judged_batch(0)
 
     async def train(dispatch: WorkerDispatch) -> Any:
-        return [await algorithm_over(dispatch, algorithm).train_step(batch) for _ in range(10)]
+        return [await algorithm_over(dispatch, algorithm).train_step(batch) for _ in range(5)]
 
     reports = in_dispatch(role_specs(algorithm, TRAINER, CriticConfig(), paths, objective), train)
     said: list[list[torch.Tensor]] = []
@@ -155,7 +136,7 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
             said[-1].append(logs[mask, sequence.targets[mask]])
     drift = torch.cat(said[1]) - torch.cat(said[0])
     assert reports[0].metrics["reference_kl"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-4)
-    assert reports[-1].metrics["reference_kl"] < 0.7 * reports[0].metrics["reference_kl"]
+    assert reports[-1].metrics["reference_kl"] < 0.9 * reports[0].metrics["reference_kl"]
 
 
 def test_dpo_learns_what_it_is_shown(models: dict[str, Path]) -> None:
@@ -170,29 +151,24 @@ def test_dpo_learns_what_it_is_shown(models: dict[str, Path]) -> None:
     ]
 
     async def prefer(dispatch: WorkerDispatch) -> Any:
-        return [await dpo_step(dispatch, pairs) for _ in range(15)]
+        return [await dpo_step(dispatch, pairs) for _ in range(8)]
 
     reports = in_dispatch(roles, prefer)
     assert reports[0].metrics["reward_margin"] == pytest.approx(0.0, abs=1e-5)
     assert reports[-1].metrics["reward_accuracy"] == 1.0
-    assert reports[-1].metrics["loss"] < 0.3
+    assert reports[-1].metrics["loss"] < 0.5 * reports[0].metrics["loss"]
 
 
-def test_a_policy_without_a_vocabulary_and_roles_that_the_megatron_engine_cannot_host_are_refused_before_anything_starts() -> (
-    None
-):
+def test_roles_that_cannot_be_are_refused_before_anything_starts_and_only_the_policy_has_an_adapter() -> None:
+    algorithm = AlgorithmConfig(objective="ppo", kl_coefficient=0.1)
     check_roles(AlgorithmConfig(), TrainerConfig(engine="megatron"))
-    check_roles(AlgorithmConfig(objective="ppo"), TrainerConfig())
+    check_roles(algorithm, TrainerConfig())
     with pytest.raises(ConfigError, match=r"trainer\.head = value, and could not generate"):
         check_roles(AlgorithmConfig(), TrainerConfig(head="value"))
-    for algorithm in (AlgorithmConfig(objective="ppo"), AlgorithmConfig(kl_coefficient=0.1)):
+    for needs_others in (AlgorithmConfig(objective="ppo"), AlgorithmConfig(kl_coefficient=0.1)):
         with pytest.raises(ConfigError, match=r"the megatron engine hosts one.*Set trainer\.engine = fsdp2"):
-            check_roles(algorithm, TrainerConfig(engine="megatron"))
-
-
-def test_only_the_policy_has_an_adapter() -> None:
-    algorithm = AlgorithmConfig(objective="ppo", kl_coefficient=0.1)
-    trainer = TrainerConfig(lora=LoraConfig())
-    specs = role_specs(algorithm, trainer, CriticConfig(), {POLICY: Path()}, Objective(policy_objective(algorithm)))
+            check_roles(needs_others, TrainerConfig(engine="megatron"))
+    trainer, objective = TrainerConfig(lora=LoraConfig()), Objective(policy_objective(algorithm))
+    specs = role_specs(algorithm, trainer, CriticConfig(), {POLICY: Path()}, objective)
     found = {spec.name: TrainerConfig.model_validate(spec.config.model_dump()).lora is not None for spec in specs}
     assert found == {POLICY: True, CRITIC: False, REFERENCE: False}

@@ -94,9 +94,7 @@ def test_an_answer_that_the_template_writes_differently_later_is_trained_on_as_t
 
 def test_examples_that_are_too_long_are_refused_or_left_out_and_counted(plain: Material) -> None:
     lines = [{"prompt": "12", "completion": "3"}, {"prompt": "12", "completion": "345"}, {"messages": TALK}]
-    with pytest.raises(
-        ConfigError, match=r"lines\.jsonl, line 2: 6 tokens, and at most 5 are allowed.*data\.max_tokens"
-    ):
+    with pytest.raises(ConfigError, match=r"line 2: 6 tokens, and at most 5 are allowed.*data\.max_tokens"):
         plain.load(*lines, max_tokens=5)
     found = plain.load(*lines, max_tokens=5, too_long="skip")
     assert [plain.read(example.sequence) for example in found.all] == ["123"]
@@ -110,37 +108,30 @@ def test_examples_that_are_too_long_are_refused_or_left_out_and_counted(plain: M
     ("line", "said"),
     [
         ('{"prompt": "1",', r"line 2: not valid JSON: .* at column"),
-        ("[1]", r"line 2: expected a JSON object, found list"),
         ({"prompt": "1"}, r"line 2: 'completion' must be a non-empty string, not None.*this one has 'prompt'"),
-        ({"prompt": "", "completion": "1"}, r"line 2: 'prompt' must be a non-empty string"),
         ({"messages": TALK[:2]}, r"line 2: no message has the role 'assistant'"),
         ({"messages": [{"role": "assistant"}]}, r"line 2: 'messages' must be a list of messages"),
-        ({"messages": "hello"}, r"line 2: 'messages' must be a list of messages"),
+        ("", "holds no example"),
     ],
 )
 def test_a_bad_line_is_named_by_its_number_and_by_what_is_wrong_with_it(plain: Material, line: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        plain.load({"prompt": "a", "completion": "b"}, line)
+        plain.load(*[{"prompt": "a", "completion": "b"}] * bool(line), line)
 
 
 def test_a_template_that_is_missing_refuses_or_writes_answers_as_no_model_gives_them_is_named_with_the_line(
     tmp_path: Path,
 ) -> None:
+    thinking = PLAIN + "{% if add_generation_prompt %}<think>{% endif %}"
     for name, template, said in (
         ("none", None, "line 1: the model's tokenizer has no chat template"),
         ("refusing", "{{ raise_exception('not so') }}", "line 1: the chat template refuses .*not so"),
-        (
-            "other",
-            PLAIN + "{% if add_generation_prompt %}<think>{% endif %}",
-            "line 1: the chat template writes message 2",
-        ),
+        ("other", thinking, "line 1: the chat template writes message 2"),
     ):
         with pytest.raises(ConfigError, match=said):
             Material(tmp_path / name, template).load({"messages": TALK})
 
 
-def test_a_file_that_is_missing_or_empty_is_named_with_its_setting(plain: Material) -> None:
+def test_a_file_that_is_missing_is_named_with_its_setting(plain: Material) -> None:
     with pytest.raises(ConfigError, match=r"there is no example file .*nowhere\.jsonl.*Check data\.heldout"):
         load_examples(Path("nowhere.jsonl"), plain.tokenizer, [0], max_tokens=9, setting="data.heldout")
-    with pytest.raises(ConfigError, match="holds no example"):
-        plain.load("", "  ")

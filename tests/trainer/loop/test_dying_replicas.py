@@ -7,18 +7,9 @@ from collections import Counter
 from typing import cast
 
 import pytest
-from loop_world import (
-    TASKS,
-    LiveRollout,
-    World,
-    first_is_better,
-    run,
-)
+from loop_world import TASKS, LiveRollout, World, first_is_better, run
 
-from weightlane.ckpt_engines import (
-    ConfigError,
-    WorkerDiedError,
-)
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.sync import ReplicaState
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.protocols import Newcomer

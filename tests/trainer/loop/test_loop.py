@@ -2,68 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from loop_world import (
-    BLOCKED_S,
-    PUBLISH_S,
-    TASKS,
-    World,
-    first_is_better,
-    run,
-)
+from loop_world import BLOCKED_S, PUBLISH_S, TASKS, World, first_is_better, run
 from waiting import NEVER_S
 
-from weightlane.ckpt_engines import (
-    PeerLostError,
-    TooManyFailuresError,
-    WeightlaneError,
-    WorkerDiedError,
-)
-from weightlane.trainer.data.rewards import Reward
+from weightlane.ckpt_engines import PeerLostError, WeightlaneError, WorkerDiedError
 from weightlane.trainer.loop.state import LoopState
-
-
-@pytest.mark.parametrize("max_staleness", [0, 3])
-def test_a_run_trains_every_task_once_per_epoch_within_the_staleness_bound(max_staleness: int) -> None:
-    world = World()
-    summary = run(world, first_is_better, max_staleness=max_staleness)
-    assert sorted(world.trained) == sorted(task.prompt for task in TASKS), "six steps of two are one epoch"
-    assert max(world.staleness) <= max_staleness
-    assert world.version == 6, "the last version serves"
-    assert summary.accuracy_before == summary.accuracy_after == 1.0
-    assert world.events == ["well"]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
 def test_a_run_that_is_resumed_uses_every_task_that_was_not_trained_on_and_none_twice(max_staleness: int) -> None:
     world = World()
-    run(world, first_is_better, max_staleness=max_staleness, steps=4, save_every=3)
-    for state in world.saved:
+    summary = run(world, first_is_better, max_staleness=max_staleness, save_every=2)
+    every_task = Counter(task.prompt for task in TASKS)
+    assert Counter(world.trained) == every_task, "six steps of two are one epoch"
+    assert max(world.staleness) <= max_staleness
+    assert world.version == 6, "the last version serves"
+    assert summary.accuracy_before == summary.accuracy_after == 1.0
+    assert world.events == ["well"]
+    for state in world.saved[:-1]:
         again = World(step=state.step)
         resumed = LoopState.from_plain(state.to_plain())
-        run(again, first_is_better, max_staleness=max_staleness, steps=6, resume=resumed)
-        used = Counter(world.trained[: 2 * state.step] + again.trained)
-        assert used == Counter(task.prompt for task in TASKS)
+        run(again, first_is_better, max_staleness=max_staleness, resume=resumed)
+        assert Counter(world.trained[: 2 * state.step] + again.trained) == every_task
         assert again.version == 6
-
-
-def test_a_run_whose_rewards_are_no_numbers_ends_when_too_many_samples_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nan_of_loop_test.py").write_text("def judge(completion, task):\n    return float('nan')\n")
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr("weightlane.trainer.loop.loop._DEATH_NOTICE_S", 0.02)
-    world = World()
-    with pytest.raises(TooManyFailuresError, match=r"11 of the last 100 samples.*nan_of_loop_test:judge returned nan"):
-        run(world, Reward("nan_of_loop_test:judge", [tmp_path]))
-    assert world.failures[0][1]["task"] == "held-out"
-    assert [kind for kind, _ in world.failures][:11] == ["reward"] * 11
-    assert len(world.events) == 1
-    assert "returned nan" in world.events[0]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +49,6 @@ def test_a_state_and_a_model_are_written_when_their_version_is_on_its_way(max_st
     world = World()
     run(world, first_is_better, max_staleness=max_staleness, save_every=2, export_every=2)
     assert [state.step for state in world.saved] == [2, 4, 6]
-    assert [line for line in world.log if line.startswith("exported")] == ["exported 2", "exported 4", "exported 6"]
     for step in (2, 4, 6):
         published = world.log.index(f"published {step}")
         assert published < world.log.index(f"saved {step}")

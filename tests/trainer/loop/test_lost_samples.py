@@ -9,15 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from loop_world import (
-    ALGORITHM,
-    TASKS,
-    Characters,
-    LiveRollout,
-    World,
-    first_is_better,
-    run,
-)
+from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_is_better, run
 
 from weightlane.ckpt_engines import (
     ConfigError,
@@ -154,9 +146,20 @@ def test_a_step_whose_gradient_is_not_finite_costs_its_groups_and_no_version(max
     assert max(world.staleness) <= max_staleness
 
 
-def test_a_run_whose_steps_change_nothing_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_lost_steps_or_samples_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightlane.trainer.loop.loop._DEATH_NOTICE_S", 0.02)
     world = World(skips=set(range(100)))
     with pytest.raises(TooManyFailuresError, match=r"3 of the last 20 optimizer steps failed.*gradient norm is nan"):
         run(world, first_is_better)
     assert (world.step, world.calls) == (0, 3)
+
+    def judge(completion: str, task: Mapping[str, Any]) -> float:
+        raise RewardError("judge returned nan.", part="judge")
+
+    world = World()
+    with pytest.raises(TooManyFailuresError, match=r"11 of the last 100 samples.*judge returned nan"):
+        run(world, judge)
+    assert world.failures[0][1]["task"] == "held-out"
+    assert [kind for kind, _ in world.failures][:11] == ["reward"] * 11
+    (event,) = world.events
+    assert "returned nan" in event

@@ -27,10 +27,7 @@ NEWCOMER = cast("Newcomer", SimpleNamespace(name="rollout-0.1"))
 
 
 class Kept:
-    """A keeper, and its trainers and syncer: notes what is published; syncs end when and how the test says.
-
-    `replicas` are in the state that the test says.
-    """
+    """A keeper, and its trainers and syncer: notes what is published; syncs end when and how the test says."""
 
     def __init__(self, max_failures: int = 0) -> None:
         self.published: list[int] = []
@@ -137,29 +134,26 @@ async def test_nothing_is_published_while_a_step_may_be_changing_the_parameters(
 
 
 @in_loop
-async def test_an_aborted_version_is_offered_again_and_a_commit_clears_the_count_of_failures() -> None:
+async def test_an_aborted_version_is_offered_again_and_one_abort_in_a_row_too_many_ends_the_run_at_the_next_step() -> (
+    None
+):
     kept = Kept(max_failures=1)
-    for version in (1, 2):
+    for version in (1, 2):  # a commit clears the count of failures
         async with kept.keeper.between_steps(version):
             assert await kept.abort() == version
             assert await kept.commit() == version
         await kept.keeper.drain(version)
     assert (kept.commits, kept.aborts, kept.published) == ([1, 2], [1, 2], [1, 1, 2, 2])
 
-
-@in_loop
-async def test_one_abort_in_a_row_too_many_ends_the_run_at_the_next_step() -> None:
-    kept = Kept(max_failures=1)
-
     async def step() -> None:
-        async with kept.keeper.between_steps(1):
+        async with kept.keeper.between_steps(3):
             for _ in range(2):
                 await kept.abort()
             await kept.quiet()
 
     with pytest.raises(SyncAbortedError, match="the disk is full"):
         await step()
-    assert (kept.commits, kept.aborts) == ([], [1, 1])
+    assert (kept.commits, kept.aborts) == ([1, 2], [1, 2, 3, 3])
     with pytest.raises(SyncAbortedError):
         kept.keeper.raise_if_failed()
     with pytest.raises(SyncAbortedError, match="the disk is full"):  # who waits for groups learns it, too
@@ -173,10 +167,8 @@ async def test_a_replica_that_joins_is_sent_the_version_that_serves_when_no_newe
     await kept.commit()
     await publishing
     kept.keeper.join("rollout-0", NEWCOMER)
-    version, end = await kept.begun()  # while the trainer is inside a step
-    assert version == 3
+    assert await kept.commit() == 3  # while the trainer is inside a step
     assert kept.calls == ["remove rollout-0", "add rollout-0.1"]
-    end.set_result(None)
     await kept.quiet()
     assert kept.published == [3], "nothing was published for it"
     assert kept.commits == [3, 3]
@@ -200,7 +192,7 @@ async def test_a_replica_that_joins_during_a_sync_is_added_after_it_and_takes_th
 
 
 @in_loop
-async def test_a_quarantined_replica_is_healed_by_the_version_that_serves_even_if_the_trainer_waits() -> None:
+async def test_a_quarantined_replica_is_healed_once_by_the_version_that_serves_even_if_the_trainer_waits() -> None:
     kept = Kept()
     async with kept.keeper.between_steps(1):
         await kept.commit()
@@ -209,15 +201,13 @@ async def test_a_quarantined_replica_is_healed_by_the_version_that_serves_even_i
         kept.keeper.catch_up()
         assert await kept.abort() == 1  # which is no failure of the run: somebody serves
         version, end = await kept.begun()
-        assert version == 1
         kept.replicas.pop("rollout-2")
         end.set_result(None)
         await kept.quiet()
-        # The event loop calls timers in their order: one of the keeper's, which are shorter, would have been called.
-        await asyncio.sleep(0.1)
-        await kept.quiet()
-    assert (kept.commits, kept.aborts, kept.keeper.times.aborted) == ([1, 1], [1], [])
-    assert kept.syncs.empty(), "everybody has it: it is not sent once more"
+    async with kept.keeper.between_steps(2):
+        assert (version, await kept.commit()) == (1, 2), "everybody has version 1: it is not sent once more"
+    await kept.keeper.drain(2)
+    assert (kept.commits, kept.aborts, kept.keeper.times.aborted) == ([1, 1, 2], [1], [])
 
 
 @in_loop
@@ -233,39 +223,3 @@ async def test_when_nobody_serves_and_nobody_can_be_healed_the_run_ends() -> Non
     await kept.abort()
     with pytest.raises(SyncAbortedError, match="the disk is full"):
         await watching
-
-
-@in_loop
-async def test_the_blocking_way_waits_for_the_commit_and_passes_an_abort_on() -> None:
-    kept = Kept(max_failures=5)
-    publishing = asyncio.create_task(kept.keeper.publish_blocking(3))
-    _, end = await kept.begun()
-    assert not publishing.done()
-    end.set_result(None)
-    assert await publishing > 0.0
-    assert (kept.commits, kept.keeper.times.committed) == ([3], [3])
-    timing = asyncio.create_task(kept.keeper.time_blocking(4))
-    await kept.abort()
-    assert await timing is None, "which is no failure but of that version"
-    publishing = asyncio.create_task(kept.keeper.publish_blocking(4))
-    await kept.abort()
-    with pytest.raises(SyncAbortedError):
-        await publishing
-
-
-@in_loop
-async def test_whoever_keeps_the_trainer_busy_can_wait_until_a_version_is_handed_over() -> None:
-    kept = Kept()
-    await asyncio.wait_for(kept.keeper.handed_over(7), HANG_S)  # nothing is under way
-    async with kept.keeper.between_steps(1):
-        _, end_of_1 = await kept.begun()
-    async with kept.keeper.between_steps(2):
-        waiting = asyncio.create_task(kept.keeper.handed_over(2))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not waiting.done(), "version 1 is still on its way, and 2 behind it"
-        end_of_1.set_result(None)
-        await waiting
-        assert kept.published == [1, 2]
-        await kept.commit()
-    await kept.keeper.drain(2)

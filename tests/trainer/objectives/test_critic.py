@@ -115,11 +115,6 @@ def test_the_critics_loss_is_the_clipped_squared_error_value_gradient_and_metric
         assert explained_variance(found) == pytest.approx(1 - left / variance, rel=1e-6, abs=1e-6)
 
 
-def test_equal_returns_have_no_variance_to_explain() -> None:
-    means = {"return": 2.0, "return_square": 4.0, "value_error": 1.0, "value_error_square": 1.0}
-    assert math.isnan(explained_variance(means))
-
-
 def test_a_critic_without_its_values_is_refused_by_name() -> None:
     bare = MicroBatch.of([completion(1, returns=1.0)])
     with pytest.raises(ProtocolError, match="needs the per-token value old_values, and the batch has returns"):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -164,109 +162,98 @@ def test_a_job_that_is_queued_again_keeps_its_place_and_one_that_a_living_proces
     assert files.waiting() == [names[2]]
 
 
-class Processes:
-    """Submitters and takers of one directory."""
+Process = subprocess.Popen[str]
 
-    def __init__(self, children: Any, directory: Path) -> None:
-        self._children, self._directory = children, directory
 
-    def start(self, how: str) -> subprocess.Popen[str]:
-        program = [job_file_commands.__file__, how, str(self._directory)]
-        child: subprocess.Popen[str] = self._children.start(
-            program, forked=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+@pytest.fixture
+def start(children: Any) -> Callable[[str, Path], Process]:
+    """Starts a submitter or a taker of a directory, which has said something then."""
+
+    def start(how: str, directory: Path) -> Process:
+        program = [job_file_commands.__file__, how, str(directory)]
+        child: Process = children.start(program, forked=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert child.stdout is not None
         assert child.stdout.readline(), "it did not start"
         return child
 
-    def notes(self) -> list[list[str]]:
-        """The names that each taker noted, in its order."""
-        return [path.read_text().split() for path in self._directory.glob("taken-by-*.txt")]
+    return start
 
 
-def let_begin(takers: Sequence[subprocess.Popen[str]]) -> None:
+def let_begin(*takers: Process) -> None:
     for taker in takers:
         assert taker.stdin is not None
         taker.stdin.write("\n")
         taker.stdin.flush()
 
 
-def kill(processes: Sequence[subprocess.Popen[str]]) -> None:
+def kill(*processes: Process) -> None:
     for process in processes:
         process.kill()
     for process in processes:
         process.wait(HANG_S)
 
 
-def count_of(submitter: subprocess.Popen[str]) -> int:
-    """The last count that it told; it told the first one when it started."""
-    assert submitter.stdout is not None
-    return max([1, *map(int, submitter.stdout.read().split())])
+def taken_in(directory: Path) -> list[list[str]]:
+    """The names that each taker noted, in its order."""
+    return [path.read_text().split() for path in directory.glob("taken-by-*.txt")]
 
 
-def test_several_takers_take_each_job_once_in_order(children: Any, tmp_path: Path) -> None:
-    files, processes = JobFiles(tmp_path), Processes(children, tmp_path)
-    takers = [processes.start("take") for _ in range(3)]
-    let_begin(takers)
-    names = [files.submit(Publish(version)) for version in range(120)]
-    (tmp_path / "end").touch()
-    assert [taker.wait(HANG_S) for taker in takers] == [0, 0, 0]
-    notes = processes.notes()
-    assert Counter(name for each in notes for name in each) == Counter(names)
-    assert all(before < after for each in notes for before, after in pairwise(each))
-    assert [each.name for each in files.failed()] == names[::7]
-    assert files.waiting() == []
-
-
-def test_jobs_of_killed_takers_are_found_and_no_job_is_lost_or_taken_twice(children: Any, tmp_path: Path) -> None:
-    files, processes = JobFiles(tmp_path), Processes(children, tmp_path)
+def test_takers_take_each_job_once_in_order_and_the_jobs_of_killed_ones_are_found(
+    start: Callable[[str, Path], Process], tmp_path: Path
+) -> None:
+    files = JobFiles(tmp_path)
     names: list[str] = []
     lost: list[str] = []
-    for _ in range(4):
+    for _ in range(2):
+        takers = [start("take", tmp_path) for _ in range(2)]
         names += [files.submit(Publish(version)) for version in range(5)]
-        at_work = files.submit(Publish(5, job_file_commands.HANG))
-        names += [at_work, *(files.submit(Publish(version)) for version in range(6, 40))]
-        takers = [processes.start("take") for _ in range(2)]
-        let_begin(takers)
-        wait_until(lambda name=at_work: any(name in each for each in processes.notes()), "the job was taken")
-        kill(takers)
+        names.append(at_work := files.submit(Publish(5, job_file_commands.HANG)))
+        names += [files.submit(Publish(version)) for version in range(6, 40)]
+        let_begin(*takers)
+        wait_until(lambda name=at_work: any(name in each for each in taken_in(tmp_path)), "the job was taken")
+        kill(*takers)
         recovered = files.recover()
         assert at_work in [taken.name for taken in recovered]
         for taken in recovered:
             lost.append(taken.name)
             taken.fail(WorkerDiedError("its process was killed.", part="test"))
+    last = [start("take", tmp_path) for _ in range(2)]
+    names += [files.submit(Publish(version)) for version in range(100)]
+    let_begin(*last)
     (tmp_path / "end").touch()
-    last = processes.start("take")
-    let_begin([last])
-    assert last.wait(HANG_S) == 0
-    assert files.recover() == []
-    noted = Counter(name for each in processes.notes() for name in each)
-    assert max(noted.values()) == 1
-    assert set(names) - set(noted) <= set(lost), "a process may be killed between its rename and its note"
-    assert set(lost) <= {each.name for each in files.failed()}
+    assert [taker.wait(HANG_S) for taker in last] == [0, 0]
+    assert files.recover() == files.waiting() == []
+    noted = taken_in(tmp_path)
+    assert all(before < after for each in noted for before, after in pairwise(each))
+    times = Counter(name for each in noted for name in each)
+    assert max(times.values()) == 1
+    assert set(names) - set(times) <= set(lost), "a process may be killed between its rename and its note"
+    assert {*lost, *names[-100::7]} <= {each.name for each in files.failed()}
     assert list((tmp_path / "taken").iterdir()) == []
 
 
-def test_what_a_killed_submitter_queued_is_whole_and_in_its_order(children: Any, tmp_path: Path) -> None:
-    rng = random.Random(1)
-    for turn in range(3):
-        directory = tmp_path / str(turn)
-        files, processes = JobFiles(directory), Processes(children, directory)
-        submitters = [processes.start("submit") for _ in range(2)]
-        time.sleep(rng.uniform(0, 0.05))
-        kill(submitters)
-        told = {process.pid: count_of(process) for process in submitters}
-        assert files.recover() == []
-        assert list((directory / "partial").iterdir()) == [], "nothing half-written is left"
-        versions: dict[str, list[int]] = {}
-        while (taken := files.take()) is not None:
-            if isinstance(taken.job, Publish):
-                versions.setdefault(str(taken.job.adapter), []).append(taken.job.version)
-            else:
-                assert_same(taken.job, Forward(make_batch(0)))
-            taken.done()
-        assert files.failed() == []
-        for pid, count in told.items():
-            mine = versions[f"process-{pid}"]
-            assert mine == list(range(len(mine))), "in order, none is missing"
-            assert len(mine) >= count
+def test_what_a_killed_submitter_queued_is_whole_and_in_its_order(
+    start: Callable[[str, Path], Process], tmp_path: Path
+) -> None:
+    files = JobFiles(tmp_path)
+    submitters = [start("submit", tmp_path) for _ in range(2)]
+    for submitter in submitters:
+        assert submitter.stdout is not None
+        assert all(submitter.stdout.readline() for _ in range(5)), "it submits and submits"
+    kill(*submitters)
+    assert files.recover() == []
+    assert list((tmp_path / "partial").iterdir()) == [], "nothing half-written is left"
+    versions: dict[str, list[int]] = {}
+    while (taken := files.take()) is not None:
+        if isinstance(taken.job, Publish):
+            versions.setdefault(str(taken.job.adapter), []).append(taken.job.version)
+        else:
+            assert_same(taken.job, Forward(make_batch(0)))
+        taken.done()
+    assert files.failed() == []
+    for submitter in submitters:
+        assert submitter.stdout is not None
+        told = max([6, *map(int, submitter.stdout.read().split())])
+        mine = versions[f"process-{submitter.pid}"]
+        assert mine == list(range(len(mine))), "in order, none is missing"
+        assert len(mine) >= told

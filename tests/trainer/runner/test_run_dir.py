@@ -34,28 +34,26 @@ def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(t
     assert (again.trainer_state(10) / "shard").read_text() == "10"
 
 
-def test_a_run_that_could_not_start_does_not_use_its_directory_up(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_one_is_refused_and_a_run_that_could_not_start_does_not_use_its_up(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "run"
     RunDir(path, resume=False).write_text("config.toml", "")
     (path / "logs").mkdir()
-    RunDir(path, resume=False)
+    run_dir = RunDir(path, resume=False)
     (path / "metrics.jsonl").touch()
-    with pytest.raises(ConfigError, match=r"holds files, but no saved state.*--set run\.dir="):
-        RunDir(path, resume=False)
-    with pytest.raises(ConfigError, match=r"holds files, but no saved state.*--set run\.dir="):
-        RunDir(path, resume=True)
-
-
-def test_a_directory_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="Not a directory"):
-        RunDir(tmp_path / "file", resume=False)
-    with pytest.raises(ConfigError, match="Not a directory"):
-        RunDir(tmp_path / "file" / "run", resume=False)
-    run_dir = RunDir(tmp_path / "run", resume=False)
-    (tmp_path / "run" / "state" / "latest.json").write_text("{")
+    for folder, resume, said in (
+        (path, False, r"holds files, but no saved state.*--set run\.dir="),
+        (path, True, r"holds files, but no saved state.*--set run\.dir="),
+        (tmp_path / "file", False, "Not a directory"),
+        (tmp_path / "file" / "run", False, "Not a directory"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            RunDir(folder, resume=resume)
+    (path / "state" / "latest.json").write_text("{")
     with pytest.raises(ConfigError, match=r"latest\.json is damaged"):
-        RunDir(tmp_path / "run", resume=True)
+        RunDir(path, resume=True)
     with pytest.raises(StorageError, match="cannot write"):
         run_dir.write_json("nowhere/summary.json", {})
     assert not list(tmp_path.rglob("*.partial"))

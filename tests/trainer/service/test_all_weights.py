@@ -39,51 +39,39 @@ def step(training: Any, seed: int, rate: float = 1e-2) -> tuple[Any, Any]:
     return passed, training.optim_step(types.AdamParams(learning_rate=rate, **ADAM))
 
 
-def directory_of(service: ServiceProcess, path: str) -> Path:
-    (found,) = service.directory.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '.')}~*")
-    return found
-
-
 def weights_of(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
     """The weights of a model, by the names of its checkpoint."""
-    state = directory_of(service, training.save_state(name).result(HANG_S).path)
+    state = service.checkpoint(training.save_state(name).result(HANG_S).path)
     exported = service.directory.with_name(name)
     Fsdp2Engine.export_saved(state, service.model, exported, torch.float32)
     return load_tensors(exported)
 
 
-def by_plain_torch(model: Path, seeds: list[int], rate: float) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Weights after steps of torch's AdamW in float64, by the names of a checkpoint; log-probabilities before them."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    optimizer = torch.optim.AdamW(
-        plain.parameters(), rate, (ADAM["beta1"], ADAM["beta2"]), ADAM["eps"], ADAM["weight_decay"]
-    )
-    first: list[float] = []
-    for seed in seeds:
-        optimizer.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64)
-        for tokens, weights in sequences(seed):
-            logs = torch.log_softmax(plain(torch.tensor([tokens[:-1]])).logits[0], -1)
-            chosen = logs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]
-            first += chosen.tolist() if seed == seeds[0] else []
-            loss = loss - (chosen * torch.tensor(weights, dtype=torch.float64)).sum()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), ADAM["grad_clip_norm"])
-        optimizer.step()
-    return {name: each.detach() for name, each in plain.named_parameters()}, first
-
-
 def test_all_weights_are_stepped_as_plain_torch_steps_them(service: ServiceProcess, model: Path) -> None:
-    training = created(service.client())
+    """torch's AdamW over transformers, in float64."""
+    training, rate = created(service.client()), 1e-2
     info = training.get_info()
     assert (info.is_lora, info.lora_rank) == (False, None)
-    answers = [step(training, seed) for seed in (1, 2, 3)]
-    logprobs = [
-        value for each in answers[0][0].result(HANG_S).loss_fn_outputs for value in each["logprobs"].to_numpy().tolist()
-    ]
+    (answer, _), *_ = [step(training, seed, rate) for seed in (1, 2, 3)]
+    logprobs = torch.cat([each["logprobs"].to_torch() for each in answer.result(HANG_S).loss_fn_outputs])
     found, begun = weights_of(service, training, "three"), load_tensors(model)
-    exact, expected = by_plain_torch(model, [1, 2, 3], 1e-2)
-    assert max(abs(one - other) for one, other in zip(logprobs, expected, strict=True)) < 1e-5
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    betas = ADAM["beta1"], ADAM["beta2"]
+    optimizer = torch.optim.AdamW(plain.parameters(), rate, betas, ADAM["eps"], ADAM["weight_decay"])
+    for seed in (1, 2, 3):
+        optimizer.zero_grad()
+        chosen, weights = [], []
+        for tokens, each in sequences(seed):
+            logs = torch.log_softmax(plain(torch.tensor([tokens[:-1]])).logits[0], -1)
+            chosen.append(logs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
+            weights.append(torch.tensor(each, dtype=torch.float64))
+        if seed == 1:
+            assert (logprobs - torch.cat(chosen)).abs().max() < 1e-5
+        torch.autograd.backward(-(torch.cat(chosen) * torch.cat(weights)).sum())
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), ADAM["grad_clip_norm"])
+        optimizer.step()
+    exact = {name: each.detach() for name, each in plain.named_parameters()}
     assert found.keys() <= exact.keys()
     moved = torch.cat([(exact[name] - begun[name]).flatten() for name in found])
     off = torch.cat([(exact[name] - found[name]).flatten() for name in found])
@@ -132,7 +120,7 @@ def test_models_take_turns_on_the_ranks_and_end_as_alone_also_when_the_service_i
     assert ends_as_alone(resumed, "resumed")
     resumed.forward_backward(datums(sequences(7)), "cross_entropy").result(HANG_S)
     broken = resumed.save_state("broken").result(HANG_S).path
-    largest = max(directory_of(service, broken).iterdir(), key=lambda file: file.stat().st_size)
+    largest = max(service.checkpoint(broken).iterdir(), key=lambda file: file.stat().st_size)
     largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
     with pytest.raises(Exception, match="could not be read"):
         resumed.load_state_with_optimizer(broken).result(HANG_S)

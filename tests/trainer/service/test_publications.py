@@ -14,33 +14,25 @@ from weightlane.trainer.service import publications as publications_module
 from weightlane.trainer.service.publications import BASE, Publications
 
 
-class Replicas:
-    """A runner and a syncer: the version that was published last is the one that is served once it is synced."""
+class World:
+    """A runner, a syncer, and requests that note the version that is served at their beginning and at their end."""
 
     def __init__(self) -> None:
-        self.served = 0
-        self.failing = False
+        part = cast("Any", self)
+        self.publications = Publications(part, part, [], None, 2, HANG_S)
+        self.loading: dict[str, asyncio.Task[None]] = {}
+        self.served: dict[str, list[tuple[int, int]]] = {}
+        self.version, self.loads, self.failing = 0, 0, False
 
     async def run(self, _: Any) -> None:
         await asyncio.sleep(0)
 
     async def sync(self, version: int) -> None:
+        """Serve the version that was published last."""
         await asyncio.sleep(0)
         if self.failing:
             raise StorageError("full.", part="x")
-        self.served = version
-
-
-class World:
-    """Requests that note the version that is served at their beginning and at their end."""
-
-    def __init__(self) -> None:
-        self.replicas = Replicas()
-        part = cast("Any", self.replicas)
-        self.publications = Publications(part, part, [], None, 2, HANG_S)
-        self.loading: dict[str, asyncio.Task[None]] = {}
-        self.served: dict[str, list[tuple[int, int]]] = {}
-        self.loads = 0
+        self.version = version
 
     async def load(self, key: str) -> None:
         async def publish() -> None:
@@ -56,10 +48,10 @@ class World:
     async def request(self, key: str, turns: int = 3) -> None:
         async with self.publications.hold(key, lambda: self.load(key)) as named:
             assert named is None, "requests name no version of all weights"
-            begun = self.replicas.served
+            begun = self.version
             for _ in range(turns):
                 await asyncio.sleep(0)
-            self.served.setdefault(key, []).append((begun, self.replicas.served))
+            self.served.setdefault(key, []).append((begun, self.version))
 
 
 def live(running: Coroutine[Any, Any, None]) -> None:
@@ -100,10 +92,10 @@ def test_a_publication_that_fails_fails_its_own_requests_and_others_go_on() -> N
     world = World()
 
     async def run() -> None:
-        world.replicas.failing = True
+        world.failing = True
         with pytest.raises(StorageError):
             await world.request("first")
-        world.replicas.failing = False
+        world.failing = False
         given_up = asyncio.create_task(world.request("second"))
         await asyncio.sleep(0)
         given_up.cancel()

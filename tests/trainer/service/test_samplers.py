@@ -39,22 +39,13 @@ class Replica:
 
 def run(directory: Path, replicas: Sequence[Replica], prompts: Sequence[int]) -> list[tuple[str, str]]:
     """Live once, with a request for each prompt beside those of before; state and error of all of them then."""
-
     any_part = cast("Any", None)  # the base model needs none
 
     async def live() -> None:
-        samplers = Samplers(
-            store,
-            futures,
-            Checkpoints(store, directory / "checkpoints"),
-            Publications(any_part, any_part, [], lambda _: None, 2, 60.0),
-            cast("Any", replicas),
-            cast("Any", None),
-            max_model_len=64,
-            eos_ids=[0],
-            max_running=16,
-            snapshot_kept_s=60,
-        )
+        checkpoints = Checkpoints(store, directory / "checkpoints")
+        publications = Publications(any_part, any_part, [], lambda _: None, 2, 60.0)
+        limits = {"max_model_len": 64, "eos_ids": [0], "max_running": 16, "snapshot_kept_s": 60}
+        samplers = Samplers(store, futures, checkpoints, publications, cast("Any", replicas), any_part, **limits)  # type: ignore[arg-type]
         samplers.create("sampler", "session", "client", checkpoint=None, model=None, inflight=False)
         samplers.resume()
         for number, prompt in enumerate(prompts):

@@ -48,7 +48,7 @@ def completion(future: Any) -> list[int]:
 
 def as_model(service: ServiceProcess, path: str, copy: Path) -> Path:
     """The model that a checkpoint is: itself, or, if it has an adapter, a copy with B A added to the weights."""
-    (found,) = service.directory.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '.')}~*")
+    found = service.checkpoint(path)
     if not (found / "adapter_model.safetensors").is_file():
         return found
     adapter, weights = load_file(found / "adapter_model.safetensors"), load_tensors(service.model)

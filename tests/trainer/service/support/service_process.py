@@ -85,6 +85,11 @@ class ServiceProcess:
         if self.process is not None and self.process.poll() is None:
             self.kill()
 
+    def checkpoint(self, path: str) -> Path:
+        """The folder of the checkpoint that clients know as `path`."""
+        (found,) = self.directory.glob(f"checkpoints/{path.removeprefix('tinker://').replace(':', '.')}~*")
+        return found
+
     def client(self, name: str = "alice") -> Any:
         """A `tinker.ServiceClient`."""
         import tinker

@@ -40,10 +40,3 @@ def test_every_message_equals_the_sdks() -> None:
         assert set(ours) == set(theirs)
         for name, descriptor in theirs.items():
             assert as_data(ours[name]) == as_data(descriptor), name
-
-
-def test_the_constants_are_the_sdks_numbers() -> None:
-    for name in ("FLOAT32", "INT64", "INT32", "BFLOAT16"):
-        assert getattr(messages, f"DTYPE_{name}") == getattr(tinker_public_pb2, f"DTYPE_{name}")
-    for name in ("STOP", "LENGTH"):
-        assert getattr(messages, f"STOP_REASON_{name}") == getattr(tinker_public_pb2, f"STOP_REASON_{name}")

@@ -96,22 +96,11 @@ def assert_holds(found: Any, sent: dict[str, Any]) -> None:
             assert getattr(found, name) == value, name
 
 
-@pytest.mark.parametrize("written", WRITTEN, ids=lambda each: type(each).__name__)
-def test_a_request_of_the_sdk_is_read(written: Any) -> None:
-    sent = body_of(written)
-    kind = kind_of(type(written).__name__)
-    assert_holds(request(kind, json.dumps(sent).encode()), sent)
-    assert_holds(request(kind, json.dumps({**sent, "newer_field": {"a": [1]}}).encode()), sent)
-
-
-def test_a_step_of_adam_is_the_ranks() -> None:
-    params = sdk.AdamParams(learning_rate=0.01, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.1, grad_clip_norm=0.5)
-    written = sdk.OptimStepRequest(optim_params=params, model_id="m", seq_id=1)
-    found = request(requests.OptimStepRequest, json.dumps(body_of(written)).encode()).params()
-    assert (found.learning_rate, found.betas, found.eps, found.weight_decay) == (0.01, (0.8, 0.9), 1e-6, 0.1)
-    assert found.max_grad_norm == 0.5
-    for off in (0.0, -1.0):
-        assert requests.AdamParams(grad_clip_norm=off).params().max_grad_norm == math.inf
+def test_requests_of_the_sdk_are_read_also_with_fields_of_a_newer_one() -> None:
+    for written in WRITTEN:
+        sent, kind = body_of(written), kind_of(type(written).__name__)
+        assert_holds(request(kind, json.dumps(sent).encode()), sent)
+        assert_holds(request(kind, json.dumps({**sent, "newer_field": {"a": [1]}}).encode()), sent)
 
 
 def test_settings_of_a_sample_say_what_ends_it_and_each_sample_has_a_seed_of_its_own() -> None:
@@ -141,43 +130,34 @@ IMAGE = {"chunks": [{"type": "image", "data": "aa", "format": "png"}]}
 WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("CreateModelRequest", {**MODEL, "lora_config": {"rank": 1025}}, "lora_config.rank"),
     ("CreateModelRequest", {**MODEL, "lora_config": NO_LAYERS}, "no layer is not offered"),
-    ("CreateModelRequest", {**MODEL, "model_seq_id": "0"}, "model_seq_id"),
-    ("CreateModelRequest", {**MODEL, "session_id": "a/b"}, "session_id"),
     ("CreateModelRequest", {**MODEL, "optimizer_config": {"type": "dimuon"}}, "optimizer_config.type.*adamw"),
     ("CreateSessionRequest", {"tags": [], "sdk_version": "1", "user_metadata": {"a": "x" * 20_000}}, "16384 bytes"),
     ("OptimStepRequest", {**STEP, "adam_params": {"learning_rate": math.nan}}, "adam_params.learning_rate"),
-    ("OptimStepRequest", {**STEP, "adam_params": {"beta2": 1.0}}, "adam_params.beta2"),
-    ("OptimStepRequest", {**STEP, "seq_id": 0}, "seq_id"),
-    ("OptimStepRequest", SAVE, "adam_params are missing"),
     ("OptimStepRequest", {**SAVE, "optimizer_params": {"type": "dimuon"}}, "other than adamw"),
     ("SaveWeightsRequest", {**SAVE, "path": ".."}, "path"),
-    ("SaveWeightsRequest", {**SAVE, "path": "a\n"}, "path"),
-    ("SaveWeightsRequest", {**SAVE, "ttl_seconds": 3599}, "ttl_seconds"),
-    ("LoadWeightsRequest", LOAD, "either model_id"),
     ("LoadWeightsRequest", {**LOAD, **SAVE, "session_id": "s", "model_seq_id": 0}, "either model_id"),
     ("LoadWeightsRequest", {**LOAD, **SAVE, "path": SAMPLER_PATH}, "for a sampler"),
     ("LoadWeightsRequest", {**LOAD, **SAVE, "path": "tinker://m/weights/../x"}, "path"),
-    ("LoadWeightsRequest", {**LOAD, **SAVE, "path": "/etc/passwd"}, "path"),
-    ("SaveWeightsForSamplerRequest", SAVE, "either path"),
     ("SaveWeightsForSamplerRequest", {**SAVE, "path": "a", "kind": "inflight"}, "not offered"),
     ("CreateSamplingSessionRequest", {"session_id": "s", "sampling_session_seq_id": 0}, "base_model or model_path"),
     ("SampleRequest", {**SAMPLE, "prompt": {"chunks": []}}, "prompt.*0 tokens"),
-    ("SampleRequest", {**SAMPLE, "prompt": {"chunks": [{"tokens": [2**31]}]}}, "prompt.chunks.0.tokens.0"),
     ("SampleRequest", {**SAMPLE, "prompt": IMAGE}, "encoded_text"),
     ("SampleRequest", {**SAMPLE, "sampling_params": {"temperature": -0.1}}, "sampling_params.temperature"),
     ("SampleRequest", {**SAMPLE, "sampling_params": {"stop": [1, "a"]}}, "sampling_params.stop"),
-    ("SampleRequest", {**SAMPLE, "prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
     ("SampleRequest", {**SAMPLE, "prompt_logprobs": True, "prompt_logprobs_last_n": 2}, "length - 1"),
     ("SampleRequest", {**SAMPLE, "record_stability_info": True}, "record_stability_info is not offered"),
-    ("SampleRequest", {**SAMPLE, "seq_id": 1}, "come together"),
     ("SampleRequest", {"prompt": SAMPLE["prompt"], "sampling_params": {}}, "it has sampling_session_id"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "sent", "said"), WRONG, ids=[f"{kind}-{said}" for kind, _, said in WRONG])
-def test_an_error_names_the_field(kind: str, sent: dict[str, Any], said: str) -> None:
-    with pytest.raises(ProtocolError, match=said):
-        request(kind_of(kind), json.dumps(sent).encode())
+def test_an_error_names_the_field_and_does_not_repeat_what_was_sent() -> None:
+    for kind, sent, said in WRONG:
+        with pytest.raises(ProtocolError, match=said):
+            request(kind_of(kind), json.dumps(sent).encode())
+    wrong = dict.fromkeys(("model_id", "seq_id", "path"), "s3cret!")
+    with pytest.raises(ProtocolError) as error:
+        request(requests.SaveWeightsRequest, json.dumps(wrong).encode())
+    assert "s3cret" not in str(error.value)
 
 
 def test_the_address_of_a_request_is_read_although_another_field_is_wrong() -> None:
@@ -186,23 +166,9 @@ def test_the_address_of_a_request_is_read_although_another_field_is_wrong() -> N
     assert (found.model_id, found.seq_id) == ("m", 1)
 
 
-def test_an_error_does_not_repeat_what_was_sent() -> None:
-    wrong = dict.fromkeys(("model_id", "seq_id", "path"), "s3cret!")
-    with pytest.raises(ProtocolError) as error:
-        request(requests.SaveWeightsRequest, json.dumps(wrong).encode())
-    assert "s3cret" not in str(error.value)
-
-
 def test_a_body_that_is_no_object_or_beyond_the_limit_is_refused() -> None:
-    for body in (
-        b"",
-        b"null",
-        b"[]",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b'{"model_id": ' + b"9" * 10_000,
-        b'{"a":"\\ud800"}',
-    ):
+    deep, long = b"[" * 100_000, b'{"model_id": ' + b"9" * 10_000
+    for body in (b"", b"null", b"[]", b"\xff\xfe", deep, long, b'{"a":"\\ud800"}'):
         with pytest.raises(ProtocolError):
             request(requests.GetInfoRequest, body)
     with pytest.raises(ProtocolError, match="27 bytes, 26 are allowed"):
@@ -221,16 +187,12 @@ def test_damaged_requests_raise_protocol_errors_alone(written: Any, data: st.Dat
     sent = body_of(written)
     place: Any = sent
     while True:
-        name = (
-            data.draw(st.sampled_from(sorted(place)))
-            if isinstance(place, dict)
-            else data.draw(st.integers(0, len(place) - 1))
-        )
-        if isinstance(place[name], dict | list) and place[name] and data.draw(st.booleans()):
-            place = place[name]
-            continue
-        place[name] = data.draw(json_values)
-        break
+        names = sorted(place) if isinstance(place, dict) else range(len(place))
+        name = data.draw(st.sampled_from(names))
+        if not (isinstance(place[name], dict | list) and place[name] and data.draw(st.booleans())):
+            break
+        place = place[name]
+    place[name] = data.draw(json_values)
     body = json.dumps(sent).encode()
     if data.draw(st.booleans()):
         cut = data.draw(st.integers(0, len(body)))
