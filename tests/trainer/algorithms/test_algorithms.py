@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,15 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
     assert reports[-1].metrics["reference_kl"] < 0.9 * reports[0].metrics["reference_kl"]
 
 
-def test_dpo_learns_what_it_is_shown(models: dict[str, Path]) -> None:
+def test_dpo_learns_what_it_is_shown_also_in_several_micro_batches_of_pairs(models: dict[str, Path]) -> None:
     rng = random.Random(0)
     sequences = [
         TokenSequence.of_completion([row, 2], [rng.randrange(4, VOCAB) for _ in range(3)]) for row in range(4, 16)
     ]
     pairs = TokenBatch(tuple(sequences), together=2)
+    trainer = TRAINER.model_copy(update={"micro_batch_tokens": 24})  # 3 of the 6 pairs
     roles = [
-        RoleSpec(POLICY, TRAINER, models["qwen3-untied"], {OBJECTIVE: dpo(beta=0.5)}),
+        RoleSpec(POLICY, trainer, models["qwen3-untied"], {OBJECTIVE: dpo(beta=0.5)}),
         RoleSpec(REFERENCE, TRAINER.model_copy(update={"frozen": True}), models["qwen3-untied"]),
     ]
 
@@ -155,6 +157,7 @@ def test_dpo_learns_what_it_is_shown(models: dict[str, Path]) -> None:
 
     reports = in_dispatch(roles, prefer)
     assert reports[0].metrics["reward_margin"] == pytest.approx(0.0, abs=1e-5)
+    assert reports[0].metrics["loss"] == pytest.approx(math.log(2), rel=1e-5)
     assert reports[-1].metrics["reward_accuracy"] == 1.0
     assert reports[-1].metrics["loss"] < 0.5 * reports[0].metrics["loss"]
 

@@ -60,6 +60,7 @@ class World:
 
     version: int = 0
     step: int = 0
+    in_step: bool = False
     step_s: float = 0.001
     sync_s: float = 0.002
     published: int = -1
@@ -93,6 +94,11 @@ class World:
     def __post_init__(self) -> None:
         self.add(LiveRollout(self, "rollout-0"))
 
+    @property
+    def published_versions(self) -> list[int]:
+        """Every version that was published, in order."""
+        return [int(line.split()[1]) for line in self.log if line.startswith("published")]
+
     async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
         self.calls += 1
         if self.calls - 1 in self.skips:
@@ -102,12 +108,15 @@ class World:
                 asyncio.get_running_loop().call_later(0.01, self.dies.set)
             raise PeerLostError("the connection was reset.", part="gloo")
         self.trained += dict.fromkeys("".join(map(chr, prompt_of(sequence))) for sequence in batch.sequences)
+        self.in_step = True
         await asyncio.sleep(self.step_s)
+        self.in_step = False
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()
         return StepReport(self.step)
 
     async def publish(self, version: int) -> float:
+        assert not self.in_step, "it may be changing the parameters"
         assert version == self.step, "the parameters are those of the version that is published"
         self.published = version
         self.log.append(f"published {version}")

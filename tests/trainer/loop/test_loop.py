@@ -1,14 +1,23 @@
-"""The loop with parts that live in this process: which tasks it uses, what it saves and reports, what ends it."""
+"""The loop with parts that live in this process: which tasks it uses, what it saves and reports, what ends it.
+
+Replicas that die are replaced, within limits, and no task is lost or used twice.
+"""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from typing import cast
 
 import pytest
-from loop_world import BLOCKED_S, PUBLISH_S, TASKS, World, first_is_better, run
+from loop_world import BLOCKED_S, PUBLISH_S, TASKS, LiveRollout, World, first_is_better, run
+from simulated_time import SimulatedTimeLoop
 from waiting import NEVER_S
 
-from weightlane.ckpt_engines import PeerLostError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, PeerLostError, SyncAbortedError, WeightlaneError, WorkerDiedError
+from weightlane.sync import ReplicaState
+from weightlane.trainer.loop.fleet import Successor
+from weightlane.trainer.loop.protocols import Newcomer
 from weightlane.trainer.loop.state import LoopState
 
 
@@ -71,6 +80,24 @@ def test_what_the_model_can_do_is_measured_beside_the_training_and_some_of_what_
     assert (sample["completion"], sample["reward"], sample["versions"]) == ("AAAA", 1.0, [0])
 
 
+def test_versions_finished_during_a_sync_are_skipped_for_the_newest_and_none_is_published_during_a_step() -> None:
+    world = World(step_s=1.0, sync_s=2.5)
+    run(world, first_is_better, max_staleness=6, steps=12, event_loop=SimulatedTimeLoop)
+    assert world.published_versions == [0, 1, 4, 7, 10, 12], "a sync that ends during a step waits for the end of that"
+    assert world.version == 12
+
+
+def test_aborted_versions_are_followed_by_others_until_too_many_in_a_row_end_the_run() -> None:
+    world = World(step_s=1.0, aborts=[1, 2, 4, 5])
+    settings = {"max_staleness": 6, "max_failed_syncs": 2, "event_loop": SimulatedTimeLoop}
+    summary = run(world, first_is_better, **settings)
+    assert (world.version, summary.versions_aborted) == (6, 4), "a commit clears the count"
+    world = World(step_s=1.0, aborts=[2, 3, 4, 5])
+    with pytest.raises(SyncAbortedError, match="the connection was reset"):
+        run(world, first_is_better, **settings)
+    assert (world.version, world.aborts) == (1, [5])
+
+
 def test_versions_that_the_trainer_waits_for_are_timed_and_aborted_ones_are_sent_again() -> None:
     world = World(aborts=[3, 6])  # one that the trainer waits for, and the last one
     summary = run(world, first_is_better, blocking_syncs=3, max_staleness=2)
@@ -83,7 +110,7 @@ def test_versions_that_the_trainer_waits_for_are_timed_and_aborted_ones_are_sent
 def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_the_end() -> None:
     world = World()
     summary = run(world, first_is_better, blocking_syncs=2, max_staleness=2)
-    published = [int(line.split()[1]) for line in world.log if line.startswith("published")]
+    published = world.published_versions
     beside = [version for version in published if version not in (0, 2, 4)]  # the trainer waits for 2 and 4
     assert {2, 4} < set(published)
     assert 1 in beside
@@ -94,3 +121,108 @@ def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_
     assert len(before_the_last_step) <= sum(told) <= len(beside)
     assert ["blocking_way_s" in facts for facts in world.steps] == [False, False, True, True, True, True]
     assert world.steps[-1]["blocking_way_s"] > 0.0
+
+
+# -- replicas that die --------------------------------------------------------------------------------------------------------
+
+
+def successors(world: World, *, failing: str = "") -> Successor:
+    async def succeed(dead: str, name: str) -> Newcomer:
+        await asyncio.sleep(0.01)
+        if name == failing:
+            raise ConfigError("no room.", part=name)
+        return cast("Newcomer", LiveRollout(world, name))
+
+    return succeed
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_a_replica_that_dies_is_replaced_and_no_task_is_lost_or_used_twice(max_staleness: int) -> None:
+    world = World()
+    first, second = world.replicas["rollout-0"], LiveRollout(world, "rollout-1")
+    world.add(second)
+    world.at_step[2] = first.gone.set
+    summary = run(world, first_is_better, succeed=successors(world), max_staleness=max_staleness, steps=120)
+    assert Counter(world.trained) == Counter({task.prompt: 20 for task in TASKS})
+    assert max(world.staleness) <= max_staleness
+    assert (summary.replicas_lost, summary.replicas_replaced) == (1, 1)
+    lost, joined = world.told
+    assert (lost["lost"], lost["left"], lost["needed"], lost["successor"]) == ("rollout-0", 1, 1, "rollout-0.1")
+    assert "rollout-0 (process 9) died" in lost["error"]
+    assert (joined["joined"], joined["instead_of"]) == ("rollout-0.1", "rollout-0")
+    newcomer = world.replicas["rollout-0.1"]
+    assert min(newcomer.versions) >= joined["version"] > 0, "it had the current version before its first request"
+    assert world.states_.keys() == {"rollout-1", "rollout-0.1"}, "the dead one does not count any more"
+
+
+@pytest.mark.parametrize(("replicas", "quorum", "left"), [(1, 0.5, 0), (2, 1.0, 1), (3, 0.5, 1)])
+def test_when_too_few_replicas_are_left_the_run_ends_with_the_last_death(
+    replicas: int, quorum: float, left: int
+) -> None:
+    world = World()
+    for number in range(1, replicas):
+        world.add(LiveRollout(world, f"rollout-{number}"))
+    for number in range(replicas - left):
+        world.at_step[2 + 2 * number] = world.replicas[f"rollout-{number}"].gone.set
+    with pytest.raises(WorkerDiedError, match=rf"rollout-{replicas - left - 1} \(process 9\) died"):
+        run(world, first_is_better, quorum=quorum, max_successors=0, succeed=successors(world), steps=1000)
+    assert len(world.told) == replicas - left
+    assert world.told[-1]["successor"] == ""
+
+
+def test_successors_can_die_or_fail_to_start_and_are_counted() -> None:
+    world = World()
+    world.add(LiveRollout(world, "rollout-1"))
+
+    def kill_the_newest() -> None:
+        newest = max(name for name in world.replicas if name.startswith("rollout-0"))
+        world.replicas[newest].gone.set()
+
+    world.at_step = dict.fromkeys((2, 60), kill_the_newest)
+    succeed = successors(world, failing="rollout-0.2")
+    summary = run(world, first_is_better, succeed=succeed, max_successors=2, steps=120)
+    assert Counter(world.trained) == Counter({task.prompt: 20 for task in TASKS})
+    told = [facts.get("joined", facts.get("lost")) for facts in world.told]
+    assert told == ["rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2"]
+    assert "could not start" in world.told[-1]["error"]
+    assert "no room" in world.told[-1]["error"]
+    assert (summary.replicas_lost, summary.replicas_replaced) == (2, 1)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_replica_out_of_service_gets_no_requests_until_a_version_heals_it_even_if_the_trainer_waits(
+    others: int,
+) -> None:
+    world = World()
+    first = world.replicas["rollout-0"]
+    for number in range(others):
+        world.add(LiveRollout(world, f"rollout-{1 + number}"))
+    asked: list[int] = []
+
+    def quarantine() -> None:
+        first.quarantined = True  # and the coordinator learns it a little later
+        asyncio.get_running_loop().call_later(0.01, settle)
+
+    def settle() -> None:
+        world.states_["rollout-0"] = ReplicaState.QUARANTINED
+        first.quarantined = False
+        asked.append(len(first.versions))
+
+    world.at_step[3] = quarantine
+    run(world, first_is_better, steps=60, event_loop=SimulatedTimeLoop)
+    assert Counter(world.trained) == Counter({task.prompt: 10 for task in TASKS})
+    assert world.told == []
+    assert world.states_["rollout-0"] is ReplicaState.SERVING
+    assert len(first.versions) > asked[0], "and it was asked again"
+
+
+def test_when_nobody_serves_and_nobody_can_be_healed_the_run_ends() -> None:
+    world = World()
+
+    def quarantine() -> None:
+        world.states_["rollout-0"] = ReplicaState.QUARANTINED
+        world.aborts += [*range(20)] * 9
+
+    world.at_step[3] = quarantine
+    with pytest.raises(SyncAbortedError, match="the connection was reset"):
+        run(world, first_is_better, steps=60, event_loop=SimulatedTimeLoop)

@@ -1,10 +1,8 @@
-"""Direct preference optimization, value and gradient, by hand and over splits that keep pairs together."""
+"""Direct preference optimization, value and gradient, by hand. `test_algorithms` splits its mini-batches."""
 
 from __future__ import annotations
 
 import math
-import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +12,7 @@ from loss_batches import at_targets, completion, in_float64, slopes_at_targets
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo
-from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenBatch, TokenSequence
-from weightlane.trainer.engines.torch_engine import TorchEngine
+from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenBatch
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 
 Side = tuple[list[tuple[float, float]], int]
@@ -66,44 +63,6 @@ def test_value_gradient_and_metrics_are_those_of_the_paper(
     assert found["reward_chosen"] - found["reward_rejected"] == pytest.approx(found["reward_margin"], abs=1e-9)
     if all(abs(margin) > 1e-9 for margin in margins):
         assert found["reward_accuracy"] == pytest.approx(sum(margin > 0 for margin in margins) / len(pairs))
-
-
-@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.integers(1, 60), st.booleans())
-def test_the_gradient_of_a_mini_batch_of_pairs_is_the_same_however_it_is_split(
-    seed: int, pairs: int, world: int, budget: int, padded: bool
-) -> None:
-    """A table of logits stands for the model; ranks and micro-batches are those of the engines."""
-    rng, vocabulary = random.Random(seed), 11
-
-    def ids(most: int) -> list[int]:
-        return [rng.randrange(vocabulary) for _ in range(rng.randint(1, most))]
-
-    sequences = [
-        TokenSequence.of_completion(ids(4), ids(9), per_token={"reference_logprobs": -rng.uniform(0.1, 4.0)})
-        for _ in range(2 * pairs)
-    ]
-    batch = TokenBatch(tuple(sequences), together=2)
-    table = torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    loss, mini_batch = dpo(beta=0.7, label_smoothing=0.1), MiniBatch.of(batch)
-
-    def gradient_and_sums(micros: list[MicroBatch]) -> tuple[torch.Tensor, torch.Tensor]:
-        leaf, sums = table.clone().requires_grad_(), LossSums(mini_batch)
-        for micro in micros:
-            logs = torch.log_softmax(leaf[micro.tokens], 1).gather(1, micro.targets.clamp(min=0)[:, None])[:, 0]
-            outputs = ModelOutputs(torch.where(micro.mask, logs, 0.0))
-            torch.autograd.backward(sums.add(loss(outputs, in_float64(micro))))
-        assert leaf.grad is not None
-        return leaf.grad, sums.as_tensor()
-
-    config = SimpleNamespace(micro_batch_tokens=budget)
-    engine = SimpleNamespace(_vocabulary=vocabulary, _device=torch.device("cpu"), config=config)
-    shares = [
-        micro
-        for rank in range(world)
-        for _, micro in TorchEngine._share(engine, batch, rank, world, padded=padded)  # type: ignore[arg-type]
-    ]
-    for split, whole in zip(gradient_and_sums(shares), gradient_and_sums([batch.packed]), strict=True):
-        torch.testing.assert_close(split, whole, rtol=1e-10, atol=1e-12)
 
 
 def test_a_batch_whose_sequences_are_not_in_pairs_is_refused_also_where_their_number_is_even() -> None:

@@ -82,18 +82,6 @@ def test_kl_and_entropy_are_means_over_tokens_beside_every_objective_value_and_g
     assert found["reference_kl"] == pytest.approx(k3, rel=1e-9, abs=1e-12)
 
 
-@given(estimators, st.lists(st.tuples(logprob, logprob), min_size=1, max_size=6), st.floats(-3, 3, width=32))
-def test_rewards_have_a_penalty_for_every_token_and_the_completions_reward_at_the_last(
-    estimator: Any, tokens: list[tuple[float, float]], reward: float
-) -> None:
-    policy, reference = (torch.tensor(each, dtype=torch.float64) for each in zip(*tokens, strict=True))
-    found = kl_penalised_rewards(reward, policy.requires_grad_(), reference, coefficient=0.1, estimator=estimator)
-    expected = [-0.1 * estimated(now, other, estimator)[0] for now, other in tokens]
-    expected[-1] += reward
-    assert (found.dtype, found.requires_grad) == (torch.float32, False)
-    assert found.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
-
-
 def test_what_has_no_reference_for_every_token_is_refused_by_name() -> None:
     for policy, reference in ((torch.zeros(0), torch.zeros(0)), (torch.zeros(2), torch.zeros(3))):
         with pytest.raises(ProtocolError, match="Give one of each for every target of one completion"):

@@ -1,14 +1,19 @@
-"""The SDK's own deserialisers read the service's answers."""
+"""The service's messages are the SDK's, field by field, and its own deserialisers read the answers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from google.protobuf import descriptor_pb2
 from hypothesis import given
 from hypothesis import strategies as st
 from tinker.lib.chunked_fwdbwd_helpers import combine_fwd_bwd_output_results
+from tinker.proto import tinker_public_pb2
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
+from weightlane.trainer.service.wire import messages
 from weightlane.trainer.service.wire.answers import Sample, pass_answer, sample_answer, training_metrics
 
 shapes_of = st.lists(
@@ -74,3 +79,36 @@ def test_the_sdk_reads_samples_and_finds_nothing_that_nobody_asked_for() -> None
     assert read.sequences[0].tokens == [2**31 - 1]
     for absent in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens"):
         assert getattr(read, absent) is None
+
+
+ROOTS = ("ForwardBackwardRequest", "ForwardBackwardOutput", "SampleResponse")
+
+
+def contained(root: Any) -> dict[str, Any]:
+    """The descriptor `root`, and those of all messages and enumerations that it contains, by full name."""
+    found: dict[str, Any] = {}
+    waiting = [root]
+    while waiting:
+        descriptor = waiting.pop()
+        if descriptor.full_name in found:
+            continue
+        found[descriptor.full_name] = descriptor
+        for field in getattr(descriptor, "fields", ()):
+            waiting += [each for each in (field.message_type, field.enum_type) if each is not None]
+    return found
+
+
+def as_data(descriptor: Any) -> Any:
+    """A descriptor as the compiler's own message: every name, number, type, label, presence, oneof and option."""
+    made = descriptor_pb2.EnumDescriptorProto() if hasattr(descriptor, "values") else descriptor_pb2.DescriptorProto()
+    descriptor.CopyToProto(made)
+    return made
+
+
+def test_every_message_equals_the_sdks() -> None:
+    for root in ROOTS:
+        theirs = contained(tinker_public_pb2.DESCRIPTOR.message_types_by_name[root])
+        ours = contained(getattr(messages, root).DESCRIPTOR)
+        assert set(ours) == set(theirs)
+        for name, descriptor in theirs.items():
+            assert as_data(ours[name]) == as_data(descriptor), name
