@@ -1,4 +1,7 @@
-"""The public SDK trains adapters through the service: numbers are those of plain torch in float64, also across kills."""
+"""The public SDK trains through the service: numbers are those of plain torch in float64, also across kills.
+
+Models are adapters or all weights. `test_sampling` samples from them.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,21 @@ import io
 import json
 import random
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
+import transformers
 from float64_reference import VOCAB, reference, sequences
 from safetensors.torch import load_file
 from service_process import SDK, TOKENS, ServiceProcess, datums
+from tiny_models import load_tensors
 from waiting import HANG_S
+
+from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 
 pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it")
 
@@ -24,23 +31,36 @@ FUZZED = 40
 """Requests of each kind; the parsers are fuzzed in `wire`."""
 EPS = 1e-2
 """Makes steps that do not make much of gradients next to 0, which are rounding."""
-ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": 1e-8, "grad_clip_norm": 1.0}
+ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": EPS, "weight_decay": 0.1, "grad_clip_norm": 0.5}
+
+
+Services = Callable[..., Iterator[ServiceProcess]]
 
 
 @pytest.fixture(scope="module")
-def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
-    directory = tmp_path_factory.mktemp("service") / "files"
-    with ServiceProcess(model, directory, save_every=2, max_loaded=3) as running:
-        yield running
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Services:
+    def running(**settings: Any) -> Iterator[ServiceProcess]:
+        with ServiceProcess(model, tmp_path_factory.mktemp("service") / "files", save_every=2, **settings) as service:
+            yield service
+
+    return running
 
 
 @pytest.fixture(scope="module")
-def separate(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceProcess]:
+def service(running: Services) -> Iterator[ServiceProcess]:
+    yield from running(max_loaded=3)
+
+
+@pytest.fixture(scope="module")
+def separate(running: Services) -> Iterator[ServiceProcess]:
     """A service that computes each client's requests by themselves."""
-    directory = tmp_path_factory.mktemp("separate") / "files"
-    settings = {"save_every": 2, "max_loaded": 2, "join_clients": False}
-    with ServiceProcess(model, directory, **settings) as running:
-        yield running
+    yield from running(max_loaded=2, join_clients=False)
+
+
+@pytest.fixture(scope="module")
+def all_weights(running: Services) -> Iterator[ServiceProcess]:
+    """A service whose models are all weights, which take turns on the rank."""
+    yield from running(trains="all_weights")
 
 
 def data(seed: int, count: int = 4) -> list[Any]:
@@ -56,8 +76,13 @@ def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[A
 
 
 def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint, by PEFT's names."""
-    return load_file(service.checkpoint(path) / "adapter_model.safetensors")
+    """The tensors of a checkpoint: an adapter's by PEFT's names, all weights by those of the model."""
+    folder = service.checkpoint(path)
+    if (folder / "adapter_model.safetensors").is_file():
+        return load_file(folder / "adapter_model.safetensors")
+    exported = service.directory.with_name(folder.name)
+    Fsdp2Engine.export_saved(folder, service.model, exported, torch.float32)
+    return load_tensors(exported)
 
 
 def saved(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
@@ -98,11 +123,48 @@ def test_log_probabilities_and_gradients_are_those_of_float64(service: ServicePr
     assert (wrong / size) ** 0.5 < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["separate", "service"], ids=["separate, killed", "joined"])
+def test_all_weights_are_stepped_as_plain_torch_steps_them(all_weights: ServiceProcess, model: Path) -> None:
+    """torch's AdamW over transformers, in float64."""
+    training = all_weights.client().create_lora_training_client("tiny", 4).result(HANG_S)
+    info = training.get_info()
+    assert (info.is_lora, info.lora_rank) == (False, None)
+    (answer, _), *_ = [step(training, seed) for seed in (1, 2, 3)]
+    logprobs = torch.cat([each["logprobs"].to_torch() for each in answer.result(HANG_S).loss_fn_outputs])
+    found, begun = saved(all_weights, training, "three"), load_tensors(model)
+
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+    betas = ADAM["beta1"], ADAM["beta2"]
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2, betas, ADAM["eps"], ADAM["weight_decay"])
+    for seed in (1, 2, 3):
+        optimizer.zero_grad()
+        chosen, weights = [], []
+        for tokens, each in sequences(seed):
+            logs = torch.log_softmax(plain(torch.tensor([tokens[:-1]])).logits[0], -1)
+            chosen.append(logs.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0])
+            weights.append(torch.tensor(each, dtype=torch.float64))
+        if seed == 1:
+            assert (logprobs - torch.cat(chosen)).abs().max() < 1e-5
+        torch.autograd.backward(-(torch.cat(chosen) * torch.cat(weights)).sum())
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), ADAM["grad_clip_norm"])
+        optimizer.step()
+    exact = {name: each.detach() for name, each in plain.named_parameters()}
+    assert found.keys() <= exact.keys()
+    moved = torch.cat([(exact[name] - begun[name]).flatten() for name in found])
+    off = torch.cat([(exact[name] - found[name]).flatten() for name in found])
+    assert moved.norm() > 0.1
+    assert off.norm() / moved.norm() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "kind", ["separate", "service", "all_weights"], ids=["separate, killed", "joined", "all weights, killed"]
+)
 def test_clients_that_train_together_end_as_alone_also_when_the_service_is_killed(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """Bit for bit where their requests are computed separately, and but for rounding where they are joined."""
+    """Bit for bit where their requests are computed separately, and but for rounding where they are joined.
+
+    Parked models and models of all weights take turns on the rank.
+    """
     service: ServiceProcess = request.getfixturevalue(kind)
     settings = {"alice": (2, 1e-2), "bob": (4, 3e-3), "alice's other": (8, 1e-3)}
     steps = 3
@@ -113,7 +175,7 @@ def test_clients_that_train_together_end_as_alone_also_when_the_service_is_kille
 
     def take(who: str, training: Any, number: int) -> tuple[Any, Any]:
         rank, rate = settings[who]
-        return step(training, 100 * rank + number, rate, eps=EPS)
+        return step(training, 100 * rank + number, rate)
 
     expected = {}
     for who in settings:
@@ -128,7 +190,7 @@ def test_clients_that_train_together_end_as_alone_also_when_the_service_is_kille
     pending = []
     for position, who in enumerate(order):
         pending.append(take(who, trainings[who], next(turns[who])))
-        if kind == "separate" and position == 4:
+        if kind != "service" and position == 4:
             pending[-1][0].result(HANG_S)  # so that the kill comes between the pass and the step, or soon after it
             service.kill()
             service.start()
@@ -143,6 +205,43 @@ def test_clients_that_train_together_end_as_alone_also_when_the_service_is_kille
     metrics = httpx.get(f"{service.url}/metrics", headers={"x-api-key": TOKENS["alice"]}).raise_for_status().text
     assert ('jobs_total{kind="together"}' in metrics) == (kind == "service")
     assert all(bool(each.any()) for found in expected.values() for each in found.values()), "all were trained"
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED")  # load_state, which older programs call
+def test_checkpoints_of_all_weights_resume_bit_for_bit_and_one_that_is_damaged_changes_nothing(
+    all_weights: ServiceProcess,
+) -> None:
+    alice = all_weights.client("alice")
+
+    def take(training: Any, *seeds: int) -> Any:
+        for seed in seeds:
+            stepped = step(training, seed)[1]
+        return stepped
+
+    alone = alice.create_lora_training_client("tiny", 4).result(HANG_S)
+    take(alone, 10)
+    half = alone.save_state("half").result(HANG_S).path
+    take(alone, 12, 13)
+    expected = saved(all_weights, alone, "alone")
+
+    resumed = alice.create_training_client_from_state_with_optimizer(half).result(HANG_S)
+    take(resumed, 12, 13)
+    assert not differing(saved(all_weights, resumed, "resumed"), expected)
+    resumed.forward_backward(data(7), "cross_entropy").result(HANG_S)
+    broken = resumed.save_state("broken").result(HANG_S).path
+    largest = max(all_weights.checkpoint(broken).iterdir(), key=lambda file: file.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2])
+    with pytest.raises(Exception, match="could not be read"):
+        resumed.load_state_with_optimizer(broken).result(HANG_S)
+    with pytest.raises(Exception, match="other weights were loaded, or should have been"):
+        take(resumed, 8).result(HANG_S)
+    assert not differing(saved(all_weights, resumed, "unchanged"), expected)
+    resumed.load_state_with_optimizer(half).result(HANG_S)
+    take(resumed, 12, 13)
+    assert not differing(saved(all_weights, resumed, "loaded"), expected)
+    without_optimizer = alice.create_training_client_from_state(half).result(HANG_S)
+    take(without_optimizer, 12, 13)
+    assert differing(saved(all_weights, without_optimizer, "anew"), expected), "moments were to be dropped"
 
 
 def test_a_mistake_is_said_and_touches_nothing_else(service: ServiceProcess) -> None:
