@@ -12,6 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fork_server
 import psutil
 import pytest
 import torch
@@ -20,6 +21,8 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ConfigError, RewardError
 from weightlane.trainer.config import RewardConfig
 from weightlane.trainer.data.rewards import Reward, RewardPool
+
+fork_server.install()
 
 MODULE = "user_reward_of_a_test"
 SOURCE = """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -15,7 +16,7 @@ from simulated_time import SimulatedTimeLoop
 from waiting import NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, SyncAbortedError, WeightlaneError, WorkerDiedError
-from weightlane.sync import ReplicaState
+from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.protocols import Newcomer
 from weightlane.trainer.loop.state import LoopState
@@ -189,14 +190,10 @@ def test_successors_can_die_or_fail_to_start_and_are_counted() -> None:
     assert (summary.replicas_lost, summary.replicas_replaced) == (2, 1)
 
 
-@pytest.mark.parametrize("others", [0, 1])
-def test_a_replica_out_of_service_gets_no_requests_until_a_version_heals_it_even_if_the_trainer_waits(
-    others: int,
-) -> None:
+def test_a_replica_out_of_service_gets_no_requests_and_its_tasks_go_to_another() -> None:
     world = World()
     first = world.replicas["rollout-0"]
-    for number in range(others):
-        world.add(LiveRollout(world, f"rollout-{1 + number}"))
+    world.add(LiveRollout(world, "rollout-1"))
     asked: list[int] = []
 
     def quarantine() -> None:
@@ -212,8 +209,28 @@ def test_a_replica_out_of_service_gets_no_requests_until_a_version_heals_it_even
     run(world, first_is_better, steps=60, event_loop=SimulatedTimeLoop)
     assert Counter(world.trained) == Counter({task.prompt: 10 for task in TASKS})
     assert world.told == []
-    assert world.states_["rollout-0"] is ReplicaState.SERVING
+    assert world.states_["rollout-0"] is ReplicaState.SERVING, "the next version healed it"
     assert len(first.versions) > asked[0], "and it was asked again"
+
+
+def test_a_replica_that_could_not_commit_a_version_is_sent_it_once_more_during_the_next_step() -> None:
+    synced: list[int] = []
+
+    class Failing(World):
+        async def sync(self, version: int) -> SyncReport:
+            synced.append(version)
+            report = await super().sync(version)
+            if synced != [0, 1, 2, 3]:
+                return report
+            self.states_["rollout-0"] = ReplicaState.QUARANTINED
+            failed = ReplicaReport(Outcome.QUARANTINED, PeerLostError("lost.", part="rollout-0"))
+            return replace(report, replicas={**report.replicas, "rollout-0": failed})
+
+    world = Failing(step_s=100.0)
+    world.add(LiveRollout(world, "rollout-1"))
+    run(world, first_is_better, event_loop=SimulatedTimeLoop)
+    assert synced == [0, 1, 2, 3, 3, 4, 5, 6]
+    assert world.published_versions == [0, 1, 2, 3, 4, 5, 6], "nothing was published for it"
 
 
 def test_when_nobody_serves_and_nobody_can_be_healed_the_run_ends() -> None:

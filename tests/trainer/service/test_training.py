@@ -80,7 +80,7 @@ def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
     folder = service.checkpoint(path)
     if (folder / "adapter_model.safetensors").is_file():
         return load_file(folder / "adapter_model.safetensors")
-    exported = service.directory.with_name(folder.name)
+    exported = service.directory.with_name("-".join(folder.relative_to(service.directory).parts))
     Fsdp2Engine.export_saved(folder, service.model, exported, torch.float32)
     return load_tensors(exported)
 
