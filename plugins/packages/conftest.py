@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 
 TRAINING_TEMPLATE = "weightlane-training-engine-template/"
-PROMISED = (
-    "test_outputs_are_those_of_transformers[two ranks-qwen3]",
-    "test_a_saved_run_continues_bit_for_bit[two ranks]",
-)
+PROMISED = "test_a_saved_run_continues_bit_for_bit[two ranks]"
 """Enough to see that the template works: `test_broken_training_engines` runs every check on engines derived from it."""
 
 

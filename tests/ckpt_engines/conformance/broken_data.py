@@ -1,9 +1,8 @@
-"""Engines that are wrong in one way each: in what they carry, and what they declare."""
+"""Engines that are wrong in one way each: in what they carry, show and declare."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import pickle
 import threading
 import time
@@ -25,7 +24,7 @@ from broken_wrappers import (
     declaring,
     engine_with,
 )
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict
 
 from weightlane.ckpt_engines import (
     Address,
@@ -33,10 +32,10 @@ from weightlane.ckpt_engines import (
     Channel,
     Deadline,
     Delivery,
-    EngineConfig,
     Topology,
     TransportError,
     WeightlaneError,
+    WeightSender,
 )
 from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentConfig
 from weightlane.ckpt_engines.links.sender_link import SenderLink
@@ -101,44 +100,6 @@ class FlushesTooEarly(Sender):
         pass
 
 
-@engine_with
-class LastPostedFirstDone(Receiver):
-    """The bucket that was posted last counts as done first when several buckets are in flight."""
-
-    def post(self, bucket: Bucket, sender: str) -> None:
-        landing = replace(bucket, data=torch.empty_like(bucket.data))
-        self.real.post(landing, sender)
-        self.kept[len(self.kept)] = bucket, landing
-
-    def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        self.real.flush(deadline, pending)
-        while len(self.kept) > pending:
-            _, (bucket, landing) = self.kept.popitem()
-            bucket.data.copy_(landing.data)
-
-
-@engine_with
-class OverrunsSlowReceivers(Receiver):
-    """A ring that is overwritten when nobody empties it for 50 ms."""
-
-    overrun, looked = False, math.inf
-
-    def post(self, bucket: Bucket, sender: str) -> None:
-        self.overrun = time.monotonic() - self.looked > 0.05
-        super().post(bucket, sender)
-
-    def arrived(self, bucket: Bucket) -> None:
-        self.looked = time.monotonic()
-        if self.overrun:
-            bucket.data.zero_()
-
-
-@broken("receiver.arrived")
-def FillsOneSocketBuffer(half: Half, arrived: Call, bucket: Bucket) -> None:
-    """One write, whose return value nobody looks at."""
-    bucket.data[4 << 20 :] = 0x55
-
-
 @broken("sender.post")
 def WaitsForEmptyBuckets(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
     """Nothing is sent for an empty bucket, but it is waited for."""
@@ -197,12 +158,13 @@ def LosesTheLastBucket(half: Half, post: Call, bucket: Bucket, receivers: Sequen
 
 # --- declarations ----------------------------------------------------------------------------------------------------
 
-ClaimsPersistence = declaring(persistent=True)
-ClaimsElasticity = declaring(elastic=True)
-ClaimsToCrossHosts = declaring(same_host_only=False)
-ClaimsNoDeviceOfTorch = declaring(devices=frozenset({"cpu", "gpu"}))
-HidesElasticity = declaring(HealthyStore, elastic=False)
+ClaimsTooMuch = declaring(persistent=True, elastic=True, same_host_only=False, devices=frozenset({"cpu", "gpu"}))
 HidesPointToPoint = declaring(delivery=frozenset({Delivery.BROADCAST}))
+
+
+@broken("sender.close", declaring(HealthyStore, persistent=False, elastic=False))
+def ClaimsTooLittle(half: Half, close: Call) -> None:
+    """A store that leaves everything where it is, and lets late receivers in, without declaring either."""
 
 
 @engine_with
@@ -222,11 +184,6 @@ class ClaimsZeroCopy(Healthy):
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-@broken("sender.close", declaring(HealthyStore, persistent=False))
-def HidesPersistence(half: Half, close: Call) -> None:
-    """Leaves everything where it is without declaring it."""
 
 
 @broken("receiver.post", HealthyStore)
@@ -258,16 +215,6 @@ class TakesAnyOption(Healthy):
     config_type = LooseConfig
 
 
-class SilentConfig(EngineConfig):
-    socket_dir: str = "/dev/shm"
-    max_shared_mib: int | None = None
-    retries: int = Field(3)
-
-
-class DescribesNoOption(Healthy):
-    config_type = SilentConfig
-
-
 @broken("sender.address")
 def AddressIsNoPlainData(half: Half, address: Call) -> Address:
     return {**address(), "ports": (1, 2)}
@@ -288,3 +235,91 @@ class RaisesWhenAskedWhetherItCanRun(Healthy):
     @classmethod
     def unavailable_reason(cls) -> str | None:
         raise RuntimeError("libfabric.so.1: cannot open shared object file")
+
+
+# --- views -----------------------------------------------------------------------------------------------------------
+
+
+@broken("receiver.view")
+def ShowsAFlippedBit(half: Half, view: Call, version: int, index: int, nbytes: int, *rest: Any) -> torch.Tensor:
+    data: torch.Tensor = view(version, index, nbytes, *rest).clone()
+    data[nbytes // 2 : nbytes // 2 + 1] ^= 4
+    return data
+
+
+class ShowsOneCopyForAll(Healthy):
+    """The sender copies each bucket to the same place in the engine's memory, over the bucket before it."""
+
+    memory: ClassVar[list[torch.Tensor]] = []
+
+    def make_sender(self, name: str, device: torch.device) -> WeightSender:
+        self.memory[:] = [self.allocate(1 << 20, device)]
+        return super().make_sender(name, device)
+
+    class sender(Sender):  # noqa: N801
+        def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
+            copy = ShowsOneCopyForAll.memory[0][: bucket.nbytes].copy_(bucket.data)
+            super().post(replace(bucket, data=copy), receivers)
+
+
+@engine_with
+class CopiesByViewing(Receiver):
+    """The receiver copies each bucket out of a view, and never releases the view."""
+
+    def post(self, bucket: Bucket, sender: str) -> None:
+        self.kept["posted"] = bucket, sender
+
+    def flush(self, deadline: Deadline, pending: int = 0) -> None:
+        if posted := self.kept.pop("posted", None):
+            bucket, sender = posted
+            bucket.data.copy_(self.real.view(bucket.version, bucket.index, bucket.nbytes, sender, deadline))
+
+
+@broken("sender.post")
+def ShowsWhatDoesNotLast(half: Half, post: Call, bucket: Bucket, receivers: Sequence[str]) -> None:
+    post(replace(bucket, lasting=True), receivers)
+
+
+@broken("sender.reclaim")
+def ReclaimsAtOnce(half: Half, reclaim: Call, *arguments: Any) -> None:
+    pass
+
+
+@engine_with
+class ShowsACache(Receiver):
+    """The receiver shows copies, finds them again by index and size whatever the version, and wipes them when it closes."""
+
+    def view(self, version: int, *rest: Any) -> torch.Tensor:
+        data: torch.Tensor = super().view(version, *rest)
+        return self.kept.setdefault(rest[:2], data.clone())
+
+    def close(self) -> None:
+        super().close()
+        for data in self.kept.values():
+            data.zero_()
+
+
+class WipesItsMemory(Healthy):
+    """The engine zeroes its memory when a sender closes, and what is freed, although receivers may still view both."""
+
+    memory: ClassVar[list[torch.Tensor]] = []
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self.memory.append(super().allocate(nbytes, device))
+        return self.memory[-1]
+
+    def free(self, memory: torch.Tensor) -> None:
+        memory.zero_()
+        super().free(memory)
+
+    class sender(Sender):  # noqa: N801
+        def close(self) -> None:
+            super().close()
+            for memory in WipesItsMemory.memory:
+                memory.zero_()
+
+
+@broken("receiver.view")
+def KeepsEveryView(half: Half, view: Call, *arguments: Any) -> Any:
+    """Memory that somebody may still look at is never given back."""
+    return half.kept.setdefault(arguments, view(*arguments))

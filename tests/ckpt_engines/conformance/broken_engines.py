@@ -10,6 +10,4 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from broken_conduct import *  # noqa: F403
 from broken_data import *  # noqa: F403
-from broken_manners import *  # noqa: F403
-from broken_views import *  # noqa: F403
 from broken_wrappers import *  # noqa: F403

@@ -10,7 +10,8 @@ from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 
 
 def probe(answers: JsonSocket, site: str) -> None:
-    """Run in a child: report the registry's names and rows, and the error of every engine, with faults and without."""
+    """Run in a child: report names and rows of the registry, and the error of every engine in `site`, with faults and without."""
+    known = CheckpointEngineRegistry().names()
     sys.path.insert(0, site)
     registry, before = CheckpointEngineRegistry(), set(sys.modules)
     found: dict[str, Any] = {"names": registry.names()}
@@ -18,7 +19,8 @@ def probe(answers: JsonSocket, site: str) -> None:
         name for name in set(sys.modules) - before if name.startswith("acme") or ".ckpt_engines.engines." in name
     ]
     options = {"good": {"lanes": 3}, "faulty:good": {"inner": {"lanes": 3}}}
-    for name in [*registry.names(), *(f"faulty:{name}" for name in registry.names())]:
+    of_others = set(registry.names()) - set(known)
+    for name in [*of_others, *(f"faulty:{name}" for name in of_others)]:
         try:
             registry.create(name, options.get(name, {}))
             found[name] = None

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import _thread
-import signal
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +52,6 @@ class SaysFalse(Good):
     def unavailable_reason(cls):
         return False
 
-class Exits(Good):
-    @classmethod
-    def unavailable_reason(cls):
-        raise SystemExit("no licence")
-
 def not_a_class():
     pass
 """
@@ -69,16 +61,13 @@ ENTRY_POINTS = """
 good = acme_engines:Good
 other-api = acme_engines:OtherApi
 first-api = acme_engines:FirstApi
-first-mailbox = acme_first:Engine
 no-capabilities = acme_engines:NoCapabilities
 says-false = acme_engines:SaysFalse
-exits = acme_engines:Exits
 Big name = acme_engines:Good
 half = acme_engines:Half
 elsewhere = acme_engines:Elsewhere
 not-a-class = acme_engines:not_a_class
 needs-rdma = acme_rdma:Engine [rdma]
-crashes = acme_crashes:Engine
 twin = acme_engines:Good
 """
 
@@ -86,11 +75,6 @@ WRONG = {
     "text-of-devices": (
         'capabilities = Capabilities("cpu", frozenset({Delivery.STORE}))',
         ["devices is 'cpu'", 'Write devices=frozenset({"cpu"})'],
-    ),
-    "no-device": ("capabilities = Capabilities(frozenset(), frozenset({Delivery.STORE}))", ["devices is frozenset()"]),
-    "bare-delivery": (
-        'capabilities = Capabilities(frozenset({"cpu"}), Delivery.STORE)',
-        ["delivery is <Delivery.STORE", "Write delivery=frozenset({Delivery.BROADCAST})"],
     ),
     "misspelt-delivery": (
         'capabilities = Capabilities(frozenset({"cpu"}), frozenset({"broadcst"}))',
@@ -138,8 +122,6 @@ def found(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> dict[s
             f"from acme_engines import *\n\nclass Wrong(CheckpointEngine):\n    {WRONG[name][0]}\n"
         )
     (site / "acme_rdma.py").write_text("import nosuch_rdma_library\n")
-    (site / "acme_first.py").write_text("from weightlane.ckpt_engines import Mailbox\n")
-    (site / "acme_crashes.py").write_text("raise RuntimeError('driver too old')\n")
     child = forks.fork("registry_probe:probe", str(site))
     answer = child.socket.receive(HANG_S)
     assert answer is not None, child.output()
@@ -147,7 +129,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> dict[s
 
 
 def test_listing_names_finds_every_distribution_and_imports_no_engine(found: dict[str, Any]) -> None:
-    assert {"gloo", "nccl", "hccl", "shm", "filesystem", "good", "twin", "crashes"} <= set(found["names"])
+    assert {"gloo", "nccl", "hccl", "shm", "filesystem", "good", "twin"} <= set(found["names"])
     assert found["names"] == sorted(found["names"])
     assert found["imported"] == []
 
@@ -160,17 +142,14 @@ def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_fau
 
 REFUSED = {
     "needs-rdma": ("EngineImportError", ["acme-engines 1.5", "acme_rdma", "nosuch_rdma_library", "acme-engines[rdma]"]),
-    "crashes": ("EngineImportError", ["acme-engines 1.5", "RuntimeError", "driver too old"]),
     "twin": ("DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
     "other-api": ("EngineContractError", ["acme-engines 1.5", "999", "2"]),
     "no-capabilities": ("EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
     "Big name": ("EngineContractError", ["acme-engines 1.5", "a lower-case letter, followed by lower-case letters"]),
     "first-api": ("EngineContractError", ["written for engine API 1", "docs/guides/writing-an-engine.md"]),
-    "first-mailbox": ("EngineImportError", ["acme_first", "Mailbox"]),
     "half": ("EngineContractError", ["make_receiver"]),
     "not-a-class": ("EngineContractError", ["acme-engines 1.5", "not_a_class"]),
     "elsewhere": ("EngineUnavailableError", ["no warp drive", "gloo"]),
-    "exits": ("EngineUnavailableError", ["SystemExit: no licence"]),
     **{name: ("EngineContractError", ["wrong-engines 2.0", *said]) for name, (_, said) in WRONG.items()},
 }
 """The error for each engine that cannot be used, and parts of its message."""
@@ -197,27 +176,9 @@ def test_the_list_has_a_row_with_the_reason_for_every_engine_that_cannot_be_used
     assert rows["twin"][0] == "acme-engines 1.5 and other-engines 0.3"
     assert rows["elsewhere"][1:] == (True, "no warp drive")
     assert rows["shm"][2] is None
-    assert found["says-false"]["type"] == "EngineContractError"
-    said_of_false = ["SaysFalse returned False", "must return None where the engine can run"]
-    for name, said in {"says-false": said_of_false, **{name: said for name, (_, said) in WRONG.items()}}.items():
+    assert "SaysFalse returned False; it must return None where the engine can run" in rows["says-false"][2]
+    for name, (_, said) in WRONG.items():
         assert [part for part in said if part not in rows[name][2]] == []
-
-
-def test_a_person_who_interrupts_the_list_ends_it_and_blames_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-
-    def interrupted(*_: object) -> None:
-        _thread.interrupt_main()
-        over.wait(HANG_S)
-
-    monkeypatch.setattr(CheckpointEngineRegistry, "engine_class", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            CheckpointEngineRegistry().list()
-    finally:
-        over.set()
-        signal.signal(signal.SIGINT, before)
 
 
 def test_an_unknown_name_lists_all_and_suggests_the_nearest() -> None:
@@ -249,14 +210,11 @@ def test_options_are_checked_by_the_engines_own_config_and_every_bad_key_is_name
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("shm", {"socket_dirr": "/tmp"}, r"socket_dirr.*\bsocket_dir\b"),
         ("filesystem", {}, "path"),
-        ("filesystem", {"path": "x", "keep_versions": 0}, "keep_versions"),
         ("gloo", {"host": 5}, "host"),
-        ("faulty:filesystem", {}, "inner.path"),
+        ("gloo", {"host": "0.0.0.0"}, "host.*wildcard"),
         ("faulty:filesystem", {"inner": {"path": "x", "keep_versions": 0}}, "inner.keep_versions"),
         ("faulty:shm", {"inner": 3}, "inner"),
-        ("faulty:shm", {"socket_dir": "/tmp"}, "socket_dir"),
         ("faulty:shm", {"kinds": ["drop", "explode"]}, "kinds.1"),
-        ("faulty:shm", {"delay_s": -1}, "delay_s"),
     ]
     for engine, options, said in wrong:
         with pytest.raises(ConfigError, match=rf"(?s)checkpoint_engine\.options\.{said}"):

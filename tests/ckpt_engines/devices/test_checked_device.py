@@ -33,23 +33,18 @@ from weightlane.ckpt_engines.engines.torch_distributed import collective_halves 
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
 from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import SenderLink, make_sender_link
-from weightlane.ckpt_engines.runtime.device_checksum import sums
 from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
-from weightlane.sync.codecs.delta.format import cuda_kernels
-from weightlane.sync.version.bucket_checksums import checksum_of
 
 KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
 """Type of the pretended devices. torch knows that of NPUs by another name as long as torch_npu is not there."""
 SENDERS, RECEIVERS = ["t/0", "t/1"], ["r-0/0", "r-0/1", "r-1/0"]
 SIZES = [4096, 1, 0, 3000, 1 << 16, 17, 4096, 4096]
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 4))]
-"""Seeds of the order in which streams get on. Vector clocks find a missing wait in whatever order; others hide a deadlock."""
 
 
 @contextlib.contextmanager
-def devices_of(engine: str, seed: int) -> Iterator[World]:
-    """A world in which `engine` finds its devices."""
-    world = World(seed, devices=1 + len(SENDERS) + len(RECEIVERS))
+def devices_of(engine: str) -> Iterator[World]:
+    """A world in which `engine` finds its devices. Vector clocks find a missing wait in whatever order streams get on."""
+    world = World(0, devices=1 + len(SENDERS) + len(RECEIVERS))
     patch = pytest.MonkeyPatch()
 
     def group(backend: str, store: Any, rank: int, size: int, *_: Any, device: torch.device, **__: Any) -> Any:
@@ -202,18 +197,11 @@ def carry(
         link.close()
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("engine", KINDS)
-def test_engines_of_devices_break_no_rule(engine: str, seed: int, tmp_path: Path) -> None:
-    with devices_of(engine, seed) as world:
-        carry(world, engine, tmp_path)
-        assert not world.violations, names(world.violations)
-
-
-@pytest.mark.parametrize("engine", ["nccl", "hccl"])
-def test_what_everybody_gets_from_one_sender_is_broadcast(engine: str, tmp_path: Path) -> None:
-    with devices_of(engine, 1) as world:
-        carry(world, engine, tmp_path, senders=1)
+@pytest.mark.parametrize(("engine", "senders"), [("nccl", 2), ("nccl", 1), ("hccl", 2), ("hccl", 1), ("cuda_ipc", 2)])
+def test_engines_of_devices_break_no_rule(engine: str, senders: int, tmp_path: Path) -> None:
+    """What everybody gets from one sender is broadcast."""
+    with devices_of(engine) as world:
+        carry(world, engine, tmp_path, senders)
         assert not world.violations, names(world.violations)
 
 
@@ -274,26 +262,22 @@ def copied_at_once(_: World, patch: pytest.MonkeyPatch) -> None:
     ("engine", "broken", "rule"),
     [
         ("nccl", on_the_current_device, WRONG_DEVICE),
-        ("hccl", on_the_current_device, WRONG_DEVICE),
         ("cuda_ipc", mapped_on_the_first_device, WRONG_DEVICE),
         ("nccl", without_waiting, NO_WAIT),
         ("cuda_ipc", without_waiting, NO_WAIT),
         ("nccl", behind_the_training, TRAINER),
-        ("cuda_ipc", behind_the_training, TRAINER),
         ("nccl", at_once_done, REUSED),
         ("cuda_ipc", copied_at_once, REUSED),
     ],
 )
-@pytest.mark.parametrize("seed", SEEDS)
 def test_an_engine_that_breaks_a_rule_is_told_which(
     engine: str,
     broken: Callable[[World, pytest.MonkeyPatch], None],
     rule: str,
-    seed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    with devices_of(engine, seed) as world:
+    with devices_of(engine) as world:
         broken(world, monkeypatch)
         with contextlib.suppress(WeightlaneError):  # it may notice, or not
             carry(world, engine, tmp_path)
@@ -308,19 +292,16 @@ def one_after_the_other(senders: Sequence[str], place: int) -> list[Turn]:
     return [(sender, index, nbytes) for sender in ordered for index, nbytes in enumerate(SIZES)]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("engine", ["nccl", "hccl"])
-def test_members_that_keep_different_orders_are_told_so_and_do_not_hang(engine: str, seed: int, tmp_path: Path) -> None:
-    with devices_of(engine, seed) as world:
+def test_members_that_keep_different_orders_are_told_so_and_do_not_hang(tmp_path: Path) -> None:
+    with devices_of("nccl") as world:
         with contextlib.suppress(WeightlaneError):
-            carry(world, engine, tmp_path, order=one_after_the_other, at_once=2 * len(SIZES))
+            carry(world, "nccl", tmp_path, order=one_after_the_other, at_once=2 * len(SIZES))
         assert ORDER in world.broken, names(world.violations)
 
 
-@pytest.mark.parametrize("engine", ["nccl", "hccl"])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(
-    engine: str, keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keeps: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket is posted, and given up: nobody waits for it, and nobody holds it."""
     if not keeps:
@@ -341,58 +322,7 @@ def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(
 
     monkeypatch.setattr(Trainer, "send", give_up)
     monkeypatch.setattr(Rollout, "receive", give_up)
-    with devices_of(engine, 3) as world:
-        carry(world, engine, tmp_path, senders=1)
+    with devices_of("nccl") as world:
+        carry(world, "nccl", tmp_path, senders=1)
         world.hold.clear()
         assert (FREED in world.broken) is not keeps, names(world.violations)
-
-
-# -- checksums and the codec of deltas ------------------------------------------------------------------------------------
-
-
-def checksum(old: torch.Tensor, new: torch.Tensor) -> object:
-    return checksum_of(old), checksum_of(new)
-
-
-def codec(old: torch.Tensor, new: torch.Tensor) -> object:
-    counted = cuda_kernels.count_changes(old, new)
-    positions, values = counted.compact()
-    cuda_kernels.exchange(old, positions, values)
-    return counted.total, old.tolist()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("work", [checksum, codec])
-@pytest.mark.parametrize("own", [True, False], ids=["own stream", "another stream"])
-def test_checksums_and_codecs_use_the_stream_on_which_their_input_is_written(
-    work: Callable[[Any, Any], object], seed: int, own: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
-    generator = torch.Generator().manual_seed(seed)
-    before = torch.randint(0, 256, (5000,), dtype=torch.uint8, generator=generator)
-    after = before.clone()
-    after[::7] ^= 1
-    with devices_of("nccl", seed) as world:
-        device = torch.device("cuda", 2)
-        runtime = runtime_of(device)
-        stream = runtime.new_stream()
-        training = threading.Event()
-        world.forbid(world.default[2])
-        world.default[2].put("a step", lambda: None, ready=training.is_set)
-        with runtime.on(stream):
-            old, new = (torch.zeros(5000, dtype=torch.uint8, device=device) for _ in range(2))
-            old.copy_(before)
-            new.copy_(after)
-        if own:
-            with runtime.on(stream):
-                found = work(old, new)
-            training.set()
-            assert not world.violations, names(world.violations)
-            if work is codec:
-                assert found == (int((before != after).sum()), after.tolist())
-            else:
-                assert found == (f"sums:{sums(before)}", f"sums:{sums(after)}")
-        else:
-            training.set()
-            work(old, new)
-            assert NO_WAIT in world.broken

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, checked_device, is_available, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, checked_device, runtime_of
 
 
 @pytest.mark.parametrize("device", ["npu" if hasattr(torch, "npu") else "xpu", torch.device("cuda")])
@@ -43,12 +43,6 @@ def test_on_a_cpu_everything_is_over_when_a_call_returns() -> None:
     assert (stream, event, runtime.recorded()) == (None, None, None)
     assert not runtime.register_host(memory.data_ptr(), 10)
     runtime.unregister_host(memory.data_ptr())
-
-
-def test_a_device_type_is_here_or_is_not_and_asking_raises_nothing() -> None:
-    assert is_available("cpu")
-    assert not is_available("no such device")
-    assert is_available("cuda") == torch.cuda.is_available()
 
 
 @pytest.mark.gpu

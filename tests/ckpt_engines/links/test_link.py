@@ -1,17 +1,17 @@
-"""Links around every half: who hung up, what a call raises, and what is left afterwards."""
+"""Links around every half: headers that are compared and signed, who hung up, what a call raises, and what is left."""
 
 from __future__ import annotations
 
+import json
 import threading
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 import torch
-from link_sessions import NBYTES, Sessions, bucket, sender_of
-from links import still_engine
+from links import KEY, SESSION, StillReceiver, StillSender, still_engine, told_by
 from sessions import Session, descriptors, never, receive, send, soon, wait_until_closed
 from waiting import HANG_S, wait_until
 
@@ -23,63 +23,71 @@ from weightlane.ckpt_engines import (
     DeadlineExceededError,
     EngineConfig,
     PeerLostError,
+    ProtocolError,
+    Topology,
     TransportError,
     WeightlaneError,
     toolkit,
 )
+from weightlane.ckpt_engines.channels.mac import proof
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 
 pytestmark = pytest.mark.usefixtures("small_heap")
+NBYTES = 4096
+Sessions = Callable[..., Session]
 
 
-@pytest.mark.parametrize(
-    ("side", "call"),
-    [("s", "flush"), ("s", "reclaim"), ("s", "connect"), ("a", "flush"), ("a", "view")],
-)
+@pytest.fixture
+def sessions() -> Iterator[Sessions]:
+    """Makes sessions, over halves that do nothing unless told otherwise."""
+    made: list[Session] = []
+
+    def make(*names: str, engine: Any = None, **more: Any) -> Session:
+        made.append(Session(engine or still_engine(), *(names or ("a", "b")), **more))
+        return made[-1]
+
+    yield make
+    for session in made:
+        session.close()
+
+
+def bucket(version: int = 1, index: int = 0, nbytes: int = NBYTES, **more: Any) -> Bucket:
+    return Bucket(version, index, torch.zeros(nbytes, dtype=torch.uint8), **more)
+
+
+def sender_of(session: Session) -> StillSender:
+    return cast("StillSender", session.sender.half)
+
+
+def receiver_of(session: Session, name: str = "a") -> StillReceiver:
+    return cast("StillReceiver", session.receivers[name].half)
+
+
+@pytest.mark.parametrize(("side", "call"), [("s", "flush"), ("s", "connect"), ("a", "view")])
 def test_a_peer_that_is_gone_ends_a_call_whose_half_notices_nothing_and_the_error_names_it(
     sessions: Sessions, side: str, call: str
 ) -> None:
     session = sessions(connect=False)
     link: Any = session.sender if side == "s" else session.receivers["a"]
-    half: Any = link.half
     if call == "connect":
-        half.waits.add("connect")
+        link.half.waits.add("connect")
     connecting = session.start_connect(never())
+    running = connecting[0]
     if call != "connect":
         for each in connecting:
             each.result()
-        if side == "a":
-            session.sender.post(bucket(lasting=True), ["a", "b"], soon())
-            half.entered.clear()
-        if call == "flush" and side == "a":
-            link.post(bucket(), "s", soon())
-        half.entered.clear()
-    running: Future[Any] = {
-        "flush": lambda: session.threads.submit(link.flush, never()),
-        "reclaim": lambda: session.threads.submit(link.reclaim, 1, never()),
-        "view": lambda: session.threads.submit(link.view, 1, 0, NBYTES, "s", never()),
-        "connect": lambda: connecting[0 if side == "s" else 1],
-    }[call]()
-    assert half.entered.wait(HANG_S)
+        session.sender.post(bucket(lasting=True), ["a", "b"], soon())
+        link.half.entered.clear()
+        wait = (link.flush, never()) if call == "flush" else (link.view, 1, 0, NBYTES, "s", never())
+        running = session.threads.submit(*wait)
+    assert link.half.entered.wait(HANG_S)
     gone = session.receivers["b"] if side == "s" else session.sender
     gone.close()
     with pytest.raises(PeerLostError) as lost:
         running.result(HANG_S)
     assert lost.value.peer == ("b" if side == "s" else "s")
-
-
-def test_a_sender_that_has_lost_a_receiver_says_so_at_its_next_call_and_asks_its_half_nothing(
-    sessions: Sessions,
-) -> None:
-    session = sessions()
-    session.receivers["b"].close()
-    wait_until(lambda: session.sender._lost is not None, "loss")
-    with pytest.raises(PeerLostError) as lost:
-        session.sender.post(bucket(), ["a"], soon())
-    assert lost.value.peer == "b"
-    assert sender_of(session).posted == []
 
 
 def test_what_a_transport_says_of_a_death_is_told_as_the_death_of_the_peer_that_hung_up(
@@ -186,34 +194,12 @@ def has_no_more_than(before: tuple[int, set[tuple[str, int]], set[str]]) -> bool
     return opened <= before[0] and listening <= before[1] and watching <= before[2]
 
 
-def test_halves_that_meet_in_a_store_have_no_connection_and_nobody_who_watches(tmp_path: Path) -> None:
+def test_no_descriptor_port_or_thread_is_left_of_halves_that_never_met() -> None:
     before = of_this_process()
-    session = Session(CheckpointEngineRegistry().create("filesystem", {"path": str(tmp_path / "store")}), "r")
-    assert session.topology.senders["s"]["meeting"] == {}
-    _, listening, watching = of_this_process()
-    assert (listening - before[1], watching - before[2]) == (set(), set())
-    assert session.receiver.announced("s")
-    session.send(bucket(), []).result()
-    receive(session.receiver, bucket())
-    session.close()
-    wait_until(lambda: has_no_more_than(before), "the end of what the session opened")
-
-
-@pytest.mark.parametrize("ends", ["an error", "a deadline while connecting"])
-def test_no_descriptor_port_or_thread_is_left_however_it_ends(ends: str) -> None:
-    before = of_this_process()
-    session = Session(still_engine(), "a", "b", connect=ends == "an error")
-    if ends == "an error":
-        sender_of(session).fails = ValueError("broken")
-        with pytest.raises(WeightlaneError):
-            session.sender.flush(soon())
-    else:
-        connecting = [
-            session.threads.submit(link.connect, session.topology, Deadline.after(0.1))
-            for link in (session.sender, session.receiver)
-        ]
-        for each in connecting:
-            assert isinstance(each.exception(HANG_S), DeadlineExceededError | PeerLostError)
+    session = Session(still_engine(), "a", "b", connect=False)
+    for link in (session.sender, session.receiver):
+        with pytest.raises((DeadlineExceededError, PeerLostError)):
+            link.connect(session.topology, Deadline.after(0.1))
     session.close()
     wait_until(lambda: has_no_more_than(before), "end of everything that was opened")
 
@@ -225,3 +211,78 @@ def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:
         with pytest.raises(WeightlaneError, match="nosuch0"):
             make(engine, "s", HOST)
     wait_until_closed(before)
+
+
+def test_a_header_says_checksum_and_whether_everybody_gets_the_bucket_ahead_of_the_engine(sessions: Sessions) -> None:
+    session = sessions()
+    session.sender.post(bucket(), ["b", "a"], soon(), "xxh3:1")
+    session.sender.post(bucket(index=1), ["a"], soon())
+    a, b = session.receivers["a"], session.receivers["b"]
+    assert [a.post(bucket(), "s", soon()), a.post(bucket(index=1), "s", soon())] == ["xxh3:1", ""]
+    receiver_of(session, "b").over.set()
+    assert b.view(1, 0, NBYTES, "s", soon())[1] == "xxh3:1"
+    for half in (sender_of(session), receiver_of(session)):
+        assert [each.to_all for each in half.posted] == [True, False]
+
+
+def test_a_bucket_is_announced_when_its_header_is_there(sessions: Sessions) -> None:
+    session = sessions("a")
+    link = session.receivers["a"]
+    assert not link.announced("s")
+    session.sender.post(bucket(), ["a"], soon())
+    wait_until(lambda: link.announced("s"), "header")
+    link.post(bucket(), "s", soon())
+    assert not link.announced("s")
+
+
+@pytest.mark.parametrize(
+    "wanted", [bucket(version=2), bucket(index=1), bucket(nbytes=NBYTES + 1)], ids=["version", "index", "size"]
+)
+def test_a_receiver_that_waits_for_another_bucket_ends_the_call_of_both_sides_and_closes_the_senders_half(
+    sessions: Sessions, wanted: Bucket
+) -> None:
+    session = sessions()
+    flushing = session.send(bucket(), deadline=never())
+    with pytest.raises(ProtocolError, match=f"of {wanted.nbytes} bytes, but the sender offers version 1") as refused:
+        session.receivers["a"].post(wanted, "s", never())
+    assert refused.value.peer == "s"
+    assert receiver_of(session).posted == []
+    with pytest.raises(ProtocolError, match=f"refused a bucket: it waits for bucket {wanted.index}") as told:
+        flushing.result(HANG_S)
+    assert told.value.peer == "a"
+    assert sender_of(session).life.closed
+    with pytest.raises(ProtocolError, match="refused a bucket"):  # as does every later call
+        session.sender.post(bucket(index=1), ["a"], soon())
+
+
+def header(said: Any, claim: object = None) -> dict[str, Any]:
+    right = proof(KEY, "weightlane bucket", SESSION, json.dumps(said))
+    return {"bucket": said, "proof": right if claim is None else claim}
+
+
+RIGHT = [1, 0, NBYTES, True, "xxh3:1"]
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (header(RIGHT, "0" * 64), "not the sender's"),
+        (header(RIGHT, proof(KEY, "weightlane bucket", "other", json.dumps(RIGHT))), "not the sender's"),
+        ({**header(RIGHT), "bucket": [*RIGHT[:4], "xxh3:2"]}, "not the sender's"),
+        (header([1, 0, NBYTES, True, None]), "the sender offers"),
+    ],
+)
+def test_a_header_that_the_sender_has_not_made_or_that_is_none_is_refused(message: dict[str, Any], said: str) -> None:
+    with told_by(lambda channel: channel.send_json(message, soon())) as link:
+        with pytest.raises(ProtocolError, match=said):
+            link.post(bucket(), "s", soon())
+        assert cast("StillReceiver", link.half).posted == []
+
+
+def test_an_address_that_is_not_a_links_is_refused(sessions: Sessions) -> None:
+    session = sessions("a", connect=False)
+    for address in ({}, {"meeting": 5, "engine": {}}, {"meeting": {"host": "127.0.0.1"}, "engine": {}}):
+        link = make_receiver_link(still_engine(), "a", HOST)
+        with pytest.raises(ProtocolError, match=r"not (the|an) address"):
+            link.connect(Topology(SESSION, {"s": address}, session.topology.receivers, KEY), soon())
+        link.close()

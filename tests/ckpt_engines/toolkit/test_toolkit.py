@@ -1,18 +1,30 @@
-"""The public helpers for engine authors: bounded waits, and handshakes that both sides agree on."""
+"""The public helpers for engine authors: bounded waits, handshakes, and an engine that is made of two functions."""
 
 from __future__ import annotations
 
 import itertools
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from sessions import soon
+from sessions import Session, soon
 from waiting import NEVER_S
 
-from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, DeadlineExceededError, ProtocolError, toolkit
+from weightlane.ckpt_engines import (
+    Bucket,
+    Channel,
+    CheckpointEngineRegistry,
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    EngineConfig,
+    ProtocolError,
+    toolkit,
+)
+from weightlane.ckpt_engines.links.sender_link import make_sender_link
+from weightlane.ckpt_engines.runtime.devices import HOST
 
 
 class Pair:
@@ -74,12 +86,6 @@ def test_progress_is_made_while_an_announcement_or_an_answer_is_awaited(pair: Pa
     assert list(toolkit.await_acknowledgements(pair.receivers, bucket(), soon(), progress=acknowledge)) == ["rollout"]
 
 
-def test_nobody_is_chosen_who_is_not_connected(pair: Pair) -> None:
-    assert toolkit.choose(pair.receivers, ["rollout"], pair.sender_life) == pair.receivers
-    with pytest.raises(ProtocolError, match="nobody"):
-        toolkit.choose(pair.receivers, ["rollout", "nobody"], pair.sender_life)
-
-
 def blocked(pair: Pair, deadline: Deadline, *, polled: bool) -> None:
     """Wait for something that never comes, in one of the two ways."""
     if polled:
@@ -121,3 +127,72 @@ def test_the_memory_of_an_engine_is_found_by_every_part_of_it_until_it_is_discar
     assert memory.find(first) is None
     assert sorted(memory.drain()) == ["part", "second"]
     assert memory.find(second) is None
+
+
+class LaneConfig(EngineConfig):
+    lanes: int = 2
+
+
+class Lanes(toolkit.PairedEngine[LaneConfig]):
+    """Has options."""
+
+
+class MoreLanes(Lanes):
+    """Inherits these options."""
+
+
+class Plain(toolkit.PairedEngine[EngineConfig]):
+    """Has none."""
+
+
+def test_the_type_of_the_options_stands_in_the_brackets_and_errors_call_an_engine_by_its_registered_name() -> None:
+    assert [engine.config_type for engine in (Lanes, MoreLanes, Plain)] == [LaneConfig, LaneConfig, EngineConfig]
+    registered = CheckpointEngineRegistry().create("template")
+    for engine, called in ((registered, "template"), (MoreLanes(LaneConfig(lanes=3)), "morelanes")):
+        link = make_sender_link(engine, "s", HOST)
+        assert link.part == link.half._life.part == f"{called} sender s"  # type: ignore[attr-defined]
+        link.close()
+
+
+class Greeting(Plain):
+    """Both sides say hello, and note what is asked of them."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__(config)
+        self.did: list[str] = []
+
+    def connected(self, channel: Channel, deadline: Deadline) -> None:
+        channel.send_json({"hello": channel.peer}, deadline)
+        self.did.append(f"{channel.receive_json(deadline, 'a greeting')['hello']} connected")
+
+    def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
+        self.did.append(f"send {bucket.index} to {', '.join(channels)}")
+        super().send(channels, bucket, deadline)
+
+    def receive(self, channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
+        self.did.append(f"receive {bucket.index}")
+        super().receive(channel, bucket, deadline)
+
+
+def test_both_sides_are_connected_and_buckets_are_moved_in_order_when_they_are_waited_for() -> None:
+    sending, receiving = Greeting(EngineConfig()), Greeting(EngineConfig())
+    session = Session(sending, "a", "b", of_receivers=receiving)
+    assert sending.did == ["s connected"] * 2
+    assert sorted(receiving.did) == ["a connected", "b connected"]
+    sent = [torch.full((100,), number, dtype=torch.uint8) for number in range(3)]
+    for index, data in enumerate(sent):
+        session.sender.post(Bucket(1, index, data), ["a"], soon())
+    assert len(sending.did) == 2
+    session.sender.flush(soon(), 1)
+    assert sending.did[2:] == ["send 0 to a", "send 1 to a"]
+    session.sender.flush(soon())
+    assert sending.did[4:] == ["send 2 to a"]
+    received = [torch.zeros(100, dtype=torch.uint8) for _ in sent]
+    for index, data in enumerate(received):
+        session.receiver.post(Bucket(1, index, data), "s", soon())
+    session.receiver.flush(soon())
+    assert all(map(torch.equal, sent, received))
+    assert receiving.did[2:] == ["receive 0", "receive 1", "receive 2"]
+    with pytest.raises(ProtocolError, match="not connected to nobody"):
+        session.sender.half.post(Bucket(1, 3, sent[0]), ["nobody"])
+    session.close()

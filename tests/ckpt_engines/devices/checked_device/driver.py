@@ -17,19 +17,16 @@ class Driver:
         return self._world.allocate(device, nbytes, by_driver=True).address
 
     def free(self, device: int, pointer: int) -> None:
-        """Free the memory at `pointer`."""
         block, _ = self._world.find(pointer)
         if block.device != device:
             self._world.violate(WRONG_DEVICE, f"memory of device {block.device} was freed on {device}")
         self._world.free(block)
 
     def export(self, device: int, pointer: int) -> bytes:
-        """Handle by which another half opens the memory at `pointer`."""
         assert self._world.find(pointer)[0].device == device
         return self._world.handle_of(pointer)
 
     def open(self, _device: int, handle: bytes) -> int:
-        """Address of the memory that `handle` stands for."""
         return int(self._world.by_handle(handle))
 
     def close(self, _device: int, pointer: int) -> None:
@@ -40,7 +37,6 @@ class Driver:
                 self._world.violate(FREED, "a mapping was closed under a copy")
 
     def copy(self, device: int, destination: int, source: int, nbytes: int, stream: int) -> None:
-        """Start a copy on the stream of that number."""
         world = self._world
         into, to = world.find(destination)
         out_of, at = world.find(source)

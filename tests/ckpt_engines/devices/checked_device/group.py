@@ -52,7 +52,6 @@ class Fleet:
         world.idle.append(self._look)
 
     def join(self, rank: int, device: int) -> None:
-        """Add a member on `device`."""
         with self.world.changed:
             if any(stream.device == device for stream in self.streams.values()):
                 self.world.violate(WRONG_DEVICE, f"two members of a communicator are on device {device}")
@@ -60,7 +59,6 @@ class Fleet:
             self.parts[rank] = []
 
     def start(self, part: Part) -> Operation:
-        """Start a member's part on the communicator's stream."""
         world, stream = self.world, self.streams[part.rank]
         with world.changed:
             stream.wait_stream(world.current_stream(stream.device))
@@ -145,7 +143,6 @@ class Work:
         self._world.current_stream(self._stream.device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether the operation is over."""
         return bool(self._event.passed)
 
 
@@ -160,15 +157,12 @@ class Group:
         fleet.join(rank, device)
 
     def rank(self) -> int:
-        """This member's rank."""
         return self._rank
 
     def size(self) -> int:
-        """Number of members."""
         return self._fleet.size
 
     def broadcast(self, tensors: list[CheckedTensor], options: Any) -> Work:
-        """Start a broadcast, as torch's method does."""
         self._broadcasts += 1
         return self._go([((options.rootRank, -1, self._broadcasts), tensors[0])])
 
@@ -177,7 +171,6 @@ class Group:
         self._add((self._rank, target), tensors[0])
 
     def recv(self, tensors: list[CheckedTensor], source: int, _tag: int) -> None:
-        """Add a receive to the open batch."""
         self._add((source, self._rank), tensors[0])
 
     def _add(self, pair: tuple[int, int], tensor: CheckedTensor) -> None:
@@ -200,7 +193,6 @@ class Group:
         return Work(self._fleet, self._rank)
 
     def abort(self) -> None:
-        """Let every operation under way end."""
         with self._fleet.world.changed:
             self._fleet.let_go = True
 
@@ -209,7 +201,6 @@ class HcclGroup(Group):
     """Member with the calls of torch_npu's ProcessGroupHCCL, which has no coalescing."""
 
     def batch_isend_irecv(self, kinds: list[str], tensors: list[CheckedTensor], ranks: list[int]) -> Work:
-        """Start sends and receives as one batch."""
         self._batch = []
         for kind, tensor, rank in zip(kinds, tensors, ranks, strict=True):
             self._add((self._rank, rank) if kind == "isend" else (rank, self._rank), tensor)
@@ -217,12 +208,10 @@ class HcclGroup(Group):
         return self._go(batch)
 
     def abort_hccl_comm(self, _why: str) -> None:
-        """Let every operation under way end."""
         self.abort()
 
 
 def open_group(world: World, store: Any, rank: int, size: int, device: int, *, backend: str) -> Group:
-    """Make a member of the group whose members meet in `store`."""
     if rank == 0:
         key = f"fleet-{next(_numbers)}"
         _fleets[key] = Fleet(world, size)

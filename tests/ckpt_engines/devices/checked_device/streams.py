@@ -64,7 +64,6 @@ class Block:
         self.accesses: list[Access] = []
 
     def bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes from `start` on."""
         return np.frombuffer(self.raw, dtype=np.uint8)[start:stop]
 
 
@@ -116,7 +115,6 @@ class Stream:
         event.synchronize()
 
     def put(self, what: str, run: Callable[[], object], *, ready: Callable[[], bool] = lambda: True) -> Operation:
-        """Start an operation; it begins when its turn has come."""
         with self.world.changed:
             merge(self.clock, self.world.host)
             self.count += 1
@@ -166,7 +164,6 @@ class Event:
         stream.wait_event(self)
 
     def ipc_handle(self) -> bytes:
-        """Return a handle by which another half opens the event."""
         if self.device is None:
             self.device = self.world.current_device
         return self.world.handle_of(self)
@@ -179,5 +176,4 @@ def merge(into: Clock, other: Mapping[int, int]) -> None:
 
 
 def names(violations: Iterable[Violation]) -> str:
-    """All of them, for a failure's text."""
     return "\n".join(f"{violation.rule}: {violation.what}" for violation in violations)

@@ -33,26 +33,21 @@ class CheckedTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The pretended one."""
         return torch.device(self.world_type, self.block.device)
 
     @property
     def world_type(self) -> str:
-        """Type of the devices."""
         return Devices.kind
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
-        """Whether the pretended device is of type ``cuda``."""
         return Devices.kind == "cuda"
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
-        """It is on none."""
         return False
 
     def data_ptr(self) -> int:
-        """An address on the pretended device."""
         return self.block.address + self.storage_offset() * self.element_size()
 
     def record_stream(self, stream: Stream) -> None:
@@ -205,36 +200,28 @@ class Devices:
         self._world = world
 
     def is_available(self) -> bool:
-        """There are devices."""
         return True
 
     def device_count(self) -> int:
-        """How many."""
         return self._world.devices
 
     def current_device(self) -> int:
-        """This thread's."""
         return self._world.current_device
 
     def device(self, device: torch.device | int) -> Any:
-        """Make it this thread's."""
         return self._world.on_device(_index(device))
 
     def stream(self, stream: Stream) -> Any:
-        """Make it this thread's."""
         return self._world.on_stream(stream)
 
     def current_stream(self, device: torch.device | int | None = None) -> Stream:
-        """This thread's."""
         return self._world.current_stream(self._world.current_device if device is None else _index(device))
 
     def Stream(self, device: torch.device | int) -> Stream:  # noqa: N802 - torch's name
-        """A new one."""
         return self._world.stream(_index(device))
 
     @property
     def Event(self) -> Any:  # noqa: N802 - torch's name
-        """Makes events."""
         world = self._world
 
         class Made(Event):
@@ -273,7 +260,6 @@ class Devices:
         """There is none."""
 
     def get_device_properties(self, device: torch.device | int) -> Any:
-        """With a name that means the same everywhere."""
 
         class Properties:
             uuid = f"device-{_index(device)}"
@@ -281,7 +267,6 @@ class Devices:
         return Properties()
 
     def can_device_access_peer(self, _mine: int, _theirs: int) -> bool:
-        """All can."""
         return True
 
 

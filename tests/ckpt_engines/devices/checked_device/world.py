@@ -66,12 +66,10 @@ class World:
 
     @property
     def current_device(self) -> int:
-        """This thread's; 0 in a new one."""
         return getattr(self._threads, "device", 0)
 
     @contextmanager
     def on_device(self, device: int) -> Any:
-        """Make it this thread's."""
         before, self._threads.device = self.current_device, device
         try:
             yield
@@ -79,12 +77,10 @@ class World:
             self._threads.device = before
 
     def current_stream(self, device: int) -> Stream:
-        """This thread's on a device."""
         return getattr(self._threads, "streams", {}).get(device, self.default[device])
 
     @contextmanager
     def on_stream(self, stream: Stream) -> Any:
-        """Make it this thread's, and its device, too."""
         streams = self._threads.streams = getattr(self._threads, "streams", {})
         before = streams.get(stream.device)
         with self.on_device(stream.device):
@@ -100,14 +96,12 @@ class World:
     # -- streams -------------------------------------------------------------------------------------------------------------
 
     def stream(self, device: int, name: str = "a stream") -> Stream:
-        """A new one."""
         with self.changed:
             made = Stream(self, device, name)
             self._streams.append(made)
             return made
 
     def number(self) -> int:
-        """A fresh number."""
         self._numbers += 1
         return self._numbers
 
@@ -117,7 +111,6 @@ class World:
             self._forbidden[stream.number] = stream.count, stream
 
     def started(self, stream: Stream, operation: Operation) -> None:
-        """An operation was started; the caller holds `changed`."""
         for number, (count, training) in self._forbidden.items():
             if number != stream.number and operation.clock.get(number, 0) > count:
                 self.violate(TRAINER, f"{operation.what} on {stream.name} waits for {training.name}")
@@ -141,7 +134,6 @@ class World:
         return self._random.randbytes(nbytes)
 
     def place(self, nbytes: int) -> int:
-        """A fresh address."""
         address = self._next_address
         self._next_address += (nbytes + 511) // 512 * 512 + 512
         return address
@@ -158,7 +150,6 @@ class World:
         weakref.finalize(owner, self.free, block).atexit = False
 
     def free(self, block: Block) -> None:
-        """Nobody holds the block any more."""
         with self.changed:
             if self._blocks.pop(block.address, None) is None:
                 return
@@ -175,7 +166,6 @@ class World:
                     return
 
     def find(self, address: int) -> tuple[Block, int]:
-        """The block at an address, and where in it."""
         with self.changed:
             blocks = list(self._blocks.values())  # the loop below may make garbage go, and with it a block
         for block in blocks:
@@ -202,13 +192,11 @@ class World:
     # -- handles -------------------------------------------------------------------------------------------------------------
 
     def handle_of(self, thing: object) -> bytes:
-        """64 bytes by which `thing` is found."""
         with self.changed:
             self._handles.append(thing)
             return (len(self._handles) - 1).to_bytes(64, "little")
 
     def by_handle(self, handle: bytes) -> Any:
-        """Return the object for which `handle_of` made `handle`."""
         return self._handles[int.from_bytes(handle, "little")]
 
     # -- running -------------------------------------------------------------------------------------------------------------
@@ -243,7 +231,6 @@ class World:
         return not held and all(event.passed for event in operation.waits) and operation.ready()
 
     def close(self) -> None:
-        """Stop."""
         with self.changed:
             self._over = True
             self.changed.notify_all()

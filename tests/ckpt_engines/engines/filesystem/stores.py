@@ -35,9 +35,6 @@ class Place:
     def read(self, path: str) -> bytes:
         return bytes(self.fs.cat_file(f"{self.root}/{path}"))
 
-    def write(self, path: str, content: bytes) -> None:
-        self.fs.pipe_file(f"{self.root}/{path}", content)
-
     def latest(self) -> list[tuple[int, str]]:
         """Return the committed versions and their directories, newest first."""
         found = json.loads(self.read("latest.json"))

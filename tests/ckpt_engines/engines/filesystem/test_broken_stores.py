@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from sessions import soon
-from stores import Place, connect, connect_sender, place_of, publish, receive, received, send, version_files
-from waiting import HANG_S, MovableClock
+from stores import Place, connect, connect_sender, place_of, publish, received, send, version_files
+from waiting import HANG_S
 
-from weightlane.ckpt_engines import Bucket, ConfigError, Deadline, DeadlineExceededError, StorageError, StoringSender
+from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError, StorageError, StoringSender
 from weightlane.ckpt_engines.engines.filesystem.guard import Guard
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
@@ -176,21 +175,6 @@ def test_a_local_write_that_is_stuck_in_the_kernel_never_replaces_a_later_one(
     assert place.latest()[0][0] == 3
 
 
-def test_a_version_whose_listing_is_in_doubt_stays_when_its_sender_closes(
-    held_up: tuple[Place, StoringSender, HeldUp],
-) -> None:
-    place, sender, held = held_up
-    publish(sender, 2, 100, commit=False)
-    with lists_of_versions_are_soon_given_up(), pytest.raises(DeadlineExceededError):
-        sender.commit_version(2, {"checksums.json": "2"}, soon())
-    sender.close()
-    held.go_on.set()
-    assert held.ended.acquire(timeout=HANG_S)
-    assert place.latest()[0] == (2, "session-1/sender-0/v2")
-    missing = set(version_files("session-1/sender-0/v2", 1)) - set(place.files())
-    assert missing == {"session-1/sender-0/v2/COMMITTED"}, "only the mark behind the list is missing"
-
-
 @pytest.mark.parametrize("damage", ["{", '{"version": 1, "directory": "../../etc", "committed": []}'])
 def test_a_damaged_list_of_versions_removes_nothing_and_the_next_commit_makes_a_new_one(
     tmp_path: Path, damage: str
@@ -221,33 +205,6 @@ def test_a_bucket_that_does_not_exist_is_a_storage_error_with_what_to_check(s3_o
         connect_sender(options)
 
 
-@pytest.mark.parametrize(
-    ("remote", "looks_after_s"),
-    [(False, [0, 0.005, 0.01, 0.02, 0.04, 0.05, 0.05]), (True, [0, 0.1, 0.2, 0.4, 0.8, 1.0])],
-)
-def test_a_store_is_not_asked_more_than_a_few_times_a_second(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: bool, looks_after_s: list[float]
-) -> None:
-    clock, pauses, looks = MovableClock(), [0.0], []
-    read_payload = StoreDirectory.read_payload
-
-    def looked(*arguments: Any) -> bool:
-        looks.append(pauses[-1])
-        return read_payload(*arguments)
-
-    def pause(_: Guard, seconds: float) -> None:
-        pauses.append(seconds)
-        clock.advance(seconds)
-
-    _, receiver = connect({"path": f"memory://{tmp_path}" if remote else str(tmp_path)})
-    monkeypatch.setattr(StoreDirectory, "read_payload", looked)
-    monkeypatch.setattr(Guard, "sleep", pause)
-    bucket = Bucket(1, 0, torch.empty(10, dtype=torch.uint8))
-    with pytest.raises(DeadlineExceededError, match="peer trainer"):
-        receive(receiver, bucket, Deadline.after(sum(looks_after_s) + 0.001, clock))
-    assert looks == looks_after_s
-
-
 def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path, error in (("nosuch://bucket/x", ConfigError), (f"{tmp_path}/file/store", StorageError)):
@@ -257,20 +214,11 @@ def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB; where none can be mounted, a limit of 1 MiB on the size of a file."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
-    )
-    if mounted.returncode == 0:
-        yield disk
-        subprocess.run(["umount", str(disk)], check=True)
-        return
+    """A directory in which no file grows beyond 1 MiB, as on a disk that is full then."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
-    yield disk
+    yield tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     signal.signal(signal.SIGXFSZ, handler)
 
@@ -279,7 +227,7 @@ def test_a_full_disk_is_a_storage_error_that_says_so_and_costs_only_what_was_not
     sender, receiver = connect({"path": str(tiny_disk / "store"), "keep_versions": 1})
     publish(sender, 1, 100_000)
     sent = send(sender, 2, 0, 100_000)
-    with pytest.raises(StorageError, match=r"(?i)(no space left|file too large)(?s:.*)\.path") as failure:
+    with pytest.raises(StorageError, match=r"(?i)file too large(?s:.*)\.path") as failure:
         send(sender, 2, 1, 4 << 20)
     assert str(tiny_disk) in str(failure.value)
     version_1, version_2 = (f"session-1/sender-0/v{version}" for version in (1, 2))

@@ -5,7 +5,6 @@ Nearly all of it needs a GPU: one is enough, since two processes may share it.
 
 from __future__ import annotations
 
-import base64
 import os
 import socket
 import time
@@ -19,9 +18,6 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
-    EngineUnavailableError,
-    ProtocolError,
-    StorageError,
     TransportError,
 )
 from weightlane.ckpt_engines.channels.channel import Channel
@@ -29,7 +25,6 @@ from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.engines.shared_memory import receiver as _segment_receiver
-from weightlane.ckpt_engines.engines.shared_memory.cuda_driver import HANDLE_BYTES, cuda_driver
 from weightlane.ckpt_engines.engines.shared_memory.cuda_memory import CudaSegmentKind
 from weightlane.ckpt_engines.engines.shared_memory.segments import Segment, SegmentMapping
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
@@ -84,32 +79,6 @@ class TestDeviceMemory(ConformanceBase):
         wait_until(lambda: torch.cuda.mem_get_info()[0] >= enough, "device memory")
 
 
-@pytest.mark.gpu
-@needs_gpu
-def test_a_segment_that_the_device_has_no_room_for_is_a_storage_error() -> None:
-    total = torch.cuda.mem_get_info()[1]
-    with pytest.raises(StorageError, match="device memory"):
-        CudaSegmentKind().create(2 * total, torch.device("cuda", 0))
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_memory_of_this_very_process_cannot_be_mapped_and_the_error_says_what_is_needed() -> None:
-    kind = CudaSegmentKind()
-    segment = kind.create(MIB, torch.device("cuda", 0))
-    description, _ = segment.describe()
-    with pytest.raises(TransportError, match="nccl"):
-        kind.map_segment(segment.nbytes, description, (), segment.data.device)
-
-
-@pytest.mark.parametrize("handle", [None, 7, "", "no base64!", base64.b64encode(b"x" * (HANDLE_BYTES - 1)).decode()])
-@needs_gpu
-@pytest.mark.gpu
-def test_a_handle_of_another_form_is_refused_before_the_driver_sees_it(handle: object) -> None:
-    with pytest.raises(ProtocolError, match="handle"):
-        CudaSegmentKind().map_segment(MIB, {"memory": handle, "event": handle}, (), torch.device("cuda", 0))
-
-
 def test_a_bucket_outside_of_cuda_memory_is_refused_and_descriptors_that_its_sender_passed_are_closed() -> None:
     passed = os.open("/dev/null", os.O_RDONLY)
     with pytest.raises(TransportError, match="cpu"):
@@ -143,14 +112,6 @@ def test_memory_is_held_until_the_last_receiver_that_may_map_it_has_hung_up() ->
     second.close()
     wait_until(lambda: gone() is None, "end of the memory")
     life.close()
-
-
-@pytest.mark.skipif(NO_GPU is None, reason="this machine has a CUDA device")
-def test_without_a_driver_the_engine_is_listed_with_the_reason_and_the_driver_says_so() -> None:
-    with pytest.raises(EngineUnavailableError, match="no CUDA device"):
-        CheckpointEngineRegistry().create("cuda_ipc")
-    with pytest.raises(TransportError, match="libcuda"):
-        cuda_driver()
 
 
 class Copying(SegmentMapping):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import stat
 import subprocess
 import sys
 import time
@@ -22,19 +20,17 @@ from weightlane.ckpt_engines import (
     CheckpointEngine,
     CheckpointEngineRegistry,
     ConfigError,
-    DeadlineExceededError,
     PeerLostError,
-    ProtocolError,
     StorageError,
 )
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
+from weightlane.ckpt_engines.conformance.processes import half_process
 from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.conformance.processes.pool import RemoteHalf
-from weightlane.ckpt_engines.engines.shared_memory.memfd import MemfdMapping, MemfdSegment
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.devices import HOST
-from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess
+from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess, ForkServer
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 
 pytestmark = pytest.mark.usefixtures("small_heap")
@@ -67,19 +63,6 @@ def random_bytes(nbytes: int) -> torch.Tensor:
 def sizes(mappings: Callable[[], list[tuple[str, int]]]) -> Sizes:
     """Tells the sizes of the mappings of memory files that the test has made."""
     return lambda: [nbytes for _, nbytes in mappings()]
-
-
-def test_the_senders_socket_is_its_users_own_and_has_no_name_once_everybody_is_in(
-    engine: CheckpointEngine, socket_dir: Path
-) -> None:
-    session = Session(engine, "r", connect=False)
-    (path,) = socket_dir.iterdir()
-    assert stat.S_ISSOCK(path.stat().st_mode)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    for future in session.start_connect():
-        future.result()
-    assert list(socket_dir.iterdir()) == []
-    session.close()
 
 
 def test_allocated_memory_is_sent_without_a_copy_wherever_the_bucket_lies_in_it(
@@ -135,16 +118,6 @@ def test_only_sockets_of_dead_senders_are_cleared_away(engine: CheckpointEngine,
     assert list(socket_dir.iterdir()) == []
 
 
-def test_a_descriptor_that_is_no_segment_of_the_announced_size_is_refused(tmp_path: Path) -> None:
-    segment = MemfdSegment(4096)
-    with (tmp_path / "file").open("wb") as file:
-        file.truncate(4096)
-    for path, nbytes in ((f"/proc/self/fd/{segment.descriptor}", 8192), (str(tmp_path / "file"), 4096)):
-        with Path(path).open("r+b") as opened, pytest.raises(ProtocolError, match="cannot map"):
-            MemfdMapping(os.dup(opened.fileno()), nbytes)
-    segment.retire()
-
-
 def inodes_of_segments(process_directory: Path) -> set[str]:
     """Inodes of the memory files that a process maps; empty when it is gone."""
     try:
@@ -189,8 +162,8 @@ def test_the_memory_that_is_left_is_the_containers_if_that_has_less_than_the_mac
     assert available_memory_bytes(tmp_path / "none", tmp_path / "none") is None
 
 
-class TestKilledInEachPhase(ConformanceBase):
-    """A killed process leaves nothing that the next start would not clear away."""
+class TestKilledSender(ConformanceBase):
+    """A sender that is killed leaves nothing behind. Its socket goes when the next one starts."""
 
     deadline_s = grace_s = HANG_S
 
@@ -198,72 +171,20 @@ class TestKilledInEachPhase(ConformanceBase):
     def engine_name(self) -> str:
         return "shm"
 
-    @pytest.fixture
-    def engine_options(self, socket_dir: Path) -> dict[str, Any]:
-        return {"socket_dir": str(socket_dir)}
-
-    @pytest.mark.parametrize("doomed_side", ["sender", "receiver"])
-    @pytest.mark.parametrize("phase", ["connecting", "in mid-bucket"])
-    def test_killed(
-        self, halves: ConnectionMaker, engine_options: dict[str, Any], phase: str, doomed_side: str
-    ) -> None:
-        sockets = Path(engine_options["socket_dir"])
-        connection = halves(2)
-        doomed = connection.sender if doomed_side == "sender" else connection.receivers[0]
-        held: set[str] = set()
-        if phase == "connecting":
-            connection.exchange_addresses()
-            assert len(list(sockets.iterdir())) == 1
-            waiting = [connection.sender, connection.receivers[0]]  # the third stays away, so that it stays at that
-            for half in waiting:
-                connection.start_connect(half, deadline_s=3)
-        else:
-            connection.connect()
-            connection.deliver([Parcel(1, 0, MIB, 1)])
-            held = inodes_of_segments(Path(f"/proc/{connection.sender.pid}"))
-            assert held
-            for half in connection.halves:  # memory has no names
-                assert "/dev/shm" not in Path(f"/proc/{half.pid}/maps").read_text()
-            connection.start_send([Parcel(1, 1, MIB, 2)], deadline_s=3)  # nobody receives, so the sender waits
-            waiting = [connection.sender]
-        time.sleep(self.settle_s)
-        doomed.kill()
+    def test_its_memory_has_no_name_and_goes_with_the_last_receiver(self, connected: ConnectionMaker) -> None:
+        connection = connected(2)
+        connection.deliver([Parcel(1, 0, MIB, 1)])
+        held = inodes_of_segments(Path(f"/proc/{connection.sender.pid}"))
+        assert held
         for half in connection.halves:
-            if half is not doomed:
-                if half in waiting:  # by its deadline if it was not under way yet
-                    with pytest.raises((PeerLostError, DeadlineExceededError)):
-                        half.result()
-                half.call("close")
+            assert "/dev/shm" not in Path(f"/proc/{half.pid}/maps").read_text()
+        connection.start_send([Parcel(1, 1, MIB, 2)])  # nobody receives, so the sender waits
+        time.sleep(self.settle_s)
+        connection.sender.kill()
+        for half in connection.receivers:
+            half.call("close")
         left = [path for path in Path("/proc").glob("[0-9]*") if inodes_of_segments(path) & held]
         assert left == []
-        following = make_sender_link(CheckpointEngineRegistry().create("shm", engine_options), "next", HOST)
-        name = following.address()["meeting"]["socket"]
-        assert [path.name for path in sockets.iterdir()] == [name]
-        following.close()
-        assert list(sockets.iterdir()) == []
-
-
-def test_a_socket_whose_owner_was_killed_before_it_listened_is_cleared_away_but_one_in_the_making_is_not(
-    engine: CheckpointEngine, socket_dir: Path, children: Any
-) -> None:
-    program = (
-        "import fcntl, os, socket, sys\n"
-        "directory = os.open(sys.argv[1], os.O_RDONLY)\n"
-        "fcntl.flock(directory, fcntl.LOCK_SH)\n"
-        "socket.socket(socket.AF_UNIX).bind(sys.argv[1] + '/weightlane-0123456789abcdef.sock')\n"
-        "print('bound', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    child = children.start(["-c", program, str(socket_dir)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdout.readline() == "bound\n"
-    for killed in (False, True):
-        if killed:
-            child.kill()
-            child.wait(HANG_S)
-        sender = make_sender_link(engine, "s", HOST)
-        sender.address()  # which waits for nobody who holds the lock
-        assert len(list(socket_dir.iterdir())) == (1 if killed else 2)
-        sender.close()
 
 
 NAMESPACES = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--net", "--ipc"]
@@ -281,42 +202,31 @@ def no_namespaces() -> str:
     return probe.stderr.strip()
 
 
-def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_but_the_sockets_directory(
-    socket_dir: Path, children: Any
+def test_a_receiver_in_a_container_of_its_own_needs_to_share_nothing_but_the_sockets_directory(
+    socket_dir: Path, children: Any, forks: ForkServer
 ) -> None:
     if reason := no_namespaces():
         pytest.skip(f"this machine lets nobody make namespaces: {reason}")
-    (socket_dir / "shared").mkdir()
-    options = {"socket_dir": str(socket_dir / "shared")}
-    program = ["-P", "-m", "weightlane.ckpt_engines.conformance.processes.half_process"]
-    # Own processes, network, System V IPC and /dev/shm. The directory is reached under another path in the second one.
-    inside = 'mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && exec "$@"'
-    moved = f'mkdir -p /run/elsewhere && mount --bind {options["socket_dir"]} /run/elsewhere && exec "$@"'
-    scripts = [inside, f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && {moved}"]
-    halves = []
-    for script in scripts:
-        command = [*NAMESPACES, "sh", "-c", script, "sh", sys.executable, *program]
-        launch = f"import os; os.execvp({command[0]!r}, {command!r})"
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = children.start(["-c", launch], stdin=theirs)
-            halves.append(RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours))))
-    sender, receiver = halves
+    sender = RemoteHalf(forks.fork(f"{half_process.__name__}:serve"))
+    # Own processes, network, System V IPC and /dev/shm; there the directory has another path.
+    mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && mkdir -p /run/elsewhere && mount --bind {socket_dir}"
+    script = f'{mounts} /run/elsewhere && exec "$@"'
+    command = [*NAMESPACES, "sh", "-c", script, "sh", sys.executable, "-P", "-m", half_process.__name__]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = children.start(["-c", f"import os; os.execvp({command[0]!r}, {command!r})"], stdin=theirs)
+    receiver = RemoteHalf(ForkedProcess(process.pid, JsonSocket(ours)))
+    halves = (sender, receiver)
     for half in halves:
         half.grace_s = HANG_S
         assert half.call("unpickled") == 0  # it is there
     kinds = ("user", "mnt", "net", "ipc")
     assert len({Path(f"/proc/{half.pid}/ns/{kind}").readlink() for half in halves for kind in kinds}) == 8
-    sender.call("make", side="sender", engine="shm", options=options, name="s")
+    sender.call("make", side="sender", engine="shm", options={"socket_dir": str(socket_dir)}, name="s")
     receiver.call("make", side="receiver", engine="shm", options={"socket_dir": "/run/elsewhere"}, name="r")
-    topology = {
-        "session": "session",
-        "key": "",
-        "senders": {"s": sender.call("address")},
-        "receivers": {"r": receiver.call("address")},
-    }
+    addresses = {"senders": {"s": sender.call("address")}, "receivers": {"r": receiver.call("address")}}
     for half in halves:
-        half.start("connect", topology=topology, deadline_s=HANG_S)
+        half.start("connect", topology={"session": "session", "key": "", **addresses}, deadline_s=HANG_S)
     for half in halves:
         half.result()
     parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]
@@ -324,7 +234,7 @@ def test_sender_and_receivers_in_containers_of_their_own_need_to_share_nothing_b
     sender.call("send", parcels=parcels, receivers=["r"], deadline_s=HANG_S)
     assert receiver.result() == [""] * 3
     receiver.start("receive", parcels=[Parcel(2, 0, 1, 1)], sender="s", deadline_s=HANG_S)
-    sender.kill()  # with all that is in its container
+    sender.kill()
     with pytest.raises(PeerLostError):
         receiver.result()
     receiver.kill()

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import mmap
-import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import torch
 from sessions import Session, descriptors, soon, wait_until_closed
-from waiting import wait_until
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -21,7 +18,6 @@ from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     Deadline,
     DeadlineExceededError,
-    PeerLostError,
     ProtocolError,
     StorageError,
 )
@@ -116,32 +112,6 @@ def test_a_freed_segment_is_unmapped_by_receivers_with_the_next_bucket_and_held_
     assert mappings() == [READ, READ, WRITE]
 
 
-def test_the_limit_is_for_what_is_held_and_not_for_what_others_still_look_at(
-    engine: SegmentEngine, session: Session
-) -> None:
-    for version in (1, 2, 3):
-        data = filled(engine, 3 * MIB, version)
-        views = session.show(version, data)
-        with pytest.raises(StorageError, match="max_shared_mib"):
-            engine.allocate(2 * MIB, CPU)
-        engine.free(data)
-        assert int(views[0][-1]) == version
-
-
-def test_a_failed_allocation_takes_nothing_of_the_limit(engine: SegmentEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", full)
-        before = descriptors()
-        for _ in range(3):
-            with pytest.raises(StorageError, match="No space left"):
-                engine.allocate(3 * MIB, CPU)
-        wait_until_closed(before)
-    engine.free(engine.allocate(4 * MIB, CPU))
-
-
 def test_a_bucket_that_a_receiver_may_still_come_to_look_at_counts_as_looked_at(
     engine: SegmentEngine, session: Session
 ) -> None:
@@ -159,17 +129,6 @@ def test_a_bucket_that_a_receiver_may_still_come_to_look_at_counts_as_looked_at(
     session.sender.reclaim(1, soon())
 
 
-def test_only_what_was_viewed_is_released_and_once(engine: SegmentEngine, session: Session) -> None:
-    session.show(1, filled(engine, 100, 1))
-    channel = session.sender.half._channels["a"]  # type: ignore[attr-defined]
-    receiver = session.receivers["a"]
-    for version in (7, 1, 1):
-        receiver.release(version, soon())
-    assert channel.receive_json(soon(), "the release") == {"released": 1}
-    with pytest.raises(DeadlineExceededError):
-        channel.receive_json(Deadline.after(0), "another one")
-
-
 def test_what_a_receiver_should_not_say_fails_the_reclaim_and_what_it_says_without_end_does_not_put_off_the_deadline(
     engine: SegmentEngine, session: Session
 ) -> None:
@@ -183,15 +142,6 @@ def test_what_a_receiver_should_not_say_fails_the_reclaim_and_what_it_says_witho
         channel.send_json({"released": 12345}, soon())
     with pytest.raises(DeadlineExceededError):
         session.sender.reclaim(1, Deadline.after(0))
-
-
-def test_releasing_to_a_sender_that_is_gone_says_so(engine: SegmentEngine, session: Session) -> None:
-    (view, _) = session.show(1, filled(engine, 100, 5))
-    session.sender.close()
-    wait_until(lambda: not [each for each in threading.enumerate() if each.name == "weightlane-watch-s"], "hanging up")
-    with pytest.raises(PeerLostError):
-        session.receivers["a"].release(1, soon())
-    assert view.eq(5).all()
 
 
 def test_copies_of_lasting_buckets_go_when_they_are_reclaimed_or_their_sender_closes(

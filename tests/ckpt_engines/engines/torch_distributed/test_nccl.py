@@ -6,9 +6,7 @@ is tested in ``checked_device``, on devices that are made up.
 
 from __future__ import annotations
 
-import itertools
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,11 +24,9 @@ from weightlane.ckpt_engines import (
     TransportError,
 )
 from weightlane.ckpt_engines.conformance import run_conformance
-from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker
-from weightlane.ckpt_engines.conformance.processes.payload import Parcel
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
 from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import CollectiveReceiver, CollectiveSender
-from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup, open_device_group
+from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
@@ -39,14 +35,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
 )
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, is_available, runtime_of
-from weightlane.ckpt_engines.runtime.fork_server import ForkServer
-from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
-ENGINES = [
-    "gloo",
-    pytest.param("nccl", marks=pytest.mark.gpu),
-    pytest.param("hccl", marks=pytest.mark.npu),
-]
 DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
 
 
@@ -55,62 +44,6 @@ def device_count(device: str) -> int | None:
     if device == "cpu":
         return None
     return int(torch.get_device_module(device).device_count()) if is_available(device) else 0
-
-
-class TestSeveralSenders(ConformanceBase):
-    """In groups of their own, or in one for all of them."""
-
-    deadline_s = grace_s = HANG_S
-
-    @pytest.fixture(params=ENGINES)
-    def engine_name(self, request: pytest.FixtureRequest) -> str:
-        count = device_count(DEVICES[request.param])
-        if count is not None and count < 4:
-            pytest.skip(f"{request.param} needs four devices for two senders and two receivers, here are {count}")
-        return str(request.param)
-
-    def test_several_senders_send_at_the_same_time_and_receivers_take_from_each_in_its_own_order(
-        self, connected: ConnectionMaker
-    ) -> None:
-        connection = connected(2, senders=2)
-        plans = {
-            half.name: [Parcel(1, index, 300_001, 10 * place + index) for index in range(3)]
-            for place, half in enumerate(connection.senders)
-        }
-        for half in connection.senders:  # both before anybody receives
-            connection.start_send(plans[half.name], sender=half)
-        for sender in reversed(connection.senders):
-            for half in connection.receivers:
-                connection.start_receive(half, plans[sender.name], sender=sender)
-            connection.check_received(connection.receivers)
-        for half in connection.senders:
-            half.result()
-
-    def test_two_senders_reach_different_receivers_at_the_same_time(self, connected: ConnectionMaker) -> None:
-        connection = connected(2, senders=2)
-        parcels = [Parcel(1, 0, 200_003, 1), Parcel(1, 1, 5, 2), Parcel(1, 2, 200_003, 3)]
-        for sender, receiver in zip(connection.senders, connection.receivers, strict=True):
-            connection.start_send(parcels, [receiver], sender=sender)
-            connection.start_receive(receiver, parcels, sender=sender)
-        connection.check_received(connection.receivers)
-        for sender in connection.senders:
-            sender.result()
-        connection.deliver([Parcel(1, 3, 1000, 4)])  # to both, after buckets for one
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-def test_transfers_run_beside_the_trainings_own_group_and_leave_it_and_the_environment_alone(
-    engine: str, forks: ForkServer, tmp_path: Path, free_port: int
-) -> None:
-    if reason := CheckpointEngineRegistry().engine_class(engine).unavailable_reason():
-        pytest.skip(f"{engine} cannot run here: {reason}")
-    count = device_count(DEVICES[engine])
-    if count is not None and count < 2:
-        pytest.skip(f"{engine} needs two devices, here are {count}")
-    arguments = (engine, DEVICES[engine], free_port, str(tmp_path))
-    for child in [forks.fork("beside_training:train", rank, *arguments) for rank in (0, 1)]:
-        seen = child.socket.receive(HANG_S)
-        assert seen == {"before": 3.0, "arrived": True, "after": 3.0, "environment": "unchanged"}, child.output()
 
 
 def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
@@ -164,42 +97,6 @@ def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its
     group.close()
     assert backend.entered == 1
     backend.freed.set()
-
-
-def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the last look at whether it is open and the error."""
-    backend = StuckBackend()
-    backend.freed.set()
-    late, opened = threading.Event(), threading.Event()
-
-    def open_late(*_: Any, **__: Any) -> StuckBackend:
-        late.wait(HANG_S)
-        return backend
-
-    def clock() -> float:
-        """The time that the waiting thread sees: it is up, and by when it is told so for the second time the group is open."""
-        if threading.current_thread() is threading.main_thread() and next(looks):
-            late.set()
-            opened.wait(HANG_S)
-        return 1.0
-
-    looks, life = itertools.count(), Lifecycle("half", lambda: None)
-    monkeypatch.setattr(life, "ring", opened.set)
-    monkeypatch.setattr(_device_group, "open_process_group", open_late)
-    monkeypatch.setattr(DeviceGroup, "warm_up", lambda *_: None)
-    with pytest.raises(DeadlineExceededError, match=r"half \(peer other\)"):
-        open_device_group(
-            "nccl",
-            HOST,
-            dist.HashStore(),
-            rank=0,
-            names=["half", "other"],
-            host="127.0.0.1",
-            deadline=Deadline(1.0, clock),
-            life=life,
-        )
-    assert backend.entered == 1
-    life.close()
 
 
 class FailedWork:

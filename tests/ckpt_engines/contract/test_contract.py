@@ -1,15 +1,19 @@
-"""The error tree: every class carries part, peer and hint through pickles and over the wire."""
+"""The types of the contract: errors carry part, peer and hint through pickles and wires, and `help` explains every field."""
 
 from __future__ import annotations
 
 import builtins
+import dataclasses
 import json
 import pickle
+import pydoc
+import re
 
 import pytest
 import torch
 from waiting import MovableClock
 
+import weightlane.ckpt_engines as public
 from weightlane.ckpt_engines import (
     Bucket,
     Deadline,
@@ -34,18 +38,14 @@ def facts(error: WeightlaneError) -> tuple[object, ...]:
     return type(error), error.message, error.part, error.peer, error.hint, str(error)
 
 
-def test_every_error_survives_a_pickle_and_the_wire() -> None:
+def test_every_error_survives_a_pickle_and_the_wire_and_is_the_standard_one_that_a_caller_expects() -> None:
     for cls in ALL:
+        standard = [base for base in cls.__mro__ if base.__module__ == builtins.__name__ and base is not Exception]
+        assert cls is WeightlaneError or standard[0] not in (BaseException, object), cls
         error = cls("it broke.", part="gloo sender a", peer="b", hint="Mend it.")
         assert str(error) == "gloo sender a (peer b): it broke. Mend it."
         assert facts(pickle.loads(pickle.dumps(error))) == facts(error)
         assert facts(error_from_wire(json.loads(json.dumps(error.to_wire())))) == facts(error)
-
-
-def test_every_error_is_also_the_standard_one_a_caller_would_expect() -> None:
-    for cls in ALL[1:]:
-        standard = [base for base in cls.__mro__ if base.__module__ == builtins.__name__ and base is not Exception]
-        assert standard[0] not in (BaseException, object), cls
     assert issubclass(DeadlineExceededError, TimeoutError)
     assert issubclass(PeerLostError, ConnectionError)
 
@@ -96,3 +96,26 @@ def test_a_bucket_is_contiguous_one_dimensional_bytes_or_is_not_made() -> None:
         with pytest.raises(ProtocolError, match="contiguous"):
             Bucket(1, 0, data)
     assert Bucket(1, 0, torch.empty(0, dtype=torch.uint8)).nbytes == 0
+
+
+CLASSES = [
+    cls
+    for cls in (getattr(public, name) for name in public.__all__)
+    if isinstance(cls, type) and dataclasses.is_dataclass(cls) and ".contract." in cls.__module__
+]
+
+
+def attributes(cls: type) -> dict[str, str]:
+    """The section about fields in what ``help(cls)`` prints."""
+    text = pydoc.plain(pydoc.render_doc(cls)).replace(" |  ", "")
+    section = text.partition("Attributes:\n")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^ +(\w+): (.+)$", section, re.MULTILINE))
+
+
+def test_help_explains_every_field_and_every_way_of_delivery() -> None:
+    assert {public.Bucket, public.Capabilities, public.Topology} <= set(CLASSES)
+    for cls in (*CLASSES, public.EngineListing):
+        explained = attributes(cls)
+        assert [field.name for field in dataclasses.fields(cls) if field.name not in explained] == [], cls
+    assert "cpu" in attributes(public.Capabilities)["devices"]
+    assert set(attributes(public.Delivery)) == set(public.Delivery.__members__)
