@@ -164,14 +164,3 @@ def test_plugins_that_were_disabled_are_told_of_at_the_end_once_and_those_of_ear
             other
             == f"plugin other was disabled: version_staged raised OSError: no room (details: {tmp_path}/logs/plugins.log)"
         )
-
-
-def test_a_trace_that_cannot_be_written_is_said_and_does_not_hide_the_runs_own_end(tmp_path: Path) -> None:
-    said: list[str] = []
-    run = observers(tmp_path, said, trace=Path("trace.json"))
-    with run as hooks:
-        hooks.run_started(facts={})
-        (tmp_path / "trace.json").mkdir()
-    (line,) = said
-    assert line.startswith("the trace could not be written: ")
-    assert line.endswith(f"Its parts are kept in {tmp_path}/trace.json.parts")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from trace_format import load
-from waiting import HANG_S, MovableClock
+from waiting import MovableClock
 
 from weightlane.plugins import RunHooks, make_hooks
 from weightlane.plugins.trace.merge import claim, merge
@@ -116,19 +115,6 @@ def test_spans_of_any_lengths_that_overlap_in_any_way_stand_in_rows_that_nest(
     merge(path)
     trace = load(path)  # which checks the nesting
     assert len(trace.named("X")) == 2 * len(spans)
-
-
-def test_rows_of_threads_that_write_at_the_same_time_stay_whole(path: Path) -> None:
-    hooks = traced(path)
-
-    def work(participant: str) -> None:
-        for index in range(50):
-            hooks.bucket_received(version=1, index=index, facts=facts(0.0001, participant))
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, [f"rollout-0/{rank}" for rank in range(4)], timeout=HANG_S))
-    merge(path)
-    assert len(load(path).named("X")) == 200
 
 
 def test_what_a_killed_process_had_written_stays_but_for_its_last_half_line(path: Path) -> None:

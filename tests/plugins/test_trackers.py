@@ -17,25 +17,24 @@ from waiting import HANG_S
 
 LIBRARIES = Path(sys.prefix) / "trackers"
 """Where `.ci/setup-env` puts them."""
-installed = pytest.mark.skipif(not LIBRARIES.is_dir(), reason="no tracker is installed: make setup installs them")
 LOGS = """
 import json, math, sys
 from pathlib import Path
 from weightlane.plugins import make_hooks
 from weightlane.plugins.trackers import TRACKERS
 
-name, directory, error = sys.argv[1:]
-tracker = TRACKERS[name]("a project", "a run", {"loop": {"steps": 2}, "seed": 7}, Path(directory))
-hooks = make_hooks([tracker])
+trackers = [TRACKERS[name]("a project", "a run", {"loop": {"steps": 2}, "seed": 7}, Path(sys.argv[1])) for name in TRACKERS]
+hooks = make_hooks(trackers)
 for step in (1, 2):
     facts = {"seconds": 9.0, "reward": step / 4, "grad_norm": math.nan, "published_version": step, "note": "x"}
     hooks.training_step(step=step, facts=facts)
     hooks.version_committed(version=step - 1, facts={"latency_s": step / 8, "replicas": {"rollout-0": {"blocked_s": 0.5}}})
 hooks.evaluated(step=2, facts={"accuracy": 0.75, "tasks": 8})
 hooks.version_aborted(version=2, facts={"error": "a reason"})
-hooks.run_ended(facts={"error": error} if error else {})
-tracker.close()
-tracker.close()
+hooks.run_ended(facts={"error": "the disk is full"})
+for tracker in trackers:
+    tracker.close()
+    tracker.close()
 assert hooks.reports == (), hooks.reports
 """
 CURVES = {
@@ -47,7 +46,12 @@ CURVES = {
 }
 
 
-def logged(name: str, directory: Path, error: str = "") -> None:
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory in which all trackers have logged the same run."""
+    if not LIBRARIES.is_dir():
+        pytest.skip("no tracker is installed: make setup installs them")
+    directory = tmp_path_factory.mktemp("trackers")
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(LIBRARIES)]),
@@ -58,16 +62,11 @@ def logged(name: str, directory: Path, error: str = "") -> None:
         "TRACKIO_DIR": str(directory / "trackio"),
         "DO_NOT_TRACK": "1",
     }
-    done = subprocess.run(
-        [sys.executable, "-c", LOGS, name, str(directory), error],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    command = [sys.executable, "-c", LOGS, str(directory)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "", "stdout is the run's own"
+    return directory
 
 
 def add(curves: dict[str, dict[int, float]], name: str, step: int, value: float) -> None:
@@ -75,10 +74,8 @@ def add(curves: dict[str, dict[int, float]], name: str, step: int, value: float)
     curves[name][step] = value
 
 
-@installed
-def test_mlflow_has_every_curve_setting_and_how_the_run_ended(tmp_path: Path) -> None:
-    logged("mlflow", tmp_path, "the disk is full")
-    (run,) = (path.parent for path in (tmp_path / "mlruns").glob("*/*/meta.yaml"))
+def test_mlflow_has_every_curve_setting_and_how_the_run_ended(logged: Path) -> None:
+    (run,) = (path.parent for path in (logged / "mlruns").glob("*/*/meta.yaml"))
     curves: dict[str, dict[int, float]] = {}
     for file in (path for path in (run / "metrics").rglob("*") if path.is_file()):
         for line in file.read_text().splitlines():
@@ -93,10 +90,8 @@ def test_mlflow_has_every_curve_setting_and_how_the_run_ended(tmp_path: Path) ->
     assert "name: a project\n" in (run.parent / "meta.yaml").read_text()
 
 
-@installed
-def test_trackio_has_every_curve(tmp_path: Path) -> None:
-    logged("trackio", tmp_path)
-    (file,) = (tmp_path / "trackio").glob("*.db")
+def test_trackio_has_every_curve(logged: Path) -> None:
+    (file,) = (logged / "trackio").glob("*.db")
     with sqlite3.connect(file) as database:
         rows = database.execute("SELECT run_name, step, metrics FROM metrics").fetchall()
     curves: dict[str, dict[int, float]] = {}
@@ -108,10 +103,8 @@ def test_trackio_has_every_curve(tmp_path: Path) -> None:
     assert curves == CURVES
 
 
-@installed
-def test_wandb_has_every_curve_over_its_own_axis_and_no_network_was_needed(tmp_path: Path) -> None:
-    logged("wandb", tmp_path)
-    (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+def test_wandb_has_every_curve_over_its_own_axis_and_no_network_was_needed(logged: Path) -> None:
+    (file,) = (logged / "wandb").glob("offline-run-*/run-*.wandb")
     curves: dict[str, dict[int, float]] = {}
     records = list(records_of(file.read_bytes()))
     for record in records:
