@@ -66,11 +66,12 @@ def _settings(name: str) -> dict[str, Any]:
         "initializer_range": 0.2,
         "tie_word_embeddings": name == "qwen3",
     }
+    expert_size = 16  # grouped products of torch need rows of a multiple of 16 bytes, also in bfloat16
     match name:
         case "qwen3":
             return {**settings, "head_dim": 8}
         case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": expert_size}
             return {**settings, **experts, "head_dim": 8, "norm_topk_prob": True}
         case "deepseek_v3":
             attention = {
@@ -83,7 +84,7 @@ def _settings(name: str) -> dict[str, Any]:
             experts = {
                 "n_routed_experts": 4,
                 "n_shared_experts": 2,
-                "moe_intermediate_size": 12,
+                "moe_intermediate_size": expert_size,
                 "num_experts_per_tok": 2,
             }
             groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
