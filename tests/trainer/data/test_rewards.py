@@ -171,7 +171,7 @@ def test_a_process_that_hangs_in_native_code_is_killed_and_one_that_ends_is_repl
     folder: Path,
 ) -> None:
     reward = Reward(f"{MODULE}:calls_native_code", [folder])
-    late, gone, well = judged(reward, "hang", "end", "well", run_in="process", workers=1, time_limit_s=10.0)
+    late, gone, well = judged(reward, "hang", "end", "well", run_in="process", workers=1, time_limit_s=5.0)
     assert isinstance(late, RewardError)
     assert "took longer than" in str(late)
     assert isinstance(gone, RewardError)

@@ -199,6 +199,17 @@ def test_metrics_are_sums_over_tokens_that_are_trained_on() -> None:
     assert value_and_gradient(ServiceLoss("cross_entropy"), batch.packed, logprobs)[2]["weights"] == 2.5
 
 
+def test_nothing_overflows_in_float32() -> None:
+    row = [Token(-0.01, -1e30, 0.0, 1.0, 0.0), Token(-0.01, -1e30, -3.0, 1.0, 1.0), Token(-1e30, -0.01, 3.0, 1.0, 1.0)]
+    batch, logprobs = batch_of([row])
+    for name, values in batch.packed.per_token.items():
+        batch = batch.with_values(name, [values.float()])
+    for name in ("importance_sampling", "ppo", "cispo", "gspo"):
+        total, gradient, metrics = value_and_gradient(ServiceLoss(name), batch.packed, logprobs.float())
+        assert torch.isfinite(gradient).all(), name
+        assert all(map(math.isfinite, [total, *metrics.values()])), name
+
+
 def test_errors_list_what_there_is() -> None:
     for name, settings, said in (
         ("custom", {}, r"importance_sampling.*gspo.*forward_backward_custom"),
