@@ -39,13 +39,19 @@ def small_heap() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def forks(request: pytest.FixtureRequest) -> ForkServer:
-    """The fork server of the conformance suite's processes, which has imported torch, for programs of a test's own."""
+def suite_processes(request: pytest.FixtureRequest) -> Pool:
+    """The processes of the conformance suite, which have imported torch."""
     stash = request.config.stash
     if POOL not in stash:
         stash[POOL] = Pool()
         request.config.add_cleanup(stash[POOL].close)
-    return stash[POOL]._server
+    return stash[POOL]
+
+
+@pytest.fixture(scope="session")
+def forks(suite_processes: Pool) -> ForkServer:
+    """The fork server of these processes, for programs of a test's own."""
+    return suite_processes._server
 
 
 @pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.exhaustive), "memory"])

@@ -117,6 +117,7 @@ def hangs_when_a_peer_is_lost(half: Any, call: Call, *arguments: Any) -> Any:
         time.sleep(FOREVER_S)
 
 
+HangsInFlushWhenTheSenderDies = broken("receiver.flush", HealthyStore)(hangs_when_a_peer_is_lost)
 HangsInConnectWhenAReceiverDies = broken_link("sender.connect")(hangs_when_a_peer_is_lost)
 HangsInConnectWhenTheSenderDies = broken_link("receiver.connect")(hangs_when_a_peer_is_lost)
 

@@ -13,9 +13,6 @@ import pytest
 from waiting import HANG_S
 
 from weightlane.ckpt_engines.conformance import ConformanceBase, EngineConformance
-from weightlane.ckpt_engines.conformance.checks.declaration import DeclarationChecks
-from weightlane.ckpt_engines.conformance.checks.delivery import DeliveryChecks
-from weightlane.ckpt_engines.conformance.checks.reuse import ReuseChecks
 
 
 class Patient(ConformanceBase):
@@ -47,19 +44,3 @@ class TestFilesystem(Patient, EngineConformance):
     @pytest.fixture
     def engine_options(self, tmp_path: Path) -> dict[str, Any]:
         return {"path": str(tmp_path / "store")}
-
-
-@pytest.mark.exhaustive
-class TestFilesystemOnS3(Patient, DeclarationChecks, DeliveryChecks, ReuseChecks):
-    """The checks for which the kind of store matters, on a real S3 API that is served on loopback."""
-
-    preload = ("s3fs",)
-    rounds = 6  # each connection is dozens of requests to a server written in Python
-
-    @pytest.fixture
-    def engine_name(self) -> str:
-        return "filesystem"
-
-    @pytest.fixture
-    def engine_options(self, s3_url: str, s3_options: dict[str, str]) -> dict[str, Any]:
-        return {"path": s3_url, "storage_options": s3_options}

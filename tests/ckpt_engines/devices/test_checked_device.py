@@ -199,7 +199,7 @@ def carry(
 
 @pytest.mark.parametrize(("engine", "senders"), [("nccl", 2), ("nccl", 1), ("hccl", 2), ("hccl", 1), ("cuda_ipc", 2)])
 def test_engines_of_devices_break_no_rule(engine: str, senders: int, tmp_path: Path) -> None:
-    """What everybody gets from one sender is broadcast."""
+    """Buckets that everybody gets from one sender are broadcast."""
     with devices_of(engine) as world:
         carry(world, engine, tmp_path, senders)
         assert not world.violations, names(world.violations)

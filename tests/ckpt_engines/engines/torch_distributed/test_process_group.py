@@ -148,31 +148,3 @@ def test_the_accelerator_backends_say_what_is_missing_instead_of_failing_in_c_pl
             open_process_group("nccl", store, 0, 2, soon(), device=torch.device("cuda"))
     with pytest.raises(EngineUnavailableError, match="torch_npu"):
         open_process_group("hccl", store, 0, 2, soon(), device=torch.device("cpu"))
-
-
-LOST = """
-from concurrent.futures import ThreadPoolExecutor
-
-import torch
-from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology
-from weightlane.ckpt_engines.engines.torch_distributed import gloo
-
-engine = CheckpointEngineRegistry().create("gloo")
-sender, receiver = engine.make_sender("t", torch.device("cpu")), engine.make_receiver("r", torch.device("cpu"))
-topology = Topology("s", {"t": sender.address()}, {"r": receiver.address()}, key=bytes(32))
-with ThreadPoolExecutor(1) as threads:
-    joining = threads.submit(receiver.connect, topology, {}, Deadline.after(60))
-    sender.connect(topology, {}, Deadline.after(60))
-    joining.result()
-gloo.abandon_gloo = lambda group: None
-receiver.post(Bucket(1, 0, torch.zeros(8, dtype=torch.uint8)), "t")
-receiver.close()
-del receiver
-gloo.keep_for_ever(sender._groups["everyone"])  # its end would be the transfer's, too
-print("closed")
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_receiver_whose_transfer_gloo_has_lost_can_be_closed_and_its_program_ends(children: Any) -> None:
-    assert children.run(["-c", LOST]) == (0, "closed\n", "")
