@@ -84,9 +84,14 @@ def test_a_module_that_exits_raises_hangs_or_prints_costs_its_own_row_only_and_i
     assert re.findall(r"ended with (\d)", out) == ["0", "0", "0", "2", "2"]
 
     rows = {row["name"]: row for row in json.loads(plain)}
-    assert {"gloo", "shm", *MODULES} <= set(rows)
+    built_in = [name for name, row in rows.items() if row["distribution"].startswith("weightlane ")]
+    assert built_in == ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
+    assert rows["filesystem"]["capabilities"]["delivery"] == ["store"]
+    assert rows["hccl"]["unavailable"] == "torch_npu is not installed"
     assert [name for name, said in REASONS.items() if said not in rows[name]["unavailable"]] == []
     assert (rows["prints"]["unavailable"], rows["shm"]["unavailable"]) == (None, None)
+    assert [name for name in rows if name not in table] == []
+    assert "no: torch_npu is not installed" in table
     assert [name for name, said in REASONS.items() if said not in table] == []
     cannot_be_loaded = REASONS.keys() - {"dawdles"}
     assert [name for name in cannot_be_loaded if REASONS[name] not in reference] == []

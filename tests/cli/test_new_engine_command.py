@@ -50,20 +50,15 @@ def test_a_package_for_a_training_engine_is_its_template_under_another_name(tmp_
     assert project["entry-points"]["weightlane.training_engines"] == {
         "sprint": "weightlane_sprint:SprintTrainingEngine"
     }
-    assert_refused(
-        "'fsdp2' is already installed", "new-engine", "--training", "fsdp2", "--directory", str(tmp_path / "x")
-    )
 
 
-def test_a_name_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_is_none_a_place_in_use_and_an_installed_engine_are_refused(tmp_path: Path) -> None:
     for name in ("Pigeon", "carrier pigeon", "2pigeons", "", "../pigeon", "pigéon"):
         assert_refused("is not a name for an engine", "new-engine", "--directory", str(tmp_path / "x"), "--", name)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_nothing_is_overwritten_and_no_installed_engine_hidden(tmp_path: Path) -> None:
     assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--directory", str(tmp_path))
     assert_refused("'shm' is already installed", "new-engine", "shm", "--directory", str(tmp_path / "shm"))
+    training = ["--training", "fsdp2", "--directory", str(tmp_path / "x")]
+    assert_refused("'fsdp2' is already installed", "new-engine", *training)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -7,8 +7,6 @@ import gc
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,7 +70,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Processes]]:
 def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp_path: Path) -> None:
     settings = BenchSettings.checked(
         engines=["shm", "filesystem", "hccl"],
-        codecs=["fp8", "dense", "int8"],
+        codecs=["fp8", "dense"],
         receivers=1,
         rounds=1,
         density=0.5,
@@ -103,10 +101,9 @@ def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp
         assert row["slowdown"]["trainer"] > 0
         assert row["slowdown"]["decode"] > 0
     for engine in ("shm", "filesystem"):
-        fp8, dense, int8 = (row for row in report.rows if row.engine == engine)
-        assert (fp8.codec, dense.codec, int8.codec) == ("fp8", "dense", "int8")
-        # The embedding, a sixth of the model, stays in two bytes; a scale for each row of int8 weighs as much as four elements.
-        assert fp8.wire_bytes < int8.wire_bytes < 0.7 * dense.wire_bytes
+        fp8, dense = (row for row in report.rows if row.engine == engine)
+        assert (fp8.codec, dense.codec) == ("fp8", "dense")
+        assert fp8.wire_bytes < 0.7 * dense.wire_bytes, "the embedding, a sixth of the model, stays in two bytes"
         assert payload <= dense.wire_bytes < 1.02 * payload
     assert len(started) == 1
     assert list(tmp_path.iterdir()) == []
@@ -133,41 +130,18 @@ def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_
         run_bench(BenchSettings(receivers=1, rounds=1))
 
 
-def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name(started: list[Processes]) -> None:
+def test_a_process_that_is_killed_in_mid_run_ends_it_with_its_name_and_leaves_nothing(
+    started: list[Processes], tmp_path: Path
+) -> None:
     def say(words: str) -> None:
         if words.startswith("round 1 "):
+            assert list(tmp_path.iterdir())
             threading.Thread(target=os.kill, args=(started[0].pids[2], signal.SIGKILL)).start()
 
     with pytest.raises(WorkerDiedError) as caught:
-        run_bench(BenchSettings(rounds=1000, deadline_s=NEVER_S), say)
+        run_bench(BenchSettings(rounds=1000, deadline_s=NEVER_S, directory=tmp_path), say)
     assert caught.value.peer == "receiver-1"
-    wait_until_gone(started[0].pids)
-
-
-@pytest.mark.exhaustive
-def test_processes_end_with_the_one_that_started_them(tmp_path: Path) -> None:
-    """Also when it is killed outright, in the middle of a call."""
-    program = (
-        "import time\n"
-        "from pathlib import Path\n"
-        "from weightlane.cli.bench.processes.processes import Processes, meeting_point\n"
-        f"p = Processes(1, 1, Path({str(tmp_path / 'store')!r}))\n"
-        f"p.every('prepare', {{'name': 'x', 'specs': []}}, 0, 1, timeout_s={HANG_S})\n"
-        f"p.every_receiver('open_copies', timeout_s={HANG_S})\n"
-        f"p.receivers[0].process.socket.send({{'method': 'copy_aside', 'arguments': [meeting_point({NEVER_S})]}})\n"
-        "print(*p.pids, flush=True)\n"
-        f"time.sleep({NEVER_S})\n"
-    )
-    (tmp_path / "store" / "deep").mkdir(parents=True)
-    owner = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert owner.stdout is not None
-    pids = list(map(int, owner.stdout.readline().split()))
-    assert len(pids) == 2
-    owner.kill()
-    owner.wait()
-    owner.stdout.close()
-    wait_until_gone(pids)
-    wait_until(lambda: not any(tmp_path.iterdir()), "end of their files")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_codecs_and_options_that_do_not_go_together_are_refused_before_a_process_starts(
@@ -195,18 +169,3 @@ def test_peak_memory_is_what_was_held_meanwhile_and_shared_memory_counts_where_i
     del private
     assert private_only.stop() in range(44 << 20, 64 << 20)
     assert everything.stop() in range(76 << 20, 96 << 20)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("engine", "codec"), [("cuda_ipc", "dense"), ("cuda_ipc", "delta"), ("shm", "dense"), ("shm", "fp8")]
-)
-def test_on_a_gpu_every_bit_arrives_and_loops_are_slowed_down(engine: str, codec: str) -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    settings = BenchSettings(device="cuda", engines=(engine,), codecs=(codec,), receivers=1, rounds=1, loops=True)
-    report = run_bench(settings)
-    assert isinstance(report, BenchReport)
-    assert report.verified
-    assert report.machine.gpu
-    assert report.rows[0].slowdown is not None

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from command_line import run
-from waiting import HANG_S
 
 from weightlane.cli.bench.report import plot
 from weightlane.cli.bench.report.bench_report import BenchReport
@@ -41,8 +37,6 @@ def test_tables_json_and_a_plot_come_of_one_run(tmp_path: Path) -> None:
         (["--engine", "shn"], 2, "Did you mean 'shm'?"),
         (["--model", "nowhere"], 2, "'nowhere' is neither a model that the benchmark knows nor a directory"),
         (["--rounds", "0"], 2, "rounds: Input should be greater than or equal to 1 (got 0)"),
-        (["--engine", ","], 2, "engines: "),
-        (["--set", "shm"], 2, "does not have the form engine.key=value"),
         (["--set", "gloo.host=1"], 2, "options are given for gloo, which is not measured"),
         (["--json", "/nowhere/at/all.json"], 2, "there is no directory /nowhere/at"),
         (["--plot", "report.docx"], 2, "report.docx does not end with a format that matplotlib can write. Formats: "),
@@ -54,31 +48,3 @@ def test_what_cannot_be_done_is_said_in_words(arguments: list[str], code: int, s
     assert result.exit_code == code
     assert said in " ".join(result.output.split())
     assert "Traceback" not in result.output
-
-
-@pytest.mark.exhaustive
-def test_a_command_that_is_told_to_end_leaves_nothing(children: Any, tmp_path: Path) -> None:
-    """Neither processes nor files; `tests/sync/bench` kills it outright."""
-    bench = children.start(
-        ["-c", "from weightlane.cli.main import main; main()", "bench", "--rounds", "1000", "--dir", str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    for line in bench.stdout:
-        if line.startswith("round 3"):
-            break
-    group = [path for path in Path("/proc").glob("[0-9]*/stat") if in_group(path, bench.pid)]
-    assert len(group) == 5, "the command, the process that forks, the sender and two receivers"
-    assert list(tmp_path.iterdir())
-    bench.send_signal(signal.SIGTERM)
-    said, _ = bench.communicate(timeout=HANG_S)
-    assert (bench.returncode, said.splitlines()[-1]) == (143, "terminated; everything this run started has ended")
-    assert not [path for path in group if in_group(path, bench.pid)]
-    assert list(tmp_path.iterdir()) == []
-
-
-def in_group(stat: Path, group: int) -> bool:
-    try:
-        return int(stat.read_text().rpartition(")")[2].split()[2]) == group
-    except OSError:
-        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from weightlane.cli.bench.report.bench_report import PHASES, BenchReport
+from weightlane.cli.bench.report.bench_report import BenchReport
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,27 +32,23 @@ def spread(value: float) -> dict[str, float]:
 
 
 def report(*, latency_s: float = 0.4, rollout_s: float = 0.2, trainer_s: float = 1e-4) -> dict[str, Any]:
-    row = {
-        "engine": "shm", "codec": "dense", "integrity": "full", "density": 0.01, "payload_bytes": 1000, "wire_bytes": 1010,
-        "trainer_blocked_s": spread(trainer_s), "trainer_blocked_without_step_s": spread(0.1),
-        "rollout_blocked_s": spread(rollout_s), "latency_s": spread(latency_s), "raw_transport_s": spread(0.4),
-        "phases": {name: spread(0.05) for name in PHASES}, "extra_bytes": {"trainer": 1, "rollout": 2},
-        "slowdown": None, "rounds": 2, "verified": True,
-    }  # fmt: skip
-    return {
-        "machine": {
-            "cpu": "", "cores": 2, "memory_bytes": 2**34, "system": "Linux", "python": "3.11", "torch": "2", "weightlane": "0",
-        },
-        "setup": {
-            "date": "2026-11-22", "model": "m", "tensors": 1, "payload_bytes": 1000, "receivers": 2, "rounds": 2, "seed": 0,
-            "threads": 1, "bucket_bytes": 64,
-        },
-        "limits": {key: spread(0.2) for key in ("memcpy_s", "memcpy_all_receivers_s", "copy_in_then_out_s")},
-        "blocking": {key: spread(1.0) for key in ("trainer_blocked_s", "rollout_blocked_s", "latency_s")},
+    """A committed report with one row, in which these seconds stand."""
+    plain = json.loads(next((ROOT / "benchmarks/baselines").glob("*/*-shm-full.json")).read_text())
+    measured = {
+        "latency_s": latency_s,
+        "rollout_blocked_s": rollout_s,
+        "trainer_blocked_s": trainer_s,
+        "raw_transport_s": 0.4,
+    }
+    row = plain["rows"][0] | {name: spread(seconds) for name, seconds in measured.items()}
+    return plain | {
+        "setup": plain["setup"] | {"model": "m"},
+        "limits": dict.fromkeys(plain["limits"], spread(0.2)),
+        "blocking": dict.fromkeys(plain["blocking"], spread(1.0)),
         "rows": [row],
         "unavailable": {"nccl": "no CUDA device"},
         "notes": ["not quiet"],
-    }  # fmt: skip
+    }
 
 
 def keep(folder: Path, machine: str, date: str, plain: dict[str, Any]) -> None:

@@ -85,12 +85,9 @@ def test_a_damaged_file_an_empty_directory_and_a_tensor_in_two_files_are_refused
     tensor = {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}
     cases: list[tuple[bytes, str]] = [
         (b"\xff" * 8, "is damaged"),
-        (framed([]), "not an object"),
         (framed({"w": 3}), "is damaged: w"),
-        (framed({"w": {**tensor, "shape": [-1]}}), "w has shape [-1]"),
         (framed({"w": tensor}), "8 bytes by its shape, but 4 by its offsets"),
         (framed({"w": {"dtype": "BOOL", "shape": [2], "data_offsets": [0, 2]}}), "w in m.safetensors is BOOL"),
-        (framed({"w": {**tensor, "shape": [0], "data_offsets": [0, 0]}}), "hold no values"),
     ]
     for content, said in cases:
         (tmp_path / "m.safetensors").write_bytes(content)

@@ -53,13 +53,10 @@ def minimal(tmp_path: Path) -> Path:
         ),
         ("trainr.ranks=2", ConfigError, ["there is no key trainr.", "Did you mean trainer?"]),
         ("trainer.ranks=two", ConfigError, ["trainer.ranks", "integer", "'two'"]),
-        ("trainer.device=tpu", ConfigError, ["trainer.device", "'auto', 'cpu' or 'cuda'", "'tpu'"]),
         ("trainer.betas=[0.9,1.5]", ConfigError, ["trainer", "betas must lie in [0, 1)"]),
         ("run=3", ConfigError, ["run must be a section with the keys dir, seed (got 3)"]),
         ("rollout.concurrency=4", ConfigError, ["rollout.concurrency (4)", "algorithm.group_size (8)"]),
-        ("rollout.max_model_len=256", ConfigError, ["rollout.max_model_len (256)", "algorithm.max_new_tokens (256)"]),
         ("trainer.ranks", ConfigError, ["--set 'trainer.ranks'", "a.b=value"]),
-        ("run.dir.deep=3", ConfigError, ["dir is a value, not a section"]),
         ("loop.step=3 rollout.dtype=int8", ConfigError, ["there is no key loop.step.", "rollout.dtype"]),
         (
             "rollout.commit=in_place sync.quantise=fp8",
@@ -80,10 +77,8 @@ def test_a_bad_value_is_named_with_what_would_be_right(
 def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(MINIMAL.replace('heldout = "heldout.jsonl"', "").replace("[model]\npath", "[run.model]\npath"))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"model is missing\.(?s:.*)data\.heldout is missing\.") as caught:
         load_config(path)
-    assert "model is missing." in str(caught.value)
-    assert "data.heldout is missing." in str(caught.value)
     assert str(path) in str(caught.value)
 
 
@@ -91,7 +86,6 @@ def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:
     ("content", "said"),
     [
         (b"[run]\ndir = 'a\n", "is not valid TOML: Expected .*end of document"),
-        (b"[run]\n[run]\n", "is not valid TOML: .*line 2"),
         (b"\xff\xfe", "cannot be read"),
         (None, "there is no configuration file"),
     ],
@@ -204,7 +198,7 @@ def test_any_string_and_number_reads_back_the_same(text: str, rate: float) -> No
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("sync.quantise=int8", "sync.quantise = int8 is for versions of weights"),
+        ("sync.quantise=fp8", "sync.quantise = fp8 is for versions of weights"),
         ("rollout.commit=in_place", "rollout.commit = in_place is for versions of weights"),
         ("rollout.adapter.rank=3", "rollout.adapter is another adapter than that of trainer.lora"),
     ],
