@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,27 @@ from weightlane.sync import LocalShard, TensorSpec
 from weightlane.trainer import engine_toolkit as toolkit
 
 Fence = Callable[[Collection[str]], None]
+Engine = TypeVar("Engine", bound=type[TemplateTrainingEngine])
+
+DEFECTS: dict[str, tuple[str, str, int]] = {}
+"""Engine to the check that catches it, with its model or case, a pattern for its error, and the ranks that it needs."""
+
+
+def caught_by(check: str, complaint: str, ranks: int = 1) -> Callable[[Engine], Engine]:
+    """Decorates each engine. `check` may name a model or case in brackets."""
+    name, _, case = check.rstrip("]").partition("[")
+
+    def note(engine: Engine) -> Engine:
+        DEFECTS[engine.__name__] = f"test_{name}[as set{case and '-'}{case}]", complaint, ranks
+        return engine
+
+    return note
+
 
 # --- outputs ---------------------------------------------------------------------------------------------------------
 
 
+@caught_by("outputs_are_those_of_transformers[qwen3]", "logprobs of a sequence of .* off")
 class IgnoresTemperature(TemplateTrainingEngine):
     """Logits are taken as they are."""
 
@@ -30,6 +47,7 @@ class IgnoresTemperature(TemplateTrainingEngine):
         return super()._outputs(replace(micro, per_sequence={}), top_k)
 
 
+@caught_by("every_label_of_a_position_has_its_log_probability", "logprobs of a seq.* off")
 class TakesTheFirstLabel(TemplateTrainingEngine):
     """Every label of a position gets the log-probability of the first."""
 
@@ -39,6 +57,7 @@ class TakesTheFirstLabel(TemplateTrainingEngine):
         return super()._outputs(replace(micro, targets=first.clamp(max=60).view(micro.targets.shape)), top_k)
 
 
+@caught_by("outputs_beside_a_gradient_are_those_of_forward", "sequences once over all ranks", ranks=2)
 class CountsByRank(TemplateTrainingEngine):
     """Outputs beside a gradient come under their number in the rank's share."""
 
@@ -50,6 +69,7 @@ class CountsByRank(TemplateTrainingEngine):
 # --- gradients -------------------------------------------------------------------------------------------------------
 
 
+@caught_by("the_gradient_of_a_mini_batch_is_that_of_one_process[one call]", "it is 0.5 off", ranks=2)
 class AveragesOverRanks(TemplateTrainingEngine):
     """Gradients are averaged over the ranks, as DistributedDataParallel does by default."""
 
@@ -59,6 +79,9 @@ class AveragesOverRanks(TemplateTrainingEngine):
         return super().optim_step(before_change)
 
 
+@caught_by(
+    "the_gradient_does_not_depend_on_the_split_into_calls_and_micro_batches[qwen3]", "the gradient within .* off"
+)
 class ForgetsEarlierCalls(TemplateTrainingEngine):
     """Each call begins with gradients of 0."""
 
@@ -68,6 +91,7 @@ class ForgetsEarlierCalls(TemplateTrainingEngine):
         return super().forward_backward(*arguments, **named)
 
 
+@caught_by("a_rank_without_a_sequence_takes_part", "as loss of all calls, it is nan", ranks=2)
 class IsNoNumberWithoutTargets(TemplateTrainingEngine):
     """A mean over no targets."""
 
@@ -77,6 +101,7 @@ class IsNoNumberWithoutTargets(TemplateTrainingEngine):
         return replace(found, logprobs=found.required("logprobs") * count / count)
 
 
+@caught_by("half_precision_is_for_computing_only", "float32 weights of .* bit for bit")
 class RoundsItsWeights(TemplateTrainingEngine):
     """Master weights are as narrow as the computation."""
 
@@ -86,6 +111,7 @@ class RoundsItsWeights(TemplateTrainingEngine):
             parameter.data.copy_(parameter.data.to(self._compute_dtype))
 
 
+@caught_by("what_the_model_does_not_have_is_refused_and_leaves_no_gradient[token]", "ProtocolError from .* it returned")
 class TakesAnyToken(TemplateTrainingEngine):
     """A token that the model does not have counts as its last one."""
 
@@ -93,6 +119,7 @@ class TakesAnyToken(TemplateTrainingEngine):
         return super().forward_backward(_known(batch), *arguments, **named)
 
 
+@caught_by("a_mini_batch_is_fixed_until_the_step", "ProtocolError from .* it returned")
 class TakesAnyMiniBatch(TemplateTrainingEngine):
     """The latest one is used."""
 
@@ -114,6 +141,7 @@ def _known(batch: toolkit.TokenBatch) -> toolkit.TokenBatch:
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
+@caught_by("steps_are_those_of_adamw", "the norm before clipping, .* of step 1")
 class AddsDecayToTheGradient(TemplateTrainingEngine):
     """Adam with L2 regularisation in the place of AdamW."""
 
@@ -123,6 +151,7 @@ class AddsDecayToTheGradient(TemplateTrainingEngine):
         return super().optim_step(before_change)
 
 
+@caught_by("the_fence_is_told_of_each_tensor_once_before_it_changes", "no change before the fence")
 class AsksTheFenceAfterwards(TemplateTrainingEngine):
     """The weights have changed when the fence is told."""
 
@@ -134,6 +163,7 @@ class AsksTheFenceAfterwards(TemplateTrainingEngine):
         return norm
 
 
+@caught_by("a_step_whose_fence_fails_changes_nothing", "nothing to change on rank 0, it changed")
 class StepsInAnyCase(TemplateTrainingEngine):
     """An error of the fence is raised when the step is done."""
 
@@ -152,6 +182,7 @@ class StepsInAnyCase(TemplateTrainingEngine):
         return norm
 
 
+@caught_by("a_step_that_stops_half_way_leaves_an_engine_that_only_loads", "WeightlaneError from .* it returned")
 class TrainsOnAfterHalfAStep(TemplateTrainingEngine):
     """It steps in two parts, and forgets that it took one of them only."""
 
@@ -167,6 +198,7 @@ class TrainsOnAfterHalfAStep(TemplateTrainingEngine):
         return super().optim_step(in_parts)
 
 
+@caught_by("a_gradient_that_is_not_finite_changes_nothing", "GradientError from rank 0, it raised nothing")
 class StepsByWhateverThereIs(TemplateTrainingEngine):
     """Nobody looks at the gradient norm."""
 
@@ -174,6 +206,7 @@ class StepsByWhateverThereIs(TemplateTrainingEngine):
         pass
 
 
+@caught_by("a_step_without_a_gradient_is_refused", "ProtocolError from rank 0, it raised noth")
 class StepsWithoutAGradient(TemplateTrainingEngine):
     """A step whose gradient is zeros still moves weights, by their decay."""
 
@@ -184,6 +217,7 @@ class StepsWithoutAGradient(TemplateTrainingEngine):
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
+@caught_by("shards_are_the_checkpoint_bit_for_bit[qwen3]", "rank 0 also publishes lm_head.weight")
 class PublishesTiedTensorsTwice(TemplateTrainingEngine):
     """The head is published beside the embedding, which it is."""
 
@@ -194,6 +228,7 @@ class PublishesTiedTensorsTwice(TemplateTrainingEngine):
         return [*shards, LocalShard.whole(spec, embedding.data)]
 
 
+@caught_by("shards_never_move", "they moved in load")
 class MovesOnLoading(TemplateTrainingEngine):
     """Loaded weights are new tensors."""
 
@@ -204,6 +239,7 @@ class MovesOnLoading(TemplateTrainingEngine):
         self._tensors = toolkit.checkpoint_tensors(self._model)
 
 
+@caught_by("placements_are_known_before_ranks_run[qwen3]", "the placement of rank 1", ranks=2)
 class OutlinesForOneRank(TemplateTrainingEngine):
     """The outline of every rank but the first has no tensor."""
 
@@ -217,6 +253,7 @@ class OutlinesForOneRank(TemplateTrainingEngine):
 # --- states ----------------------------------------------------------------------------------------------------------
 
 
+@caught_by("a_saved_run_continues_bit_for_bit", "the gradient norms .* in the same engine")
 class KeepsItsMoments(TemplateTrainingEngine):
     """A state is loaded without the optimizer's part of it."""
 
@@ -231,6 +268,7 @@ class KeepsItsMoments(TemplateTrainingEngine):
         return list(self._optimizer_state().items())
 
 
+@caught_by("training_begins_anew_with_weights", "step 0 with the weights in state")
 class ResumesWhatIsToBeginAnew(TemplateTrainingEngine):
     """The optimizer's part of a state is loaded whether it is wanted or not."""
 
@@ -239,6 +277,7 @@ class ResumesWhatIsToBeginAnew(TemplateTrainingEngine):
         super().load(directory)
 
 
+@caught_by("a_step_may_have_settings_of_its_own", "two steps with settings of their own .* off")
 class StepsAsConfigured(TemplateTrainingEngine):
     """Settings that come with a step do not count."""
 
@@ -246,6 +285,7 @@ class StepsAsConfigured(TemplateTrainingEngine):
         return super().optim_step(before_change)
 
 
+@caught_by("another_number_of_ranks_continues_a_saved_run", "two steps of 2 ranks and one of 1 within .* off", ranks=2)
 class ForgetsMomentsOfOtherRanks(TemplateTrainingEngine):
     """Moments of a state that another number of ranks saved are 0."""
 
@@ -262,6 +302,7 @@ class ForgetsMomentsOfOtherRanks(TemplateTrainingEngine):
                 state["exp_avg"].zero_()
 
 
+@caught_by("a_directory_that_exists_or_a_full_disk_fails_on_every_rank_and_leaves_nothing", "not to touch")
 class WritesIntoWhatIsThere(TemplateTrainingEngine):
     """A directory that exists gets a file more."""
 
@@ -271,6 +312,7 @@ class WritesIntoWhatIsThere(TemplateTrainingEngine):
         super().save(directory)
 
 
+@caught_by("a_directory_without_a_state_is_not_loaded", "WeightlaneError from load of rank 0, it returned")
 class LoadsNothing(TemplateTrainingEngine):
     """A directory without a state is as good as the state that there is."""
 
@@ -279,6 +321,7 @@ class LoadsNothing(TemplateTrainingEngine):
             super().load(directory, optimizer=optimizer)
 
 
+@caught_by("an_exported_model_loads_in_transformers[qwen3]", "trained weights, exported as bfloat16, bit for bit")
 class ExportsWhatItHas(TemplateTrainingEngine):
     """Exports are float32 whatever is asked for."""
 
@@ -286,6 +329,7 @@ class ExportsWhatItHas(TemplateTrainingEngine):
         super().export_hf(directory, torch.float32)
 
 
+@caught_by("state_that_is_away_comes_back_bit_for_bit", "the same step after state was away")
 class ForgetsGradientsThatAreAway(TemplateTrainingEngine):
     """Gradients come back as zeros."""
 
@@ -300,6 +344,9 @@ class ForgetsGradientsThatAreAway(TemplateTrainingEngine):
 # --- ends ------------------------------------------------------------------------------------------------------------
 
 
+@caught_by(
+    "a_killed_rank_is_reported_long_before_the_timeout", "WeightlaneError from .* it raised RuntimeError", ranks=2
+)
 class RaisesWhatTorchRaises(TemplateTrainingEngine):
     """Errors of torch.distributed come out as they are."""
 
@@ -307,6 +354,7 @@ class RaisesWhatTorchRaises(TemplateTrainingEngine):
         return nullcontext()
 
 
+@caught_by("a_rank_that_never_comes_is_waited_for_until_the_timeout", "hung", ranks=2)
 class WaitsForeverForRanks(TemplateTrainingEngine):
     """The timeout is for collectives, and not for joining."""
 
@@ -315,6 +363,7 @@ class WaitsForeverForRanks(TemplateTrainingEngine):
         super()._join(model_dir, seed)
 
 
+@caught_by("close_may_be_called_at_any_time_and_twice", "closed already")
 class RaisesOnTheSecondClose(TemplateTrainingEngine):
     """An engine that is gone cannot be closed."""
 
@@ -327,6 +376,7 @@ class RaisesOnTheSecondClose(TemplateTrainingEngine):
         self._closed = True
 
 
+@caught_by("a_closed_engine_leaves_nothing_behind", r"rank 0 has \d+ threads instead of")
 class LeavesAThread(TemplateTrainingEngine):
     """One for each engine, which nobody ends."""
 

@@ -7,15 +7,9 @@ from typing import Any, ClassVar
 import pytest
 from waiting import HANG_S
 
-from weightlane.trainer.conformance import TrainingEngineConformance
 from weightlane.trainer.conformance.builtin import Fsdp2Conformance, MegatronConformance
 from weightlane.trainer.conformance.checks.base import TrainingConformanceBase
-from weightlane.trainer.conformance.checks.ends import EndChecks
-from weightlane.trainer.conformance.checks.gradients import GradientChecks
 from weightlane.trainer.conformance.checks.outputs import OutputChecks
-from weightlane.trainer.conformance.checks.shards import ShardChecks
-from weightlane.trainer.conformance.checks.states import StateChecks
-from weightlane.trainer.conformance.checks.steps import StepChecks
 
 
 class Patient(TrainingConformanceBase):
@@ -25,20 +19,15 @@ class Patient(TrainingConformanceBase):
     slack_s = 25.0
 
 
-class Fsdp2(Patient):
-    engine = Fsdp2Conformance.engine
-    preload = Fsdp2Conformance.preload
-    layouts: ClassVar[dict[str, dict[str, Any]]] = {"two ranks": {"ranks": 2}}
-
-
-class TestFsdp2(Fsdp2, Fsdp2Conformance):
+class TestFsdp2(Patient, Fsdp2Conformance):
     """Each check once in `make test`."""
 
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {"two ranks": {"ranks": 2}}
     models = ("qwen3",)
 
 
 @pytest.mark.exhaustive
-class TestFsdp2OnExperts(Fsdp2, OutputChecks, GradientChecks, ShardChecks, StateChecks):
+class TestFsdp2OnExperts(TestFsdp2):
     """DeepSeek-V3 has experts, a head of its own and a tensor that stays float32."""
 
     models = ("deepseek_v3",)
@@ -51,41 +40,23 @@ class TestFsdp2OverTensorParallelism(Patient, Fsdp2Conformance):
     }
 
 
-class Megatron(Patient):
+@pytest.mark.megatron
+class TestOutputsOfMegatron(Patient, OutputChecks):
+    """Each rank has a part of the vocabulary: log-probabilities, entropies and the most probable tokens are of all parts.
+
+    `make test` compares the rest of megatron with FSDP2, transformers and PEFT, in test_megatron and others.
+    """
+
     engine = MegatronConformance.engine
     preload = MegatronConformance.preload
-    layouts: ClassVar[dict[str, dict[str, Any]]] = {
-        "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
-    }
-
-
-@pytest.mark.megatron
-class TestEndsOfMegatron(Megatron, EndChecks):
-    """`make test` compares the rest of megatron with FSDP2, transformers and PEFT, in test_megatron and others."""
-
-
-@pytest.mark.megatron
-class TestOutputsOfMegatronOverTensorParallelism(Megatron, OutputChecks):
-    """Each rank has a part of the vocabulary: log-probabilities, entropies and the most probable tokens are of all parts."""
-
     layouts: ClassVar[dict[str, dict[str, Any]]] = {"tensor parallel": {"ranks": 2, "megatron": {"tensor_parallel": 2}}}
     models = ("qwen3",)
 
 
 @pytest.mark.megatron
 @pytest.mark.exhaustive
-class TestTheRestOfMegatron(Megatron, OutputChecks, GradientChecks, StepChecks, ShardChecks, StateChecks):
-    """The other checks in the layout of `TestEndsOfMegatron`."""
-
-
-@pytest.mark.megatron
-@pytest.mark.exhaustive
-class TestMegatronOfTensorsAndStages(Patient, MegatronConformance):
+class TestMegatron(Patient, MegatronConformance):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
+        "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}},
     }
-
-
-def test_the_parts_of_the_suite_for_megatron_are_the_whole_suite() -> None:
-    groups = {*TestEndsOfMegatron.__bases__, *TestTheRestOfMegatron.__bases__} - {Megatron}
-    assert groups == set(TrainingEngineConformance.__bases__)
