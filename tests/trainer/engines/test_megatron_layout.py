@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -147,55 +145,3 @@ def test_pieces_of_all_ranks_are_every_element_and_no_padding(
         elif ".experts." in name:
             copies = tensor
         assert bool((count == copies).all()), name
-
-
-_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.megatron
-@pytest.mark.parametrize("tensor", [1, 4])
-@pytest.mark.filterwarnings("ignore::UserWarning:m(egatron|bridge).*")
-@pytest.mark.parametrize(("bridge_class", "model"), [("Qwen3Bridge", DENSE), ("Qwen3MoEBridge", EXPERTS)])
-def test_names_and_layouts_are_those_of_mbridge(bridge_class: str, model: CheckpointShape, tensor: int) -> None:
-    """Parameters are filled by our pieces, merged and renamed by mbridge, and must be the checkpoint again."""
-    bridges: Any = pytest.importorskip("mbridge.models", exc_type=ImportError)
-
-    class Bridge(getattr(bridges, bridge_class)):  # type: ignore[misc]
-        """It knows the names of TransformerEngine's layers; norms are layers of their own here."""
-
-        _OTHER_MAPPING: ClassVar = {name: [f"model.layers.{{layer_number}}.{hf}.weight"] for name, hf in _NORMS.items()}
-
-        def _weight_name_mapping_mlp(self, name: str) -> Any:
-            known = self._weight_name_mapping_other if "pre_mlp_layernorm" in name else super()._weight_name_mapping_mlp
-            return known(name)
-
-    bridge: Any = object.__new__(Bridge)  # its configuration is not asked for, only its conversions
-    bridge.hf_config = SimpleNamespace(
-        num_key_value_heads=model.groups,
-        num_attention_heads=model.heads,
-        hidden_size=model.hidden,
-        head_dim=model.head_dim,
-        moe_intermediate_size=model.expert_intermediate,
-    )
-    bridge.mpu = SimpleNamespace(tp_size=tensor, etp_size=1)
-    bridge.config = SimpleNamespace(gated_linear_unit=True)
-    bridge.make_vocab_size_divisible_by, bridge.vocab_size = tensor, model.vocab
-    bridge.padded_vocab_size = -(-model.vocab // tensor) * tensor
-    checkpoint = {name: torch.randn(shape) for name, shape in checkpoint_shapes(model).items()}
-    found: dict[str, torch.Tensor] = {}
-    for name, shape in _local_shapes(model, tensor, 1).items():
-        parts = []
-        for rank in range(tensor):
-            local = torch.zeros(shape)
-            for piece in pieces_of(name, shape, model, Coordinates(rank, tensor)):
-                local[piece.box.index] = checkpoint[piece.name][index_of(piece)]
-            parts.append(local)
-        theirs = re.sub(r"local_experts\.(\d+)\.(linear_fc\d)\.weight", r"\2.weight\1", name)
-        whole = "norm" in name or "router" in name or "local_experts" in name
-        by_columns = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-        marked = SimpleNamespace(tensor_model_parallel=True, partition_dim=int(by_columns))
-        merged = parts[0] if whole else bridge._weight_merge_across_tp(theirs, parts, marked)
-        found.update(zip(*bridge._weight_to_hf_format(theirs, merged), strict=True))
-    assert found.keys() == checkpoint.keys()
-    assert [name for name in found if not torch.equal(found[name], checkpoint[name])] == []
