@@ -27,20 +27,23 @@ CONFIGS = {
     "b": LoraConfig(rank=2, targets=("k_proj", "gate_proj", "down_proj")),
 }
 LAYOUTS = [
-    pytest.param(2, {}, id="fsdp2-2"),
-    pytest.param(2, megatron({"tensor_parallel": 2}), id="megatron-tp2", marks=pytest.mark.megatron),
-    exhaustive(2, FSDP2_TP2, id="fsdp2-tp2"),
+    pytest.param({}, id="fsdp2-2"),
+    exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
+    pytest.param(
+        megatron({"tensor_parallel": 2}), id="megatron-tp2", marks=(pytest.mark.megatron, pytest.mark.exhaustive)
+    ),
 ]
+"""Settings of two ranks."""
 
 
 @asynccontextmanager
-async def opened(teams: Teams, world: int, **trainer: Any) -> AsyncIterator[Role]:
-    """A role on a team of `world` ranks, by default with a model that is not trained itself."""
+async def opened(teams: Teams, **trainer: Any) -> AsyncIterator[Role]:
+    """A role on a team of two ranks, by default with a model that is not trained itself."""
     model = teams.models[MODEL]
     settings = {"frozen": True, "micro_batch_tokens": 40, **TRAINER, **trainer}
-    config = TrainerConfig(device="cpu", ranks=world, collective_timeout_s=HANG_S, **settings)
+    config = TrainerConfig(device="cpu", ranks=2, collective_timeout_s=HANG_S, **settings)
     spec = RoleSpec("policy", config, model, {"loss": Objective(AlgorithmConfig())})
-    dispatch = WorkerDispatch([spec], {"trainer": TeamRanks(teams.of(world), model)})
+    dispatch = WorkerDispatch([spec], {"trainer": TeamRanks(teams.of(2), model)})
     try:
         await dispatch.start()
         yield dispatch["policy"]

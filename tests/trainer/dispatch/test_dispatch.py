@@ -6,14 +6,13 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from ahead import Ahead
 from engine_batches import LOSSES, make_batch
 from engine_ranks import TRAINER
 from transformers import AutoModelForTokenClassification
@@ -24,7 +23,7 @@ from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
 from weightlane.trainer import MicroBatch, MiniBatch, TrainerConfig, sft
 from weightlane.trainer.dispatch.dispatch import Role, WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role import RoleSpec, StepResult
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
 
 EVERYTHING = {"parameters", "gradients", "optimizer"}
@@ -55,118 +54,97 @@ def specs(models: dict[str, Path]) -> list[RoleSpec]:
     ]
 
 
-@pytest.fixture(scope="module")
-def ahead() -> Iterator[Ahead]:
-    ahead = Ahead()
-    yield ahead
-    ahead.stop()
+Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 @pytest.fixture(scope="module")
-def both(ahead: Ahead, models: dict[str, Path]) -> Iterator[tuple[WorkerDispatch, WorkerDispatch]]:
+def run() -> Iterator[Run]:
+    """Runs coroutines in the event loop in which the dispatches of all tests live."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="module")
+def both(run: Run, models: dict[str, Path]) -> Iterator[tuple[WorkerDispatch, WorkerDispatch]]:
     """Roles that take turns on their device, and the same roles that don't."""
     sharing, plain = (
         WorkerDispatch(specs(models), {"trainer": LocalRanks(HANG_S)}, {"trainer": shares}) for shares in (True, False)
     )
     for dispatch in (sharing, plain):
-        assert ahead.run(dispatch.start) == {"policy": 0, "critic": 0, "reference": 0}
+        assert run(dispatch.start()) == {"policy": 0, "critic": 0, "reference": 0}
     yield sharing, plain
     for dispatch in (plain, sharing):  # the first one owns the process group
-        ahead.run(dispatch.close)
+        run(dispatch.close())
 
 
 def plain_data(value: Any) -> Any:
-    """A result in a form that compares bit for bit, without durations."""
+    """A result or an error in a form that compares bit for bit, without durations."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):
         return {key: plain_data(each) for key, each in value.items()}
     if isinstance(value, list):
         return [plain_data(each) for each in value]
-    if hasattr(value, "grad_norm"):
-        return plain_data(vars_of(replace(value, seconds=0.0, fence_s=0.0)))
+    if isinstance(value, StepResult):
+        return asdict(replace(value, seconds=0.0, fence_s=0.0))
     if hasattr(value, "metrics"):
         return plain_data({"metrics": dict(value.metrics), "outputs": value.outputs})
-    return value
-
-
-def vars_of(value: Any) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in type(value).__slots__}
+    return str(value) if isinstance(value, Exception) else value
 
 
 class Turns:
     """A model of roles that take turns: which parts are on the device, the gradients that were begun, and the steps taken."""
 
-    def __init__(self, ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]) -> None:
-        self._ahead, self._both = ahead, both
+    def __init__(self, run: Run, both: tuple[WorkerDispatch, WorkerDispatch]) -> None:
+        self._run, self._both = run, both
         self._here = {role: EVERYTHING - engine_of(both[0], role).offloaded for role in ROLES}
         self._begun = dict.fromkeys(ROLES, 0)
         self._steps = dict.fromkeys(ROLES, 0)
 
-    def call(self, role: str, method: str, batch: int) -> None:
-        """Make a call of both dispatches, and compare what they return or raise."""
-        asked = ASKED[role]
-        arguments: dict[str, tuple[Any, ...]] = {
-            "forward": (BATCHES[batch], asked),
-            "forward_backward": (BATCHES[batch], "loss", MINI_BATCH, asked),
-            "optim_step": (),
-            "publish": (1,),
-        }
-        results: list[Any] = []
-        for dispatch in self._both:
-            try:
-                results.append(self._ahead.run(lambda each=dispatch: getattr(each[role], method)(*arguments[method])))
-            except WeightlaneError as error:
-                results.append(f"{type(error).__name__}: {error.message}")
-        self._note(role, method)
-        left, right = map(plain_data, results)
-        assert left == right
-        match method:
-            case "forward":
-                assert [len(each[asked[0]]) for each in results[0]] == [s.length for s in BATCHES[batch].sequences]
-            case "forward_backward":
-                self._begun[role] += 1
-            case "optim_step" if self._begun[role]:
-                self._begun[role], self._steps[role] = 0, self._steps[role] + 1
-                assert (results[0].step, results[0].skipped) == (self._steps[role], "")
-            case "optim_step":
-                assert "there is no gradient for step" in results[0]
-            case (
-                "publish"
-            ):  # there is no publisher, but it would find what it needs, and its replicas the room they need
-                assert "publish was called before connect" in results[0]
-        self.check(answered=not isinstance(results[0], str))
-
-    def forward_at_once(self, calls: list[tuple[str, int]]) -> None:
+    def call(self, *calls: tuple[str, str, int]) -> None:
+        """Make calls of both dispatches, all at once: a role, its method, and a batch. They return or raise the same."""
         found = []
         for dispatch in self._both:
 
-            async def all_of_them(dispatch: WorkerDispatch = dispatch) -> Any:
-                return await asyncio.gather(
-                    *(dispatch[role].forward(BATCHES[batch], ASKED[role]) for role, batch in calls)
-                )
+            async def begun(dispatch: WorkerDispatch = dispatch) -> list[Any]:
+                return await asyncio.gather(*(_begin(dispatch, *call) for call in calls), return_exceptions=True)
 
-            found.append(plain_data(self._ahead.run(all_of_them)))
-        for role, _ in calls:
-            self._note(role, "forward")
+            found.append(plain_data(self._run(begun())))
         assert found[0] == found[1]
-        self.check(answered=True)
-
-    def _note(self, role: str, method: str) -> None:
-        for other in ROLES:
-            if other != role:
-                self._here[other] = set()
-        kept = set() if method == "publish" else self._here[role]
-        self._here[role] = kept | NEEDED[method]
-
-    def check(self, *, answered: bool) -> None:
-        """Whether every part is where it should be; a call that raised says nothing of it to its role."""
+        for call, result in zip(calls, found[0], strict=True):
+            self._note(*call, result)
         sharing, plain = self._both
         for role in ROLES:
             assert EVERYTHING - engine_of(sharing, role).offloaded == self._here[role]
             assert engine_of(plain, role).offloaded == set()
-        if answered:
+        if not isinstance(result, str):  # a call that raised says nothing of it to its role
             assert {role: sharing[role].on_device for role in ROLES} == self._here
+
+    def _note(self, role: str, method: str, batch: int, result: Any) -> None:
+        kept = set() if method == "publish" else self._here[role]
+        self._here = {**{other: set() for other in ROLES}, role: kept | NEEDED[method]}
+        match method:
+            case "forward":
+                assert [len(each[ASKED[role][0]]) for each in result] == [s.length for s in BATCHES[batch].sequences]
+            case "forward_backward":
+                self._begun[role] += 1
+            case "optim_step" if self._begun[role]:
+                self._begun[role], self._steps[role] = 0, self._steps[role] + 1
+                assert (result["step"], result["skipped"]) == (self._steps[role], "")
+            case "optim_step":
+                assert "there is no gradient for step" in result
+            case "publish":  # there is no publisher, but it would find what it needs, and its replicas their room
+                assert "publish was called before connect" in result
+
+
+async def _begin(dispatch: WorkerDispatch, role: str, method: str, batch: int) -> Any:
+    arguments: dict[str, tuple[Any, ...]] = {
+        "forward": (BATCHES[batch], ASKED[role]),
+        "forward_backward": (BATCHES[batch], "loss", MINI_BATCH, ASKED[role]),
+        "optim_step": (),
+        "publish": (1,),
+    }
+    return await getattr(dispatch[role], method)(*arguments[method])
 
 
 def engine_of(dispatch: WorkerDispatch, role: str) -> Any:
@@ -175,23 +153,24 @@ def engine_of(dispatch: WorkerDispatch, role: str) -> Any:
 
 
 def test_roles_that_share_a_device_compute_what_they_would_alone_and_are_where_they_should_be(
-    ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch]
+    run: Run, both: tuple[WorkerDispatch, WorkerDispatch]
 ) -> None:
-    turns, rng = Turns(ahead, both), random.Random(0)
-    turns.forward_at_once([("policy", 0), ("critic", 1), ("policy", 1)])
+    turns, rng = Turns(run, both), random.Random(0)
     methods = ["forward", "forward_backward", "forward_backward", "optim_step", "publish"]
-    seen = set()
-    for _ in range(60):
-        role, method = rng.choice(ROLES), rng.choice(methods)
-        seen.add((role, method))
-        turns.call(role, method, rng.randrange(len(BATCHES)))
-        if rng.random() < 0.1:
-            turns.forward_at_once([(rng.choice(ROLES), rng.randrange(len(BATCHES))) for _ in range(4)])
-    assert len(seen) == len(ROLES) * len(set(methods)), "every role had every call"
+    calls = [(role, method, rng.randrange(len(BATCHES))) for role in ROLES for method in methods * 2]
+    rng.shuffle(calls)
+    turns.call(("policy", "forward", 0), ("critic", "forward", 1), ("policy", "forward", 1))
+    while calls:
+        turns.call(calls.pop())
+    turns.call(
+        ("critic", "forward", 2), ("policy", "forward", 0), ("reference", "forward", 1), ("policy", "forward", 1)
+    )
+    for role in ROLES:
+        turns.call((role, "optim_step", 0))
 
 
 def test_a_role_is_saved_and_loaded_whatever_was_away(
-    ahead: Ahead, both: tuple[WorkerDispatch, WorkerDispatch], tmp_path: Path
+    run: Run, both: tuple[WorkerDispatch, WorkerDispatch], tmp_path: Path
 ) -> None:
     sharing, _ = both
     policy, critic = sharing["policy"], sharing["critic"]
@@ -213,12 +192,12 @@ def test_a_role_is_saved_and_loaded_whatever_was_away(
         await critic.export_hf(tmp_path / "model", "bfloat16")
         assert critic.on_device >= {"parameters"}
 
-    ahead.run(save_and_load)
+    run(save_and_load())
     assert AutoModelForTokenClassification.from_pretrained(tmp_path / "model").dtype == torch.bfloat16
 
 
 def test_a_role_that_takes_turns_is_published_and_one_that_is_frozen_cannot_be_trained(
-    ahead: Ahead, models: dict[str, Path]
+    run: Run, models: dict[str, Path]
 ) -> None:
     policy, _, reference = specs(models)
     experts = replace(policy, model_dir=models["qwen3-moe"])
@@ -250,15 +229,15 @@ def test_a_role_that_takes_turns_is_published_and_one_that_is_frozen_cannot_be_t
         assert plain_data(await dispatch["reference"].forward(BATCHES[0])) == plain_data(said)
 
     try:
-        ahead.run(use)
+        run(use())
     finally:
-        ahead.run(dispatch.close)
-        ahead.run(dispatch.close)
+        run(dispatch.close())
+        run(dispatch.close())
         rendezvous.close()
 
 
 def test_calls_to_roles_on_other_ranks_overlap_and_a_batch_travels_once_to_each(
-    ahead: Ahead, models: dict[str, Path]
+    run: Run, models: dict[str, Path]
 ) -> None:
     """The critic's call ends while the policy's waits for it, in the middle of its loss."""
     let_go, waiting = threading.Event(), threading.Event()
@@ -295,10 +274,10 @@ def test_calls_to_roles_on_other_ranks_overlap_and_a_batch_travels_once_to_each(
         assert dispatch["policy"].on_device == EVERYTHING, "it has its ranks for itself"
 
     try:
-        ahead.run(overlap)
+        run(overlap())
     finally:
         let_go.set()
-        ahead.run(dispatch.close)
+        run(dispatch.close())
 
 
 def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> None:

@@ -1,4 +1,4 @@
-"""`RankWorker` adds a free address, the publisher's fence and skipped steps to its training engines."""
+"""`RankWorker` adds a free address and the publisher's fence to its training engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from weightlane.ckpt_engines import ConfigError, GradientError, ProtocolError
+from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.ckpt_engines.channels.listener import listen_tcp
 from weightlane.trainer import TokenBatch, TokenSequence, sft
 from weightlane.trainer.dispatch.rank_worker import RankWorker, _Hosted
@@ -17,16 +17,6 @@ from weightlane.trainer.dispatch.residency import Moves
 from weightlane.trainer.engines.contract import BackwardResult
 
 BATCH = TokenBatch((TokenSequence.of_completion([1], [2]),))
-
-
-class Stepped:
-    """An engine that has taken a number of steps."""
-
-    step: int
-
-    def steps_of(self, adapter: str | None) -> int:
-        assert adapter is None
-        return self.step
 
 
 def hosting(engine: Any, publisher: Any = None) -> RankWorker:
@@ -56,12 +46,18 @@ class Publisher:
         self._done.append(("read", list(names or ())))
         return 0.25
 
+    def publish(self, version: int) -> None:
+        self._done.append(f"published {version}")
+
 
 def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() -> None:
+    """Nor does the published adapter before another one is copied into it."""
     parts, done = [["embed", "norm"], ["head"], ["layer"]], []
 
-    class Engine(Stepped):
-        step = 1
+    class Engine:
+        def steps_of(self, adapter: str | None) -> int:
+            assert adapter is None
+            return 1
 
         def forward_backward(self, *_: Any) -> BackwardResult:
             return BackwardResult({"loss": 0.5})
@@ -72,26 +68,17 @@ def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() ->
                 done.append(("changed", part))
             return 2.0
 
+        def load_published(self, before_change: Callable[[Collection[str]], None], adapter: str) -> None:
+            before_change(["A", "B"])
+            done.append(f"copied {adapter}")
+
     worker = hosting(Engine(), Publisher(done))
     metrics, _ = worker.forward_backward("policy", BATCH, "loss")
     result = worker.optim_step("policy")
     assert done == [(what, part) for part in parts for what in ("read", "changed")]
     assert (result.step, metrics, result.grad_norm, result.fence_s) == (1, {"loss": 0.5}, 2.0, 0.75)
-
-
-def test_an_adapter_is_copied_into_the_published_one_once_the_version_before_is_read() -> None:
-    done: list[Any] = []
-
-    class Engine:
-        def load_published(self, before_change: Callable[[Collection[str]], None], adapter: str) -> None:
-            before_change(["A", "B"])
-            done.append(f"copied {adapter}")
-
-    class Publishing(Publisher):
-        def publish(self, version: int) -> None:
-            done.append(f"published {version}")
-
-    hosting(Engine(), Publishing(done)).publish("policy", 7, "a")
+    done.clear()
+    worker.publish("policy", 7, "a")
     assert done == [("read", ["A", "B"]), "copied a", "published 7"]
 
 
@@ -127,22 +114,9 @@ def test_parameters_are_moved_and_a_state_is_loaded_only_once_the_publisher_has_
     assert done == [("onload", ["optimizer", "parameters"]), ("read", []), "load"]
 
 
-def test_a_gradient_that_is_not_finite_is_a_step_that_was_skipped() -> None:
-    class Engine(Stepped):
-        step = 7
-
-        def optim_step(self, *_: Any) -> float:
-            raise GradientError("the gradient norm is nan.", part="trainer rank 0")
-
-    result = hosting(Engine()).optim_step("policy")
-    assert (result.step, result.skipped) == (7, "trainer rank 0: the gradient norm is nan.")
-
-
-def test_a_role_a_loss_or_a_publisher_that_is_not_there_is_named() -> None:
+def test_a_role_or_a_loss_that_is_not_there_is_named() -> None:
     worker = hosting(None)
     with pytest.raises(ProtocolError, match=r"no loss called 'los'.*It has loss"):
         worker.forward_backward("policy", BATCH, "los")
     with pytest.raises(ProtocolError, match="role 'critic' was used before setup"):
         worker.optim_step("critic")
-    with pytest.raises(ProtocolError, match="publish was called before connect"):
-        worker.publish("policy", 1)

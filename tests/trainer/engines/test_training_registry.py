@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from installed import install
@@ -16,29 +15,15 @@ from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 from weightlane.trainer.engines.registry import training_engine_class, training_engine_names
 
 
-def test_the_built_in_engine_is_found_by_its_entry_point() -> None:
+def test_a_built_in_engine_is_found_by_its_entry_point_and_names_its_extra_where_it_cannot_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert {"fsdp2", "megatron"} <= set(training_engine_names())
     assert training_engine_class("fsdp2") is Fsdp2Engine
-
-
-def test_without_transformers_modules_import_and_an_engine_whose_library_is_missing_names_its_extra(
-    children: Any,
-) -> None:
-    program = (
-        "import sys; sys.modules['megatron'] = sys.modules['transformers'] = None\n"
-        "from weightlane.ckpt_engines import ConfigError\n"
-        "from weightlane.trainer.data import rewards, tasks\n"
-        "from weightlane.trainer.engines.fsdp2 import engine\n"
-        "from weightlane.trainer.engines.hf import model_dir\n"
-        "from weightlane.trainer.objectives import named\n"
-        "from weightlane.trainer.engines.registry import training_engine_class\n"
-        "try:\n    training_engine_class('megatron')\n"
-        "except ConfigError as error:\n    print(error.message, error.hint)\n"
-    )
-    status, output, errors = children.run(["-c", program])
-    assert status == 0, errors
-    assert "'megatron' could not be imported" in output
-    assert "pip install 'weightlane[megatron]'" in output
+    monkeypatch.setitem(sys.modules, "weightlane.trainer.engines.megatron.engine", None)
+    with pytest.raises(ConfigError, match="'megatron' could not be imported") as refused:
+        training_engine_class("megatron")
+    assert "pip install 'weightlane[megatron]'" in refused.value.hint
 
 
 @pytest.mark.parametrize(
@@ -66,11 +51,13 @@ def test_an_engine_that_cannot_be_used_says_why(
         training_engine_class(name)
 
 
-def test_an_engine_without_adapters_refuses_them_in_its_own_name() -> None:
+def test_what_an_engine_need_not_implement_is_refused_in_its_name() -> None:
     plain = type("Plain", (TrainingEngine,), dict.fromkeys(TrainingEngine.__abstractmethods__))
     with pytest.raises(ConfigError, match=r"Plain has no adapters, for which trainer\.lora asks"):
         plain(TrainerConfig(lora=LoraConfig()), 0, 1, ("", 0))
     engine = plain(TrainerConfig(), 0, 1, ("", 0))
+    with pytest.raises(ConfigError, match="'fsdp2' cannot say what its ranks hold without running"):
+        engine.outline(Path())
     assert engine.adapters == ()
     for call in (
         lambda: engine.add_adapter("a", LoraConfig()),

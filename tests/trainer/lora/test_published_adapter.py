@@ -1,4 +1,4 @@
-"""With ``trainer.lora``, the weights with the adapter added are what an engine publishes, exports and saves: in both engines."""
+"""With ``trainer.lora``, an engine exports and saves merged weights, and publishes these or the adapter alone."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from engine_ranks import (
     assert_fence_tells_of_changes,
     assert_same,
     checkpoint,
+    exhaustive,
     gathered,
     megatron,
 )
 from lora_commands import whole
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from weightlane.trainer.engines.registry import training_engine_class
@@ -27,31 +29,28 @@ from weightlane.trainer.engines.registry import training_engine_class
 MODEL = "qwen3-tied"
 TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 LORA = {"rank": 3, "alpha": 4, "targets": TARGETS, "learning_rate": 0.02}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp2-2": {},
-    "fsdp2-tp2": FSDP2_TP2,
-    "megatron-sp2": megatron({"tensor_parallel": 2, "sequence_parallel": True}),
-    "megatron-pp2": megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True),
-}
-"""Settings of two ranks."""
-PROMISED = ("fsdp2-2", "megatron-sp2")
-PARAMS = [
+ALONE = {**LORA, "publish": "adapter"}
+MEGATRON = megatron({"tensor_parallel": 2, "sequence_parallel": True})
+LAYOUTS = [
+    exhaustive({}, id="fsdp2-2"),
+    pytest.param(MEGATRON, id="megatron-sp2", marks=pytest.mark.megatron),
     pytest.param(
-        name,
-        marks=[pytest.mark.megatron] * name.startswith("megatron") + [pytest.mark.exhaustive] * (name not in PROMISED),
-    )
-    for name in LAYOUTS
+        megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True),
+        id="megatron-pp2",
+        marks=(pytest.mark.megatron, pytest.mark.exhaustive),
+    ),
 ]
+"""Settings of two ranks."""
 Setup = Callable[..., Ranks]
 
 
-@pytest.fixture(params=PARAMS)
+@pytest.fixture(params=LAYOUTS)
 def setup(request: pytest.FixtureRequest, teams: Teams) -> Setup:
     """Lets ranks in one of the layouts load the model with an adapter, unless other settings say otherwise."""
 
     def loaded(**trainer: Any) -> Ranks:
         ranks = teams.of(2)
-        ranks.setup(MODEL, **{"lora": LORA, **LAYOUTS[request.param], **trainer})
+        ranks.setup(MODEL, **{"lora": LORA, **request.param, **trainer})
         return ranks
 
     return loaded
@@ -66,6 +65,7 @@ def state(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
+@pytest.mark.parametrize("setup", [pytest.param({}, id="fsdp2-2"), *LAYOUTS[1:]], indirect=True)
 def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neither_gradients_nor_moments(
     request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], oracle: Ranks, tmp_path: Path
 ) -> None:
@@ -85,12 +85,27 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
     assert_same(checkpoint(tmp_path / "exported"), trained)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.float32
     ranks.all("save", directory=tmp_path / "state")
-    engine = training_engine_class(request.node.callspec.params["setup"].partition("-")[0])
+    engine = training_engine_class(request.node.callspec.params["setup"].get("engine", "fsdp2"))
     engine.export_saved(tmp_path / "state", models[MODEL], tmp_path / "from state", torch.bfloat16)
     for name, tensor in checkpoint(tmp_path / "from state").items():
         assert tensor.dtype == torch.bfloat16
         assert torch.allclose(tensor.float(), trained[name].bfloat16().float(), rtol=0.01, atol=1e-6)
         assert name in changing(start) or torch.equal(tensor, start[name].bfloat16())
+
+    # A run that publishes the adapter alone exports the same bit for bit, and continues the state of the other.
+    setup(lora=ALONE)
+    ranks.all("train", first=0, count=3)
+    ranks.all("export", directory=tmp_path / "exported alone")
+    assert_same(checkpoint(tmp_path / "exported alone"), trained)
+    published = gathered(ranks)
+    assert_same(published, load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    setup(lora=ALONE)
+    assert ranks.all("load", directory=tmp_path / "state") == [3, 3]
+    assert_same(gathered(ranks), published)
+    for report in ranks.all("fence"):
+        assert [name for call in report["calls"] for name in call["named"]] == list(published)
+        assert report["calls"][0]["changed"] == []
+        assert set(report["changed"]) == set(report["published"]) != set()
 
 
 def test_the_fence_names_exactly_what_changes_and_a_step_that_fails_before_changes_nothing(
@@ -107,35 +122,26 @@ def test_the_fence_names_exactly_what_changes_and_a_step_that_fails_before_chang
     assert_fence_tells_of_changes(ranks, changing(start))
 
 
-def test_what_is_moved_to_the_host_comes_back_bit_for_bit_with_adapters(setup: Setup) -> None:
-    """Also in the middle of a mini-batch; everything is away at once, and then nothing is."""
-    found = []
-    for moves in (False, True):
-        ranks = setup()
-        for do in ("forward_backward", "forward_backward", "optim_step"):
-            ranks.all("adapter_steps", order=[(do, "default", 0)])
-            if moves:
-                ranks.all("adapter_offload")
-        found.append((state(ranks), gathered(ranks)))
-    for still, moved in zip(*found, strict=True):
-        assert_same(moved, still)
-
-
 def test_a_saved_run_continues_bit_for_bit_with_all_its_adapters_and_storage_never_moves(
     setup: Setup, tmp_path: Path
 ) -> None:
+    """Also where everything is moved to the host and back in the middle of a mini-batch."""
     ranks = setup(lr_warmup_steps=5)
     other: dict[str, Any] = {"name": "other", "rank": 2, "targets": ("gate_proj",)}
-    more = [("forward_backward", "other", 0), ("optim_step", "other", 0)]
     ranks.all("adapter", **other)
     addresses = ranks.all("addresses")
     ranks.all("train", first=0, count=2)
-    ranks.all("adapter_steps", order=more)
+    ranks.all("adapter_steps", order=[("forward_backward", "other", 0), ("optim_step", "other", 0)])
     assert ranks.all("save", directory=tmp_path / "state") == [2] * len(ranks)
 
-    def go_on() -> tuple[Any, ...]:
-        reports = ranks.all("train", first=2, count=2), ranks.all("adapter_steps", order=more)
-        return reports, gathered(ranks), state(ranks), whole(ranks.all("adapter_state", name="other"))
+    def go_on(*, moves: bool = False) -> tuple[Any, ...]:
+        norms = []
+        for name in ("default", "other"):
+            for do in ("forward_backward", "forward_backward", "optim_step"):
+                norms.append(ranks.all("adapter_steps", order=[(do, name, 2)]))
+                if moves:
+                    ranks.all("adapter_offload")
+        return norms, gathered(ranks), state(ranks), whole(ranks.all("adapter_state", name="other"))
 
     expected = go_on()
     for again in ("the same engine", "a fresh one"):
@@ -144,45 +150,37 @@ def test_a_saved_run_continues_bit_for_bit_with_all_its_adapters_and_storage_nev
             ranks.all_fail("ConfigError", "the state has an adapter 'other'", "load", directory=tmp_path / "state")
             assert ranks.all("adapter", **other) == [("default", "other")] * len(ranks)
         assert ranks.all("load", directory=tmp_path / "state") == [2] * len(ranks)
-        found = go_on()
+        found = go_on(moves=again == "a fresh one")
         assert found[0] == expected[0]
         for mine, theirs in zip(found[1:], expected[1:], strict=True):
             assert_same(mine, theirs)
         assert again == "a fresh one" or ranks.all("addresses") == addresses
 
 
-@pytest.mark.parametrize(
-    "engine", ["fsdp2", pytest.param("megatron", marks=(pytest.mark.megatron, pytest.mark.exhaustive))]
-)
 def test_a_state_loads_in_another_layout_with_moments_and_is_refused_where_adapters_differ(
-    teams: Teams, tmp_path: Path, engine: str
+    teams: Teams, tmp_path: Path
 ) -> None:
-    first, *more = (settings for name, settings in LAYOUTS.items() if name.startswith(engine))
-    others = [*((2, settings) for settings in more), (1, {"engine": engine})]
     ranks = teams.of(2)
-    ranks.setup(MODEL, lora=LORA, **first)
+    ranks.setup(MODEL, lora=LORA)
     ranks.all("train", first=0, count=2)
     ranks.all("save", directory=tmp_path / "state")
     saved, published = state(ranks), gathered(ranks)
-    for world, settings in others:
-        ranks = teams.of(world)
-        ranks.setup(MODEL, lora=LORA, **settings)
-        assert ranks.all("load", directory=tmp_path / "state") == [2] * world
-        assert_same(state(ranks), saved)
-        for name, tensor in gathered(ranks).items():
-            assert torch.allclose(tensor, published[name], rtol=1e-6, atol=1e-7)
-    ranks = teams.of(1)
-    ranks.setup(MODEL, engine=engine)
+    ranks.setup(MODEL, lora=LORA, **FSDP2_TP2)
+    assert ranks.all("load", directory=tmp_path / "state") == [2] * 2
+    assert_same(state(ranks), saved)
+    for name, tensor in gathered(ranks).items():
+        assert torch.allclose(tensor, published[name], rtol=1e-6, atol=1e-7)
+    ranks.setup(MODEL)
     ranks.all("save", directory=tmp_path / "without")
     says = "the state has an adapter 'default', the engine none"
     ranks.all_fail("ConfigError", says, "load", directory=tmp_path / "state")
     ranks.all("adapter", name="default", **LORA)
     ranks.all_fail("ConfigError", "was saved with trainer.lora", "load", directory=tmp_path / "state")
-    ranks.setup(MODEL, engine=engine, lora=LORA)
+    ranks.setup(MODEL, lora=LORA)
     says = "the engine has an adapter 'default', the state none"
     ranks.all_fail("ConfigError", says, "load", directory=tmp_path / "without")
     ranks.all_fail("ConfigError", "holds no saved training state", "load", directory=tmp_path / "nowhere")
-    ranks.setup(MODEL, engine=engine, lora={**LORA, "alpha": 5})
+    ranks.setup(MODEL, lora={**LORA, "alpha": 5})
     ranks.all_fail("ConfigError", "its adapter 'default' has", "load", directory=tmp_path / "state")
     ranks.all_fail("ConfigError", "weights are frozen", "adapter_steps", order=[("forward_backward", "", 0)])
     ranks.all_fail("ConfigError", "cannot be removed", "remove", name="default")

@@ -54,32 +54,17 @@ def exhaustive(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pyte
 
 
 class Ranks:
-    """The first `present` of `world` processes of `engine_worker`.
+    """`world` processes of `engine_worker`, or of another program; `models` are tiny checkpoints by name."""
 
-    Args:
-        models: Tiny checkpoints by name.
-        world: How many ranks there should be.
-        timeout_s: Seconds until a collective between them fails.
-        present: How many there are.
-        program: What they run in place of `engine_worker`.
-    """
-
-    def __init__(
-        self,
-        models: Mapping[str, Path],
-        world: int,
-        timeout_s: float = HANG_S,
-        present: int | None = None,
-        program: Path = WORKER,
-    ) -> None:
+    def __init__(self, models: Mapping[str, Path], world: int, program: Path = WORKER) -> None:
         self._models = models
         port = free_port()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         self._pipes, self._pids = [], []
-        for rank in range(present or world):
+        for rank in range(world):
             ours, theirs = Pipe()
             line = theirs.fileno()
-            command = [str(program), *map(str, (line, rank, world, port, timeout_s))]
+            command = [str(program), *map(str, (line, rank, world, port))]
             self._pids.append(fork_python(command, environment, {number: number for number in (0, 1, 2, line)}))
             theirs.close()
             self._pipes.append(ours)
@@ -123,10 +108,6 @@ class Ranks:
             assert answer.get("error") == error, answer
             assert message in answer["message"]
 
-    def kill(self, rank: int) -> None:
-        os.kill(self._pids[rank], signal.SIGKILL)
-        assert self._pipes[rank].poll(HANG_S), "its end of the pipe closes with it"
-
     def __enter__(self) -> Self:
         return self
 
@@ -145,9 +126,9 @@ class Teams:
         self.models, self._ends = models, ends
         self._shared: dict[int, Ranks] = {}
 
-    def new(self, world: int, **options: Any) -> Ranks:
-        """A team of a test's own; see `Ranks`."""
-        return Ranks(self.models, world, **options)
+    def new(self, world: int) -> Ranks:
+        """A team of a test's own."""
+        return Ranks(self.models, world)
 
     def of(self, world: int) -> Ranks:
         """The team of so many ranks that tests share."""
@@ -282,21 +263,20 @@ def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[
 
 
 _alone: dict[str, list[dict[str, float]]] = {}
-"""Reports of FSDP2 on one rank for each of twenty steps, by model."""
+"""Reports of FSDP2 on one rank for each of `STEPS` steps, by model."""
+STEPS = 4
 
 
-def assert_twenty_steps_are_those_of_one_rank(
-    teams: Teams, world: int, name: str, directory: Path, **trainer: Any
-) -> None:
+def assert_steps_are_those_of_one_rank(teams: Teams, world: int, name: str, directory: Path, **trainer: Any) -> None:
     """Losses within 1e-4 of FSDP2's on the same data, in fp32; shards and exports that are the checkpoint, before and after."""
     if name not in _alone:
         alone = teams.of(1)
         alone.setup(name, micro_batch_tokens=40)
-        (_alone[name],) = alone.all("train", first=0, count=20)
+        (_alone[name],) = alone.all("train", first=0, count=STEPS)
     start, ranks = checkpoint(teams.models[name]), teams.of(world)
     ranks.setup(name, micro_batch_tokens=40, **trainer)
     assert_same(gathered(ranks, "bfloat16"), start)
-    reports = ranks.all("train", first=0, count=20)
+    reports = ranks.all("train", first=0, count=STEPS)
     assert all(report == reports[0] for report in reports)
     for mine, theirs in zip(reports[0], _alone[name], strict=True):
         assert mine.keys() == theirs.keys()

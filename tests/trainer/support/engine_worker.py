@@ -1,6 +1,6 @@
 """A trainer rank of the engines' tests.
 
-    python engine_worker.py PIPE RANK WORLD PORT TIMEOUT_S
+    python engine_worker.py PIPE RANK WORLD PORT
 
 It answers commands: ``{"do": name, ...arguments}`` with ``{"ok": value}``, or with ``{"error": type, "message": text}``.
 The real engine runs here: nothing is replaced.
@@ -22,16 +22,15 @@ import torch
 import torch.distributed as dist
 from dispatch_commands import DispatchCommands
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
-from engine_state_commands import StateCommands
 from lora_commands import LoraCommands
 from rank_commands import RankCommands
 from torch.distributed.tensor import DTensor
+from waiting import HANG_S
 
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.conformance.processes.rank_process import noted_step
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch
-from weightlane.trainer.dispatch.planned_placements import _outline_all
 from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -43,16 +42,16 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
+class Worker(DispatchCommands, LoraCommands, RankCommands):
     """The commands."""
 
-    def __init__(self, rank: int, world: int, port: int, timeout_s: float) -> None:
-        self._rank, self._world, self._port, self._timeout_s = rank, world, port, timeout_s
+    def __init__(self, rank: int, world: int, port: int) -> None:
+        self._rank, self._world, self._port = rank, world, port
         self._engine: Any = None
         self._first: TrainingEngine | None = None
 
     def setup(self, model: str, trainer: dict[str, Any]) -> None:
-        config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=self._timeout_s, **trainer)
+        config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=HANG_S, **trainer)
         fresh = training_engine_class(config.engine)(config, self._rank, self._world, ("127.0.0.1", self._port))
         # The first engine owns the process group and stays alive; later ones share the group.
         if self._engine is not None and self._engine is not self._first:
@@ -68,7 +67,7 @@ class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
         from weightlane.ckpt_engines.engines.torch_distributed import gloo_connect
 
         gloo_connect._LONGEST_TRY_S = 2.0  # it would be a minute
-        gloo_connect._GRACE_S = self._timeout_s  # however busy the machine is
+        gloo_connect._GRACE_S = HANG_S  # however busy the machine is
         if self._rank == 0:
             return
         connect = dist.init_process_group
@@ -117,6 +116,24 @@ class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
         """Log-probabilities of a batch by sequence, without gradient."""
         return {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0, rows)).items()}
 
+    def values(self, rows: int) -> dict[int, dict[str, Any]]:
+        """Values and hidden states of a batch by sequence, without gradient."""
+        found = self._engine.forward(make_batch(0, rows), ("values", "hidden"))
+        return {index: {name: each.numpy() for name, each in outputs.items()} for index, outputs in found.items()}
+
+    def ask(self, outputs: tuple[Any, ...], top_k: int = 0) -> list[str]:
+        """The names of outputs of a forward pass."""
+        found = self._engine.forward(make_batch(0), outputs, top_k)
+        return sorted({name for each in found.values() for name in each})
+
+    def train_with_dropout(self, mode: bool) -> dict[str, Any]:
+        """Two losses of the same batch and parameters, and its log-probabilities."""
+        self._engine.train(mode)
+        losses = [self._engine.forward_backward(make_batch(0), LOSSES["sft"]).metrics["loss"] for _ in range(2)]
+        logprobs = {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0)).items()}
+        self._engine.optim_step(lambda names: None)
+        return {"losses": losses, "logprobs": logprobs}
+
     def fail(self) -> str:
         """A forward_backward that fails, by its loss of the second micro-batch, after one that did not."""
         batch, seen = make_batch(0), []
@@ -149,10 +166,6 @@ class Worker(DispatchCommands, LoraCommands, RankCommands, StateCommands):
     def placement(self, wire_dtype: str) -> list[Any]:
         """Return this rank's placement as plain data."""
         return Placement.of_shards(self._engine.local_shards(getattr(torch, wire_dtype))).to_plain()
-
-    def outline(self, model: str, trainer: dict[str, Any]) -> list[Any]:
-        """Return every rank's outlined placement, computed like in the process of `outlined_placements`: by forks of this one."""
-        return _outline_all(TrainerConfig(ranks=self._world, **trainer).model_dump(mode="json"), model, "bfloat16")
 
     def forward_weights(self) -> list[tuple[Any, ...]]:
         """The parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
@@ -249,5 +262,5 @@ def serve(worker: Any, line: int) -> None:
 
 
 if __name__ == "__main__":
-    line, rank, world, port = map(int, sys.argv[1:5])
-    serve(Worker(rank, world, port, timeout_s=float(sys.argv[5])), line)
+    line, rank, world, port = map(int, sys.argv[1:])
+    serve(Worker(rank, world, port), line)

@@ -44,17 +44,12 @@ class Oracle:
         (matrix,) = (parameter for name, parameter in adapted.named_parameters() if "lora_A" in name)
         return float(matrix.abs().max())
 
-    def logprobs(self, model: str, adapter: str | None, rows: int) -> dict[int, Any]:
-        """float64 log-probabilities of completions, by sample."""
+    def logprobs(self, model: str, adapter: str | None, rows: int, *, every_token: bool = False) -> dict[int, Any]:
+        """float64 log-probabilities at each token of a completion, of the token or of every one, by sample."""
         computed, _ = _adapted(model, adapter)
         with torch.no_grad():
-            return {row: _chosen(computed, sample)[0].numpy() for row, sample in enumerate(make_samples(0, rows))}
-
-    def all_logprobs(self, model: str, adapter: str | None, rows: int) -> dict[int, Any]:
-        """float64 log-probabilities of every token at each token of a completion, by sample."""
-        computed, _ = _adapted(model, adapter)
-        with torch.no_grad():
-            return {row: _chosen(computed, sample)[1].numpy() for row, sample in enumerate(make_samples(0, rows))}
+            found = [_chosen(computed, sample) for sample in make_samples(0, rows)]
+        return {row: each[every_token].numpy() for row, each in enumerate(found)}
 
     def gradient(self, model: str, adapter: str, rows: int) -> tuple[float, dict[str, Any]]:
         """Loss of a mini-batch by `engine_batches.mixed`, written out once more; gradients by ``module|A`` or ``module|B``."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from engine_batches import TEMPERATURE, VOCAB, make_samples
+from waiting import HANG_S
 
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.data.batch import IGNORED
@@ -30,7 +31,6 @@ class RankCommands:
 
     _rank: int
     _world: int
-    _timeout_s: float
     _api: TrainerRank | None = None
     _kept: Any = None
     _first: Any
@@ -45,7 +45,7 @@ class RankCommands:
         """Make the `TrainerRank` of this process; returns its data parallel share."""
         if self._api is not None:
             self._api.close()
-        config = TrainerConfig(device="cpu", collective_timeout_s=self._timeout_s, **trainer)
+        config = TrainerConfig(device="cpu", collective_timeout_s=HANG_S, **trainer)
         self._kept = None
         self._api = TrainerRank(model, config, memory_limit_bytes=limit)
         return self._api.data_share
