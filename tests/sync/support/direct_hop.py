@@ -271,6 +271,5 @@ LAYOUTS: dict[str, tuple[Cut, int]] = {
     "columns": (columns, 2),
     "interleaved": (interleaved, 2),
     "a mesh": (mesh, 4),
-    "data parallel": (copies, 2),
     "one rank": (rows, 1),
 }
