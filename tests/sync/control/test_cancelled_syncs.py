@@ -7,10 +7,10 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hop_run import MakeRun, Run, expected, outcomes_of
+from hop_run import Held, MakeRun, Run, expected, outcomes_of
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import DeadlineExceededError, SyncAbortedError
+from weightlane.ckpt_engines import DeadlineExceededError, QuarantinedError, SyncAbortedError
 from weightlane.sync import ReplicaState, SyncReport
 
 
@@ -71,6 +71,29 @@ def test_a_sync_that_is_cancelled_in_its_commit_is_taken_back_where_it_serves_an
     assert states["rollout-1"] is (ReplicaState.SERVING if ends else ReplicaState.QUARANTINED)
     assert "was interrupted" in "".join(map(str, run.replicas[1].quarantined_by)) or ends
     everybody_heard(run, 2, "the sync of version 2 was cancelled")
+    run.serve(3)
+
+
+def test_a_sync_that_is_cancelled_when_every_commit_has_ended_counts(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(replicas=2)
+    run.serve(1)
+    run.publish_next(2)
+    run.replicas[1].fails_with = QuarantinedError("a rank stopped half-way.", part="rollout-1")
+    held = Held()
+    monkeypatch.setattr(run.replicas[1], "quarantine", lambda _: held())
+
+    async def cancel_at_the_end() -> None:
+        syncing = asyncio.create_task(run.coordinator.sync(2))
+        await asyncio.wait_for(held.begun.wait(), HANG_S)
+        asyncio.get_running_loop().call_soon(held.go_on.set)
+        await cancelled(syncing)
+
+    asyncio.run(cancel_at_the_end())
+    for participant in (*run.trainers, run.rank(0)):
+        participant.call("wait", 2, HANG_S)
+    assert run.rank(0).call("live_digest") == expected(2)
     run.serve(3)
 
 

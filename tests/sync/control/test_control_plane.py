@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
 from collections import deque
@@ -17,6 +18,8 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, TensorSpec
+from weightlane.sync.control.hub import listener
+from weightlane.sync.control.hub.frames import Frame, Kind
 from weightlane.sync.control.messages import Abort, Committed, Stop
 from weightlane.sync.control.tensor_lists import TensorLists
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
@@ -46,6 +49,16 @@ def test_a_program_that_took_over_the_port_is_not_believed() -> None:
         threading.Thread(target=serve, daemon=True).start()
         with pytest.raises(ProtocolError, match="does not know this run's secret"):
             Rendezvous.join(address)
+
+
+def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener, "_PENDING_S", 0.0)
+    with socket.create_connection((rendezvous.address.host, rendezvous.address.port), HANG_S) as silent:
+        assert silent.recv(1000).startswith(b"WLC1")
+        Rendezvous.join(rendezvous.address).close()
+        assert silent.recv(1000) == b"", "the hub has hung up"
 
 
 def test_one_participant_too_many_is_told_so_and_the_others_stay(start: Any) -> None:
@@ -134,6 +147,20 @@ def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_e
         joined.mailbox("s").put("key", 1)
 
 
+def test_a_hub_and_a_member_that_nobody_refers_to_end_wherever_garbage_is_collected() -> None:
+    host = Rendezvous.host()
+    hub, joined = host._hub, Rendezvous.join(host.address)
+    connection = joined._client.send.__self__  # type: ignore[attr-defined]
+    with (
+        hub._lock,
+        hub.mailboxes._lock,
+        connection._turn,
+    ):  # the collector may run on the thread that holds any of these
+        del joined, host
+        gc.collect()
+    wait_until(lambda: connection._ended and hub._listener._sock.fileno() < 0, "end of both")
+
+
 # -- mailboxes and sessions ----------------------------------------------------------------------------------------------
 
 
@@ -151,6 +178,23 @@ def test_a_value_wakes_whoever_waits_for_it_and_waiting_ends_by_its_deadline(
     wait_until(lambda: not scopes["s"].waits, "nobody to wait any more")
     member.mailbox("s").delete("key")
     wait_until(lambda: not value_counts(rendezvous), "deletion")
+
+
+def test_an_answer_that_comes_too_late_is_not_taken_for_another_one(
+    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox, mailboxes = rendezvous.mailbox("s"), rendezvous._hub.mailboxes
+    answer = mailboxes.answer
+
+    def put_before_it_is_cancelled(member: Any, frame: Frame) -> None:
+        if frame.kind == Kind.CANCEL:
+            mailbox.put("key", "x" * 100_000)
+        answer(member, frame)
+
+    monkeypatch.setattr(mailboxes, "answer", put_before_it_is_cancelled)
+    with pytest.raises(DeadlineExceededError):
+        mailbox.get("key", Deadline.after(0.02))
+    assert mailbox.get("key", soon()) == "x" * 100_000
 
 
 def test_of_a_session_that_is_over_nothing_is_left_and_nobody_waits(rendezvous: Rendezvous, member: Rendezvous) -> None:
@@ -221,6 +265,7 @@ def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous)
     for rank, interrupt in ((first, superseded), (second, Interrupt())):
         with pytest.raises(ClosedError):
             rank.hear("deltas", 1, never(), interrupt)
+    wait_until(lambda: not rendezvous._hub.mailboxes._scopes, "end of the questions that nobody waits for")
 
 
 # -- manifests by reference ----------------------------------------------------------------------------------------------

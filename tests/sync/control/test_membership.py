@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hop_run import MakeRun, expected, outcomes_of
+from sessions import never, soon
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ManifestError, QuorumError, SyncAbortedError
-from weightlane.sync import ReplicaState
+from weightlane.ckpt_engines import ClosedError, ManifestError, QuorumError, SyncAbortedError, Topology
+from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber
+from weightlane.sync.control.hub.frames import COORDINATOR
+from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
 
 
 def test_a_replica_that_is_killed_or_a_trainer_that_is_started_anew_does_not_stop_the_others(make_run: MakeRun) -> None:
@@ -118,6 +122,32 @@ def test_whoever_is_started_anew_while_a_session_begins_or_a_version_is_offered_
     assert set(outcomes_of(report).values()) == {"committed"}
     assert all(failure.excluded == () for failure in report.failures), "somebody was left out"
     assert run.live() == [expected(2)] * 2
+
+
+def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_to_start_over(
+    rendezvous: Rendezvous, tmp_path: Path
+) -> None:
+    inbox = rendezvous.inbox(COORDINATOR)  # the test is in the coordinator's place
+    subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, Expectation({}))
+    joined = inbox.get(soon())
+    assert isinstance(joined, Joined)
+    nowhere = {"meeting": {}, "engine": {}}
+    topology = Topology("first", {"t-0": nowhere}, {"r/0": nowhere})
+    connecting: list[threading.Thread | None] = [None]
+    for session in ("first", "second"):
+        rendezvous.post(joined.inbox, Reset(session=session))
+        hello = inbox.get(soon())
+        assert isinstance(hello, Hello)
+        assert hello.session == session
+        sides = {"publishers": ["t-0"], "senders": topology.senders, "receivers": topology.receivers}
+        rendezvous.post(joined.inbox, Connect(session=session, deadline_s=NEVER_S, **sides))
+        wait_until(lambda: subscriber._connecting is not connecting[-1], "thread that connects")
+        connecting.append(subscriber._connecting)
+    message = Connect(session="first", deadline_s=NEVER_S, **sides)
+    with pytest.raises(ClosedError, match="closed while connecting"):  # not with the transport of the second session
+        subscriber._connect_half(message, topology, never())
+    subscriber.close()
+    wait_until(lambda: not any(thread and thread.is_alive() for thread in connecting), "end of those that connect")
 
 
 def test_nobody_waits_for_a_sync_under_way_to_let_a_replica_come_or_go(make_run: MakeRun) -> None:

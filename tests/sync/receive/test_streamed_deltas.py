@@ -12,8 +12,10 @@ import pytest
 import torch
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, WeightlaneError
+from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, DeadlineExceededError, WeightlaneError
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
+from weightlane.sync.codecs.delta.decoding import DeltaDecoding
 from weightlane.sync.codecs.delta.format import encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
@@ -208,6 +210,17 @@ def test_a_delta_to_another_base_is_refused_before_its_first_byte(rollout: Rollo
         rollout.offer(line)
     rollout.nothing_is_staged(2)
     goes_on(rollout)
+
+
+def test_a_delta_whose_decoding_does_not_end_is_given_up_and_no_more_is_received_meanwhile() -> None:
+    parts, over = parts_to(2.0), threading.Event()
+    late = Deadline.after(0.05)
+    decoding = DeltaDecoding(delta_of(parts), lambda _: over.wait(HANG_S), late, "r/0", runtime_of(HOST))
+    decoding.arrived(0, parts[0])
+    for waits in (lambda: decoding.arrived(1, parts[1]), decoding.result):
+        with pytest.raises(DeadlineExceededError, match="the delta of version 2 to be decoded"):
+            waits()
+    over.set()
 
 
 # -- in an order that nobody planned --------------------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from weightlane.ckpt_engines.engines.shared_memory.segment_engine import Segment
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
 from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
-from weightlane.sync import CollectivePublisher, LocalShard, Manifest, SyncConfig
+from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
 from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
+from weightlane.sync.send.gather import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.version.tensor_spec import TensorSpec
 
@@ -99,6 +100,27 @@ def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_
         receiving.run(tasks, Deadline.after(SOON))
     with pytest.raises(DeadlineExceededError, match="to be given up"):
         receiving.wait_until_idle(Deadline.after(SOON))
+
+
+def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank(rendezvous: Rendezvous) -> None:
+    layout = Manifest(1, (TensorSpec("t", (2, 64), torch.uint8),), 4096, whole_tensors=True)
+
+    def join(rank: int) -> ShardGather:
+        return ShardGather.connect(rendezvous, "s", ["t-0", "t-1"], rank, layout, HOST, Deadline.after(HANG_S))
+
+    def receive() -> None:
+        first.receive(1, 64, Deadline.after(NEVER_S))
+
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(join, (0, 1))
+        waiting = threads.submit(receive)
+        wait_until(lambda: first._moving, "rank 0 that waits for rank 1")
+        first.close()
+        with pytest.raises(ClosedError, match="the gather was closed"):
+            waiting.result(HANG_S)
+        with pytest.raises(ClosedError, match="the gather was closed"):
+            receive()
+        second.close()
 
 
 class Deaf(Shelf):
