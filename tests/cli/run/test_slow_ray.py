@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
+from itertools import repeat
 from pathlib import Path
 
 import pytest
 from tiny_run import Material
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.cli.commands.train import run_training
+from weightlane.cli.run.ray_cluster import patient_ray
 
 
 @pytest.mark.parametrize(
@@ -41,3 +47,64 @@ def test_a_raylet_that_is_too_slow_is_told_in_words_and_a_signal_meanwhile_is_wh
     path = material.write_config(tmp_path, tmp_path / "run")
     with pytest.raises(raised, match=said):
         asyncio.run(run_training(path, [], resume=False, live=False))
+
+
+def test_a_node_that_takes_its_time_is_waited_for_and_one_that_never_comes_up_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray._private import services
+
+    outcomes = iter([RuntimeError("not yet"), RuntimeError("not yet"), "the node"])
+
+    def look(*_: object) -> object:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(services, "get_node", look)
+    # A process of the caller's says nothing of Ray's.
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE), patient_ray(HANG_S):
+        assert services.get_node("address", "id") == "the node"
+    assert services.get_node is look
+    outcomes = repeat(RuntimeError("not yet"))
+    with patient_ray(0.001), pytest.raises(RuntimeError, match="not yet"):
+        services.get_node("address", "id")
+
+
+KILLS = """
+import json, os, re, signal, sys, threading, time
+from pathlib import Path
+from weightlane.cli.config.run_config import RaySection
+from weightlane.cli.run.ray_cluster import RayCluster, _is_raylet, _started_here
+
+killed = set()
+
+def kill_the_first():
+    while not killed:
+        for process, command in _started_here().items():
+            if _is_raylet(command):
+                killed.add(process)
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.001)
+
+threading.Thread(target=kill_the_first, daemon=True).start()
+with RayCluster(RaySection(start_timeout_s=600), 1, Path(sys.argv[1]), {}) as cluster:
+    import ray
+    sessions = set(re.findall("session_[0-9_-]+", "".join(_started_here().values())))
+    print(json.dumps({"killed": len(killed), "nodes": len(ray.nodes()), "sessions": len(sessions)}))
+    cluster.succeeded()
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.exhaustive
+def test_a_raylet_that_dies_while_it_starts_is_started_again_and_not_waited_for(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", KILLS, str(tmp_path / "logs")],
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=True,
+    )
+    assert json.loads(done.stdout) == {"killed": 1, "nodes": 1, "sessions": 1}, done.stdout + done.stderr

@@ -6,6 +6,7 @@ is tested in ``checked_device``, on devices that are made up.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -26,7 +27,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
 from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import CollectiveReceiver, CollectiveSender
-from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup
+from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup, open_device_group
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
@@ -35,6 +36,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.process_group import (
 )
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, is_available, runtime_of
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
 
@@ -97,6 +99,42 @@ def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its
     group.close()
     assert backend.entered == 1
     backend.freed.set()
+
+
+def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the last look at whether it is open and the error."""
+    backend = StuckBackend()
+    backend.freed.set()
+    late, opened = threading.Event(), threading.Event()
+
+    def open_late(*_: Any, **__: Any) -> StuckBackend:
+        late.wait(HANG_S)
+        return backend
+
+    def clock() -> float:
+        """The time that the waiting thread sees: it is up, and by when it is told so for the second time the group is open."""
+        if threading.current_thread() is threading.main_thread() and next(looks):
+            late.set()
+            opened.wait(HANG_S)
+        return 1.0
+
+    looks, life = itertools.count(), Lifecycle("half", lambda: None)
+    monkeypatch.setattr(life, "ring", opened.set)
+    monkeypatch.setattr(_device_group, "open_process_group", open_late)
+    monkeypatch.setattr(DeviceGroup, "warm_up", lambda *_: None)
+    with pytest.raises(DeadlineExceededError, match=r"half \(peer other\)"):
+        open_device_group(
+            "nccl",
+            HOST,
+            dist.HashStore(),
+            rank=0,
+            names=["half", "other"],
+            host="127.0.0.1",
+            deadline=Deadline(1.0, clock),
+            life=life,
+        )
+    assert backend.entered == 1
+    life.close()
 
 
 class FailedWork:

@@ -117,6 +117,27 @@ def test_a_connection_that_gloo_loses_is_made_again(monkeypatch: pytest.MonkeyPa
     broadcast(first, second)
 
 
+def test_a_connection_that_gloo_never_makes_ends_at_the_deadline() -> None:
+    timeouts: list[timedelta] = []
+    store, port = host_store("127.0.0.1")
+
+    def connect(place: dist.Store, timeout: timedelta) -> None:
+        timeouts.append(timeout)
+        publish_and_never_call(place, 1, timeout)
+
+    def join() -> Any:
+        deadline = Deadline.after(1.5)
+        place = dist.PrefixStore("group", join_store("127.0.0.1", port, deadline))
+        return connect_gloo(place, 1, 2, deadline, connect, undo=lambda: None)
+
+    with ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(join)
+        with pytest.raises(DeadlineExceededError, match=r"a group of 2"):
+            open_process_group("gloo", dist.PrefixStore("group", store), 0, 2, Deadline.after(1.5))
+        assert isinstance(joining.exception(HANG_S), DeadlineExceededError)
+    assert all(5 * timeout.total_seconds() <= 1.5 for timeout in timeouts)  # for so many times its timeout gloo waits
+
+
 def test_a_member_that_comes_and_is_not_heard_of_again_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gloo_connect, "_LONGEST_TRY_S", 0.2)
     monkeypatch.setattr(gloo_connect, "_GRACE_S", 0.2)
@@ -148,3 +169,30 @@ def test_the_accelerator_backends_say_what_is_missing_instead_of_failing_in_c_pl
             open_process_group("nccl", store, 0, 2, soon(), device=torch.device("cuda"))
     with pytest.raises(EngineUnavailableError, match="torch_npu"):
         open_process_group("hccl", store, 0, 2, soon(), device=torch.device("cpu"))
+
+
+LOST = """
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from weightlane.ckpt_engines import Bucket, CheckpointEngineRegistry, Deadline, Topology
+from weightlane.ckpt_engines.engines.torch_distributed import gloo
+
+engine = CheckpointEngineRegistry().create("gloo")
+sender, receiver = engine.make_sender("t", torch.device("cpu")), engine.make_receiver("r", torch.device("cpu"))
+topology = Topology("s", {"t": sender.address()}, {"r": receiver.address()}, key=bytes(32))
+with ThreadPoolExecutor(1) as threads:
+    joining = threads.submit(receiver.connect, topology, {}, Deadline.after(60))
+    sender.connect(topology, {}, Deadline.after(60))
+    joining.result()
+gloo.abandon_gloo = lambda group: None
+receiver.post(Bucket(1, 0, torch.zeros(8, dtype=torch.uint8)), "t")
+receiver.close()
+del receiver
+gloo.keep_for_ever(sender._groups["everyone"])  # its end would be the transfer's, too
+print("closed")
+"""
+
+
+def test_a_receiver_whose_transfer_gloo_has_lost_can_be_closed_and_its_program_ends(children: Any) -> None:
+    assert children.run(["-c", LOST]) == (0, "closed\n", "")
