@@ -1,6 +1,6 @@
 """Every architecture of the zoo: what versions leave in a running vLLM is what vLLM makes of their files when it starts.
 
-    python tests/rollout/layout/zoo/zoo.py [KIND ...] [--dtypes float32 ...] [--ways decided reload] [--document FILE]
+    python tests/rollout/layout/zoo/zoo.py [KIND ...] [--document FILE]
 
 Three versions of any bits whatever are committed to each model, the way that was decided for it and, with `reload`, through
 vLLM's own loading; each is laid beside an ordinary load of the same files. `test_layout_models.py` runs a handful with every
@@ -28,25 +28,14 @@ BEGIN, END = "<!-- made by make test-zoo -->", "<!-- end -->"
 WAYS = {"decided": "", "reload": "reload"}
 
 
-class Zoo:
-    """Runs `layout_process.py`, which keeps vLLM imported from model to model."""
-
-    def __init__(self) -> None:
-        path = Path(__file__).parents[1] / "layout_process.py"
-        self._program = Program(path, env={"VLLM_LOGGING_LEVEL": "ERROR"}, again=True)
-
-    def outcome(self, kind: Kind, dtype: str, way: str) -> str:
-        """The way its versions went, why they were refused, or what is wrong."""
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                model = make(kind, Path(folder), seed=1, dtype=getattr(torch, dtype))
-                return told(self._program.call("compare", str(model), dtype, kind.impl, WAYS[way]))
-            except Exception as error:  # noqa: BLE001 - the table says so, and the others go on
-                return f"FAILED: {error}"
-
-    def close(self) -> None:
-        """End the process."""
-        self._program.kill()
+def outcome(process: Program, kind: Kind, dtype: str, way: str) -> str:
+    """Return the way the versions of a model went, why they were refused, or what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            model = make(kind, Path(folder), seed=1, dtype=getattr(torch, dtype))
+            return told(process.call("compare", str(model), dtype, kind.impl, WAYS[way]))
+        except Exception as error:  # noqa: BLE001 - the table says so, and the others go on
+            return f"FAILED: {error}"
 
 
 def told(answer: dict[str, Any]) -> str:
@@ -69,24 +58,24 @@ def put_between_marks(document: Path, table: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kinds", nargs="*", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
     parser.add_argument("--document", type=Path, help="put the table between this file's marks, too")
     arguments = parser.parse_args()
     if unknown := set(arguments.kinds) - set(KINDS):
         parser.error(f"no such architecture: {', '.join(sorted(unknown))}")
-    columns = [(way, dtype) for way in arguments.ways for dtype in arguments.dtypes]
-    zoo, began, rows = Zoo(), time.monotonic(), []
+    columns = [(way, dtype) for way in WAYS for dtype in ("float32", "bfloat16")]
+    program = Path(__file__).parents[1] / "layout_process.py"
+    process = Program(program, env={"VLLM_LOGGING_LEVEL": "ERROR"}, again=True)
+    began, rows = time.monotonic(), []
     for name in arguments.kinds or KINDS:
-        outcomes = [zoo.outcome(KINDS[name], dtype, way) for way, dtype in columns]
+        outcomes = [outcome(process, KINDS[name], dtype, way) for way, dtype in columns]
         rows.append((name, KINDS[name].group, *outcomes))
         print(" | ".join(rows[-1]), flush=True)
-    zoo.close()
+    process.kill()
     if arguments.document:
         heads = ("architecture", "kind", *(f"{way}, {dtype}" for way, dtype in columns))
         lines = [heads, ("---",) * len(heads), *rows]
         put_between_marks(arguments.document, "".join(f"| {' | '.join(line)} |\n" for line in lines))
-    bad = sum(outcome.startswith(("WRONG", "FAILED")) for row in rows for outcome in row)
+    bad = sum(cell.startswith(("WRONG", "FAILED")) for row in rows for cell in row)
     print(f"{len(rows)} architectures, {len(rows) * len(columns)} cases, {bad} wrong, {time.monotonic() - began:.0f} s")
     sys.exit(bool(bad))
 
