@@ -2,42 +2,48 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fork_server
 import pytest
 from json_program import Program
 
-# vLLM's processes are forked from one that has imported it.
+# vLLM's processes are forked from one that has imported it. They compile nothing: a few lines of vLLM's sampler would take each
+# worker several CPU seconds, and the compiler as many again, and compute the same.
+fork_server.ENVIRONMENT["TORCH_COMPILE_DISABLE"] = "1"
 fork_server.install()
 
 if TYPE_CHECKING:
+    from named_adapters import NamedAdapters
     from running_worker import Setup
 
 
 HERE = Path(__file__).parent
-_until_the_folder_ends = ExitStack()
-"""Resources that this folder's tests share, closed after the last of them.
+_shared = {folder: ExitStack() for folder in (HERE, HERE / "adapters", HERE / "commit")}
+"""Resources that the tests of a folder share, closed after the last of them.
 
-pytest would keep session fixtures until the session ends, beside the tests of other folders.
+pytest would keep session fixtures until the session ends, beside the tests of other folders. The ranks of an idle engine still
+look for work, which takes two CPU seconds a minute.
 """
 
 
 @pytest.hookimpl(trylast=True)  # after the fixtures of the test itself
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    if nextitem is None or not nextitem.path.is_relative_to(HERE):
-        _until_the_folder_ends.close()
+    for folder, stack in _shared.items():
+        if nextitem is None or not nextitem.path.is_relative_to(folder):
+            stack.close()
 
 
 @pytest.fixture(scope="session")
 def process() -> Program:
     """`layout_process.py`, which builds models."""
     started = Program(HERE / "layout/layout_process.py", env={"VLLM_LOGGING_LEVEL": "ERROR"}, again=True)
-    _until_the_folder_ends.callback(started.kill)
+    _shared[HERE].callback(started.kill)
     return started
 
 
@@ -51,32 +57,53 @@ def setup(engine: Setup) -> Iterator[Setup]:
         engine.connect()
 
 
-@pytest.fixture(
-    scope="session",
-    params=[pytest.param(2, id="tp2-tied"), pytest.param(1, id="tp1-untied", marks=pytest.mark.exhaustive)],
-)
-def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setup]:
-    """A running worker that starts from model 0. The vocabulary needs padding rows.
+@pytest.fixture(scope="session")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Setup:
+    """A running worker of two ranks that starts from model 0. The vocabulary needs padding rows.
 
     Shared by modules, because it takes long to start; the last test of the last module that uses it kills a rank.
     """
-    with ExitStack() as stack:
-        _until_the_folder_ends.callback(stack.close)
-        yield stack.enter_context(_worker(request.param, tmp_path_factory.mktemp("models")))
-
-
-@contextmanager
-def _worker(world: int, base: Path) -> Iterator[Setup]:
     from running_worker import running
     from tiny_models import make_qwen3
 
     from weightlane.rollout.vllm.shared_memory import segments_of_trees
 
-    models = [make_qwen3(base / f"model{seed}", seed=seed, tied=world == 2, vocab=300) for seed in range(3)]
-    with running(models, models[0], tensor_parallel=world, dtype="float32") as made:
-        segments = segments_of_trees([os.getpid()])
-        made.connect()
-        yield made
-    # Also after the last test, which kills a rank.
-    assert segments
-    assert not [segment for segment in segments if segment.exists()]
+    base = tmp_path_factory.mktemp("models")
+    models = [make_qwen3(base / f"model{seed}", seed=seed, tied=True, vocab=300) for seed in range(3)]
+    stack, others = ExitStack(), segments_of_trees([os.getpid()])
+    setup = stack.enter_context(running(models, models[0], tensor_parallel=2, dtype="float32"))
+    segments = segments_of_trees([os.getpid()]) - others
+
+    def close() -> None:
+        stack.close()
+        assert segments
+        assert not [segment for segment in segments if segment.exists()], "left behind, also after a rank was killed"
+
+    _shared[HERE / "commit"].callback(close)
+    setup.connect()
+    return setup
+
+
+@pytest.fixture(scope="session")
+def fresh_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[NamedAdapters, list[list[Any]]]:
+    """A replica that takes adapters, and how it answered while it had no version.
+
+    The answers are to requests for the weights alone, for the newest version and for version 1: first before the replica had
+    any, and then after the rollback of its first.
+    """
+    from named_adapters import serving
+
+    replica = _shared[HERE / "adapters"].enter_context(serving(tmp_path_factory.mktemp("adapters")))
+
+    async def ask() -> list[Any]:
+        calls = (replica.worker.generate("r", [0, 7, 14], 8, greedy=True, adapter=adapter) for adapter in (0, None, 1))
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return [*answers, replica.worker.stats().serving, await replica.loaded()]
+
+    async def ask_twice() -> list[list[Any]]:
+        before = await ask()
+        version = await replica.publish(replica.make(2, 1.0))
+        await replica.worker.rollback(version)
+        return [before, await ask()]
+
+    return replica, replica.run(ask_twice())

@@ -92,26 +92,25 @@ def test_a_step_under_way_ends_first_and_the_core_is_woken_after(commit_in_core:
     assert core.input_queue.get_nowait()[0].name == "WAKEUP"
 
 
-@pytest.mark.parametrize("under_way", [False, True])
 @pytest.mark.parametrize(
     ("intact", "sound", "resumes"), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_after_a_failure_only_sound_weights_that_are_in_place_go_on_serving(
-    intact: bool, sound: bool, resumes: bool, under_way: bool, commit_in_core: Callable[..., Any]
+def test_after_a_failure_only_sound_weights_that_are_in_place_serve_on(
+    intact: bool, sound: bool, resumes: bool, commit_in_core: Callable[..., Any]
 ) -> None:
-    core = Core(failing(RuntimeError(str(RemoteFailureError(RemoteFailure(CommitError("on purpose"), intact))))))
+    failure = RuntimeError(str(RemoteFailureError(RemoteFailure(CommitError("on purpose"), intact))))
     update = {"version": 7, "whole": {"weight_version": "7", "sound": sound}}
-    if under_way:
-        core.under_way = Future()
-        answer = commit_in_core(core, update)
-        core.under_way.set_result(None)
-        assert core.input_queue.get_nowait()[0].name == "WAKEUP", "whoever aborts what is in flight must be heard"
-        with pytest.raises(RuntimeError, match="on purpose"):
-            answer.result(0)
-    else:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            commit_in_core(core, update)
-    assert core.done[-1] == ("resume" if resumes else "exchange")
+    core, waiting = Core(failing(failure)), Core(failing(failure))
+    with pytest.raises(RuntimeError, match="on purpose"):
+        commit_in_core(core, update)
+    waiting.under_way = Future()
+    answer = commit_in_core(waiting, update)
+    waiting.under_way.set_result(None)
+    assert waiting.input_queue.get_nowait()[0].name == "WAKEUP", "whoever aborts what is in flight must be heard"
+    with pytest.raises(RuntimeError, match="on purpose"):
+        answer.result(0)
+    for done in (core.done, waiting.done):
+        assert done[-1] == ("resume" if resumes else "exchange")
 
 
 def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_so(

@@ -35,9 +35,8 @@ def test_every_version_is_copied_bit_for_bit_and_decodes_as_in_transformers_even
         assert min(setup.probe("probe_poison_staging")) >= sent
         setup.check(model)
     assert setup.probe("probe_way") == [["traced", ""]] * setup.world
-    if setup.world > 1:  # copies go where a model that is built for each rank alone says
-        for rank, layout in enumerate(setup.probe("probe_layout")):
-            assert layout == process.call("rank_layout", str(setup.models[1]), "float32", rank, setup.world, False)
+    for rank, layout in enumerate(setup.probe("probe_layout")):  # copies go where a model of each rank alone says
+        assert layout == process.call("rank_layout", str(setup.models[1]), "float32", rank, setup.world, False)
 
 
 def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say(setup: Setup) -> None:
@@ -99,10 +98,13 @@ def test_only_the_given_stop_tokens_end_a_completion_and_stop_strings_need_the_m
 
 
 def test_a_version_that_is_not_staged_and_bad_fields_are_refused_by_name_and_change_nothing(setup: Setup) -> None:
-    setup.serve(2)
+    version = setup.serve(2)
     with pytest.raises(CommitError, match="not staged"):
         setup.run(setup.worker.commit(777))
-    setup.check(2)
+    with pytest.raises(CommitError, match="not kept"):
+        setup.run(setup.worker.rollback(version))  # everybody serves it
+    setup.run(setup.worker.rollback(version + 1))  # which it has never taken
+    assert setup.worker.version == version
     with pytest.raises(UntouchedError, match=r"ConfigError: .*version"):
         setup.run(setup.worker.commit(-1))
     with pytest.raises(ConfigError, match="2000"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +15,7 @@ from unittest import mock
 import torch
 from cpu_paths import cpu_path  # noqa: F401 - tests call it by this name
 from json_program import serve
-from layout_models import bits, random_bits, scatter
+from layout_models import random_bits, scatter
 from loaded_models import (
     broken_layer,
     committed,
@@ -41,7 +40,6 @@ from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expe
 from weightlane.rollout.layout.offline.layout_report import make_report
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
-from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.layout.verdict import judge
@@ -273,14 +271,6 @@ def rotary_beside_formula(neox: bool) -> list[float]:
     return [float((one - two).abs().max()) for one, two in zip(got, wanted, strict=True)]
 
 
-def scaled(case: str, layers: int) -> dict[str, Any]:
-    """Measure `case` of the benchmark of large mixtures of experts, with `layers` layers."""
-    sys.path.append(str(Path(__file__).parents[3]))
-    from benchmarks.layout_scale import measure_case
-
-    return measure_case(case, 1, layers)
-
-
 def later_versions(path: str) -> dict[str, Any]:
     """Rehearsals of versions that go through vLLM's own loading since copies were wrong, and then come in another type."""
     config = engine_config(path, tensor_parallel=1, dtype="bfloat16")
@@ -303,30 +293,6 @@ def later_versions(path: str) -> dict[str, Any]:
         except WeightlaneError as error:
             said = str(error)
     return {"ways": ways, "may_move": asked, "said": said}
-
-
-def room_that_is_not_there() -> list[str]:
-    """Return the error of `room_beside` on a device with no room for a second model, if the first's weights may not move."""
-    with mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 1)):
-        try:
-            with room_beside(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False):
-                return []
-        except WeightlaneError as error:
-            return [type(error).__name__, str(error)]
-
-
-def set_aside_and_back() -> dict[str, list[Any]]:
-    """Sizes of storages before, while and after they are set aside, and whether all who view them see the same bits then."""
-    tensors = [random_bits((3, 5), torch.bfloat16, seed=1), torch.zeros(0), random_bits((4,), torch.float32, seed=2)]
-    views = [tensors[0].T, tensors[0][1:, 2:], tensors[2][::2]]
-    before = [bits(tensor) for tensor in (*tensors, *views)]
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    sizes = [[storage.nbytes() for storage in storages]]
-    with suppress(KeyError), set_aside(storages):
-        sizes.append([storage.nbytes() for storage in storages])
-        raise KeyError("what goes wrong meanwhile")
-    sizes.append([storage.nbytes() for storage in storages])
-    return {"sizes": sizes, "same": [torch.equal(bits(t), b) for t, b in zip((*tensors, *views), before, strict=True)]}
 
 
 def report(path: str, tensor_parallel: int, expert_parallel: bool = False) -> dict[str, Any]:

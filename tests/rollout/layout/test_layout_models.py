@@ -2,30 +2,42 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from installed import install
 from json_program import Program
+from layout_models import bits, random_bits
+from pydantic import ValidationError
 from running_worker import probed_worker, started
-from tiny_models import make_architecture, make_llama, make_qwen3_moe
+from tiny_models import make_architecture, make_llama, make_qwen3, make_qwen3_moe
 from zoo_kind import make
 from zoo_models import KINDS
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.rollout import RolloutConfig, RolloutWorker
+from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-EXHAUSTIVE = pytest.mark.exhaustive
 EXP = "A: loading reads it back (exp)"
 BFLOAT16_CONV = "conv1d.weight: the layer repacks this weight" if torch.cpu._is_avx512_bf16_supported() else EXP
 """Where the CPU has instructions for bfloat16, vLLM packs a convolution's weight and leaves a view of what it was before."""
+
+
+def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
+    """Run `layout_process.compare` on an architecture of the zoo, and check that it starts as vLLM has loaded it."""
+    model = make(KINDS[kind], folder, seed=1, dtype=getattr(torch, dtype))
+    answer: dict[str, Any] = process.call("compare", str(model), dtype, KINDS[kind].impl, way)
+    assert answer["started"] == []
+    return answer
 
 
 @pytest.mark.parametrize(
@@ -35,57 +47,35 @@ BFLOAT16_CONV = "conv1d.weight: the layer repacks this weight" if torch.cpu._is_
         ("bloom", "float32"),  # queries, keys and values of a head beside each other
         ("qwen3-moe", "bfloat16"),  # experts
         ("deepseek-v2", "bfloat16"),  # latent attention
-        pytest.param("llama", "bfloat16", marks=EXHAUSTIVE),
-        *(
-            pytest.param(kind, "float32", marks=EXHAUSTIVE)
-            for kind in (
-                "gpt2",
-                "gemma2",
-                "phi3",
-                "mixtral-transformers",
-                "deepseek-v3",
-                "llama-transformers",
-                "gemma3n",
-            )
-        ),
     ],
 )
 def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_files_makes(
     kind: str, dtype: str, process: Program, tmp_path: Path
 ) -> None:
+    """`make test-zoo` shows it of 80 architectures."""
     answer = compared(process, kind, tmp_path, dtype)
     assert answer["way"] == "traced", answer["summary"]
     assert answer["copies"] > 10
     assert answer["after"] == answer["sparse"] == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "reloaded", "why"),
-    [
-        ("mamba2", "bfloat16", "mixer", BFLOAT16_CONV),
-        pytest.param("mamba2", "float32", "mixer", EXP, marks=EXHAUSTIVE),
-        pytest.param("falcon-h1", "bfloat16", "mamba", BFLOAT16_CONV, marks=EXHAUSTIVE),
-    ],
-)
-def test_layers_that_cannot_be_copied_into_are_named_and_are_right_nevertheless(
-    kind: str, dtype: str, reloaded: str, why: str, process: Program, tmp_path: Path
+def test_versions_that_go_through_vllms_own_loading_are_what_a_fresh_load_makes(
+    process: Program, tmp_path: Path
 ) -> None:
-    answer = compared(process, kind, tmp_path, dtype)
-    assert answer["way"] == "mixed"
-    layers = [name.removesuffix(".conv1d") for name in answer["reloaded"]]
-    assert len(set(layers)) == 2
-    assert all(name.endswith(reloaded) for name in layers)
-    assert why in answer["summary"]
+    answer = compared(process, "qwen3-moe", tmp_path, "bfloat16", "reload")
+    assert answer["way"] == "reload"
     assert answer["after"] == []
 
 
-@EXHAUSTIVE
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3-moe", "deepseek-v2"])
-def test_versions_that_go_through_vllms_own_loading_are_what_a_fresh_load_makes(
-    kind: str, process: Program, tmp_path: Path
+def test_layers_that_cannot_be_copied_into_are_named_and_are_right_nevertheless(
+    process: Program, tmp_path: Path
 ) -> None:
-    answer = compared(process, kind, tmp_path, "bfloat16", "reload")
-    assert answer["way"] == "reload"
+    answer = compared(process, "mamba2", tmp_path, "bfloat16")
+    assert answer["way"] == "mixed"
+    layers = [name.removesuffix(".conv1d") for name in answer["reloaded"]]
+    assert len(set(layers)) == 2
+    assert all(name.endswith("mixer") for name in layers)
+    assert BFLOAT16_CONV in answer["summary"]
     assert answer["after"] == []
 
 
@@ -106,25 +96,11 @@ def test_a_version_of_which_one_element_is_not_written_does_not_pass_the_rehears
     assert trouble == "model.layers.1.mlp.down_proj.weight differs from an ordinary load"
 
 
-def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
-    """Run `layout_process.compare` on an architecture of the zoo, and check that it starts as vLLM has loaded it."""
-    model = make(KINDS[kind], folder, seed=1, dtype=getattr(torch, dtype))
-    answer: dict[str, Any] = process.call("compare", str(model), dtype, KINDS[kind].impl, way)
-    assert answer["started"] == []
-    return answer
-
-
-@pytest.mark.parametrize(
-    ("kind", "bucket_bytes"),
-    [
-        ("mamba2", 192),
-        *(pytest.param(*each, marks=EXHAUSTIVE) for each in (("qwen3-tied", 192), ("bloom", 4096), ("qwen3-moe", 192))),
-    ],
-)
+@pytest.mark.parametrize("kind", ["qwen3-tied", "mamba2"])
 def test_versions_that_are_written_bucket_after_bucket_are_what_a_fresh_load_makes(
-    kind: str, bucket_bytes: int, process: Program, tmp_path: Path
+    kind: str, process: Program, tmp_path: Path
 ) -> None:
-    answer = process.call("in_place", str(make_architecture(kind, tmp_path)), "float32", bucket_bytes, "")
+    answer = process.call("in_place", str(make_architecture(kind, tmp_path)), "float32", 192, "")
     mixers = [f"backbone.layers.{layer}.mixer" for layer in range(2)]
     assert [answer["way"], answer["reloaded"]] == (["mixed", mixers] if kind == "mamba2" else ["traced", []])
     assert answer["after_learning"] == answer["after"] == []
@@ -153,38 +129,37 @@ def test_parameters_that_move_and_other_types_are_learned_anew(process: Program,
     }
 
 
-def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(process: Program) -> None:
-    for activation, biased in itertools.product(("silu", "gelu", "gelu_tanh", "swigluoai"), (False, True)):
-        answer = process.call("experts_beside_kernel", activation, biased)
-        assert answer["size"] > 0.1
-        assert answer["kernel"] < 1e-4
-        assert answer["divided"] < 1e-5
-
-
-@EXHAUSTIVE
-def test_copies_are_as_many_as_tensors_however_many_experts_these_hold(process: Program) -> None:
-    """`python -m benchmarks.layout_scale` shows 48 layers."""
-    found = [process.call("scaled", "gpt-oss", layers) for layers in (1, 3)]
-    assert all(one["verified"] and one["copies"] <= one["tensors"] for one in found)
-    outside, layers = ((3 * found[0][key] - found[1][key]) / 2 for key in ("copies", "tensors"))
-    assert outside == layers == 3, "both embeddings and the last norm; all else grows with the layers"
-
-
 def test_what_gave_way_to_vllms_own_loading_does_so_again_without_a_rehearsal_while_the_model_serves(
     process: Program, tmp_path: Path
 ) -> None:
     answer = process.call("later_versions", str(make_architecture("llama", tmp_path)))
     assert answer["ways"] == ["reload", "reload"]
     assert answer["may_move"] == [True, False], "versions of other tensors are rehearsed, and no weight moves for them"
-    kind, text = process.call("room_that_is_not_there")
-    assert kind == "ConfigError"
-    assert "has no room on cuda:0 beside this one, which serves" in text
 
 
-def test_weights_that_are_set_aside_come_back_bit_for_bit_for_all_who_view_them(process: Program) -> None:
-    answer = process.call("set_aside_and_back")
-    assert answer["sizes"] == [[30, 0, 16], [0, 0, 0], [30, 0, 16]]
-    assert all(answer["same"])
+def test_weights_that_are_set_aside_come_back_bit_for_bit_for_all_who_view_them() -> None:
+    tensors = [random_bits((3, 5), torch.bfloat16, seed=1), torch.zeros(0), random_bits((4,), torch.float32, seed=2)]
+    seen = [*tensors, tensors[0].T, tensors[0][1:, 2:], tensors[2][::2]]
+    before = [bits(tensor) for tensor in seen]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    with suppress(KeyError), set_aside(storages):
+        assert [storage.nbytes() for storage in storages] == [0, 0, 0]
+        raise KeyError("what goes wrong meanwhile")
+    assert all(torch.equal(bits(tensor), wanted) for tensor, wanted in zip(seen, before, strict=True))
+    with (
+        mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 1)),
+        pytest.raises(ConfigError, match="has no room on cuda:0 beside this one, which serves"),
+        room_beside(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("activation", ["silu", "swigluoai"])
+def test_experts_compute_what_vllms_kernel_does_and_the_same_in_parts(activation: str, process: Program) -> None:
+    answer = process.call("experts_beside_kernel", activation, activation == "swigluoai")
+    assert answer["size"] > 0.1
+    assert answer["kernel"] < 1e-4
+    assert answer["divided"] < 1e-5
 
 
 def test_every_head_of_latent_attention_is_rotated_on_a_cpu(process: Program) -> None:
@@ -202,9 +177,22 @@ def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path)
     kind, text = process.call("refused", str(model), 1)
     assert kind == "ConfigError"
     assert "nobody" in text.lower()
-    kind, text = process.call("refused", str(make_qwen3_moe(tmp_path / "moe", seed=0, experts=2)), 4)
-    assert kind == "ConfigError"
-    assert "2 experts cannot be divided between 4 ranks" in text
+
+
+def test_experts_that_cannot_be_divided_between_ranks_are_refused_by_a_replica_before_it_starts(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ValidationError, match="set tensor_parallel to more than 1"):
+        RolloutConfig(expert_parallel=True)
+    few = "2 experts cannot be divided between 4 ranks. Set rollout.tensor_parallel (--tp) to at most 2."
+    for model, ranks, message in (
+        (make_qwen3(tmp_path / "dense", seed=0), 2, "no experts: leave rollout.expert_parallel (--ep) off."),
+        (make_qwen3_moe(tmp_path / "moe", seed=0, experts=2), 4, few),
+    ):
+        worker = RolloutWorker("rollout-0", RolloutConfig(tensor_parallel=ranks, expert_parallel=True), model)
+        with pytest.raises(ConfigError) as raised, started(worker):
+            pass
+        assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +201,6 @@ def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path)
         ("process_weights_after_loading", "RuntimeError", "vLLM cannot build the model of rank 0"),
         ("process_weights_after_loading", "AssertionError", "vLLM cannot build the model of rank 0"),
         ("apply", "RuntimeError", "vLLM has loaded it and cannot compute with it"),
-        pytest.param("apply", "ValueError", "vLLM has loaded it and cannot compute with it", marks=EXHAUSTIVE),
     ],
 )
 def test_an_error_of_a_layer_is_a_typed_refusal_that_names_the_layer_the_cause_and_a_remedy(
@@ -251,25 +238,11 @@ def test_latent_attention_takes_versions_on_a_cpu_with_amx_and_what_its_kernels_
         assert process.call("refused_with_amx", model, dtype, "") == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "ranks", "way"),
-    [
-        ("gpt-oss", 2, "traced"),
-        pytest.param("deepseek-v2", 2, "traced", marks=EXHAUSTIVE),
-        pytest.param("mamba2", 1, "mixed", marks=EXHAUSTIVE),
-    ],
-)
-def test_what_layout_shows_was_rehearsed_on_every_rank(
-    kind: str, ranks: int, way: str, process: Program, tmp_path: Path
+def test_a_report_is_rehearsed_on_every_rank_and_all_together_use_every_expert(
+    process: Program, tmp_path: Path
 ) -> None:
-    made = process.call("report", str(make(KINDS[kind], tmp_path, seed=1, dtype=torch.bfloat16)), ranks)
-    assert (made["method"], made["refusal"], made["not_rehearsed"]) == (way, "", "")
-    assert {rank["method"] for rank in made["ranks"]} == {way}
-
-
-def test_all_ranks_together_use_every_expert_and_each_says_which_it_holds(process: Program, tmp_path: Path) -> None:
     made = process.call("report", str(make_qwen3_moe(tmp_path, seed=0, experts=7)), 2, True)
-    assert made["method"] == "traced"
+    assert (made["method"], made["refusal"], made["not_rehearsed"]) == ("traced", "", "")
     assert made["union"]["unused"] == {}
     held = [[0, 1, 2, 3], [4, 5, 6]]
     assert [rank["experts"] for rank in made["ranks"]] == [[{"held": numbers, "of": 7}] for numbers in held]
@@ -298,14 +271,13 @@ def register():
 """
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=EXHAUSTIVE)])
 def test_a_layer_that_fails_while_a_replica_starts_is_named_with_its_error(
-    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path / "site", "breaking_plugin", PLUGIN, "breaking = breaking_plugin:register", "vllm.general_plugins")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv(BREAKS_ENV, "1")
-    worker = probed_worker("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32", tensor_parallel=ranks)
+    worker = probed_worker("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
     with pytest.raises(ConfigError) as caught, started(worker):
         pass
     assert caught.value.message == (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -71,7 +70,6 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
     async def life() -> None:
         [replica] = await start_replicas(config, models[0])
         try:
-            assert replica.ranks == 2
             assert replica.subscriber_names() == ["rollout-0/0", "rollout-0/1"]
             trainer = OneRankTrainer(models[0])
             await replica.connect(trainer.address, trainer.backend)
@@ -80,8 +78,7 @@ def test_a_replica_in_ray_takes_versions_in_flight_and_its_killed_actor_leaves_n
             while (await replica.stats()).tokens < 20:
                 assert not flying.done(), flying
                 await asyncio.sleep(0.01)
-            report = await trainer.sync(models[1])
-            assert report.replicas["rollout-0"].outcome == "committed"
+            await trainer.sync(models[1])
             check_switch(await flying, [1, 2, 3], *models)
             fresh = await replica.generate("fresh", [1, 2, 3], 16, greedy=True, prompt_logprobs=0)
             assert fresh.token_ids == greedy_tokens(models[1], [1, 2, 3], 16)
@@ -120,25 +117,3 @@ async def kill_it(replica: RolloutReplica) -> None:
         await flying
     await asyncio.to_thread(wait_until_gone, children)
     assert not [segment for segment in segments if segment.exists()]
-
-
-@pytest.mark.ray
-@pytest.mark.exhaustive
-def test_a_model_that_cannot_be_loaded_is_a_config_error_and_leaves_no_actor(forking_ray: None, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-
-    async def start() -> None:
-        with pytest.raises(ConfigError, match="cannot start from"):
-            await start_replicas(RolloutConfig(cpus_per_rank=0.5), tmp_path)
-
-    before = {process.pid for process in descendants(os.getpid())}
-    asyncio.run(asyncio.wait_for(start(), HANG_S))
-    engines = [process for process in descendants(os.getpid()) if process.pid not in before and is_actor(process)]
-    wait_until_gone(engines)
-
-
-def is_actor(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):
-        title = " ".join(process.cmdline())
-        return "ReplicaActor" in title or "VLLM" in title
-    return False

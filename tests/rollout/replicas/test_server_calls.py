@@ -131,55 +131,39 @@ def test_the_token_goes_with_every_call_and_only_there(answering: Answering) -> 
 def test_a_commit_is_one_call_and_a_second_one_stops_a_server_whose_weights_are_in_doubt(answering: Answering) -> None:
     replica = ServerReplica(answering.url)
     asyncio.run(replica.commit(7))
-    assert [path for path, _ in answering.seen] == ["/update_weights"]
+    stop = "/pause?mode=abort&clear_cache=true"
     inner = CommitError("not staged.").to_wire()
+    answering.status = 500
     for intact in (True, False):
-        answering.seen.clear()
-        answering.status = 500
         answering.body = f"failed [weightlane-error:{json.dumps({'error': inner, 'intact': intact})}]".encode()
         with pytest.raises(UntouchedError if intact else QuarantinedError, match="not staged"):
             asyncio.run(replica.commit(8))
         assert replica.serving is intact
-        assert [path for path, _ in answering.seen] == [
-            "/update_weights",
-            *([] if intact else ["/pause?mode=abort&clear_cache=true"]),
-        ]
+    assert [path for path, _ in answering.seen] == ["/update_weights"] * 3 + [stop]
+    answering.status, answering.body = 200, b"{}"
+    for how, limit_s, cause in (("silent", 0.2, "DeadlineExceeded"), ("hangs_up", HANG_S, "WorkerDied")):
+        answering.seen.clear()
+        setattr(answering, how, "/update_weights")
+        with pytest.raises(QuarantinedError, match=rf"cannot be trusted.*{cause}.*update_weights"):
+            asyncio.run(ServerReplica(answering.url, commit_timeout_s=limit_s).commit(8))
+        assert [path for path, _ in answering.seen] == ["/update_weights", stop]
+        setattr(answering, how, "")
 
 
-@pytest.mark.parametrize(
-    ("how", "cause"), [("silent", DeadlineExceededError), ("hangs_up", WorkerDiedError)], ids=["silent", "hangs up"]
-)
-def test_a_commit_without_an_answer_leaves_weights_in_doubt_and_stops_the_server(
-    how: str, cause: type[WeightlaneError], answering: Answering
+def test_a_server_that_does_not_answer_ends_the_wait_at_its_deadline_and_none_is_named_at_once(
+    answering: Answering, free_port: int
 ) -> None:
-    setattr(answering, how, "/update_weights")
-    replica = ServerReplica(answering.url, commit_timeout_s=0.2 if how == "silent" else HANG_S)
-    with pytest.raises(
-        QuarantinedError, match=rf"cannot be trusted.*{cause.__name__.removesuffix('Error')}.*update_weights"
-    ):
-        asyncio.run(replica.commit(8))
-    assert not replica.serving
-    assert [path for path, _ in answering.seen] == ["/update_weights", "/pause?mode=abort&clear_cache=true"]
-
-
-def test_a_server_that_does_not_answer_ends_the_wait_at_its_deadline(answering: Answering) -> None:
     answering.silent = "/"
     assert isinstance(refusal(answering.url, connect_timeout_s=0.2), DeadlineExceededError)
-
-
-def test_an_address_without_a_server_is_named_at_once(free_port: int) -> None:
     error = refusal(f"http://127.0.0.1:{free_port}")
     assert isinstance(error, WorkerDiedError)
     assert str(free_port) in str(error)
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://host", "http://", "http://u:p@host", "http://host:port"])
-def test_what_is_not_the_address_of_a_server_is_refused_by_name(url: str) -> None:
-    with pytest.raises(ConfigError, match="is not the address of a server"):
-        ServerReplica(url)
-
-
-def test_names_differ_by_address_and_ranks_are_numbered() -> None:
+def test_addresses_are_checked_and_name_replicas_and_ranks() -> None:
     one, two = ServerReplica("http://10.0.0.1:8000/"), ServerReplica("https://[::1]:8001", tensor_parallel=2)
     assert (one.name, one.url) == ("10.0.0.1-8000", "http://10.0.0.1:8000")
     assert two.subscriber_names() == ["1-8001/0", "1-8001/1"]
+    for url in ("127.0.0.1:8000", "ftp://host", "http://", "http://u:p@host", "http://host:port"):
+        with pytest.raises(ConfigError, match="is not the address of a server"):
+            ServerReplica(url)

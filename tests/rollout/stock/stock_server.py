@@ -42,7 +42,7 @@ class StockServer:
         return f"http://127.0.0.1:{self.port}"
 
     def wait_ready(self) -> None:
-        wait_until(self._healthy, f"server: see {self.log}")
+        wait_until(self._healthy, f"server: see {self.log}", poll_s=0.2)
 
     def _healthy(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()[-4000:]

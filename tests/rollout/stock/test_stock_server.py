@@ -43,13 +43,22 @@ def server(session_children: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     unlink(segments)  # vLLM leaves those between its ranks behind
 
 
-def arguments_of(server: StockServer, **more: object) -> list[str]:
-    """The example's command line."""
+def start_example(server: StockServer, children: Any, log: Path, **more: object) -> list[subprocess.Popen[str]]:
+    """Start two ranks of the example with these options, as ``torchrun`` starts them."""
     given = {"model": server.model, "server": server.url, "tensor_parallel": server.tensor_parallel, **more}
-    return [
-        str(EXAMPLE),
-        *(str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)),
-    ]
+    options = [str(part) for name, value in given.items() for part in (f"--{name.replace('_', '-')}", value)]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    with log.open("w") as file:
+        return [
+            children.start(
+                [str(EXAMPLE), *options],
+                forked=True,
+                env={**meeting, "RANK": rank, "LOCAL_RANK": rank, "GLOO_SOCKET_IFNAME": "lo"},
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in "01"
+        ]
 
 
 def test_the_example_is_as_short_as_promised_and_needs_no_ray_and_no_vllm() -> None:
@@ -61,55 +70,29 @@ def test_the_example_is_as_short_as_promised_and_needs_no_ray_and_no_vllm() -> N
 def test_a_plain_torchrun_script_publishes_to_a_stock_server_also_after_one_that_was_killed_in_the_middle_of_a_version(
     server: StockServer, children: Any, tmp_path: Path
 ) -> None:
-    kill_in_the_middle_of_a_version(server, children, tmp_path)
-    trained = tmp_path / "trained"
-    torchrun = (
-        "-m torch.distributed.run --nproc-per-node 2 --rdzv-endpoint 127.0.0.1:0 --rdzv-backend c10d --master-port 0"
-    )
-    example = [*torchrun.split(), *arguments_of(server, engine="gloo", steps=3, out=trained)]
-    code, _, errors = children.run(example, env={"GLOO_SOCKET_IFNAME": "lo"})
-    assert code == 0, errors
-    assert server.version() == "3"
-    wanted = greedy_tokens(trained, PROMPT, 16)
-    assert server.greedy(PROMPT) == wanted
-    assert wanted != greedy_tokens(server.model, PROMPT, 16)
-
-
-def kill_in_the_middle_of_a_version(server: StockServer, children: Any, folder: Path) -> None:
-    """Kill both ranks of the example. The server serves what it had."""
     before, tokens, version = server.checksums(), server.greedy(PROMPT), server.version()
-    log, store = folder / "killed.log", folder / "half"
+    log, store, trained = tmp_path / "example.log", tmp_path / "half", tmp_path / "trained"
     # A bucket per tensor, each of which has to reach the disk.
-    slow = {"engine": "filesystem", "sync": json.dumps({"bucket_mib": 0.001})}
-    arguments = arguments_of(server, options=json.dumps({"path": str(store), "fsync": True}), **slow)
-    meeting = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "WORLD_SIZE": "2",
-    }
-    with log.open("w") as file:
-        ranks = [
-            children.start(
-                arguments,
-                forked=True,
-                env={**meeting, "RANK": rank, "LOCAL_RANK": rank},
-                stdout=file,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in "01"
-        ]
+    slow = {"options": json.dumps({"path": str(store), "fsync": True}), "sync": json.dumps({"bucket_mib": 0.001})}
+    ranks = start_example(server, children, log, engine="filesystem", **slow)
 
     def under_way() -> bool:
         assert all(rank.poll() is None for rank in ranks), log.read_text()
         return len(list(store.rglob("bucket-*"))) > 2
 
-    wait_until(under_way, "bucket of the version")
+    wait_until(under_way, "bucket of the version", poll_s=0.02)
     for rank in ranks:
         rank.kill()
         rank.wait()
     assert server.greedy(PROMPT) == tokens
     assert (server.checksums(), server.version()) == (before, version)
+
+    for rank in start_example(server, children, log, engine="gloo", steps=2, out=trained):
+        assert rank.wait(HANG_S) == 0, log.read_text()
+    assert server.version() == "2"
+    wanted = greedy_tokens(trained, PROMPT, 16)
+    assert server.greedy(PROMPT) == wanted
+    assert wanted != tokens
 
 
 async def unfinished(server: StockServer) -> dict[str, Any]:

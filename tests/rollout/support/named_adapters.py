@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from weightlane.rollout.config import AdapterConfig
 
 T = TypeVar("T")
 VOCAB = 300
-RANK = 8
-"""The rank that travels."""
+RANK, ALPHA = 8, 12.0
+"""The rank that travels, and the scale of versions that nobody announces."""
+SLOTS = 3
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 PREFIX = "base_model.model."
 
@@ -67,7 +69,7 @@ def make_adapter(model: Path, path: Path, seed: int, rank: int, alpha: float, ta
 
 @dataclass
 class NamedAdapters:
-    """A running replica with adapters that requests name, and the trainer that publishes them."""
+    """A running replica of two ranks with adapters that requests name, and a trainer that publishes them."""
 
     runner: asyncio.Runner
     worker: RecordingWorker
@@ -78,6 +80,26 @@ class NamedAdapters:
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(call, HANG_S))
+
+    def connect(self) -> None:
+        """Put a new trainer in the place of the one before, and connect it to the worker."""
+        newest = self.newest
+        self.close()
+        zeros = make_adapter(self.model, Path(tempfile.mkdtemp(dir=self.folder)), 0, RANK, 1.0).tensors
+        self.trainer = OneRankTrainer({name: torch.zeros_like(tensor) for name, tensor in zeros.items()})
+        self.run(self.worker.connect(self.trainer.address, "shm"))
+        self.run(self.trainer.connect([self.worker], retries=0))
+        self.trainer.version = newest
+
+    @property
+    def newest(self) -> int:
+        """The newest version that was sent to the replica, which may have rolled it back."""
+        return max(self.worker.version, self.trainer.version if hasattr(self, "trainer") else 0)
+
+    def close(self) -> None:
+        """End the trainer."""
+        if hasattr(self, "trainer"):
+            self.trainer.close()
 
     def make(self, rank: int, alpha: float, targets: Sequence[str] = ()) -> Adapter:
         seed = len(self.made)
@@ -93,27 +115,38 @@ class NamedAdapters:
         return self.trainer.version
 
     async def probe(self, method: str, *arguments: object) -> list[Any]:
+        """Call a method of `ProbeExtension` on every rank."""
         answers: list[Any] = await self.worker._engine.running.collective_rpc(method, args=arguments)
         return answers
 
-    async def slot(self, version: int) -> list[Any]:
+    async def loaded(self) -> list[int]:
+        """The adapters that every rank has."""
+        one, other = await self.probe("probe_adapters")
+        assert one == other
+        return list(one)
+
+    async def check_slot(self, files: Path, version: int | None = None) -> None:
+        """A version, or the newest one, is in its slots bit for bit what vLLM loads from PEFT's files."""
         found = self.worker._adapters.of_request(version)
         assert found is not None
-        return await self.probe("probe_slot", found.id)
+        held = await self.probe("probe_slot", found.id)
+        assert held == await self.probe("probe_slot_of_files", str(files))
+        assert any(bytes.fromhex(str(raw)).strip(b"\0") for rank in held for _, _, raw in rank.values())
 
 
 @contextmanager
-def serving(folder: Path, slots: int) -> Iterator[NamedAdapters]:
-    """A replica of one rank that is connected and has no version yet."""
+def serving(folder: Path) -> Iterator[NamedAdapters]:
+    """A replica that is connected and has no version yet."""
     model = make_qwen3(folder / "model", seed=3, vocab=VOCAB)
     add_tokenizer(model, VOCAB)
-    adapter = {"rank": RANK, "alpha": 1.0}
-    worker = probed_worker("rollout-0", model, in_engine=True, adapter=adapter, adapter_slots=slots, dtype="float32")
-    with started(worker) as runner:
-        made = NamedAdapters(runner, worker, model, folder)
-        zeros = make_adapter(model, folder / "zeros", 0, RANK, 1.0).tensors
-        made.trainer = OneRankTrainer({name: torch.zeros_like(tensor) for name, tensor in zeros.items()})
-        with closing(made.trainer):
-            made.run(worker.connect(made.trainer.address, "shm"))
-            made.run(made.trainer.connect([worker], retries=0))
-            yield made
+    worker = probed_worker(
+        "rollout-0",
+        model,
+        tensor_parallel=2,
+        adapter={"rank": RANK, "alpha": ALPHA},
+        adapter_slots=SLOTS,
+        dtype="float32",
+    )
+    with started(worker) as runner, closing(NamedAdapters(runner, worker, model, folder)) as made:
+        made.connect()
+        yield made

@@ -123,7 +123,7 @@ def served_by(replica: RolloutWorker | ServerReplica) -> Callable[[int], Awaitab
 
     async def served(version: int) -> None:
         while replica.version != version:  # noqa: ASYNC110 - nothing announces it
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.01)
 
     return served
 

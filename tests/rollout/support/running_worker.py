@@ -107,25 +107,22 @@ class Setup:
     def connect(
         self,
         backend: str = "shm",
-        options: dict[str, Any] | None = None,
         *,
         codec: CodecPolicy = "dense",
         quantise: Quantise = "none",
         quorum: float = 0.5,
         retries: int = 1,
         with_another: bool = False,
-        receiver: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
         """Put a new trainer in the place of the one before, and connect it to the worker.
 
         Args:
             with_another: Whether it publishes to an `OtherReplica`, too.
-            receiver: The worker's engine and its options, where they are not the trainer's.
         """
         self.close()
-        self.trainer = OneRankTrainer(self.models[0], backend, options, codec=codec, quantise=quantise)
+        self.trainer = OneRankTrainer(self.models[0], backend, codec=codec, quantise=quantise)
         self.others = [OtherReplica("rollout-1", self.trainer)] if with_another else []
-        self.run(self.worker.connect(self.trainer.address, *(receiver or (backend, self.trainer.options))))
+        self.run(self.worker.connect(self.trainer.address, backend, {}))
         self.run(self.trainer.connect([self.worker, *self.others], quorum, retries))
         self.trainer.version = self.worker.version
 
@@ -170,13 +167,13 @@ class Setup:
     async def held(self, folder: Path) -> None:
         """Wait until a rank waits where `probe_hold` says."""
         while not (folder / "reached").exists():  # noqa: ASYNC110 - another process makes it
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
 
     async def tokens(self, count: int) -> None:
         """Wait until so many more tokens were generated."""
         wanted = self.worker.clock.tokens + count
         while self.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.01)
 
     def greedy(self, prompt: list[int], count: int = 16) -> Completion:
         return self.run(self.worker.generate("r", prompt, count, greedy=True))

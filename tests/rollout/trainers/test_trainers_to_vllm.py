@@ -1,58 +1,186 @@
-"""From FSDP2 and Megatron ranks, straight to replicas of every kind: a part of the matrix that `matrix.py` goes through."""
+"""From FSDP2 and Megatron ranks, whatever their layout, straight to replicas of every kind: bit for bit, and exact tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from json_program import Program
-from matrix import Case, ModelRun, model_run
-from running_worker import RecordingWorker
-from tiny_models import load_tensors
+from quantised_reference import restored
+from running_worker import PROMPT, RecordingWorker, probed_worker, started
+from tiny_models import (
+    add_tokenizer,
+    copy_with,
+    is_greedy,
+    load_tensors,
+    make_mla_moe,
+    make_qwen3,
+    make_qwen3_moe,
+)
+from trainer_process import nudge
+from trainer_ranks import Trainers
 
 from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
 from weightlane.rollout.layout.offline.planned_needs import planned_needs
+from weightlane.sync.config import CodecPolicy, Quantise
 
 pytestmark = [pytest.mark.vllm, pytest.mark.megatron, pytest.mark.slow]
 
-PART = {
-    "qwen3-moe": [
-        Case("fsdp2 tp2", "gloo", "delta"),
-        Case("megatron ep2", "shm", "dense"),
-        Case("megatron tp2", "filesystem", "delta"),
-    ],
-    "mla-moe": [
-        Case("fsdp2", "gloo", "delta"),
-        Case("megatron ep2", "shm", "dense"),
-    ],
-    "qwen3 tied": [
-        Case("megatron pp2", "shm", "delta"),
-        Case("megatron tp2", "gloo", "dense"),
-        Case("megatron tp2 pp2", "gloo", "delta"),
-    ],
+VOCAB = 300
+"""Needs padding in vLLM and in megatron-core, and gives two trainer ranks an uneven part of a fused tensor."""
+EVERY = 97
+"""One element in so many changes from version to version."""
+_WITH_EXPERTS = {"expert_parallel": 2, "sequence_parallel": True}
+TRAINERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "fsdp2": (2, {"engine": "fsdp2"}),
+    "fsdp2 tp2": (2, {"engine": "fsdp2", "fsdp2": {"tensor_parallel": 2}}),
+    "megatron ep2": (2, {"engine": "megatron", "megatron": {"expert_parallel": 2}}),
+    "megatron tp2 ep2": (2, {"engine": "megatron", "megatron": {"tensor_parallel": 2, **_WITH_EXPERTS}}),
+    "megatron tp2 pp2": (4, {"engine": "megatron", "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}}),
+}
+"""Number of ranks, and the trainer's configuration."""
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "mla-moe": lambda path: make_mla_moe(path, seed=3, vocab=VOCAB),
+    "qwen3-moe": lambda path: make_qwen3_moe(path, seed=3, vocab=VOCAB),
+    "qwen3 tied": lambda path: make_qwen3(path, seed=3, tied=True, vocab=VOCAB),
 }
 
 
-SPLITS = {"mla-moe": [(1, False), (2, True)]}
-"""Replicas of the model that `make test` runs: with one rank, and with two that have whole experts. Others have all kinds."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One connection: a trainer, an engine, a codec, a format."""
+
+    trainer: str
+    engine: str
+    codec: CodecPolicy = "dense"
+    quantise: Quantise = "none"
+
+
+@dataclass
+class ModelRun:
+    """One model in a running replica for each of `splits`, and trainers on demand."""
+
+    stack: ExitStack
+    path: Path
+    splits: Sequence[tuple[int, bool]]
+    """Ranks of each replica, and whether its experts are divided between them."""
+    version: int = 0
+    asked: dict[str, str] = field(default_factory=dict)
+    """Digest of what each rollout rank asked for in the last case; empty where it asked for everything."""
+
+    def __post_init__(self) -> None:
+        self.workers = [
+            probed_worker(
+                f"rollout-{number}",
+                self.path,
+                in_engine=ranks == 1,
+                dtype="float32",
+                tensor_parallel=ranks,
+                expert_parallel=experts,
+            )
+            for number, (ranks, experts) in enumerate(self.splits)
+        ]
+        self.runner = self.stack.enter_context(started(*self.workers))
+        self._trainers: dict[int, Trainers] = {}
+
+    def run(self, case: Case) -> None:
+        """Carry two versions over a connection of its own. Raises AssertionError if a replica has something else."""
+        ranks, config = TRAINERS[case.trainer]
+        if ranks not in self._trainers:
+            self._trainers[ranks] = self.stack.enter_context(closing(Trainers(ranks)))
+        trainers = self._trainers[ranks]
+        trainers.call("setup", str(self.path), config)
+        self.runner.run(self._versions(case, trainers))
+
+    async def _versions(self, case: Case, trainers: Trainers) -> None:
+        weights = {name: tensor.clone() for name, tensor in load_tensors(self.path).items()}
+        store = self.path.with_name(f"store-{self.version}")
+        async with trainers.publishing(
+            self.workers, case.engine, store, quantise=case.quantise, codec=case.codec
+        ) as coordinator:
+            self.asked = {name: hello.need for name, hello in coordinator._queue.hellos.items()}
+            for _ in range(2):
+                self.version += 1
+                trainers.call("nudge", self.version, EVERY)
+                for tensor in weights.values():
+                    tensor.add_(nudge(torch.arange(tensor.numel()).view(tensor.shape), self.version, EVERY))
+                trainers.call("publish", self.version)
+                report = await coordinator.sync(self.version)
+                served = weights if case.quantise == "none" else left_by_fp8(weights)
+                for worker in self.workers:
+                    await worker.check(served)
+            assert report.codec == case.codec, report.codec_reason
+        await self.check_tokens(copy_with(served, self.path, self.path.with_name(f"export-{self.version}")))
+
+    async def check_tokens(self, model: Path) -> None:
+        """Check that every replica decodes what transformers does with the weights of `model`."""
+        for worker in self.workers:
+            completion = await worker.generate("fresh", PROMPT, 12, greedy=True)
+            assert is_greedy(model, PROMPT, completion.token_ids), f"{worker.name} decodes something else"
+
+
+def left_by_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Quantise and restore every projection by the reference quantiser. The trainer ranks' cuts divide its blocks."""
+    return {name: restored(tensor, "fp8") if "_proj" in name else tensor for name, tensor in weights.items()}
 
 
 @pytest.mark.usefixtures("forked_answers")
 @pytest.mark.parametrize(
-    "model", ["mla-moe", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("qwen3-moe", "qwen3 tied"))]
+    ("model", "splits", "cases"),
+    [
+        pytest.param(
+            "mla-moe",
+            [(2, True)],
+            [
+                Case("fsdp2", "gloo", quantise="fp8"),
+                Case("fsdp2", "gloo", "delta"),
+                Case("megatron ep2", "shm"),
+            ],
+            id="mla-moe",
+        ),
+        pytest.param(
+            "qwen3-moe",
+            [(1, False), (2, False), (2, True)],
+            [
+                Case("megatron tp2 ep2", "filesystem", "delta"),
+                Case("fsdp2 tp2", "gloo", "delta"),
+            ],
+            id="qwen3-moe",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "qwen3 tied",
+            [(1, False), (2, False)],
+            [Case("megatron tp2 pp2", "gloo", "delta")],
+            id="qwen3-tied",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
 )
 def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
-    model: str, process: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str,
+    splits: list[tuple[int, bool]],
+    cases: list[Case],
+    process: Program,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(CACHE_ENV, "off")
-    with model_run(model, tmp_path, SPLITS.get(model)) as run:
-        for case in PART[model]:
+    path = MODELS[model](tmp_path / "model")
+    add_tokenizer(path, VOCAB)
+    with ExitStack() as stack:
+        run = ModelRun(stack, path, splits)
+        for case in cases:
             run.run(case)
-            if case.engine != "filesystem":
+            if case.engine == "gloo":
                 asked = run.asked
         for worker in run.workers:
             run.runner.run(check_loading(run, worker, process))
-        run.runner.run(run.check_tokens(run.path))
         worker = run.workers[-1]
         planned = planned_needs(worker.config, run.path)
     assert [need and need.digest for need in planned.ranks] == [asked[f"{worker.name}/{rank}"] for rank in range(2)]

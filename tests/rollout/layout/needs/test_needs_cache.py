@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -109,15 +110,7 @@ def test_a_file_that_is_odd_in_any_way_is_as_good_as_none(asker: Asker, spoil: C
     assert asker.found == 2
 
 
-def test_what_cannot_be_kept_is_found_every_time(asker: Asker) -> None:
-    asker.folder.parent.mkdir(parents=True)
-    asker.folder.write_text("not a directory")
-    for _ in range(2):
-        assert asker.ask() == ANSWER
-    assert asker.found == 2
-
-
-def test_the_oldest_are_forgotten_and_so_is_what_killed_writers_left(
+def test_the_oldest_are_forgotten_and_so_is_what_killed_writers_left_and_what_cannot_be_kept(
     asker: Asker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = 3
@@ -131,6 +124,11 @@ def test_the_oldest_are_forgotten_and_so_is_what_killed_writers_left(
     assert all(file.suffix == ".json" for file in kept)
     asker.ask(number=most + 2)
     assert asker.found == most + 3
+    shutil.rmtree(asker.folder)
+    asker.folder.write_text("not a directory")
+    for found in (most + 4, most + 5):
+        assert asker.ask() == ANSWER
+        assert asker.found == found, "what cannot be kept is found every time"
 
 
 def test_no_worker_reads_the_cache() -> None:
