@@ -86,7 +86,7 @@ steps = st.lists(st.tuples(number, number), min_size=1, max_size=7)
 def test_advantages_are_the_sum_of_discounted_errors_and_returns_what_values_aim_at(
     sequence: list[tuple[float, float]], gamma: float, lam: float, bootstrap: float
 ) -> None:
-    """By equation 16 of the paper: for each step a sum over all steps from it."""
+    """Equation 16 of the paper: for each step, a sum over all steps from it."""
     rewards, values = (torch.tensor(each, dtype=torch.float64) for each in zip(*sequence, strict=True))
     advantages, returns = gae(rewards, values.requires_grad_(), gamma=gamma, lam=lam, bootstrap=bootstrap)
     following = [*(value for _, value in sequence[1:]), bootstrap]
