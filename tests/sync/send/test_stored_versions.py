@@ -120,8 +120,10 @@ def test_a_version_that_is_replaced_while_it_is_read_gives_way_to_the_newest(
     def overtaken(stored: StoredVersion, *arguments: Any) -> str:
         text = document(stored, *arguments)
         if stored.version == 1:
+            assert Path(stored.location).exists()
             for version in (2, 3):  # as many as are kept
                 store(run, version, path)
+            wait_until(lambda: not Path(stored.location).exists(), "end of the version that is read")
         return text
 
     monkeypatch.setattr(StoredVersion, "document", overtaken)
