@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from hop_run import MakeRun, expected, outcomes_of
-from sessions import never, soon
+from sessions import soon
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, ManifestError, QuorumError, SyncAbortedError, Topology
@@ -145,7 +145,7 @@ def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_
         connecting.append(subscriber._connecting)
     message = Connect(session="first", deadline_s=NEVER_S, **sides)
     with pytest.raises(ClosedError, match="closed while connecting"):  # not with the transport of the second session
-        subscriber._connect_half(message, topology, never())
+        subscriber._connect_half(message, topology, soon())
     subscriber.close()
     wait_until(lambda: not any(thread and thread.is_alive() for thread in connecting), "end of those that connect")
 
