@@ -59,6 +59,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # Before torch is imported. Threads of OpenMP that wait for one another spin, and three workers share the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# A few lines of vLLM's sampler would cost each worker several CPU seconds, and a compiler as many again, and compute the same.
+os.environ.setdefault("TORCH_COMPILE_DISABLE", "1")
+
 # torch asks the name server for the name of every address that it connects to; one that drops a question costs five seconds.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 

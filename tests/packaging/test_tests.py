@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SITE = site.getsitepackages()
 READS_OF_CLOCKS = {
     "tests/support/waiting.py": 2,  # how all tests poll
-    "tests/rollout/trainers/matrix.py": 2,  # a program that says how long it took, as is the next
     "tests/rollout/layout/zoo/zoo.py": 2,
     "tests/sync/torchrun/scripts_that_end.py": 2,  # a program that ends what hangs, and then says so
     "tests/rollout/commit/test_vllm_commit.py": 1,  # a timeout that is over at once

@@ -13,9 +13,7 @@ import fork_server
 import pytest
 from json_program import Program
 
-# vLLM's processes are forked from one that has imported it. They compile nothing: a few lines of vLLM's sampler would take each
-# worker several CPU seconds, and the compiler as many again, and compute the same.
-fork_server.ENVIRONMENT["TORCH_COMPILE_DISABLE"] = "1"
+# vLLM's processes are forked from one that has imported it.
 fork_server.install()
 
 if TYPE_CHECKING:

@@ -148,12 +148,6 @@ def is_greedy(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
     return _logits(path, prompt, tokens).argmax(-1).tolist() == list(tokens)
 
 
-def sampled_logprobs(path: Path, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> list[float]:
-    """Log-probability of each of `tokens` after `prompt` and its predecessors, at `temperature`, by transformers."""
-    logprobs = (_logits(path, prompt, tokens) / temperature).log_softmax(-1)
-    return [logprobs[position, token].item() for position, token in enumerate(tokens)]
-
-
 def check_switch(completion: Any, prompt: Sequence[int], old: Path, new: Path) -> None:
     """The model of one version has decoded a completion up to some token, and that of the next the others: the stamps say so."""
     first, tokens = completion.versions[0], completion.token_ids

@@ -9,7 +9,11 @@ from waiting import HANG_S
 
 from weightlane.trainer.conformance.builtin import Fsdp2Conformance, MegatronConformance
 from weightlane.trainer.conformance.checks.base import TrainingConformanceBase
+from weightlane.trainer.conformance.checks.gradients import GradientChecks
 from weightlane.trainer.conformance.checks.outputs import OutputChecks
+from weightlane.trainer.conformance.checks.shards import ShardChecks
+from weightlane.trainer.conformance.checks.states import StateChecks
+from weightlane.trainer.conformance.checks.steps import StepChecks
 
 
 class Patient(TrainingConformanceBase):
@@ -19,36 +23,44 @@ class Patient(TrainingConformanceBase):
     slack_s = 25.0
 
 
-class TestFsdp2(Patient, Fsdp2Conformance):
+class Fsdp2(Patient):
+    engine = Fsdp2Conformance.engine
+    preload = Fsdp2Conformance.preload
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {"two ranks": {"ranks": 2}}
+
+
+class TestFsdp2(Fsdp2, Fsdp2Conformance):
     """Each check once in `make test`."""
 
-    layouts: ClassVar[dict[str, dict[str, Any]]] = {"two ranks": {"ranks": 2}}
     models = ("qwen3",)
 
 
 @pytest.mark.exhaustive
-class TestFsdp2OnExperts(TestFsdp2):
+class TestFsdp2OnExperts(Fsdp2, OutputChecks, GradientChecks, ShardChecks, StateChecks):
     """DeepSeek-V3 has experts, a head of its own and a tensor that stays float32."""
 
     models = ("deepseek_v3",)
 
 
 @pytest.mark.exhaustive
-class TestFsdp2OverTensorParallelism(Patient, Fsdp2Conformance):
+class TestFsdp2OverTensorParallelism(Fsdp2, OutputChecks, GradientChecks, StepChecks, ShardChecks):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "tensor parallel": {"ranks": 2, "fsdp2": {"tensor_parallel": 2, "packing": "off"}},
     }
 
 
+class Megatron(Patient):
+    engine = MegatronConformance.engine
+    preload = MegatronConformance.preload
+
+
 @pytest.mark.megatron
-class TestOutputsOfMegatron(Patient, OutputChecks):
+class TestOutputsOfMegatron(Megatron, OutputChecks):
     """Each rank has a part of the vocabulary: log-probabilities, entropies and the most probable tokens are of all parts.
 
     `make test` compares the rest of megatron with FSDP2, transformers and PEFT, in test_megatron and others.
     """
 
-    engine = MegatronConformance.engine
-    preload = MegatronConformance.preload
     layouts: ClassVar[dict[str, dict[str, Any]]] = {"tensor parallel": {"ranks": 2, "megatron": {"tensor_parallel": 2}}}
     models = ("qwen3",)
 
@@ -56,7 +68,17 @@ class TestOutputsOfMegatron(Patient, OutputChecks):
 @pytest.mark.megatron
 @pytest.mark.exhaustive
 class TestMegatron(Patient, MegatronConformance):
+    """Each check."""
+
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
+    }
+    models = ("qwen3",)
+
+
+@pytest.mark.megatron
+@pytest.mark.exhaustive
+class TestMegatronOfTensorsAndStages(Megatron, OutputChecks, GradientChecks, ShardChecks):
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}},
     }
