@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -260,6 +261,7 @@ def _become(request: dict[str, Any], received: list[int], line: socket.socket) -
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(request["env"])
+    tempfile.tempdir = None  # that of the environment, which Python looks for once
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [folder for folder in path if folder and folder not in sys.path]
     os.chdir(request["cwd"])
