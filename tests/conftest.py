@@ -194,8 +194,8 @@ def forked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weightlane.ckpt_engines.runtime.own_process.subprocess", _FORKING)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _forked_helpers() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def forked_helpers() -> Iterator[None]:
     """In a worker of pytest-xdist, which has a fork server anyway, also let weightlane's own fork servers be forked."""
     with pytest.MonkeyPatch.context() as patch:
         if has_server():

@@ -19,6 +19,11 @@ PROBE = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked_helpers() -> None:
+    """Processes of benchmarks are children of the thread that starts them, whose network namespace is theirs: none is forked."""
+
+
 def benchmark(name: str) -> Any:
     """A fixture that gives a module of `benchmarks`."""
 
