@@ -2,8 +2,8 @@
 VENV := .venv/bin
 DEMO := runs/arithmetic
 SEED ?= 0
-# One more than cores: many tests wait for other processes most of the time.
-WORKERS ?= 3
+# Twice as many as cores: many tests wait for other processes most of the time.
+WORKERS ?= 4
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
