@@ -2,8 +2,8 @@
 VENV := .venv/bin
 DEMO := runs/arithmetic
 SEED ?= 0
-# Twice as many as cores: many tests wait for other processes most of the time.
-WORKERS ?= 4
+# One more than cores: many tests wait for other processes most of the time.
+WORKERS ?= 3
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
@@ -35,11 +35,11 @@ WORKING := -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 PYTEST := $(VENV)/pytest $(WORKING) --durations 30
 
 test: setup
-	@echo "== tests: every promise (about a quarter of an hour on two cores; make test-all runs further cases, too)"
+	@echo "== tests: every promise (about ten minutes on two cores; make test-all runs further cases, too)"
 	@$(PYTEST) -m "not exhaustive"
 
 test-all: setup
-	@echo "== tests: all of them (about an hour on two cores)"
+	@echo "== tests: all of them (about half an hour on two cores)"
 	@$(PYTEST)
 
 # Properties with other examples than `make test` draws, over and over: make fuzz MINUTES=60. What is found is printed with its seed.
