@@ -196,7 +196,7 @@ def forked_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forked_helpers() -> Iterator[None]:
-    """In a worker of pytest-xdist, which has a fork server anyway, also let weightlane's own fork servers be forked."""
+    """Where this process has a fork server, as each worker of pytest-xdist, also let weightlane's own fork servers be forked."""
     with pytest.MonkeyPatch.context() as patch:
         if has_server():
             patch.setattr("weightlane.ckpt_engines.runtime.fork_server.subprocess", _FORKING)

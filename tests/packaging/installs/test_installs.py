@@ -176,7 +176,7 @@ def test_an_installation_imports_its_packages_and_every_command_works_or_says_wh
     complete = {each for each in EXTRAS if each and closures[each] <= names}
     lacking = {command: [each for each in extras if each not in complete] for command, extras in LACKING.items()}
     refused = [command for command, extras in lacking.items() if extras]
-    working = dict(WORKING.get(extra, {}))
+    working = WORKING.get(extra, {})
     packages = promised_packages()[extra]
     if extra == "vllm" and not imports_vllm:
         packages = ["weightlane.rollout.vllm.plugin"]

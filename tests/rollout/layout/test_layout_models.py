@@ -286,3 +286,25 @@ def test_a_layer_that_fails_while_a_replica_starts_is_named_with_its_error(
     assert "bfloat16" in caught.value.hint
     assert caught.value.part.startswith("rollout rank ")
     assert not list(Path(tempfile.gettempdir()).glob(f"weightlane-start-{os.getpid()}-*"))
+
+
+def test_an_interrupt_of_a_start_stays_one_although_a_process_has_told_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from weightlane.rollout.vllm import start_failures
+
+    told: list[Path] = []
+
+    def interrupted(vllm_config: Any, **_: Any) -> None:
+        start_failures._tell(vllm_config, ConfigError("no room.", part="rollout rank 0"))
+        told.append(start_failures._file(vllm_config))
+        assert told[0].exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(AsyncLLM, "from_vllm_config", interrupted)
+    worker = probed_worker("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
+    with mock.patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
+        worker._engine._build()
+    assert not told[0].exists()

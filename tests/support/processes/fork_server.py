@@ -162,7 +162,7 @@ def end_server() -> None:
 
 
 def has_server() -> bool:
-    """Whether this process was forked, so that it has a server already."""
+    """Whether this process has one: it was forked, or has forked others."""
     return _server is not None
 
 
