@@ -26,7 +26,7 @@ setup:
 demo: setup
 	@echo "== task, tokenizer and warmed-up model (about half a minute the first time)"
 	@$(VENV)/python examples/arithmetic/prepare.py --out $(DEMO)/task-$(SEED) --seed $(SEED)
-	@echo "== reinforcement learning (about two minutes)"
+	@echo "== reinforcement learning (about three minutes)"
 	@$(VENV)/weightlane train examples/arithmetic/arithmetic.toml \
 		--set run.dir=$(DEMO)/run-$(STAMP) --set run.seed=$(SEED) --set model.path=$(DEMO)/task-$(SEED)/model \
 		--set data.train=$(DEMO)/task-$(SEED)/train.jsonl --set data.heldout=$(DEMO)/task-$(SEED)/heldout.jsonl $(SET)
