@@ -282,7 +282,7 @@ class Publisher(Participant):
         Also where snapshots are in host memory: blocks that are left to be quantised are still on that device.
         """
         runtime = self._snapshot.runtime
-        with runtime.on(runtime.new_stream()):
+        with runtime.on(runtime.stream_for(self)):
             work()
 
     def _take_snapshots(self) -> None:

@@ -340,7 +340,7 @@ class Subscriber(Participant):
     def _run_calls(self) -> None:
         # A stream of its own: staging waits for no decode step, and takes no memory that one may still be using.
         runtime = runtime_of(self._device)
-        with runtime.on(runtime.new_stream()):
+        with runtime.on(runtime.stream_for(self)):
             while (call := self._calls.get()) is not None:
                 call()
 

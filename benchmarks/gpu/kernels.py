@@ -115,7 +115,7 @@ def measure(device: str, mib: int) -> dict[str, Any]:
     """Figures of the copy, the delta codec and fp8, measured on a stream of their own."""
     torch.manual_seed(0)
     runtime = runtime_of(numbered_device(device))
-    with runtime.on(runtime.new_stream()):
+    with runtime.on(runtime.stream_for(runtime)):
         figures = copy(runtime, mib)
         figures |= delta(runtime, mib)
         figures |= fp8(runtime, mib)

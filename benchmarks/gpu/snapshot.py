@@ -109,7 +109,7 @@ def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str
     nbytes = compact_places(shards)[-1] + shards[-1].nbytes
     figures: dict[str, Any] = {"float32 parameters, MB": sum(shard.data.nbytes for shard in shards) / 1e6}
     runtime.finish()
-    with runtime.on(runtime.new_stream()):  # the training's
+    with runtime.on(runtime.stream_for(runtime)):  # the training's
         training = Training(runtime, step_s)
         for name, where in (("device", runtime.device), ("host", HOST)):
             memory = SendMemory(None, nbytes, where, copied_from=runtime)

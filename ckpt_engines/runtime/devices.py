@@ -54,8 +54,8 @@ class DeviceRuntime:
         """Make this device the thread's current one inside the block."""
         yield
 
-    def new_stream(self) -> Any:
-        """Return a new stream, which waits for no other."""
+    def stream_for(self, owner: object) -> Any:  # noqa: ARG002
+        """Return a stream that nothing else in weightlane uses until `owner` is collected."""
         return None
 
     @contextlib.contextmanager
@@ -122,6 +122,8 @@ class AcceleratorRuntime(DeviceRuntime):
     def __init__(self, device: torch.device, module: Any) -> None:
         super().__init__(device)
         self._module = module
+        self._unused: list[Any] = []
+        """Streams whose owners are gone. torch has 32 per device, and the 33rd that it makes is the first one again."""
 
     @property
     def has_streams(self) -> bool:
@@ -134,9 +136,14 @@ class AcceleratorRuntime(DeviceRuntime):
         with self._module.device(self.device):
             yield
 
-    def new_stream(self) -> Any:
-        """See `DeviceRuntime.new_stream`."""
-        return self._module.Stream(self.device)
+    def stream_for(self, owner: object) -> Any:
+        """See `DeviceRuntime.stream_for`."""
+        try:
+            stream = self._unused.pop()
+        except IndexError:
+            stream = self._module.Stream(self.device)
+        weakref.finalize(owner, self._unused.append, stream).atexit = False
+        return stream
 
     @contextlib.contextmanager
     def on(self, stream: Any) -> Iterator[None]:

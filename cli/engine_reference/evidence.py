@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _CPU = "two-core x86-64 virtual machine, no GPU, torch 2.13.0+cpu"
+_GPU = "one H200 GPU, torch 2.11.0+cu130, NCCL 2.28.9"
 _PRETENDED = (
     "Streams, events, memory and the order of operations, on pretended devices that find a missing wait, a wrong device and"
     " memory that is reused too early."
@@ -40,11 +41,17 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         ),
         Evidence(_PRETENDED, "run", "2026-11-25", _CPU),
         Evidence(
-            "NCCL itself: communicators, their options, sends side by side, aborts; the conformance suite"
-            " (`make gpu PARTS=multi`, two GPUs or more).",
+            "Three quarters of the conformance suite, between processes that share a GPU over NCCL's sockets"
+            " (`python -m benchmarks.gpu.one_gpu nccl`): deadlines, deaths, aborts, delivery.",
+            "run",
+            "2026-11-28",
+            _GPU,
+        ),
+        Evidence(
+            "A GPU for each rank, over NVLink or InfiniBand (`make gpu PARTS=multi`).",
             "not run",
-            "2026-11-25",
-            "no GPU",
+            "2026-11-28",
+            "one GPU",
         ),
     ),
     "hccl": (
@@ -71,12 +78,12 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
         ),
         Evidence(_PRETENDED, "run", "2026-11-25", _CPU),
         Evidence(
-            "Handles, events and copies on a device; the conformance suite (`make gpu`, one GPU is enough); two GPUs over"
-            " NVLink or PCIe.",
-            "not run",
-            "2026-11-25",
-            "no GPU",
+            "Conformance suite, memory after a kill, and torch's stream sanitizer, between processes that share a GPU.",
+            "run",
+            "2026-11-28",
+            _GPU,
         ),
+        Evidence("Two GPUs over NVLink or PCIe.", "not run", "2026-11-28", "one GPU"),
     ),
     "filesystem": (
         Evidence("Conformance suite on a local directory.", "run", "2026-11-25", _CPU),

@@ -74,7 +74,7 @@ class ReceiveLoop:
         links, relay = request.session.links, request.relay
         checksums = _ChecksumCheck(request, wait_first=sink.needs_verified)
         transfer = _VersionTransfer(request, sink, checksums, self._name, self._runtime, self._hooks)
-        self._device_streams += [self._runtime.new_stream() for _ in links[len(self._device_streams) :]]
+        self._device_streams += [self._runtime.stream_for(self) for _ in links[len(self._device_streams) :]]
         tasks = [
             TransferTask(list(link.senders), partial(transfer.receive_link, link, stream))
             for link, stream in zip(links, self._device_streams, strict=False)

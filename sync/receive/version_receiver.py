@@ -46,7 +46,7 @@ class VersionReceiver:
         self._staging = staging
         self._live_identity = live_identity
         self._loop = ReceiveLoop(name, device, hooks)
-        self._decoding_stream = live.new_stream()
+        self._decoding_stream = live.stream_for(self)
         self._live_buffer = torch.empty(0, dtype=torch.uint8, device=device)
         """Memory for one bucket of each sender of a version that is committed in place."""
         self._viewed: dict[int, ReceiveSession] = {}

@@ -64,7 +64,7 @@ class CudaSegment(Segment):
         self.nbytes = nbytes
         self.data = runtime.tensor_over(memory)
         self._runtime = runtime
-        self._stream = runtime.new_stream()
+        self._stream = runtime.stream_for(self)
         self._written, handle = runtime.interprocess_event()
         self._description = {
             "memory": _encode(driver.export(index, memory.pointer)),
@@ -109,7 +109,7 @@ class CudaMapping(SegmentMapping):
             raise _cannot_map(runtime.device, error) from error
         try:
             self._written = runtime.event_of(event)
-            self._stream = runtime.new_stream()
+            self._stream = runtime.stream_for(self)
             self._copied = runtime.recorded(self._stream)
         except RuntimeError as error:
             self._driver.close(self._index, self._pointer)

@@ -73,6 +73,7 @@ class _CollectiveHalf(GroupHalf[_Started]):
                 dist.PrefixStore("everyone", store),
                 rank=self._ranks[self._name],
                 names=names,
+                senders=self._senders,
                 host=self._host,
                 deadline=deadline,
                 life=self._life,
@@ -106,8 +107,10 @@ class _CollectiveHalf(GroupHalf[_Started]):
             poll_until(posted.transfer.done, self._life, deadline, bucket_label(posted.bucket), peer=peers)
 
     def _release(self) -> None:
-        if self._group is not None:
-            self._group.close()
+        # Let go of at once: a half and its lifecycle know each other, and the group has the store, its port and its thread.
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()
         self._unstarted.clear()
         super()._release()
 

@@ -26,6 +26,7 @@ from .process_group import (
     open_process_group,
     start_broadcast,
     start_pairs,
+    translated,
 )
 
 _WARM_UP_POLL_S = 0.002
@@ -102,7 +103,7 @@ class DeviceGroup:
         self._part = part
         self._peers = peers
         self._aborter: threading.Thread | None = None
-        self._stream = runtime.new_stream()
+        self._stream = runtime.stream_for(self)
 
     def start(self, operations: Sequence[Operation]) -> DeviceTransfer:
         """Start operations side by side, of which none is a broadcast unless it is alone. Waits for no peer."""
@@ -136,18 +137,36 @@ class DeviceGroup:
         ]
         return start_pairs(self._backend, pairs)
 
-    def warm_up(self, deadline: Deadline) -> None:
-        """Broadcast one byte: NCCL and HCCL finish connecting with their first collective."""
+    def warm_up(self, senders: int, deadline: Deadline) -> None:
+        """Broadcast one byte, and send one from each sender to each receiver, which the ranks behind `senders` are.
+
+        NCCL and HCCL connect two ranks in the call that starts their first transfer, on the host, and wait there for the other
+        rank to make its own: for ever, if need be. An abort from another thread does not end that call, in which torch then
+        polls a communicator that is gone, for half an hour. Seen with NCCL 2.28 and torch 2.11 on an H200. So all pairs connect
+        here, where such a wait is bounded, and no later call of a half waits for a peer.
+        """
         try:
-            with self._runtime.on(self._stream):
-                data = torch.zeros(1, dtype=torch.uint8, device=self._runtime.device)
-            transfer = self.start([Operation(Bucket(0, 0, data, self._runtime.recorded(self._stream)), 0, None)])
-            while not transfer.done():
-                deadline.check("the first collective of the group", part=self._part, peer=self._peers)
-                time.sleep(_WARM_UP_POLL_S)
+            self._finish([self._byte(0, None)], "the first collective of the group", deadline)
+            rank, receivers = self._backend.rank(), tuple(range(senders, self._backend.size()))
+            if rank < senders:
+                pairs = [self._byte(rank, receivers)]
+            else:
+                pairs = [self._byte(sender, (rank,)) for sender in range(senders)]
+            self._finish(pairs, "the connections of all senders and receivers", deadline)
         except BaseException:
             self.close()
             raise
+
+    def _byte(self, source: int, targets: tuple[int, ...] | None) -> Operation:
+        with self._runtime.on(self._stream):
+            data = torch.zeros(1, dtype=torch.uint8, device=self._runtime.device)
+        return Operation(Bucket(0, 0, data, self._runtime.recorded(self._stream)), source, targets)
+
+    def _finish(self, operations: Sequence[Operation], waiting_for: str, deadline: Deadline) -> None:
+        transfer = self.start(operations)
+        while not transfer.done():
+            deadline.check(waiting_for, part=self._part, peer=self._peers)
+            time.sleep(_WARM_UP_POLL_S)
 
     def close(self) -> None:
         """Abort the running operations and leave the group, within a second.
@@ -182,12 +201,15 @@ def open_device_group(
     *,
     rank: int,
     names: Sequence[str],
+    senders: int,
     host: str,
     deadline: Deadline,
     life: Lifecycle,
     nccl: Mapping[str, int | str] | None = None,
 ) -> DeviceGroup:
     """`open_process_group` of the members `names` on `device`, bounded by `deadline` and interruptible through `life`.
+
+    The first `senders` of the members send, all others receive.
 
     The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it looks for an end every 2 ms,
     for up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a
@@ -206,7 +228,8 @@ def open_device_group(
                 backend, store, rank, len(names), deadline, host=host, device=device, names=names, nccl=nccl
             )
             group = DeviceGroup(backend_group, runtime, life.part, peers)
-            group.warm_up(deadline)
+            with translated(life.part, deadline, f"all {len(names)} members of the group", peers):
+                group.warm_up(senders, deadline)
         with lock:
             opened.append(group)
             if abandoned:

@@ -47,7 +47,7 @@ class Loop:
 
     def _run(self) -> None:
         # On the stream of the worker's main thread, commits would wait for the loop's steps.
-        with self._runtime.on(self._runtime.new_stream()):
+        with self._runtime.on(self._runtime.stream_for(self)):
             into = torch.empty(self._left.shape[0], self._right.shape[1], device=self._left.device)
             while not self._stopped.is_set():
                 with self._turn:

@@ -51,7 +51,7 @@ class Snapshot:
         self.runtime = runtime_of(device)
         self.nbytes, self.ends, self.read_end, self.is_cut = nbytes, ends, read_end, is_cut
         self._milestones = milestones
-        self._stream = self.runtime.new_stream()
+        self._stream = self.runtime.stream_for(self)
         self._workers = 1 if self.runtime.has_streams else min(threads, usable_cpus())
         self._threads: DaemonThreads | None = None
         """Started by the first snapshot that needs them."""

@@ -15,7 +15,19 @@ import pytest
 import torch
 from checked_device.driver import Driver
 from checked_device.group import open_group
-from checked_device.streams import FREED, NO_WAIT, ORDER, OTHER_BYTES, REUSED, TRAINER, WRONG_DEVICE, Stream, names
+from checked_device.streams import (
+    FREED,
+    NO_WAIT,
+    ORDER,
+    OTHER_BYTES,
+    REUSED,
+    SAME_STREAM,
+    TRAINER,
+    UNBOUNDED,
+    WRONG_DEVICE,
+    Stream,
+    names,
+)
 from checked_device.tensors import CheckedTensor, installed
 from checked_device.world import World
 from waiting import HANG_S
@@ -78,7 +90,7 @@ class Trainer:
         self.name, self.world, self.device = name, world, torch.device(kind, device)
         self.link: SenderLink = make_sender_link(engine, name, self.device)
         self.runtime = runtime_of(self.device)
-        self.stream: Stream = self.runtime.new_stream()
+        self.stream: Stream = self.runtime.stream_for(self)
         self.allocate = engine.allocate
         self.free = engine.free
 
@@ -120,7 +132,7 @@ class Rollout:
         self.name, self.world, self.device = name, world, torch.device(kind, device)
         self.link: ReceiverLink = make_receiver_link(engine, name, self.device)
         self.runtime = runtime_of(self.device)
-        self.stream: Stream = self.runtime.new_stream()
+        self.stream: Stream = self.runtime.stream_for(self)
 
     def receive(self, turns: Sequence[Turn], at_once: int = 3) -> None:
         """Buckets, in this order."""
@@ -205,6 +217,16 @@ def test_engines_of_devices_break_no_rule(engine: str, senders: int, tmp_path: P
         assert not world.violations, names(world.violations)
 
 
+@pytest.mark.parametrize("again", [True, False])
+def test_connections_one_after_the_other_take_few_streams(again: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not again:
+        monkeypatch.setattr(AcceleratorRuntime, "stream_for", lambda self, _: self._module.Stream(self.device))
+    with devices_of("nccl") as world:
+        for _ in range(40):
+            _device_group.DeviceGroup(None, runtime_of(torch.device("cuda", 1)), "half", "")  # type: ignore[arg-type]
+        assert world.broken == (set() if again else {SAME_STREAM}), names(world.violations)
+
+
 # -- each rule, and who breaks it -----------------------------------------------------------------------------------------
 
 
@@ -258,9 +280,19 @@ def copied_at_once(_: World, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_cuda_memory.CudaMapping, "start_copy", start)
 
 
+def connected_by_a_broadcast(_: World, patch: pytest.MonkeyPatch) -> None:
+    """Let pairs connect when they first transfer something."""
+
+    def warm_up(self: Any, _senders: int, deadline: Deadline) -> None:
+        self._finish([self._byte(0, None)], "the first collective", deadline)
+
+    patch.setattr(_device_group.DeviceGroup, "warm_up", warm_up)
+
+
 @pytest.mark.parametrize(
     ("engine", "broken", "rule"),
     [
+        ("nccl", connected_by_a_broadcast, UNBOUNDED),
         ("nccl", on_the_current_device, WRONG_DEVICE),
         ("cuda_ipc", mapped_on_the_first_device, WRONG_DEVICE),
         ("nccl", without_waiting, NO_WAIT),

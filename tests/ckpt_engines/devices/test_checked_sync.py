@@ -127,11 +127,11 @@ class Run:
     async def commit(self, version: int) -> CommitReport:
         runtime = runtime_of(ROLLOUT_DEVICE)
         if (delta := self.subscriber.take_delta(version)) is not None:
-            with runtime.on(runtime.new_stream()):
+            with runtime.on(runtime.stream_for(runtime)):
                 delta.swap(self.model)
                 runtime.finish()
             return CommitReport(version, blocked_s=0.0)
-        with runtime.on(runtime.new_stream()):
+        with runtime.on(runtime.stream_for(runtime)):
             taken = self.subscriber.take(version)
             self.look(taken.values())
             for name, tensor in taken.items():
@@ -148,7 +148,7 @@ class Run:
 
     def agree(self) -> bool:
         runtime = runtime_of(ROLLOUT_DEVICE)
-        with runtime.on(runtime.new_stream()):
+        with runtime.on(runtime.stream_for(runtime)):
             found = {name: tensor.cpu() for name, tensor in self.model.items()}
         runtime = runtime_of(TRAINER_DEVICE)
         expected = {name: tensor.cpu().bfloat16() for name, tensor in self.live.items()}

@@ -34,7 +34,7 @@ def test_on_a_cpu_everything_is_over_when_a_call_returns() -> None:
     assert type(runtime) is DeviceRuntime
     assert not runtime.has_streams
     memory = torch.zeros(10, dtype=torch.uint8)
-    stream = runtime.new_stream()
+    stream = runtime.stream_for(runtime)
     with runtime.current(), runtime.on(stream):
         event = runtime.recorded(stream)
     runtime.wait_for(stream, event)
@@ -53,7 +53,7 @@ def test_a_thread_works_on_the_device_that_was_said_and_its_current_one_stays_as
     seen: list[int] = []
 
     def work() -> None:
-        with runtime.on(runtime.new_stream()):
+        with runtime.on(runtime.stream_for(runtime)):
             seen.append(torch.cuda.current_device())
         seen.append(torch.cuda.current_device())
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .streams import ORDER, WRONG_DEVICE, Block, Event, Operation, Stream
+from .streams import ORDER, UNBOUNDED, WRONG_DEVICE, Block, Event, Operation, Stream
 from .tensors import CheckedTensor, _range
 from .world import World
 
 Place = tuple[Block, int, int]
+BOUNDED = "weightlane-bounded-call"
+"""Name of the threads of `run_bounded`."""
 _fleets: dict[str, Fleet] = {}
 _numbers = itertools.count()
 
@@ -49,6 +52,10 @@ class Fleet:
         self.parts: dict[int, list[Part]] = {}
         """Unfinished parts of each rank, in order."""
         self.let_go = False
+        self.connected = False
+        """Whether all pairs are taken for connected."""
+        self._connecting: set[tuple[int, int, int]] = set()
+        """Ranks that make their first transfer with another one: (source, target, rank)."""
         world.idle.append(self._look)
 
     def join(self, rank: int, device: int) -> None:
@@ -57,6 +64,20 @@ class Fleet:
                 self.world.violate(WRONG_DEVICE, f"two members of a communicator are on device {device}")
             self.streams[rank] = self.world.stream(device, f"communicator of rank {rank}")
             self.parts[rank] = []
+
+    def connect(self, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Wait, as NCCL does on the host, until the other ranks of pairs that have transferred nothing yet are there, too."""
+        new = [pair for pair in pairs if not self.connected and (*pair, rank) not in self._connecting]
+        if new and threading.current_thread().name != BOUNDED:
+            self.world.violate(
+                UNBOUNDED, f"the first transfer between ranks {new[0]} was started by a call of rank {rank}"
+            )
+            return
+        with self.world.changed:
+            self._connecting |= {(*pair, rank) for pair in new}
+            self.world.changed.notify_all()
+        there = lambda: all({(*pair, pair[0]), (*pair, pair[1])} <= self._connecting for pair in new)  # noqa: E731
+        self.world.wait_until(lambda: self.let_go or self.world.let_go or there(), "the other rank of a pair")
 
     def start(self, part: Part) -> Operation:
         world, stream = self.world, self.streams[part.rank]
@@ -187,6 +208,7 @@ class Group:
         return self._go(batch)
 
     def _go(self, needs: Sequence[tuple[tuple[int, int, int], CheckedTensor]]) -> Work:
+        self._fleet.connect(self._rank, [need[:2] for need, _ in needs if need[1] >= 0])
         self._fleet.start(
             Part(self._rank, [need for need, _ in needs], [(tensor.block, *_range(tensor)) for _, tensor in needs])
         )

@@ -21,6 +21,8 @@ REUSED = "memory reused too early"
 TRAINER = "waits for the training"
 FREED = "memory freed too early"
 ORDER = "different orders"
+SAME_STREAM = "two streams are the same one"
+UNBOUNDED = "the host waits for a peer without a deadline"
 OTHER_BYTES = "other bytes than were sent"
 
 

@@ -93,6 +93,7 @@ def run_all(world: World, plan: SessionPlan, device_of: Mapping[str, int]) -> No
         halves: list[CollectiveSender | CollectiveReceiver] = []
         for link in plan.links:
             fleet = Fleet(world, len(members(link)))
+            fleet.connected = True  # this thread plays all members
             connected = {name: connected_half(link, name, device_of[name], fleet) for name in members(link)}
             halves += connected.values()
             post_all(plan, link, connected, device_of)

@@ -6,8 +6,10 @@ is tested in ``checked_device``, on devices that are made up.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
+import weakref
 from typing import Any
 
 import pytest
@@ -101,6 +103,21 @@ def test_leaving_a_group_does_not_wait_for_a_library_that_never_returns_from_its
     backend.freed.set()
 
 
+def test_a_closed_half_has_let_go_of_its_group() -> None:
+    """Which has the store, with a port and a thread; a half itself stays until garbage is collected."""
+    backend, half = StuckBackend(), CollectiveSender("half", TorchDistributedConfig(), "nccl", HOST)
+    backend.freed.set()
+    half._group = DeviceGroup(backend, runtime_of(HOST), "half", "")  # type: ignore[arg-type]
+    group = weakref.ref(half._group)
+    gc.disable()
+    try:
+        half.close()
+        wait_until(lambda: group() is None, "the group's end")
+    finally:
+        gc.enable()
+    assert backend.entered == 1
+
+
 def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the last look at whether it is open and the error."""
     backend = StuckBackend()
@@ -128,6 +145,7 @@ def test_a_group_that_is_opened_just_after_its_deadline_is_aborted(monkeypatch: 
             HOST,
             dist.HashStore(),
             rank=0,
+            senders=1,
             names=["half", "other"],
             host="127.0.0.1",
             deadline=Deadline(1.0, clock),
@@ -170,6 +188,19 @@ def test_a_field_that_this_torch_does_not_know_is_a_config_error() -> None:
         open_process_group(
             "nccl", dist.HashStore(), 0, 2, Deadline.after(1), device=torch.device("cuda", 0), nccl={"no_such_field": 1}
         )
+
+
+@pytest.mark.parametrize(("queues", "reason"), [("1", "or use cuda_ipc or shm"), ("8", None), (None, None)])
+def test_nccl_is_refused_where_a_gpu_has_one_queue(
+    queues: str | None, reason: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightlane.ckpt_engines.engines.torch_distributed.nccl.is_available", lambda _: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    if queues is not None:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", queues)
+    said = CheckpointEngineRegistry().engine_class("nccl").unavailable_reason()
+    assert said is None if reason is None else said is not None and said.endswith(reason)
 
 
 def test_communicators_can_be_aborted_while_they_connect_unless_nccl_hangs_in_that_mode() -> None:
