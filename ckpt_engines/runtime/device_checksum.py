@@ -1,9 +1,9 @@
 """Checksums over a bucket's bytes, computed on the bucket's device. They detect accidents, not attacks.
 
 The checksum in host memory is XXH3 (https://github.com/Cyan4973/xxHash), which runs at memory bandwidth. The checksum on a device
-consists of integer sums, which every torch device computes exactly (int64 arithmetic wraps around). The bytes are read as a
-matrix of 64-bit words. Its row sums and its column sums, each weighted by position with odd numbers, give two 64-bit words. A
-change of one word changes the first, and a moved word changes at least one of them.
+is a sum that every torch device computes exactly (int64 arithmetic wraps around): each 64-bit word, with its position added, is
+mixed as the finalisers of MurmurHash3 and SplitMix64 do, and the results are added up. A plain or weighted sum would not do: the
+signs of two numbers that are both flipped change the highest bits of two words, and these cancel in any sum with odd weights.
 """
 
 from __future__ import annotations
@@ -11,9 +11,14 @@ from __future__ import annotations
 import torch
 import xxhash
 
-_ROW_WORDS = 4096
-"""Words of a row; any number gives a valid checksum, but all participants must use the same."""
 _MASK = (1 << 64) - 1
+_STEP = 0x9E3779B97F4A7C15 - (1 << 64)
+"""SplitMix64's distance between positions: odd, and about 2**64 over the golden ratio."""
+_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
+"""SplitMix64's first factor."""
+_WORDS = {"cpu": 1 << 15}
+"""Words that are mixed at once: on a CPU so many that they stay in its cache."""
+_DEVICE_WORDS = 1 << 22
 
 
 def xxh3(data: torch.Tensor) -> str:
@@ -23,24 +28,21 @@ def xxh3(data: torch.Tensor) -> str:
     return hashed.hexdigest()
 
 
-def sums(data: torch.Tensor) -> str:
-    """Return the weighted sums of `data`, contiguous 1-D uint8 on any device, as 32 hexadecimal digits.
-
-    The storage offset of `data` is a multiple of 8.
-    """
-    nbytes = data.numel()
-    body_words = nbytes // 8 // _ROW_WORDS * _ROW_WORDS
-    body = data[: body_words * 8].view(torch.int64).view(-1, _ROW_WORDS)
-    tail = torch.zeros(_ROW_WORDS * 8, dtype=torch.uint8, device=data.device)
-    tail[: nbytes - body_words * 8] = data[body_words * 8 :]
-    tail_words = tail.view(torch.int64)
-
-    rows = torch.cat((body.sum(1), tail_words.sum().view(1)))
-    columns = body.sum(0) + tail_words
-    first, second = torch.stack((_weighted(rows), _weighted(columns))).tolist()
-    return f"{(first + nbytes) & _MASK:016x}{second & _MASK:016x}"
-
-
-def _weighted(sums_of: torch.Tensor) -> torch.Tensor:
-    weights = torch.arange(1, 2 * sums_of.numel(), 2, dtype=torch.int64, device=sums_of.device)
-    return (sums_of * weights).sum()
+def mixed_sum(data: torch.Tensor) -> str:
+    """Return the sum of the mixed words of `data`, contiguous 1-D uint8 on any device, as 16 hexadecimal digits."""
+    step = _WORDS.get(data.device.type, _DEVICE_WORDS) * 8
+    sums = []
+    for start in range(0, data.numel(), step):
+        part = data[start : start + step]
+        if spare := -part.numel() % 8:
+            part = torch.nn.functional.pad(part, (0, spare))
+        elif part.data_ptr() % 8 or part.storage_offset() % 8:  # a slice of memory that began between two words
+            part = part.clone()
+        words = part.view(torch.int64)
+        mixed = torch.arange(start // 8, start // 8 + words.numel(), dtype=torch.int64, device=data.device)
+        mixed.mul_(_STEP).add_(words)
+        mixed.bitwise_xor_((mixed >> 32).bitwise_and_((1 << 32) - 1)).mul_(_FACTOR)
+        mixed.bitwise_xor_((mixed >> 29).bitwise_and_((1 << 35) - 1))
+        sums.append(mixed.sum())
+    total = int(torch.stack(sums).sum()) if sums else 0
+    return f"{(total + data.numel()) & _MASK:016x}"

@@ -14,7 +14,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, ProtocolError
-from weightlane.ckpt_engines.runtime.device_checksum import sums, xxh3
+from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum, xxh3
 
 CHECKSUMS_FILE = "checksums.json"
 """The document of a stored version that lists the checksums of its buckets."""
@@ -27,7 +27,7 @@ _CHECKSUMS: TypeAdapter[list[str]] = TypeAdapter(list[str])
 
 def checksum_of(data: torch.Tensor) -> str:
     """The checksum of `data` (contiguous 1-D uint8), as ``algorithm:digits``."""
-    return f"xxh3:{xxh3(data)}" if data.device.type == "cpu" else f"sums:{sums(data)}"
+    return f"xxh3:{xxh3(data)}" if data.device.type == "cpu" else f"mixed:{mixed_sum(data)}"
 
 
 def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, peer: str) -> None:
@@ -36,8 +36,8 @@ def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, pe
     found = ""
     if kind == "xxh3":
         found = f"{kind}:{xxh3(data.cpu())}"
-    elif kind == "sums":
-        found = f"{kind}:{sums(data)}"
+    elif kind == "mixed":
+        found = f"{kind}:{mixed_sum(data)}"
     compare(found, checksum, version, index, peer=peer)
 
 

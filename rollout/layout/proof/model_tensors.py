@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines.runtime.device_checksum import sums
+from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum
 from weightlane.sync.version.tensor_spec import raw_bytes
 
 _NO_WEIGHTS = ("kv_cache", "handler_tensor", "_moe_state")
@@ -49,7 +49,7 @@ def _checksum(tensor: torch.Tensor) -> str:
     spec = f"{tuple(tensor.shape)} {tensor.stride()} {tensor.dtype} {tensor.device.type}"
     if tensor.is_meta or not tensor.numel():
         return spec
-    return f"{spec} {sums(raw_bytes(tensor.detach().contiguous()).clone())}"
+    return f"{spec} {mixed_sum(raw_bytes(tensor.detach().contiguous()).clone())}"
 
 
 def _reachable(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, torch.Tensor]]:

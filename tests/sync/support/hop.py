@@ -18,7 +18,7 @@ from direct_hop import rows
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
-from weightlane.ckpt_engines.runtime.device_checksum import sums
+from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum
 from weightlane.plugins import hookimpl
 from weightlane.sync import (
     Expectation,
@@ -54,7 +54,7 @@ def weights(version: int, dtype: torch.dtype, big_mib: int = 0) -> dict[str, tor
 
 def digest(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     """A checksum per tensor."""
-    return {name: sums(tensor.detach().reshape(-1).clone().view(torch.uint8)) for name, tensor in tensors.items()}
+    return {name: mixed_sum(tensor.detach().reshape(-1).clone().view(torch.uint8)) for name, tensor in tensors.items()}
 
 
 _ODD_BITS = (1, -0x8000_0000, 0x7FC0_1234)

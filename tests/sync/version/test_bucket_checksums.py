@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,14 +11,14 @@ from hypothesis import strategies as st
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CorruptBucketError, Deadline, DeadlineExceededError, ProtocolError
-from weightlane.ckpt_engines.runtime.device_checksum import sums, xxh3
+from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum, xxh3
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.version.bucket_checksums import StoredChecksums, checksum_of, checksum_of_bucket, verify
 
 
-@pytest.mark.parametrize("checksum", [sums, xxh3])
+@pytest.mark.parametrize("checksum", [mixed_sum, xxh3])
 @given(st.integers(0, 20_000), st.data())
-def test_a_checksum_sees_a_changed_byte_anywhere_swapped_words_and_more_zeros(
+def test_a_checksum_sees_changed_bits_anywhere_swapped_words_shifted_blocks_and_more_zeros(
     checksum, size: int, data: st.DataObject
 ) -> None:  # type: ignore[no-untyped-def]
     payload = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
@@ -25,7 +27,9 @@ def test_a_checksum_sees_a_changed_byte_anywhere_swapped_words_and_more_zeros(
     assert checksum(torch.zeros(size, dtype=torch.uint8)) != checksum(torch.zeros(size + 8, dtype=torch.uint8))
     if size:
         changed = payload.clone()
-        changed[data.draw(st.integers(0, size - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        places = data.draw(st.sets(st.integers(0, 8 * size - 1), min_size=1, max_size=8))
+        for place in places:
+            changed[place // 8] ^= 1 << place % 8
         assert checksum(changed) != before
     if size >= 16:
         words = size // 8
@@ -34,9 +38,26 @@ def test_a_checksum_sees_a_changed_byte_anywhere_swapped_words_and_more_zeros(
         view = swapped[: words * 8].view(torch.int64)
         view[[i, j]] = view[[j, i]]
         assert (checksum(swapped) == before) == bool(torch.equal(swapped, payload))
+        low, high = sorted((i, j))
+        shifted = payload.clone()
+        shifted[8 * low : 8 * high + 8] = shifted[8 * low : 8 * high + 8].roll(data.draw(st.sampled_from([1, 2, 8])))
+        assert (checksum(shifted) == before) == bool(torch.equal(shifted, payload))
+        start = data.draw(st.integers(0, 7))  # memory that does not begin with a word
+        assert checksum(torch.cat([payload[:start], payload])[start:]) == before
 
 
-@pytest.mark.parametrize("make", [checksum_of, lambda data: f"sums:{sums(data)}"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_checksum_sees_the_signs_of_two_numbers_that_are_flipped(dtype: torch.dtype) -> None:
+    """Which are the highest bits of words, where every fourth bf16 has its sign: all pairs of some words, equal or not."""
+    for payload in (torch.ones(64, dtype=dtype), torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)):
+        before = mixed_sum(payload.view(torch.uint8))
+        for i, j in itertools.combinations(range(64), 2):
+            flipped = payload.clone()
+            flipped[[i, j]] *= -1
+            assert mixed_sum(flipped.view(torch.uint8)) != before, (i, j)
+
+
+@pytest.mark.parametrize("make", [checksum_of, lambda data: f"mixed:{mixed_sum(data)}"])
 def test_a_damaged_bucket_and_what_is_no_checksum_are_refused_and_the_sender_named(make) -> None:  # type: ignore[no-untyped-def]
     data = torch.arange(256, dtype=torch.int64).view(torch.uint8)
     checksum = make(data)
