@@ -84,7 +84,8 @@ class Quantiser(ABC):
 
     def scales_of(self, largest: torch.Tensor) -> torch.Tensor:
         """Scales for largest magnitudes: ``largest / steps``, 1 for a zero block, never below the smallest normal number."""
-        scales = (largest / self.steps).clamp_min(torch.finfo(torch.float32).tiny)
+        # By a tensor: CUDA multiplies by the reciprocal of a plain number, which rounds otherwise than the division of a CPU.
+        scales = (largest / torch.full_like(largest, self.steps)).clamp_min(torch.finfo(torch.float32).tiny)
         return torch.where(largest == 0, torch.ones_like(scales), scales)
 
     def quantise(

@@ -142,7 +142,7 @@ def _encode_frame(changes: FrameChanges | None, elements: int) -> _Frame:
     parts, changed = _padded(methods), int(changes.counts.sum())
     for method in np.unique(methods).tolist():
         if method != UNCHANGED:
-            places, values = _section(changes, method, methods)
+            places, values = _section(changes, method, methods, elements)
             count = np.frombuffer(SECTION_HEADER.pack(values.size), np.uint8)
             parts += [count, *_padded(*places), *_padded(values.view(np.uint8))]
     nbytes = FRAME_HEADER.size + sum(part.size for part in parts)
@@ -150,14 +150,13 @@ def _encode_frame(changes: FrameChanges | None, elements: int) -> _Frame:
     return _Frame(changed, nbytes, (header, *parts))
 
 
-def _section(changes: FrameChanges, method: int, methods: Bytes) -> tuple[list[Bytes], Words]:
+def _section(changes: FrameChanges, method: int, methods: Bytes, elements: int) -> tuple[list[Bytes], Words]:
     """Encode the places and values of the blocks with this method."""
-    runs = runs_of(methods, method, changes.words.size)
+    runs = runs_of(methods, method, elements)
     if method == BITMAP:
         bits, values = changes.bitmap(runs)
         return [bits], values
-    positions = changes.sparse(runs)
-    values = changes.words.take(positions)
+    positions, values = changes.sparse(runs)
     shifts = shifts_of(runs)
     if shifts is not None:
         # The section counts without the blocks of other methods; the shift is found by the block in the frame.

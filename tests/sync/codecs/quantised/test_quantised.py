@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 from bits import same
+from hypothesis import given
+from hypothesis import strategies as st
 from quantised_reference import REFERENCES, restored
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
@@ -14,6 +16,7 @@ from weightlane.sync.codecs.quantised import (
     QUANTISERS,
     QuantisationReport,
     Scheme,
+    block_fp8,
     quantization_config,
     scale_name,
     scale_shape,
@@ -54,6 +57,22 @@ def test_what_is_quantised_and_restored_is_what_the_reference_gives(scheme: Sche
             narrow = torch.empty(shape, dtype=torch.bfloat16, device=device)
             quantiser.dequantise(quantised, scales, out=narrow)
             assert same(narrow.cpu(), restored(matrix, scheme).bfloat16())
+
+
+@given(st.tuples(*(st.integers(0, 300) for _ in range(2))), st.tuples(*(st.integers(1, 500) for _ in range(2))))
+def test_a_device_that_takes_many_blocks_at_once_gives_the_same_bits(
+    at: tuple[int, int], shape: tuple[int, int]
+) -> None:
+    matrix, fp8 = weights(*shape, torch.bfloat16), QUANTISERS["fp8"]
+    found = []
+    for rows in ({"cpu": 1}, {"cpu": 2}, {}):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block_fp8, "_BLOCK_ROWS", rows)
+            scales = fp8.scales_of(fp8.magnitudes(matrix, at=at))
+            quantised = fp8.quantise(matrix, scales, at=at)
+            found.append((scales, quantised, fp8.dequantise(quantised, scales, at=at)))
+    for other in found[1:]:
+        assert all(same(one, two) for one, two in zip(found[0], other, strict=True))
 
 
 def test_the_error_that_quantising_makes_is_reported() -> None:
