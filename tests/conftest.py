@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -122,6 +123,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Lanes(config, log)
 
 
+_CAN_FORK = importlib.util.find_spec("vllm") is not None
+"""Whether there is a fork server: `make gpu` runs a few tests on machines that have only torch."""
+
+
 class Children:
     """Starts Python programs and reaps them, with everything they started, at the end."""
 
@@ -135,7 +140,7 @@ class Children:
             forked: Whether it comes from the fork server, and so has imported vLLM already.
         """
         env = {**os.environ, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
-        start = ForkedPopen if forked else subprocess.Popen
+        start = ForkedPopen if forked and _CAN_FORK else subprocess.Popen
         child = start([sys.executable, *arguments], env=env, text=True, start_new_session=True, **options)
         self._started.append(child)
         return child

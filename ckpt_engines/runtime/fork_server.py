@@ -118,6 +118,8 @@ class ForkServer:
                     **os.environ,
                     "OMP_NUM_THREADS": "1",  # a process with threads cannot be forked safely
                     "OPENBLAS_NUM_THREADS": "1",
+                    # Libraries ask at their import whether there is a GPU. Where torch asks CUDA, no child can use CUDA any more.
+                    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                     "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                     **(environment or {}),
                 },

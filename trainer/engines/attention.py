@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 _HALF = (torch.float16, torch.bfloat16)
+_WIDTH_STEP, _WIDEST = 8, 256
+"""Widths of a head that torch's kernel takes: multiples of this number, up to that one."""
 _PADDING = 0.25
 """Most padding in a group of sequences, as a share of its tokens: each group costs the time of some hundred tokens."""
 
@@ -27,8 +32,8 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attend within each sequence.
 
-    On a GPU in half precision, torch's kernel for sequences of different lengths does it. Elsewhere sequences of about the same
-    length are attended to together, and padded to the longest of them for that.
+    On a GPU in half precision, torch's kernel for sequences of different lengths does it (from torch 2.11 on). Elsewhere
+    sequences of about the same length are attended to together, and padded to the longest of them for that.
 
     Args:
         query: [tokens, heads, width], all sequences one after the other.
@@ -45,8 +50,10 @@ def packed_attention(
         [tokens, heads, value width].
     """
     plain = softcap is None and sinks is None and not dropout
-    if plain and query.is_cuda and query.dtype in _HALF and query.shape[-1] == value.shape[-1]:
-        return _kernel(query, key, value, offsets, scale, window)
+    width = query.shape[-1]
+    fits = width == value.shape[-1] and width % _WIDTH_STEP == 0 and width <= _WIDEST
+    if plain and fits and query.is_cuda and query.dtype in _HALF and (kernel := varlen_kernel()) is not None:
+        return _by_kernel(*kernel, query, key, value, offsets, scale, window)
     shared = query.shape[1] != key.shape[1]
     parts, order = [], []
     for places, real in _groups(offsets):
@@ -94,7 +101,23 @@ def _groups(offsets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]
         yield torch.where(real, places, starts[:, None]), real
 
 
-def _kernel(
+@cache
+def varlen_kernel() -> tuple[Callable[..., Any], bool] | None:
+    """The ``varlen_attn`` of torch, and whether it lets heads share keys, from torch 2.12 on.
+
+    None where it takes no window and no scale, as in torch 2.10, and in torch 2.9, which has none.
+    """
+    try:
+        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch
+    except ImportError:
+        return None
+    takes = inspect.signature(varlen_attn).parameters
+    return (varlen_attn, "enable_gqa" in takes) if {"window_size", "scale"} <= takes.keys() else None
+
+
+def _by_kernel(
+    kernel: Callable[..., Any],
+    shares_keys: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -103,10 +126,14 @@ def _kernel(
     window: int | None,
 ) -> torch.Tensor:
     """Attend by torch's flash attention for sequences of different lengths."""
-    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - where there is a GPU
-
     starts, longest = offsets.int(), int(offsets.diff().max())
-    out = varlen_attn(
+    more: dict[str, Any] = {}
+    if (heads := query.shape[1] // key.shape[1]) > 1:
+        if shares_keys:
+            more["enable_gqa"] = True
+        else:
+            key, value = (each.repeat_interleave(heads, 1) for each in (key, value))
+    out: torch.Tensor = kernel(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
@@ -116,9 +143,8 @@ def _kernel(
         longest,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **more,
     )
-    assert isinstance(out, torch.Tensor)  # and nothing beside it, which was not asked for
     return out
 
 

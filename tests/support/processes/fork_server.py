@@ -35,7 +35,6 @@ from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
-import setproctitle
 from waiting import HANG_S
 
 IMPORTS = (
@@ -295,7 +294,9 @@ def _main() -> None:
     threads = len(list(Path("/proc/self/task").iterdir()))
     assert threads == 1, f"{threads} threads: one of the imports has started some, and they cannot be forked"
     install()
-    setproctitle.getproctitle()  # finds out where the title is, which it cannot do any more in a process with another environment
+    # It finds out where the title is, which it cannot do any more in a process with another environment. Machines that fork
+    # nothing need it not, and may not have it.
+    importlib.import_module("setproctitle").getproctitle()
     gc.freeze()
     line.sendall(b"r")
     request = _serve(line)

@@ -116,7 +116,8 @@ class TrainingConformanceBase:
         """A function that makes the ranks of a layout: ``teams(layout)``, or some of them: ``teams(layout, ranks=1)``."""
 
         def make(layout: Mapping[str, Any], **more: Any) -> Team:
-            trainer = {"engine": self.engine, "device": "cpu", "collective_timeout_s": self.deadline_s / 2, **layout}
+            trainer = {"engine": self.engine, "device": "cpu", "compute_dtype": "float32", **layout}
+            trainer = {"collective_timeout_s": self.deadline_s / 2, **trainer}
             files = tmp_path / "files"
             files.mkdir(exist_ok=True)
             limits = {"deadline_s": self.deadline_s, "grace_s": self.grace_s}

@@ -2,7 +2,7 @@
 
 megatron-core takes a CUDA device for granted: it allocates on ``"cuda"``, asks for streams, and compares the names of tensor
 types. While `cuda_calls_on` is entered, those calls are answered on another device. Everything that computes or communicates is
-megatron-core's own code, over gloo. Nothing here is imported where there is a GPU.
+megatron-core's own code, over gloo. Where there is a GPU, this is used only to build a model without data.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def cuda_calls_on(device: torch.device) -> Iterator[None]:
 
     On the CPU everything is computed, which is said once per process; on the meta device tensors have no data.
 
-    Raises `RuntimeError` where there is a CUDA device, since its calls would be hidden.
+    Raises `RuntimeError` where there is a CUDA device and something is to be computed, since its calls would be hidden.
     """
-    if torch.cuda.is_available():
+    if device.type == "cpu" and torch.cuda.is_available():
         raise RuntimeError("megatron-core must use the CUDA device of this machine")
     if device.type == "cpu" and not _said:
         _said.append(True)

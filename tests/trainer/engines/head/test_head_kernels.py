@@ -45,10 +45,13 @@ def test_the_programs_are_right_and_compile(children: Any, tmp_path: Path, what:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("dtype", "values", "slopes"),
-    [(torch.float32, 2e-5, 5e-6), (torch.bfloat16, 2e-5, 5e-3), (torch.float16, 2e-5, 1e-3)],
+    ("transform", "dtype", "values", "slopes"),
+    [
+        (LogitTransform(), torch.float32, 2e-5, 5e-6),
+        (LogitTransform(2.0, 5.0), torch.bfloat16, 2e-5, 5e-3),
+        (LogitTransform(), torch.float16, 2e-5, 1e-3),
+    ],
 )
-@pytest.mark.parametrize("transform", [LogitTransform(), LogitTransform(2.0, 5.0)])
 def test_on_a_gpu_values_and_gradients_are_those_of_whole_logits(
     transform: LogitTransform, dtype: torch.dtype, values: float, slopes: float
 ) -> None:
