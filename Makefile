@@ -16,7 +16,7 @@ help:
 	@echo "make fuzz   properties with other examples than make test draws, for MINUTES=10"
 	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
 	@echo "make installs   installs the wheel by pip and from the network, without extras and with those in EXTRAS, and runs every command"
-	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=multi,vllm more"
+	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=training,multi,vllm more"
 	@echo "make docs   the documentation as a site, in build/site"
 	@echo "make lint   ruff;  make types   mypy"
 

@@ -14,7 +14,7 @@ from .checkout import ROOT
 from .models import SHARE_OF_MEMORY, cached_models
 from .running import Step, StepFailedError
 
-TOTAL_S = {"one": 480.0, "multi": 480.0, "vllm": 1800.0}
+TOTAL_S = {"one": 480.0, "training": 480.0, "multi": 480.0, "vllm": 1800.0}
 """Most seconds for all steps of a part."""
 _COMMAND = ("-c", "from weightlane.cli.main import main; main()")
 _ROOM_FOR_8_GB = 64 * 10**9
@@ -30,7 +30,8 @@ def steps(facts: Mapping[str, Any], ini: Path) -> list[Step]:
         facts: As `probe.look` gives them.
         ini: A configuration file of pytest's, which takes the place of the project's: that one names plugins.
     """
-    return [*_on_one(facts["devices"], ini), *_on_several(len(facts["devices"]), ini), *_with_vllm(facts["devices"])]
+    devices = facts["devices"]
+    return [*_on_one(devices, ini), *_of_training(), *_on_several(len(devices), ini), *_with_vllm(devices)]
 
 
 def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
@@ -54,6 +55,14 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
             counted,
             150,
             "weightlane conformance cuda_ipc",
+        ),
+        Step(
+            "nccl-conformance-on-one",
+            "one",
+            "`nccl` between processes that share a GPU, as ranks of several machines do",
+            ("-m", "benchmarks.gpu.one_gpu", "nccl", "--junit", "{out}"),
+            counted,
+            150,
         ),
         Step(
             "sanitizer",
@@ -96,6 +105,41 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
             f"a sync of {size}",
             f"--engine cuda_ipc --integrity off --model {model} --rounds 1 --receivers 1",
             150,
+        ),
+    ]
+
+
+def _of_training() -> list[Step]:
+    def with_package(*names: str) -> Any:
+        def missing(facts: Mapping[str, Any]) -> str:
+            absent = [name for name in names if name not in facts["optional"]]
+            return f"not installed: {', '.join(absent)}" if absent else ""
+
+        return missing
+
+    suites = [
+        Step(
+            f"{engine}-conformance{'-on-one' if ranks > 1 else ''}",
+            "training",
+            f"`{engine}` keeps every promise of a training engine, {'two ranks' if ranks > 1 else 'one rank'} on one GPU",
+            ("-m", "benchmarks.gpu.one_gpu", engine, "--ranks", str(ranks), "--junit", "{out}"),
+            counted,
+            180,
+            needs=with_package("transformers", "safetensors", *packages),
+        )
+        for ranks in (1, 2)
+        for engine, packages in (("fsdp2", ()), ("megatron", ("megatron",)))
+    ]
+    return [
+        *suites,
+        Step(
+            "heads",
+            "training",
+            "log-probabilities of 8,192 targets, forward and backward, beside the kernels of others that are installed",
+            ("-m", "benchmarks.training", "--parts", "cuda-head", "--json", "{out}"),
+            _heads,
+            120,
+            needs=with_package("transformers", "triton"),
         ),
     ]
 
@@ -247,6 +291,15 @@ def benched(file: Path) -> dict[str, Any]:
 
 def _rate(row: Mapping[str, Any], seconds: Mapping[str, float]) -> float:
     return float(row["payload_bytes"]) / seconds["median"] / 1e9
+
+
+def _heads(file: Path) -> dict[str, Any]:
+    found = json.loads(file.read_text(encoding="utf-8"))["cuda-head"]
+    return {
+        f"{way}: {name}": value
+        for way, row in found.items()
+        for name, value in (("ms", 1e3 * row["seconds"]), ("MB", row["bytes"] / 1e6))
+    }
 
 
 def _as_they_are(file: Path) -> dict[str, Any]:
