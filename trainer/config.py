@@ -367,6 +367,15 @@ class DataConfig(BaseModel):
         description="Whether prompts are conversations: lists of messages with role and content, or a string as the user's"
         " only one. They go through the tokenizer's chat template; without, prompts are sent as they stand.",
     )
+    special_tokens: bool = Field(
+        default=True,
+        description="Whether prompts begin as the model's tokenizer begins a text: with its BOS token, if it adds one, as"
+        " servers do. Conversations (chat) begin as the chat template writes them.",
+    )
+    changed: Literal["refuse", "accept"] = Field(
+        default="refuse",
+        description="What becomes of a resumed run whose training data has other content than when it was started.",
+    )
     answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
 
 

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import logging.handlers
-import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from weightlane.ckpt_engines import ConfigError, WorkerDiedError
+from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.config import AdapterConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
@@ -26,6 +24,7 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.runner.run_dir import alone_in
 from weightlane.trainer.runner.run_observers import MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel
@@ -61,7 +60,7 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
     directory = config.run.dir.resolve()
     directory.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        stack.enter_context(_alone(directory))
+        stack.enter_context(alone_in(directory, "service.lock", "service"))
         _log_to(directory / "service.log")
         listener = stack.enter_context(listening(config.service.host, config.service.port))
         cpus = reserved_cpus(config)
@@ -167,21 +166,6 @@ def _announced(config: LoraConfig) -> AdapterConfig:
 def _part_of(layer: str) -> str:
     """``attention`` or ``mlp``, by the names that layers have in transformers."""
     return "attention" if "attn" in layer or "attention" in layer else "mlp"
-
-
-@contextmanager
-def _alone(directory: Path) -> Iterator[None]:
-    """Refuse a directory that another service uses. A lock that ends with the process, however that ends."""
-    with (directory / "service.lock").open("w", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"another service runs on {directory}.", part=_PART, hint="Set run.dir to another directory, or end it."
-            ) from None
-        file.write(f"{os.getpid()}\n")
-        file.flush()
-        yield
 
 
 async def _unless(ended: asyncio.Event, task: asyncio.Task[_T]) -> _T:

@@ -57,7 +57,7 @@ def prepare_sft(path: Path, overrides: Sequence[str]) -> SftPreparation:
     training_engine = training_engine_class(config.trainer.engine)
     model = check_model_dir(find_model(config.model.path))
     training_engine.check(config.trainer, model.path)
-    tokenizer, most = HfTokenizer(model.path), _most_tokens(config, model)
+    tokenizer, most = HfTokenizer(model.path, begins=config.data.special_tokens), _most_tokens(config, model)
 
     def examples(file: Path, setting: str) -> Examples:
         return load_examples(
@@ -84,11 +84,12 @@ async def run_sft(path: Path, overrides: Sequence[str], *, resume: bool, live: b
     config, model = ready.config, ready.model
     run_dir = RunDir(config.run.dir, resume=resume)
     state = _saved_state(run_dir, config, ready.train.all) if resume else None
-    run_dir.write_text("config.toml", explain(config))
 
     shown = console(soft_wrap=False)
     display = SftDisplay(shown, config.sft.all_steps(len(ready.train.all)), live=live)
     async with AsyncExitStack() as stack:
+        stack.enter_context(run_dir.owned())
+        run_dir.write_text("config.toml", explain(config))
         stack.enter_context(point_to_logs(run_dir.path / "logs", display.say))
         stack.callback(display.stop)
         own = [MetricsFile(run_dir.path / "metrics.jsonl"), FailuresFile(run_dir.path / "failures.jsonl"), display]
@@ -185,18 +186,14 @@ def _most_tokens(config: SftRunConfig, model: ModelInfo) -> int:
 
 def _check_apart(train: Sequence[Example], heldout: Sequence[Example]) -> None:
     """Raise `ConfigError` if a held-out example is trained on."""
-    trained = {_content(example): example.place for example in train}
+    trained = {example.content: example.place for example in train}
     for example in heldout:
-        if place := trained.get(_content(example)):
+        if place := trained.get(example.content):
             raise ConfigError(
                 f"{example.place}: the same example is in {place}.",
                 part="data",
                 hint="Remove it from one of the files: its log-probability after the training would prove nothing.",
             )
-
-
-def _content(example: Example) -> tuple[bytes, bytes]:
-    return example.sequence.tokens.numpy().tobytes(), example.sequence.targets.numpy().tobytes()
 
 
 def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]) -> LoopState:
@@ -210,5 +207,6 @@ def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]
             part="resume",
             hint="Raise sft.epochs or sft.steps to continue it.",
         )
-    TaskStream(train, config.run.seed).restore(state.stream)
+    stream = TaskStream(train, config.run.seed, may_change=config.data.changed == "accept")
+    stream.restore(state.stream)
     return state

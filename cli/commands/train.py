@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import shutil
 from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
@@ -47,12 +47,13 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
     run_dir = RunDir(config.run.dir, resume=resume)
     state = _saved_state(run_dir, config, ready.train_tasks) if resume else None
-    run_dir.write_text("config.toml", explain(config))
 
     shown = console(soft_wrap=False)
     display = RunDisplay(shown, config.loop.steps, live=live)
     metrics = run_dir.path / "metrics.jsonl"
     async with AsyncExitStack() as stack:
+        stack.enter_context(run_dir.owned())
+        run_dir.write_text("config.toml", explain(config))
         stack.enter_context(point_to_logs(run_dir.path / "logs", display.say))
         stack.callback(display.stop)
         # The observers close after the cluster, because the trace is complete when every process has ended.
@@ -91,8 +92,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.
         gc.collect()
         gc.freeze()
-        judge = RewardPool(ready.reward, config.reward)
-        stack.callback(judge.close)
+        judge = stack.enter_context(closing(RewardPool(ready.reward, config.reward)))
 
         async def save(loop_state: LoopState) -> None:
             await runner.run(Save(run_dir.begin_state(loop_state.step)))
@@ -182,5 +182,6 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
             part="resume",
             hint="Resume it with the objective that it had, or begin a new run from its model.",
         )
-    TaskStream(train_tasks, config.run.seed).restore(state.stream)
+    stream = TaskStream(train_tasks, config.run.seed, may_change=config.data.changed == "accept")
+    stream.restore(state.stream)
     return state

@@ -48,7 +48,7 @@ def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
     role_models = _role_models(config, model)
     for role, role_model in role_models.items():
         training_engine.check(role_trainer(role, config.trainer, config.critic), role_model)
-    tokenizer = HfTokenizer(model.path)
+    tokenizer = HfTokenizer(model.path, begins=config.data.special_tokens and not config.data.chat)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)

@@ -25,7 +25,7 @@ def json_lines(path: Path, *, holds: str, setting: str) -> Iterator[tuple[str, d
     """
     found = False
     try:
-        with Path(path).open(encoding="utf-8") as file:
+        with Path(path).open(encoding="utf-8-sig") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
                     found = True
@@ -41,9 +41,20 @@ def json_lines(path: Path, *, holds: str, setting: str) -> Iterator[tuple[str, d
         raise ConfigError(f"{path} holds no {holds}.", part=_PART, hint="It needs one JSON object per line.")
 
 
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
+        data = json.loads(line, parse_constant=_refuse)
+        json.dumps(data, ensure_ascii=False).encode()
+    except UnicodeEncodeError as cause:
+        raise ConfigError(
+            f"{where}: it holds half of a character, {cause.object[cause.start : cause.end]!r}.",
+            part=_PART,
+            hint="A surrogate without its other half is no text: correct the program that wrote the file.",
+        ) from None
     except json.JSONDecodeError as cause:
         raise ConfigError(f"{where}: not valid JSON: {cause.msg} at column {cause.colno}.", part=_PART) from cause
     except (ValueError, RecursionError) as cause:  # a number of thousands of digits; brackets too deep

@@ -2,13 +2,18 @@
 
 - ``{"prompt": "12+34=", "completion": "46"}``: the completion's tokens are trained on, and an end-of-text token after them.
 - ``{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}``: the chat template of the
-  model's tokenizer writes the conversation; the tokens of the assistant's messages are trained on, up to the one that ends each.
+  model's tokenizer writes the conversation; the tokens of the assistant's messages are trained on, up to the one that ends each,
+  without those that have ``"weight": 0`` or ``"train": false``. ``tools`` and ``chat_template_kwargs`` of the line reach the
+  template.
+
+A text is tokenized as a whole, because its parts alone would have other tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -17,9 +22,11 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from .batch import IGNORED, TokenSequence
+from .conversations import check_messages, is_trained, refuse_unread, shown, template_options
 from .json_lines import json_lines
 
 _PART = "data"
+_log = logging.getLogger(__name__)
 TooLong = Literal["refuse", "skip"]
 """Handling of a line with more tokens than the limit."""
 
@@ -27,10 +34,10 @@ TooLong = Literal["refuse", "skip"]
 class ChatTokenizer(Protocol):
     """The parts of `HfTokenizer` that examples are made with."""
 
-    def encode(self, text: str) -> Sequence[int]:
-        """Token ids of a text, without special tokens around it."""
+    def encode_with_places(self, text: str, *, chat: bool = False) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
+        """See `HfTokenizer.encode_with_places`."""
 
-    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False) -> str:
+    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False, **options: Any) -> str:
         """See `HfTokenizer.as_chat`."""
 
 
@@ -42,6 +49,11 @@ class Example:
     place: str
     """File and line, for messages."""
 
+    @property
+    def content(self) -> bytes:
+        """Everything but where it is from."""
+        return self.sequence.tokens.numpy().tobytes() + self.sequence.targets.numpy().tobytes()
+
 
 @dataclass(frozen=True, slots=True)
 class Examples:
@@ -52,17 +64,14 @@ class Examples:
     """Sequences that were left out as too long."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Tokens:
     """Token ids of a sequence, and which of them are trained on."""
 
-    ids: list[int] = field(default_factory=list)
-    trained: list[bool] = field(default_factory=list)
-
-    def add(self, ids: Sequence[int], *, trained: int = 0) -> None:
-        """Append `ids`, of which the first `trained` ones are trained on."""
-        self.ids += ids
-        self.trained += [index < trained for index in range(len(ids))]
+    ids: list[int]
+    trained: list[bool]
+    cuts_a_token: bool = False
+    """Whether a prompt, or what comes ahead of an answer, ends inside a token."""
 
     def sequence(self) -> TokenSequence:
         """The sequence of these tokens, at least two."""
@@ -100,15 +109,18 @@ def load_examples(
     Raises `ConfigError` naming file and line for a line that is neither of the two forms, has nothing to train on, or is too
     long; and if nothing is left.
     """
-    found, skipped = [], 0
+    found, skipped, cut = [], 0, []
     for where, data in json_lines(path, holds="example", setting=setting):
+        refuse_unread(data, where)
         if "messages" in data:
-            _check_messages(data["messages"], where)
-            sequences = _conversation(data["messages"], where, tokenizer, frozenset(eos_token_ids))
+            _check_conversation(data["messages"], where)
+            options = template_options(data, where)
+            sequences = _conversation(data["messages"], where, tokenizer, frozenset(eos_token_ids), options)
         else:
             prompt, completion = _texts(data, where, (prompt_key, completion_key))
             sequences = iter([_answered(prompt, completion, where, tokenizer, eos_token_ids[:1])])
         for tokens in sequences:
+            cut += [where] if tokens.cuts_a_token else []
             if not any(tokens.trained[1:]):
                 raise ConfigError(f"{where}: the assistant says nothing, so there is nothing to train on.", part=_PART)
             if len(tokens.ids) <= max_tokens:
@@ -121,6 +133,13 @@ def load_examples(
                     part=_PART,
                     hint='Raise data.max_tokens, shorten the line, or leave such lines out by data.too_long = "skip".',
                 )
+    if cut:
+        _log.warning(
+            "%d prompts end inside a token, that of %s for example: the token is trained on with the completion, and a model"
+            " that is given the prompt alone sees another one. Let completions begin with the blank that prompts end with.",
+            len(cut),
+            cut[0],
+        )
     if not found:
         raise ConfigError(
             f"all {skipped} examples of {path} have more than {max_tokens} tokens.",
@@ -145,24 +164,30 @@ def _texts(data: Mapping[str, Any], where: str, keys: Sequence[str]) -> list[str
 
 
 def _answered(prompt: str, completion: str, where: str, tokenizer: ChatTokenizer, end: Sequence[int]) -> _Tokens:
-    tokens, prompt_ids, answer = _Tokens(), tokenizer.encode(prompt), [*tokenizer.encode(completion), *end]
-    if not prompt_ids:
+    ids, places = tokenizer.encode_with_places(prompt + completion)
+    first = next((number for number, (start, _) in enumerate(places) if start >= len(prompt)), len(ids))
+    cuts = first > 0 and places[first - 1][1] > len(prompt)
+    first -= cuts
+    if first < 1:
         raise ConfigError(f"{where}: the prompt has no token.", part=_PART)
-    tokens.add(prompt_ids)
-    tokens.add(answer, trained=len(answer))
-    return tokens
+    return _Tokens([*ids, *end], [*([False] * first), *([True] * (len(ids) - first + len(end)))], cuts)
 
 
 def _conversation(
-    messages: Sequence[Mapping[str, Any]], where: str, tokenizer: ChatTokenizer, eos: Collection[int]
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    tokenizer: ChatTokenizer,
+    eos: Collection[int],
+    options: Mapping[str, Any],
 ) -> Iterator[_Tokens]:
-    tokens, text = _Tokens(), ""
+    text, answers = "", list[tuple[int, int]]()
+    asked = [shown(message) for message in messages]
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
         try:
-            before = tokenizer.as_chat(messages[:index])
-            after = tokenizer.as_chat(messages[: index + 1], answered=True)
+            before = tokenizer.as_chat(asked[:index], **options)
+            after = tokenizer.as_chat(asked[: index + 1], answered=True, **options)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error.message}", part=_PART, hint=error.hint) from error
         if not after.startswith(before):
@@ -171,26 +196,44 @@ def _conversation(
                 part=_PART,
                 hint="Give prompt and completion as the model is to see them, in the place of messages.",
             )
-        if tokens.ids and not before.startswith(text):
-            yield tokens
-            tokens, text = _Tokens(), ""
-        tokens.add(tokenizer.encode(before[len(text) :]))
-        answer = tokenizer.encode(after[len(before) :])
-        ends = [place for place, token in enumerate(answer, start=1) if token in eos]
-        tokens.add(answer, trained=ends[-1] if ends else len(answer))
+        if text and not before.startswith(text):
+            if answers:
+                yield _trained_on(text, answers, tokenizer, eos)
+            answers = []
+        if is_trained(message):
+            answers.append((len(before), len(after)))
         text = after
-    yield tokens
+    if answers:
+        yield _trained_on(text, answers, tokenizer, eos)
 
 
-def _check_messages(messages: Any, where: str) -> None:
-    """Raise `ConfigError` unless `messages` is a conversation in which the assistant speaks, and not first."""
-    if not isinstance(messages, list) or not all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
-        for each in messages
-    ):
-        raise ConfigError(
-            f"{where}: 'messages' must be a list of messages, each with a role and a content that are strings.",
-            part=_PART,
-        )
+def _trained_on(
+    text: str, answers: Sequence[tuple[int, int]], tokenizer: ChatTokenizer, eos: Collection[int]
+) -> _Tokens:
+    """The tokens of a conversation, of which those between the places of `answers` are trained on, up to the end of each."""
+    ids, places = tokenizer.encode_with_places(text, chat=True)
+    trained, cuts = [False] * len(ids), False
+    for start, stop in answers:
+        mine = [number for number, (first, end) in enumerate(places) if end > start and first < stop]
+        cuts = cuts or places[mine[0]][0] < start
+        ends = [number for number in mine if ids[number] in eos]
+        for number in mine:
+            trained[number] = not ends or number <= ends[-1]
+    return _Tokens(list(ids), trained, cuts)
+
+
+def _check_conversation(messages: Any, where: str) -> None:
+    """Raise `ConfigError` unless the assistant says something to train on in `messages`, and not first."""
+    check_messages(messages, f"{where}: 'messages'")
     if not any(each["role"] == "assistant" for each in messages):
         raise ConfigError(f"{where}: no message has the role 'assistant', so there is nothing to train on.", part=_PART)
+    if messages[0]["role"] == "assistant":
+        raise ConfigError(
+            f"{where}: the conversation begins with the assistant, which answers nobody.",
+            part=_PART,
+            hint="Begin with what the user, or the system, says.",
+        )
+    if not any(is_trained(each) for each in messages if each["role"] == "assistant"):
+        raise ConfigError(
+            f"{where}: every message of the assistant is left out, so there is nothing to train on.", part=_PART
+        )

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from weightlane.ckpt_engines import ConfigError
 
 from ..config import DataConfig
+from .conversations import check_messages, shown, template_options
 from .json_lines import json_lines
 
 _PART = "data"
-_T = TypeVar("_T")
+
+
+class HasContent(Protocol):
+    """A task or an example."""
+
+    @property
+    def content(self) -> bytes:
+        """Everything of it but where it is from."""
+
+
+_T = TypeVar("_T", bound=HasContent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,11 @@ class Task:
         """The task as a reward function gets it: ``prompt``, ``answer`` and every other key of the line."""
         return {**self.extra, "prompt": self.prompt, "answer": self.answer}
 
+    @property
+    def content(self) -> bytes:
+        """Everything but where it is from."""
+        return json.dumps([self.prompt, self.answer, self.extra], sort_keys=True).encode()
+
     def to_plain(self) -> dict[str, Any]:
         """This task as JSON-representable data."""
         return asdict(self)
@@ -46,8 +65,8 @@ class Task:
             raise ConfigError(f"a saved task is damaged: {error!r}.", part=_PART) from None
 
 
-AsChat = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Puts messages into the words of a model's chat template."""
+AsChat = Callable[..., str]
+"""Puts messages into the words of a model's chat template, which gets the keyword arguments."""
 
 
 def load_tasks(
@@ -92,24 +111,12 @@ def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as
     prompt = data.pop(prompt_key)
     if as_chat is not None:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        _check_messages(messages, f"{where}: {prompt_key!r}")
-        prompt, data["messages"] = as_chat(messages), messages
+        check_messages(messages, f"{where}: {prompt_key!r}")
+        prompt = as_chat([shown(message) for message in messages], **template_options(data, where))
+        data["messages"] = messages
     if not isinstance(prompt, str) or not prompt:
         raise ConfigError(f"{where}: {prompt_key!r} must be a non-empty string, not {prompt!r}.", part=_PART)
     return Task(prompt, data.pop(answer_key), data, where)
-
-
-def _check_messages(messages: Any, what: str) -> None:
-    whole = isinstance(messages, list) and bool(messages)
-    if not whole or not all(
-        isinstance(each, dict) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
-        for each in messages
-    ):
-        raise ConfigError(
-            f"{what} must be a string or a list of messages, each with role and content, not {messages!r}.",
-            part=_PART,
-            hint="Or set data.chat to false.",
-        )
 
 
 class TaskStream(Generic[_T]):
@@ -118,13 +125,15 @@ class TaskStream(Generic[_T]):
     Args:
         tasks: at least one.
         seed: of the order.
+        may_change: Whether a run may be continued with tasks of other content, as many as it was started with.
     """
 
-    def __init__(self, tasks: Sequence[_T], seed: int) -> None:
+    def __init__(self, tasks: Sequence[_T], seed: int, *, may_change: bool = False) -> None:
         if not tasks:
             raise ConfigError("a task stream needs at least one task.", part=_PART)
         self._tasks = tasks
         self._seed = seed
+        self._may_change = may_change
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
@@ -143,12 +152,13 @@ class TaskStream(Generic[_T]):
         """The next `count` tasks."""
         return [next(self) for _ in range(count)]
 
-    def state(self) -> dict[str, int]:
+    def state(self) -> dict[str, Any]:
         """Where the stream stands, as JSON-representable data for `restore`."""
-        return {"seed": self._seed, "tasks": len(self._tasks), "epoch": self._epoch, "position": self._position}
+        place = {"epoch": self._epoch, "position": self._position}
+        return {"seed": self._seed, "tasks": len(self._tasks), **place, "digest": self._digest}
 
-    def restore(self, state: Mapping[str, int]) -> None:
-        """Go on from `state`. Raises `ConfigError` when it belongs to another seed or number of tasks."""
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. Raises `ConfigError` when it belongs to another seed, number of tasks, or tasks."""
         for key, here in (("seed", self._seed), ("tasks", len(self._tasks))):
             if state.get(key) != here:
                 raise ConfigError(
@@ -156,11 +166,24 @@ class TaskStream(Generic[_T]):
                     part=_PART,
                     hint="Resume with the configuration and task file the run was started with.",
                 )
+        if state.get("digest", self._digest) != self._digest and not self._may_change:
+            raise ConfigError(
+                "the training data is not what the run was started with: as many lines, and other content.",
+                part=_PART,
+                hint='Resume with the file of then, or go on with this one by --set data.changed="accept".',
+            )
         epoch, position = state.get("epoch", -1), state.get("position", -1)
         if epoch < 0 or not 0 <= position <= len(self._tasks):
             raise ConfigError(f"the saved data position is not valid: {dict(state)}.", part=_PART)
         self._epoch, self._position = epoch, position
         self._order = self._shuffled(epoch)
+
+    @cached_property
+    def _digest(self) -> str:
+        digest = hashlib.sha256()
+        for task in self._tasks:
+            digest.update(len(task.content).to_bytes(8, "little") + task.content)
+        return digest.hexdigest()
 
     def _shuffled(self, epoch: int) -> list[int]:
         order = list(range(len(self._tasks)))

@@ -10,21 +10,42 @@ from weightlane.ckpt_engines import ConfigError
 
 
 class HfTokenizer:
-    """A Hugging Face tokenizer as the loop uses one: no special tokens added to prompts, none shown in completions."""
+    """A Hugging Face tokenizer as the loop uses one.
 
-    def __init__(self, model_dir: Path) -> None:
+    Args:
+        model_dir: Its directory.
+        begins: Whether prompts begin as the tokenizer begins a text: with its BOS token, if it adds one. Conversations never do,
+            because chat templates write theirs.
+    """
+
+    def __init__(self, model_dir: Path, *, begins: bool = True) -> None:
         from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._beginning = self._added_ahead() if begins else []
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        return [*self._beginning, *self._tokenizer.encode(text, add_special_tokens=False)]
 
-    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False) -> str:
+    def encode_with_places(self, text: str, *, chat: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+        """Token ids of a text as `encode` gives them, or of a conversation, and the characters that each token stands for."""
+        try:
+            found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        except NotImplementedError as cause:
+            raise ConfigError(
+                "the model's tokenizer cannot say where its tokens are in a text.",
+                part="data",
+                hint="Save it as a fast tokenizer (tokenizer.json).",
+            ) from cause
+        beginning = [] if chat else self._beginning
+        return [*beginning, *found["input_ids"]], [*([(0, 0)] * len(beginning)), *found["offset_mapping"]]
+
+    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False, **options: Any) -> str:
         """A conversation in the words of the model's chat template, up to where its answer begins.
 
-        With `answered`, up to the end of its last message. Raises `ConfigError` without a template, and for what it refuses.
+        With `answered`, up to the end of its last message. The template gets `options`, such as ``tools``. Raises `ConfigError`
+        without a template, and for what it refuses.
         """
         if not self._tokenizer.chat_template:
             raise ConfigError(
@@ -34,11 +55,19 @@ class HfTokenizer:
             )
         try:
             return str(
-                self._tokenizer.apply_chat_template(list(messages), add_generation_prompt=not answered, tokenize=False)
+                self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=not answered, tokenize=False, **options
+                )
             )
         except Exception as cause:  # a template is a program of its own
             raise ConfigError(f"the chat template refuses {messages!r}: {cause}.", part="data") from cause
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        """Text of a completion as the model wrote it, special tokens included."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
+
+    def _added_ahead(self) -> list[int]:
+        """The tokens that the tokenizer puts ahead of a text."""
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        ahead = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
+        return list(whole[:ahead])

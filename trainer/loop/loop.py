@@ -96,7 +96,7 @@ class AsyncLoop:
         self._algorithm = algorithm
         self._step = resume.step if resume else 0
         self._clock = OverlapClock()
-        self._stream = TaskStream(parts.train_tasks, seed)
+        self._stream = TaskStream(parts.train_tasks, seed, may_change=True)  # whoever resumes has looked
         self._fleet = Fleet(
             parts.rollouts,
             parts.syncer,

@@ -128,4 +128,4 @@ class Tokenizer(Protocol):
         """Token ids of a prompt."""
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion, special tokens left out."""
+        """Text of a completion as the model wrote it."""

@@ -291,7 +291,10 @@ class RolloutFeeder:
             )
             self._failures.failed("request", error, **facts)
             return None
-        text = self._tokenizer.decode(answer.token_ids)
+        written = list(answer.token_ids)
+        while written and written[-1] in self._stop_token_ids:
+            written.pop()
+        text = self._tokenizer.decode(written)
         try:
             reward = await self._judge(text, task.as_mapping())
         except RewardError as error:

@@ -8,22 +8,26 @@
 - ``state/latest.json``: which of them is complete
 - ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` on the way. ``adapter/``: PEFT's
   files in its place, from ``weightlane sft`` with ``trainer.lora``
+- ``run.lock``: locked by the program that runs here
 - ``summary.json``, ``curves.png``, and ``logs/`` after a failure
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 
 _PART = "run directory"
-_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs", "wandb"})
+_LOCK = "run.lock"
+_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs", "wandb", _LOCK})
 """Files of a run that could not start; the next run may use its directory."""
 _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 
@@ -60,6 +64,12 @@ class RunDir:
             self._state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _storage_error(path, error) from error
+
+    @contextmanager
+    def owned(self) -> Iterator[None]:
+        """Keep other programs off the directory inside the block. Raises `ConfigError` when one is there already."""
+        with alone_in(self.path, _LOCK, "run"):
+            yield
 
     def _names(self) -> set[str]:
         try:
@@ -157,3 +167,34 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot write {path}: {error.strerror or error}.", part=_PART, hint="Free space, or choose another run.dir."
     )
+
+
+@contextmanager
+def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
+    """Refuse a directory that another program uses. The lock ends with the process, however that ends.
+
+    Args:
+        directory: It.
+        lock: Name of a file in it, which has the owner's process id.
+        what: What the other program is, for the error: ``"run"``.
+
+    Raises `ConfigError` naming the other process, or `StorageError` when the file cannot be written.
+    """
+    try:
+        file = (directory / lock).open("a+", encoding="utf-8")
+    except OSError as error:
+        raise _storage_error(directory, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise ConfigError(
+                f"another {what} uses {directory}: process {file.read().strip() or 'unknown'}.",
+                part=_PART,
+                hint="Set run.dir to another directory, or end that process.",
+            ) from None
+        file.truncate(0)
+        file.write(f"{os.getpid()}\n")
+        file.flush()
+        yield

@@ -27,10 +27,19 @@ class SftDataConfig(BaseModel):
         default=None,
         description="JSONL file of examples that are not trained on, whose mean log-probability is measured.",
     )
+    changed: Literal["refuse", "accept"] = Field(
+        default="refuse",
+        description="What becomes of a resumed run whose training data has other content than when it was started.",
+    )
     max_tokens: int | None = Field(
         default=None,
         ge=2,
         description="Most tokens of an example, prompt and completion together; none: the model's max_position_embeddings.",
+    )
+    special_tokens: bool = Field(
+        default=True,
+        description="Whether prompts begin as the model's tokenizer begins a text: with its BOS token, if it adds one, as"
+        " servers do. Conversations begin as the chat template writes them.",
     )
     too_long: Literal["refuse", "skip"] = Field(
         default="refuse",

@@ -85,7 +85,7 @@ class SftLoop:
         self._save_state, self._export = save, export
         self._step = self._first = resume.step if resume else 0
         self._steps = config.all_steps(len(train))
-        self._stream = TaskStream(train, seed)
+        self._stream = TaskStream(train, seed, may_change=True)  # whoever resumes has looked
         if resume:
             self._stream.restore(resume.stream)
         self._failures = Failures(config.max_failed_share, hooks, setting="sft.max_failed_share")
@@ -178,7 +178,7 @@ class SftLoop:
 
     def _taken(self) -> int:
         """Examples that were taken from the stream."""
-        state = self._stream.state()
+        state: dict[str, int] = self._stream.state()
         return state["epoch"] * len(self._train) + state["position"]
 
     def _epochs(self) -> float:

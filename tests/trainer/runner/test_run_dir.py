@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,6 +35,23 @@ def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(t
     assert again.latest_step() == 10
     assert again.loop_state(10) == {"step": 10}
     assert (again.trainer_state(10) / "shard").read_text() == "10"
+
+
+def test_a_run_directory_has_one_owner_whose_death_frees_it(children: Any, tmp_path: Path) -> None:
+    program = (
+        "import sys, pathlib; from weightlane.trainer.runner.run_dir import RunDir\n"
+        "with RunDir(pathlib.Path(sys.argv[1]), resume=False).owned(): print('in', flush=True); sys.stdin.read()"
+    )
+    owner = children.start(["-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert owner.stdout.readline() == "in\n"
+    run_dir = RunDir(tmp_path, resume=False)
+    for _ in range(2):  # being refused takes nothing from the owner
+        with pytest.raises(ConfigError, match=rf"another run uses .*: process {owner.pid}\."), run_dir.owned():
+            pass
+    owner.kill()
+    owner.wait()
+    with run_dir.owned():
+        assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
 
 
 def test_a_directory_that_cannot_be_one_is_refused_and_a_run_that_could_not_start_does_not_use_its_up(
