@@ -39,7 +39,7 @@ from .send.snapshot.progress import Progress
 from .send.snapshotter import Snapshotter
 from .send.version_sender import VersionSender
 from .send.version_storing import VersionStoring
-from .version.placement import Placement
+from .version.placement import Placement, without_aliases
 from .version.tensor_spec import LocalShard
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,8 @@ class Publisher(Participant):
         network: Network | None = None,
         hooks: RunHooks | None = None,
     ) -> None:
+        shards = without_aliases(shards)
+        self._live = list({id(shard.live): shard.live for shard in shards if shard.live is not None}.values())
         contribution = Contribution(
             [Placement.of_shards(shards)] if placements is None else placements,
             rank,
@@ -150,11 +152,14 @@ class Publisher(Participant):
         is not being sent yet is given up in favour of this one; while one is being sent, the new snapshot waits for it, and
         the fence with it: look at `busy` first. Every rank must publish the same versions in the same order.
 
-        Raises `ClosedError` after `close`, and `ConfigError` for a `version` that is no whole number from 0.
+        Raises `ClosedError` after `close`, `ConfigError` for a `version` that is no whole number from 0, and `ManifestError`
+        where something has moved a parameter to other memory since its shards were made.
         """
         version = checked_version(version, self.name)
         if self._closed.is_set():
             raise ClosedError("publish was called on a closed publisher.", part=self.name)
+        for live in self._live:
+            live.check()
         progress = Progress(f"the snapshot of version {version}", self.name)
         self._published += 1  # a version that was given up may be published again, with other weights
         identity = f"{self._incarnation}/{version}/{self._published}" if self._chooser.uses_deltas else ""

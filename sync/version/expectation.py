@@ -31,7 +31,7 @@ class Expectation:
 
     tensors: Mapping[str, ExpectedTensor]
     tied: Mapping[str, str] = field(default_factory=dict)
-    """The expected tensor that each alias shares memory with. An alias may be sent or left out."""
+    """The expected tensor that each alias shares memory with. An alias is not sent: its own values would be lost."""
     dtype: torch.dtype | None = None
     """The dtype to which quantised tensors are restored; None where each tensor accepts only one."""
 
@@ -56,6 +56,11 @@ def check_coverage(
     unexpected = [name for name in sent if name not in expectation.tensors and name not in expectation.tied]
     if missing:
         problems.append(f"missing {_some(missing)}")
+    problems += [
+        f"{alias} was sent as a tensor of its own, and is {name} here"
+        for alias, name in expectation.tied.items()
+        if alias in sent
+    ]
     if unexpected:
         fused = [name for name in unexpected if any(word in name for word in _FUSED)]
         note = " (these look fused; send Hugging Face's unfused tensors)" if fused else ""

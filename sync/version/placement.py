@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,7 +49,7 @@ class Placement:
     @classmethod
     def of_shards(cls, shards: Sequence[LocalShard]) -> Placement:
         """The placement of a trainer rank with these shards."""
-        return cls.of((shard.spec, shard.box) for shard in shards)
+        return cls.of((shard.spec, shard.box) for shard in without_aliases(shards))
 
     @classmethod
     def whole(cls, specs: Iterable[TensorSpec]) -> Placement:
@@ -100,3 +101,25 @@ class Placement:
         if len({spec.name for spec in specs}) != len(specs):
             raise ProtocolError("a tensor is listed twice.", part=_PART)
         return cls(tuple(specs), tuple(boxes))
+
+
+def without_aliases(shards: Sequence[LocalShard]) -> list[LocalShard]:
+    """Leave out tensors that are another one under a second name, as a tied output embedding is: all shards share their memory.
+
+    So one that is sent under a second name nevertheless is a tensor of its own, and a receiver can refuse it.
+    """
+    places: dict[str, list[tuple[object, ...]]] = defaultdict(list)
+    for shard in shards:
+        data = shard.data
+        if data.numel():
+            where = (data.untyped_storage()._cdata, data.storage_offset(), data.stride())
+            places[shard.spec.name].append(
+                (*where, shard.starts, tuple(data.shape), shard.spec.shape, shard.spec.dtype)
+            )
+    first: dict[tuple[tuple[object, ...], ...], str] = {}
+    for name in sorted(
+        places, key=lambda each: each.endswith("lm_head.weight")
+    ):  # the embedding's name is the one to keep
+        first.setdefault(tuple(places[name]), name)
+    aliases = places.keys() - first.values()
+    return [shard for shard in shards if shard.spec.name not in aliases]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -163,6 +163,33 @@ class LazyShard:
         return self.numel * self.spec.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveTensor:
+    """Where a trainer keeps a tensor, and the memory that its shards are views of."""
+
+    name: str
+    """The parameter's or buffer's, for errors."""
+    memory: torch.Tensor
+    """This rank's part when the shards were made."""
+    now: Callable[[], torch.Tensor | None]
+    """This rank's part as the trainer has it; None where the trainer has no such tensor any more."""
+
+    def check(self) -> None:
+        """Raise `ManifestError` where the trainer trains other memory by now, or has moved the memory away."""
+        current = self.now()
+        if current is None or not _same_memory(current, self.memory):
+            raise ManifestError(
+                f"{self.name} is in other memory than when its shards were made, which still hold its old values.",
+                part=_PART,
+                hint="Something replaced it: merging adapters, model.to(), loading, or an assignment to .data. Make the shards"
+                " and the publisher again, or copy in place: parameter.data.copy_(values).",
+            )
+        if current.numel() and not current.untyped_storage().nbytes():
+            raise ManifestError(
+                f"{self.name} has no memory: it is offloaded.", part=_PART, hint="Bring the parameters back first."
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class LocalShard:
     """The slice of one checkpoint tensor that a trainer rank holds.
@@ -179,6 +206,8 @@ class LocalShard:
     starts: tuple[int, ...]
     """First index of the slice, by dimension of the tensor."""
     data: torch.Tensor
+    live: LiveTensor | None = field(default=None, repr=False, compare=False)
+    """Looked at whenever a version is published, where it is known: it tells when `data` is no longer what is trained."""
 
     def __post_init__(self) -> None:
         """Check shape and dtype."""
@@ -241,3 +270,13 @@ class LocalShard:
 
 Shard = LocalShard | LazyShard
 """A slice of a tensor that one trainer rank sends."""
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.untyped_storage()._cdata, one.storage_offset(), one.shape, one.stride(), one.dtype) == (
+        other.untyped_storage()._cdata,
+        other.storage_offset(),
+        other.shape,
+        other.stride(),
+        other.dtype,
+    )

@@ -43,9 +43,11 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
 
     Args:
         model: Checkpoint directory, or the name of a Hugging Face model whose files are already on this machine.
-        dtype: Data type the model computes in. A floating-point tensor may arrive in `dtype` or in its dtype on disk. A tensor
-            that is quantised on disk must arrive quantised; a tensor that only arrives quantised is restored in `dtype`.
-        tied_embeddings: Whether the output embedding is the input embedding. A version may then leave it out.
+        dtype: Data type the model computes in. A floating-point tensor may arrive in `dtype` or in its dtype on disk, but one
+            that is float32 in a checkpoint that is mostly narrower arrives as that: layers may compute with all of it. A
+            tensor that is quantised on disk must arrive quantised; a tensor that only arrives quantised is restored in
+            `dtype`.
+        tied_embeddings: Whether the output embedding is the input embedding. A version then leaves it out.
 
     Raises:
         ConfigError: The directory or one of its files is missing, broken, or names no tensors.
@@ -53,8 +55,9 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     directory = _directory(model)
     on_disk = stored_tensors(model)
     castable = _castable(on_disk)
+    kept = kept_in_float32({name: stored for name, (_, stored) in on_disk.items()})
     tensors = {
-        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in castable else {stored}))
+        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in castable - kept else {stored}))
         for name, (shape, stored) in on_disk.items()
     }
     if not tensors:

@@ -40,6 +40,14 @@ def test_a_tied_output_embedding_is_an_alias_whether_it_is_on_disk_or_not(tmp_pa
     assert expectation.tensors["lm_head.weight"] == expectation.tensors["model.embed_tokens.weight"]
 
 
+def test_what_is_float32_in_a_narrower_checkpoint_has_to_arrive_as_that(tmp_path: Path) -> None:
+    """Layers may compute with all of it: routers, state-space matrices, correction biases."""
+    tensors = {"a": torch.zeros(2).bfloat16(), "b": torch.zeros(2).bfloat16(), "gate": torch.zeros(2)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    found = expectation_of(tmp_path, dtype=torch.bfloat16, tied_embeddings=False).tensors
+    assert {name: set(each.dtypes) for name, each in found.items()} == {name: {t.dtype} for name, t in tensors.items()}
+
+
 def test_sharded_checkpoints_and_integer_tensors_are_read_and_computed_buffers_left_out(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(2, 3), "l.rotary_emb.inv_freq": torch.zeros(4)}, tmp_path / "one.safetensors")
     save_file({"b": torch.zeros((), dtype=torch.int32)}, tmp_path / "two.safetensors")

@@ -7,39 +7,60 @@ was not sharded at all, of which rank 0 then publishes everything.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
+from huggingface_hub import snapshot_download
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box, boxes_of_run
-from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec, kept_in_float32
+from weightlane.sync.version.tensor_spec import LiveTensor, LocalShard, TensorSpec, kept_in_float32
 
+from ..hf.model_dir import has_weights, kept_types
 from ..hf.names import CheckpointRun, checkpoint_runs
 
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""Parts of names that ``torch.compile`` and activation checkpointing add to the modules that they wrap."""
 
-def shards_of(model: torch.nn.Module, dtype: torch.dtype | None = None) -> list[LocalShard]:
+
+def shards_of(
+    model: torch.nn.Module, dtype: torch.dtype | None = None, *, checkpoint: str | Path | None = None
+) -> list[LocalShard]:
     """Every checkpoint tensor of `model` that this rank holds something of, by its name on disk.
 
     The shards are views of the live parameters, so optimizer steps change what they hold. Call it once, after
-    ``fully_shard`` and after moving the model to its device.
+    ``fully_shard`` and after moving the model to its device. Where something gives a parameter other memory later,
+    publishing raises `ManifestError`.
 
     Args:
         model: A transformers model whose parameters are whole, or ``DTensor``s that are sharded or replicated in any way.
+            Wrappers of ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing are looked through.
         dtype: In which type floating-point tensors travel: the one the rollout computes in, or that of its checkpoint on
-            disk. Those that transformers keeps in float32 in a narrower model stay that. None sends each as it is.
+            disk. Those that are float32 in a checkpoint that is mostly narrower stay that. None sends each as it is.
+        checkpoint: Directory of the checkpoint that says so; by default the one that transformers loaded the model from, and
+            the types in memory where it is not there any more.
 
     Raises:
-        ConfigError: A parameter is a partial sum, or is saved as something other than parts of one parameter.
+        ConfigError: A parameter is a partial sum, or is saved as something other than parts of one parameter; or the model has
+            wrappers that keep parameters in another form: FSDP1, or PEFT's adapters.
     """
+    model = _unwrapped(model)
     tensors = checkpoint_tensors(model)
     rank = dist.get_rank() if dist.is_initialized() else 0
     runs = checkpoint_runs(model, tensors)
     kept = kept_in_float32({run.name: tensors[run.source].dtype for run in runs})
-    return local_shards(runs, tensors, rank, dtype, kept)
+    if directory := _checkpoint_of(model, checkpoint):
+        kept = kept_types(directory, [run.name for run in runs])
+    return local_shards(runs, tensors, rank, dtype, kept, live=_live_tensors(model, tensors))
 
 
 def local_shards(
@@ -48,6 +69,8 @@ def local_shards(
     rank: int,
     dtype: torch.dtype | None,
     kept: Collection[str],
+    *,
+    live: Mapping[str, LiveTensor] = MappingProxyType({}),
 ) -> list[LocalShard]:
     """The parts of `runs` that rank `rank` holds of `tensors`; whole tensors count as rank 0's. See `shards_of`.
 
@@ -61,15 +84,79 @@ def local_shards(
         if dtype is not None and source.is_floating_point() and run.name not in kept:
             on_wire = dtype
         if rank == 0 or isinstance(source, DTensor):
-            shards += _overlap(run, TensorSpec(run.name, run.shape, on_wire), tuple(source.shape), *local[run.source])
+            spec = TensorSpec(run.name, run.shape, on_wire)
+            found = _overlap(run, spec, tuple(source.shape), *local[run.source])
+            shards += [replace(shard, live=live.get(run.source)) for shard in found]
     return shards
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by in-memory name; tied ones once, under the first name."""
+    """Parameters and persistent buffers by in-memory name, without those of wrappers; tied ones once, under the first name."""
     saved = model.state_dict(keep_vars=True).keys()
     named = dict(model.named_parameters())
-    return {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
+    found = {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
+    return {_plain_name(name): tensor for name, tensor in found.items()}
+
+
+def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside wrappers that leave its parameters as they are. Raises `ConfigError` for others."""
+    while isinstance(model, OptimizedModule | DistributedDataParallel):
+        model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
+    names = [name for name, _ in model.named_parameters()]
+    if any("_fsdp_wrapped_module" in name or name.endswith("_flat_param") for name in names):
+        raise ConfigError(
+            "the model is wrapped by FullyShardedDataParallel (FSDP1), which keeps flat pieces of parameters.",
+            part="fsdp2 shards",
+            hint="Use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters keep their names and shapes.",
+        )
+    if adapted := next((name for name in names if ".base_layer." in name or ".lora_" in name), None):
+        raise ConfigError(
+            f"the model has adapters of PEFT that are not merged: {adapted}.",
+            part="fsdp2 shards",
+            hint="Publish what model.merge_and_unload() returns, or train adapters with trainer.lora.",
+        )
+    return model
+
+
+def _plain_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | None:
+    """The directory with the files of the model's checkpoint, if it is known and there."""
+    name = str(given or getattr(model, "name_or_path", ""))
+    path = Path(name)
+    if name and not path.is_dir():
+        try:
+            path = Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):
+            path = Path()
+    if name and has_weights(path):
+        return path
+    if given is not None:
+        raise ConfigError(
+            f"there are no weights in {given}.", part="fsdp2 shards", hint="Name a Hugging Face directory."
+        )
+    return None
+
+
+def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, LiveTensor]:
+    """Where the model keeps each of `tensors`."""
+    found = {}
+    for module_name, module in model.named_modules():
+        held: dict[str, torch.Tensor] = {**module._parameters, **module._buffers}
+        for leaf, tensor in held.items():
+            name = _plain_name(f"{module_name}.{leaf}" if module_name else leaf)
+            if tensor is not None and tensors.get(name) is tensor:
+                found[name] = LiveTensor(name, local_slice(name, tensor)[1], partial(_now, module, leaf, tensor))
+    return found
+
+
+def _now(module: torch.nn.Module, leaf: str, before: torch.Tensor) -> torch.Tensor | None:
+    current = getattr(module, leaf, None)
+    if isinstance(before, DTensor) and not isinstance(current, DTensor):
+        current = before  # FSDP has put the gathered parameter there, and will put this one back
+    return None if current is None else local_slice(leaf, current)[1]
 
 
 def local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:

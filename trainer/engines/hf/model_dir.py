@@ -117,6 +117,11 @@ def weight_elements(path: Path) -> int:
     return sum(math.prod(item["shape"]) for key, item in items if key != "__metadata__")
 
 
+def has_weights(path: Path) -> bool:
+    """Whether there are safetensors files of a model in `path`."""
+    return any((path / name).is_file() for name in (_INDEX, _SINGLE))
+
+
 def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
     """The tensors of the checkpoint in `path` that are float32 whatever type the others are sent or written in.
 
@@ -125,7 +130,7 @@ def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
         names: All of them.
     """
     stored = dict.fromkeys(names, torch.float32)
-    if any((path / name).is_file() for name in (_INDEX, _SINGLE)):
+    if has_weights(path):
         items = (item for header in _headers(path) for item in header.items())
         stored |= {key: SAFETENSORS_DTYPES[item["dtype"]] for key, item in items if key != "__metadata__"}
     return kept_in_float32(stored)
