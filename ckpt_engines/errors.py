@@ -143,6 +143,10 @@ class QuarantinedError(WeightlaneError, RuntimeError):
     """Raised when a replica cannot prove what weights it holds; it does not serve until a complete version is committed on it."""
 
 
+class ReplicaTakenError(WeightlaneError, RuntimeError):
+    """Raised when a replica follows another publisher that lives; it keeps following that one."""
+
+
 class SupersededError(WeightlaneError, RuntimeError):
     """Raised when a version is given up because a newer one was published; nothing of it was sent."""
 

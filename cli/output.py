@@ -19,6 +19,11 @@ def console(file: IO[str] | None = None, *, stderr: bool = False, soft_wrap: boo
     return Console(file=file, stderr=stderr, soft_wrap=soft_wrap, highlight=False, emoji=False)
 
 
+def http_address(host: str, port: int) -> str:
+    """Return the address at which clients find a server, ``http://127.0.0.1:8000``. Addresses of IPv6 are in brackets."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 @contextlib.contextmanager
 def own_stdout() -> Iterator[TextIO]:
     """Yield standard output for the command. Everything else that is printed meanwhile goes to standard error.

@@ -35,7 +35,7 @@ from weightlane.trainer.service.service import Service
 from ..config.config_file import explain
 from ..config.run_config import VERSIONS_DIR, check_engine
 from ..config.serve_config import ServeConfig, as_written, load_serve_config
-from ..output import console
+from ..output import console, http_address
 from ..run.endings import point_to_logs
 from ..run.observers import RunObservers
 from ..run.processes import start_processes
@@ -83,10 +83,8 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
                 async with AsyncExitStack() as life:
                     service = await _start_service(ready, hooks, say, ended, life)
                     has_served = True
-                    name, (host, port) = service.base.name, listener.getsockname()[:2]
-                    say(
-                        f"serving {name} at http://{host}:{port} (TINKER_BASE_URL=http://{host}:{port}); Ctrl-C ends it"
-                    )
+                    url = http_address(*listener.getsockname()[:2])
+                    say(f"serving {service.base.name} at {url} (TINKER_BASE_URL={url}); Ctrl-C ends it")
                     await serve(service, ready.clients, listener.dup(), ended)
                 break
             except WorkerDiedError as error:

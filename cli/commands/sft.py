@@ -201,11 +201,11 @@ def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]
     step = run_dir.latest_step()
     assert step is not None, "RunDir checked it"
     state, steps = LoopState.from_plain(run_dir.loop_state(step)), config.sft.all_steps(len(train))
-    if state.step >= steps:
+    if state.step >= steps and run_dir.has_model:
         raise ConfigError(
             f"the run in {run_dir.path} is complete: it has taken {state.step} of {steps} steps.",
             part="resume",
-            hint="Raise sft.epochs or sft.steps to continue it.",
+            hint=f"Raise {'sft.epochs' if config.sft.steps is None else 'sft.steps'} to continue it.",
         )
     stream = TaskStream(train, config.run.seed, may_change=config.data.changed == "accept")
     stream.restore(state.stream)

@@ -170,7 +170,7 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
     step = run_dir.latest_step()
     assert step is not None, "RunDir checked it"
     state = LoopState.from_plain(run_dir.loop_state(step))
-    if state.step >= config.loop.steps:
+    if state.step >= config.loop.steps and run_dir.has_model:
         raise ConfigError(
             f"the run in {run_dir.path} is complete: it has taken {state.step} of {config.loop.steps} steps.",
             part="resume",

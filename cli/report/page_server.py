@@ -11,6 +11,7 @@ from typing import Any
 from weightlane.ckpt_engines import AddressInUseError, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, is_loopback
 
+from ..output import http_address
 from .page import json_of, page_of
 from .run_record import read_record
 
@@ -44,7 +45,7 @@ class PageServer(http.server.ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """Where the page is."""
-        return f"http://{LOOPBACK}:{self.server_port}/"
+        return f"{http_address(LOOPBACK, self.server_port)}/"
 
     def record(self) -> Mapping[str, Any]:
         """Read the run, as it is now."""

@@ -33,6 +33,7 @@ class ConnectRequest(BaseModel):
     staging_limit_bytes: int = Field(
         0, ge=0, description="Most memory a rank may use for staging, in bytes; 0: as much as versions need."
     )
+    take_over: bool = Field(False, description="Whether to leave a publisher that lives for this one.")
 
 
 class UpdateRequest(BaseModel):

@@ -49,6 +49,8 @@ class ServerReplica:
         connect_timeout_s: Most seconds `connect` may take.
         commit_timeout_s: Most seconds a commit may take; a slower server is quarantined until the next commit.
         staging_limit_bytes: Most memory a rank may use to stage a version; None leaves it at the server's default.
+        take_over: Whether the first connection takes the server from another publisher that lives, which gets a
+            `ReplicaTakenError` then. Without it, this one does.
         commit: ``"in_place"`` writes full versions into the weights as they are received, while the server is paused; see
             `RolloutConfig.commit`. `commit_timeout_s` must then allow for the transfer.
 
@@ -67,6 +69,7 @@ class ServerReplica:
         commit_timeout_s: float = 60.0,
         staging_limit_bytes: int | None = None,
         commit: CommitMode = "staged",
+        take_over: bool = False,
     ) -> None:
         self.url, default_name = _checked(url)
         self.name = name or default_name
@@ -82,6 +85,7 @@ class ServerReplica:
             self._staging["staging_limit_bytes"] = staging_limit_bytes
         self.serving = True
         """False after a commit that left untrusted weights, until a version has been committed."""
+        self._take_over = take_over
         self._control = asyncio.Lock()
 
     def subscriber_names(self) -> list[str]:
@@ -98,6 +102,7 @@ class ServerReplica:
 
         Raises:
             WorkerDiedError: Nothing answers at the address.
+            ReplicaTakenError: The server follows another publisher that lives, and keeps following it.
             ConfigError: The endpoints are off, the token is wrong, the number of ranks differs, or a rank refuses the request.
             WeightlaneError: Another error of a rank; no rank is subscribed then.
         """
@@ -106,11 +111,20 @@ class ServerReplica:
             "replica": self.name,
             "backend": backend,
             "options": dict(options or {}),
+            "take_over": self._take_over,
         }
         deadline = Deadline.after(self._connect_timeout_s)
         async with self._control, self._calls() as server:
             try:
-                ranks = (await server.get("get_world_size", deadline)).get("world_size")
+                ranks = (await server.get("get_world_size", deadline, include_dp="false")).get("world_size")
+                engines = (await server.get("get_world_size", deadline)).get("world_size")
+                if ranks and engines != ranks:
+                    raise ConfigError(
+                        f"the server is data-parallel: it has {engines} ranks in engines of {ranks}.",
+                        part=self.name,
+                        peer=self.url,
+                        hint="Start a server for each engine, without --data-parallel-size, and publish to all of them.",
+                    )
                 if ranks != self._ranks:
                     raise ConfigError(
                         f"the server has {ranks} ranks, and tensor_parallel says {self._ranks}.",
@@ -119,6 +133,7 @@ class ServerReplica:
                         hint="Give tensor_parallel the server's --tensor-parallel-size; other parallelism is not supported.",
                     )
                 await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._staging})
+                self._take_over = False  # two that take the server from each other would both believe that they have it
             except CallFailedError as cause:
                 if isinstance(cause.failure.error, QuarantinedError):
                     self.serving = False

@@ -37,7 +37,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from weightlane.ckpt_engines import ProtocolError, WeightlaneError
+from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, WeightlaneError
 from weightlane.sync import Subscriber
 
 from ..commit.rank_group import RankGroup
@@ -79,6 +79,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         self._part = f"rollout rank {self.parallel_config.rank}"
         self._group = RankGroup(get_tp_group().cpu_group if self.parallel_config.tensor_parallel_size > 1 else None)
         self._subscriber: Subscriber | None = None
+        self._publisher: Mapping[str, Any] = {}
+        """Address of the publisher that this rank was subscribed to last."""
         self._weights: LiveWeights | LiveAdapters | None = None
         """None if the model takes no versions, and before the first connection of a replica with adapters. The weights outlive a
         connection, and keep what is known of the model."""
@@ -97,8 +99,12 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Leave the publisher that this rank is subscribed to, if any, and subscribe to the one in `init_info`.
 
         Raises:
-            RemoteFailureError: With `ConfigError` or the subscriber's error; no rank stays subscribed.
+            RemoteFailureError: With `ReplicaTakenError` where another publisher lives that is not to be left; every rank stays
+                subscribed to it. With `ConfigError` or the subscriber's error; no rank stays subscribed.
         """
+        if error := self._group.run(lambda: self._refuse_second(init_info.fields), self._part):
+            self._raise(error)
+            return
         self.shutdown()
         checked: list[ConnectRequest] = []
         error = self._group.run(lambda: checked.append(self._checked(init_info.fields)), self._part)
@@ -183,9 +189,21 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             self._weights = LiveAdapters(self._rank_model(), self._group, request.adapter)
         return request
 
+    def _refuse_second(self, fields: Mapping[str, Any]) -> None:
+        """Raise `ReplicaTakenError` where this rank follows another publisher that lives, and is not told to leave it."""
+        follows = self._subscriber is not None and not self._subscriber.run_over
+        if follows and fields.get("rendezvous") != self._publisher and fields.get("take_over") is not True:
+            where = f"{self._publisher.get('host')}:{self._publisher.get('port')}"
+            raise ReplicaTakenError(
+                f"this server follows another publisher, at {where}, which lives.",
+                part=self._part,
+                hint="End that program, or take the server over: ServerReplica(..., take_over=True).",
+            )
+
     def _subscribe(self, request: ConnectRequest) -> None:
         assert self._weights is not None, "refused otherwise"
         self._weights.in_place = request.commit == "in_place"
+        self._publisher = request.rendezvous
         self._subscriber = Subscriber(
             f"{request.replica}/{self.parallel_config.rank}",
             request.rendezvous,

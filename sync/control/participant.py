@@ -80,6 +80,11 @@ class Participant(ABC):
         self._turn = threading.Lock()
         """Taken while the session changes or becomes ready."""
 
+    @property
+    def run_over(self) -> bool:
+        """Whether this participant has learned that the coordinator is gone."""
+        return self._run_over
+
     def start(self) -> None:
         """Start the control thread and join the run."""
         self._control = start_thread(f"weightlane-control-{self.name}", self._follow_messages)

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ClosedError, ReplicaTakenError, WeightlaneError
 from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
 
 from ..config import SyncConfig
@@ -120,13 +120,14 @@ class CollectivePublisher:
         replaces that one; `wait` raises it.
 
         Raises:
+            ReplicaTakenError: Another publisher has taken a replica.
             WeightlaneError: `max_failed` versions in a row have failed; the last one's error.
         """
         try:
             self.wait()
         except WeightlaneError as error:
             self._failed += 1
-            if self._failed >= self._max_failed:
+            if self._failed >= self._max_failed or isinstance(error, ReplicaTakenError):
                 raise
             _log.warning("version %d was not committed: %s", self._version, error)
         publisher = self._running()

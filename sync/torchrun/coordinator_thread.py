@@ -8,7 +8,14 @@ from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
 
-from weightlane.ckpt_engines import ClosedError, ConfigError, Deadline, DeadlineExceededError, WeightlaneError
+from weightlane.ckpt_engines import (
+    ClosedError,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    ReplicaTakenError,
+    WeightlaneError,
+)
 from weightlane.ckpt_engines.links.bounded_calls import result_of
 from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
 
@@ -133,10 +140,15 @@ class CoordinatorThread:
         return await self._coordinator.sync(version)
 
     async def _reconnect_replica(self, replica: ConnectableReplica) -> None:
-        """Connect a lost replica, which may have restarted; if it has not, the version goes on without it."""
+        """Connect a lost replica, which may have restarted; if it has not, the version goes on without it.
+
+        Raises `ReplicaTakenError` when it follows another publisher now: that is for its owner to settle.
+        """
         try:
             async with asyncio.timeout(self._config.rejoin_s):
                 await replica.connect(self.address, *self._engine)
+        except ReplicaTakenError:
+            raise
         except (WeightlaneError, TimeoutError) as error:
             _log.info("%s is still lost: %s", replica.name, error)
 

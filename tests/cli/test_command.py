@@ -24,7 +24,7 @@ from weightlane.ckpt_engines import (
     UnknownEngineError,
     WorkerDiedError,
 )
-from weightlane.cli.output import console, own_stdout
+from weightlane.cli.output import console, http_address, own_stdout
 from weightlane.cli.run.display import RunDisplay
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
@@ -91,6 +91,10 @@ def test_reasons_and_names_with_brackets_and_colons_are_shown_as_they_are() -> N
         "a sample ([red]odd[/red]) failed: [/] :X: (later ones are only counted here; see failures.jsonl)\n"
         "in [/tmp/y] :X:\n"
     )
+
+
+def test_addresses_are_printed_as_clients_take_them() -> None:
+    assert (http_address("127.0.0.1", 80), http_address("::1", 80)) == ("http://127.0.0.1:80", "http://[::1]:80")
 
 
 def test_standard_output_is_the_commands_own_where_a_caller_has_diverted_it_too(

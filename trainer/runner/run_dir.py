@@ -8,7 +8,7 @@
 - ``state/latest.json``: which of them is complete
 - ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` on the way. ``adapter/``: PEFT's
   files in its place, from ``weightlane sft`` with ``trainer.lora``
-- ``run.lock``: locked by the program that runs here
+- ``state/run.lock``: locked by the program that runs here
 - ``summary.json``, ``curves.png``, and ``logs/`` after a failure
 """
 
@@ -26,8 +26,8 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, StorageError
 
 _PART = "run directory"
-_LOCK = "run.lock"
-_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs", "wandb", _LOCK})
+_LOCK = "state/run.lock"
+_MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs", "wandb"})
 """Files of a run that could not start; the next run may use its directory."""
 _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 
@@ -89,6 +89,11 @@ class RunDir:
             return None
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self._state / 'latest.json'} is damaged: {error}.", part=_PART) from None
+
+    @property
+    def has_model(self) -> bool:
+        """Whether the trained model was written, or its adapter."""
+        return any((self.path / name).is_dir() for name in ("model", "adapter"))
 
     def saved_steps(self) -> list[int]:
         """The steps of all complete states, in order."""

@@ -34,6 +34,8 @@ class Answering(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         self.status, self.body = 200, b"{}"
+        self.bodies: dict[str, bytes] = {}
+        """Of certain paths."""
         self.silent = self.hangs_up = ""
         """Beginning of the paths of which calls are not answered, and whose connections break."""
         self.seen: list[tuple[str, str | None]] = []
@@ -56,9 +58,10 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.hangs_up and self.path.startswith(self.server.hangs_up):
             return
         self.send_response(self.server.status)
-        self.send_header("Content-Length", str(len(self.server.body)))
+        body = self.server.bodies.get(self.path, self.server.body)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(self.server.body)
+        self.wfile.write(body)
 
     do_POST = do_GET  # noqa: N815 - the name that http.server looks for
 
@@ -105,6 +108,18 @@ def test_an_answer_that_is_not_the_one_wanted_is_a_typed_error_that_says_what_to
     assert error.peer == answering.url
 
 
+def test_a_data_parallel_server_is_refused_whatever_the_number_of_ranks(answering: Answering) -> None:
+    """Two engines of one rank each are not one engine of two ranks, for which the script would wait."""
+    answering.bodies = {
+        "/get_world_size": b'{"world_size": 2}',
+        "/get_world_size?include_dp=false": b'{"world_size": 1}',
+    }
+    for ranks in (1, 2):
+        error = refusal(answering.url, tensor_parallel=ranks)
+        assert isinstance(error, ConfigError)
+        assert "data-parallel: it has 2 ranks in engines of 1." in str(error)
+
+
 def test_a_rank_s_own_error_comes_through_with_its_type_and_hint(answering: Answering) -> None:
     inner = {
         "type": "StagingMemoryError",
@@ -123,7 +138,11 @@ def test_the_token_goes_with_every_call_and_only_there(answering: Answering) -> 
     answering.body = b'{"world_size": 1}'
     replica = ServerReplica(answering.url, token="sesame")
     asyncio.run(replica.connect(ADDRESS, "shm"))
-    assert [path for path, _ in answering.seen] == ["/get_world_size", "/init_weight_transfer_engine"]
+    assert [path for path, _ in answering.seen] == [
+        "/get_world_size?include_dp=false",
+        "/get_world_size",
+        "/init_weight_transfer_engine",
+    ]
     assert {sent for _, sent in answering.seen} == {"Bearer sesame"}
     assert "sesame" not in repr(vars(refusal(f"{answering.url}/x", token="sesame", tensor_parallel=3)))
 

@@ -16,7 +16,7 @@ from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
+from weightlane.ckpt_engines import CommitError, ConfigError, ReplicaTakenError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import ServerReplica
 from weightlane.rollout.vllm.shared_memory import segments_of_trees, unlink
 
@@ -149,6 +149,40 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         assert await waiting == greedy_tokens(first, PROMPT, 16)
         trainer.close()
         other.subscriber.close()
+
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
+
+
+def test_a_server_has_one_publisher(server: StockServer, tmp_path: Path) -> None:
+    """A second is refused while the first lives, unless it takes the server over; then the first is, and takes nothing back."""
+    weights = [make_qwen3(tmp_path / f"model{seed}", seed=seed, tied=True) for seed in (3, 4, 5)]
+
+    async def life() -> None:
+        def replica(**more: bool) -> ServerReplica:
+            return ServerReplica(server.url, tensor_parallel=2, commit_timeout_s=HANG_S, **more)
+
+        async def served(trainer: OneRankTrainer, model: Path) -> None:
+            await trainer.sync(model)
+            assert await asyncio.to_thread(server.greedy, PROMPT) == greedy_tokens(model, PROMPT, 16)
+
+        first, second = (OneRankTrainer(server.model) for _ in range(2))
+        mine, refused, taking = replica(), replica(), replica(take_over=True)
+        await mine.connect(first.address, first.backend, {})
+        await first.connect([mine])
+        with pytest.raises(ReplicaTakenError, match=r"follows another publisher, at 127\.0\.0\.1:\d+, which lives"):
+            await refused.connect(second.address, second.backend, {})
+        await served(first, weights[0])
+        await mine.connect(first.address, first.backend, {})  # its own connection may be made again
+        await taking.connect(second.address, second.backend, {})
+        await second.connect([taking])
+        await served(second, weights[1])
+        for _ in range(2):
+            with pytest.raises(ReplicaTakenError):
+                await mine.connect(first.address, first.backend, {})
+        await served(second, weights[2])
+        second.close()
+        await mine.connect(first.address, first.backend, {})
+        first.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
 

@@ -18,6 +18,7 @@ from waiting import wait_until
 from weightlane.ckpt_engines import (
     ClosedError,
     ConfigError,
+    ReplicaTakenError,
     SyncAbortedError,
     UnknownEngineError,
     UntouchedError,
@@ -100,9 +101,12 @@ def test_a_version_that_fails_is_logged_and_replaced_by_the_next_until_too_many_
     shelf.close()
 
 
-def test_a_replica_that_was_lost_is_called_back_for_the_next_version(
-    weight: torch.Tensor, caplog: pytest.LogCaptureFixture
+def test_a_replica_that_was_lost_is_called_back_for_the_next_version_unless_another_publisher_has_it(
+    weight: torch.Tensor, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def taken(*_: object) -> None:
+        raise ReplicaTakenError("it follows another publisher.", part="mortal")
+
     steady, mortal = Shelf("steady"), Shelf("mortal")
     with publisher(weight, steady, mortal) as weights:
         weights.publish(1)
@@ -119,8 +123,15 @@ def test_a_replica_that_was_lost_is_called_back_for_the_next_version(
         report = weights.wait()
         assert report is not None
         assert {part.outcome for part in report.replicas.values()} == {Outcome.COMMITTED}
-    assert (steady.connections, mortal.connections) == (1, 2)
-    assert mortal.shows(3.0)
+        assert (steady.connections, mortal.connections) == (1, 2)
+        assert mortal.shows(3.0)
+        mortal.fails = WorkerDiedError("gone.", part="mortal")
+        weights.publish(4)
+        weights.wait()
+        monkeypatch.setattr(mortal, "connect", taken)
+        weights.publish(5)
+        with pytest.raises(ReplicaTakenError):  # at once: what may fail and be published again is something else
+            weights.publish(6)
     steady.close()
     mortal.close()
 

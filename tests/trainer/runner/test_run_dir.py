@@ -51,7 +51,7 @@ def test_a_run_directory_has_one_owner_whose_death_frees_it(children: Any, tmp_p
     owner.kill()
     owner.wait()
     with run_dir.owned():
-        assert (tmp_path / "run.lock").read_text() == f"{os.getpid()}\n"
+        assert (tmp_path / "state" / "run.lock").read_text() == f"{os.getpid()}\n"
 
 
 def test_a_directory_that_cannot_be_one_is_refused_and_a_run_that_could_not_start_does_not_use_its_up(

@@ -14,7 +14,6 @@ from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import snapshot_download
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -127,6 +126,8 @@ def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | N
     name = str(given or getattr(model, "name_or_path", ""))
     path = Path(name)
     if name and not path.is_dir():
+        from huggingface_hub import snapshot_download  # noqa: PLC0415 - comes with transformers, which the model is of
+
         try:
             path = Path(snapshot_download(name, local_files_only=True))
         except (OSError, ValueError):

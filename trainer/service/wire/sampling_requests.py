@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
@@ -97,8 +98,14 @@ class SamplingParams(Request):
         return [each for each in self.stop if isinstance(each, int)]
 
     def seed_of(self, sample: int) -> int | None:
-        """The seed of sample number `sample`, from 0 to ``2**63 - 2``; None if the client gave none."""
-        return None if self.seed is None else (self.seed + sample) % (2**63 - 1)
+        """The seed of sample number `sample`, from 0 to ``2**63 - 2``; None if the client gave none.
+
+        Mixed, because the samples of a seed and of the next one would be the same but for two if the number were added.
+        """
+        if self.seed is None or not sample:
+            return None if self.seed is None else self.seed % (2**63 - 1)
+        mixed = hashlib.blake2b(f"{self.seed}/{sample}".encode(), digest_size=8).digest()
+        return int.from_bytes(mixed, "little") % (2**63 - 1)
 
 
 class SampleRequest(Request):

@@ -113,10 +113,14 @@ def test_settings_of_a_sample_say_what_ends_it_and_each_sample_has_a_seed_of_its
     ):
         found = sampling_requests.SamplingParams(stop=stop)
         assert (found.stop_strings, found.stop_tokens) == (strings, tokens)
-    for seed in (-1, 0, 2**64 - 1):
-        seeds = [sampling_requests.SamplingParams(seed=seed).seed_of(sample) for sample in (0, 1)]
-        assert seeds[0] != seeds[1]
-        assert all(each is not None and 0 <= each < 2**63 for each in seeds)
+    drawn = {
+        sampling_requests.SamplingParams(seed=seed).seed_of(sample)
+        for seed in (-1, 0, 42, 43, 2**64 - 1)
+        for sample in range(16)
+    }
+    assert len(drawn) == 5 * 16, "no two seeds share a sample"
+    assert all(each is not None and 0 <= each < 2**63 for each in drawn)
+    assert sampling_requests.SamplingParams(seed=42).seed_of(0) == 42
     assert sampling_requests.SamplingParams().seed_of(0) is None
 
 
