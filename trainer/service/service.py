@@ -7,10 +7,11 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, Deadline, WeightlaneError, WorkerDiedError
 
 from ..config import LoraConfig
 from ..runner.model_jobs import ModelJobs
@@ -25,7 +26,7 @@ from .records.models import Model
 from .records.sessions import Sessions
 from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
-from .training.operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
+from .training.operations import BACKWARD, CREATE, LOAD, REFUSED, Operations, sampler_id
 from .training.training_lane import TrainingLane
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
@@ -207,6 +208,15 @@ class Service:
         if new:
             self.lane.put(request)
         return request
+
+    def refuse(self, client: str, model: str, seq: int, payload: bytes, error: WeightlaneError) -> None:
+        """Answer a request that is not offered by `error`: those of its model after it have later numbers, and wait for it."""
+        found = self.lane.model(model, client)
+        self.sessions.require(found.session, client)
+        request, new = self.futures.accept(REFUSED, model, seq, client, payload)
+        if new:
+            self.futures.fail(request.id, error, keep_payload=True)
+            self.lane.put(replace(request, state="failed"))
 
     def backward(self, client: str, payload: bytes) -> StoredRequest:
         """Accept a request for a forward and backward pass in protobuf.

@@ -35,7 +35,7 @@ class Answering(ThreadingHTTPServer):
     def __init__(self) -> None:
         self.status, self.body = 200, b"{}"
         self.bodies: dict[str, bytes] = {}
-        """Of certain paths."""
+        """Bodies of certain paths, in the place of `body`."""
         self.silent = self.hangs_up = ""
         """Beginning of the paths of which calls are not answered, and whose connections break."""
         self.seen: list[tuple[str, str | None]] = []

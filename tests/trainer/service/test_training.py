@@ -305,6 +305,13 @@ def test_what_failed_before_a_kill_changes_nothing_after_it(separate: ServicePro
         assert not differing(saved(service, training, "failed"), expected)
 
 
+def test_an_operation_that_is_not_offered_has_its_number_and_the_next_step_is_taken(service: ServiceProcess) -> None:
+    training = service.client("alice").create_lora_training_client("tiny", 4, 2).result(HANG_S)
+    with pytest.raises(Exception, match="not offered"):
+        training.save_weights_external("one").result(HANG_S)
+    assert step(training, 0)[1].result(HANG_S) is not None
+
+
 def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight(service: ServiceProcess) -> None:
     from tinker.proto.request_conv import forward_backward_request_to_proto
     from tinker.types import ForwardBackwardInput, ForwardBackwardRequest

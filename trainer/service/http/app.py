@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from ..errors import UnknownError
 from ..service import Service
 from . import listing, requests
 from .archives import ROUTE as ARCHIVES
@@ -96,9 +97,11 @@ def application(service: Service, clients: Clients) -> Starlette:
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def unknown(request: Request, _: Any) -> Response:
-        return problem(
-            404, f"{request.method} {request.url.path} is not offered here; docs/guides/service.md lists what is."
-        )
+        said = f"{request.method} {request.url.path} is not offered here; docs/guides/service.md lists what is."
+        client = clients.of(request.headers)
+        if client is not None and request.method == "POST":
+            await requests.refuse(service, client, request, UnknownError(said))
+        return problem(404, said)
 
     return Starlette(
         routes=[

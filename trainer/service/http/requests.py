@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+
+from weightlane.ckpt_engines import WeightlaneError
 
 from ..records.futures import ERROR, JSON
 from ..service import Service
@@ -106,6 +109,13 @@ async def get_info(service: Service, client: str, request: Request) -> Response:
             "lora_rank": None if model.config is None else model.config.rank,
         }
     )
+
+
+async def refuse(service: Service, client: str, request: Request, error: WeightlaneError) -> None:
+    """Let a request that is not offered have its number among those of its model, if it says which."""
+    with suppress(WeightlaneError):
+        asked, payload = await _parsed(service, request, AddressedRequest)
+        service.refuse(client, asked.model_id, asked.seq_id, payload, error)
 
 
 async def forward_backward(service: Service, client: str, request: Request) -> Response:

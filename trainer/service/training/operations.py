@@ -35,6 +35,8 @@ from ..wire.requests import (
 from ..wire.requests import request as parsed
 from .training_lane import Joining, TrainingLane
 
+REFUSED = "refused"
+"""A request that is not offered. It has its turn, because those after it have later numbers, and does nothing."""
 CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
 SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
 _PART = "service"
