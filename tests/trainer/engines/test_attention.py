@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import types
 from collections.abc import Callable
@@ -29,29 +30,25 @@ def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("window", [None, 8])
-@pytest.mark.parametrize("groups", [4, 2, 1])
-def test_on_a_gpu_the_kernel_computes_attention_and_its_gradients(
-    groups: int, window: int | None, dtype: torch.dtype
-) -> None:
+def test_on_a_gpu_the_kernel_computes_attention_and_its_gradients() -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    generator = torch.Generator().manual_seed(0)
-    shapes = [(sum(LENGTHS), heads, 64) for heads in (4, groups, groups, 4)]
-    q, k, v, slope = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    exact = [each.double().requires_grad_() for each in (q, k, v)]
-    wanted = written_out(*exact, scale=0.2, window=window)
-    wanted.backward(slope.double())
-    on_gpu = [each.cuda().requires_grad_() for each in (q, k, v)]
-    found = attention.packed_attention(*on_gpu, OFFSETS.cuda(), scale=0.2, window=window)
-    found.backward(slope.cuda())
-    pairs = [(found, wanted), *((here.grad, there.grad) for here, there in zip(on_gpu, exact, strict=True))]
-    for here, there in pairs:
-        assert here is not None
-        assert there is not None
-        off = (here.detach().cpu().double() - there.detach()).norm() / there.norm()
-        assert off < 0.01, f"off by {off:.2g}"
+    for groups, window, dtype in itertools.product((4, 2, 1), (None, 8), (torch.bfloat16, torch.float16)):
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(sum(LENGTHS), heads, 64) for heads in (4, groups, groups, 4)]
+        q, k, v, slope = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+        exact = [each.double().requires_grad_() for each in (q, k, v)]
+        wanted = written_out(*exact, scale=0.2, window=window)
+        wanted.backward(slope.double())
+        on_gpu = [each.cuda().requires_grad_() for each in (q, k, v)]
+        found = attention.packed_attention(*on_gpu, OFFSETS.cuda(), scale=0.2, window=window)
+        found.backward(slope.cuda())
+        pairs = [(found, wanted), *((here.grad, there.grad) for here, there in zip(on_gpu, exact, strict=True))]
+        for here, there in pairs:
+            assert here is not None
+            assert there is not None
+            off = (here.detach().cpu().double() - there.detach()).norm() / there.norm()
+            assert off < 0.01, f"off by {off:.2g} with {groups} groups, a window of {window}, {dtype}"
 
 
 def kernel_of(torch_version: str) -> Callable[..., Any]:
@@ -77,21 +74,18 @@ def kernel_of(torch_version: str) -> Callable[..., Any]:
     return {"2.10": in_2_10, "2.11": in_2_11, "2.12": in_2_12}[torch_version]
 
 
-@pytest.mark.parametrize(("version", "has"), [("2.9", False), ("2.10", False), ("2.11", True), ("2.12", True)])
-def test_each_version_of_torch_is_called_as_it_wants_to_be(
-    version: str, has: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = types.SimpleNamespace(varlen_attn=kernel_of(version)) if version != "2.9" else None
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)  # type: ignore[arg-type]
-    found = attention.varlen_kernel.__wrapped__()
-    assert (found is not None) == has
+def test_each_version_of_torch_is_called_as_it_wants_to_be(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = (torch.randn(sum(LENGTHS), heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-    for window in (None, 3) if found else ():
-        for key, value in ((k, v), (torch.cat([k, k], 1), torch.cat([v, v], 1))):
-            mine = attention._by_kernel(*found, q, key, value, OFFSETS, 0.3, window)
-            torch.testing.assert_close(mine, written_out(q, key, value, 0.3, window))
-            torch.testing.assert_close(
-                mine, attention.packed_attention(q, key, value, OFFSETS, scale=0.3, window=window)
-            )
+    for version, has in (("2.9", False), ("2.10", False), ("2.11", True), ("2.12", True)):
+        module = types.SimpleNamespace(varlen_attn=kernel_of(version)) if version != "2.9" else None
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)  # type: ignore[arg-type]
+        found = attention.varlen_kernel.__wrapped__()
+        assert (found is not None) == has, version
+        for window in (None, 3) if found else ():
+            for key, value in ((k, v), (torch.cat([k, k], 1), torch.cat([v, v], 1))):
+                mine = attention._by_kernel(*found, q, key, value, OFFSETS, 0.3, window)
+                torch.testing.assert_close(mine, written_out(q, key, value, 0.3, window))
+                elsewhere = attention.packed_attention(q, key, value, OFFSETS, scale=0.3, window=window)
+                torch.testing.assert_close(mine, elsewhere)
     monkeypatch.undo()
     assert attention.varlen_kernel.__wrapped__() is not None, "this torch takes something else: look at it"
