@@ -101,7 +101,7 @@ class Publisher(Participant):
         hooks: RunHooks | None = None,
     ) -> None:
         shards = without_aliases(shards)
-        self._live = list({id(shard.live): shard.live for shard in shards if shard.live is not None}.values())
+        self._live = list({id(live): live for shard in shards for live in shard.live}.values())
         contribution = Contribution(
             [Placement.of_shards(shards)] if placements is None else placements,
             rank,

@@ -206,8 +206,8 @@ class LocalShard:
     starts: tuple[int, ...]
     """First index of the slice, by dimension of the tensor."""
     data: torch.Tensor
-    live: LiveTensor | None = field(default=None, repr=False, compare=False)
-    """Looked at whenever a version is published, where it is known: it tells when `data` is no longer what is trained."""
+    live: tuple[LiveTensor, ...] = field(default=(), repr=False, compare=False)
+    """Looked at whenever a version is published, where they are known: they tell when `data` is no longer what is trained."""
 
     def __post_init__(self) -> None:
         """Check shape and dtype."""

@@ -6,6 +6,7 @@ was not sharded at all, of which rank 0 then publishes everything.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -69,7 +70,7 @@ def local_shards(
     dtype: torch.dtype | None,
     kept: Collection[str],
     *,
-    live: Mapping[str, LiveTensor] = MappingProxyType({}),
+    live: Mapping[str, tuple[LiveTensor, ...]] = MappingProxyType({}),
 ) -> list[LocalShard]:
     """The parts of `runs` that rank `rank` holds of `tensors`; whole tensors count as rank 0's. See `shards_of`.
 
@@ -85,7 +86,7 @@ def local_shards(
         if rank == 0 or isinstance(source, DTensor):
             spec = TensorSpec(run.name, run.shape, on_wire)
             found = _overlap(run, spec, tuple(source.shape), *local[run.source])
-            shards += [replace(shard, live=live.get(run.source)) for shard in found]
+            shards += [replace(shard, live=live.get(run.source, ())) for shard in found]
     return shards
 
 
@@ -141,15 +142,19 @@ def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | N
     return None
 
 
-def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, LiveTensor]:
-    """Where the model keeps each of `tensors`."""
-    found = {}
+def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[LiveTensor, ...]]:
+    """Where the model keeps each of `tensors`: in several places, if it is tied."""
+    sources, found = (
+        {id(tensor): name for name, tensor in tensors.items()},
+        defaultdict[str, tuple[LiveTensor, ...]](tuple),
+    )
     for module_name, module in model.named_modules():
         held: dict[str, torch.Tensor] = {**module._parameters, **module._buffers}
         for leaf, tensor in held.items():
-            name = _plain_name(f"{module_name}.{leaf}" if module_name else leaf)
-            if tensor is not None and tensors.get(name) is tensor:
-                found[name] = LiveTensor(name, local_slice(name, tensor)[1], partial(_now, module, leaf, tensor))
+            if tensor is not None and (source := sources.get(id(tensor))) is not None:
+                name = _plain_name(f"{module_name}.{leaf}" if module_name else leaf)
+                now = partial(_now, module, leaf, tensor)
+                found[source] += (LiveTensor(name, local_slice(name, tensor)[1], now),)
     return found
 
 
