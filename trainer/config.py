@@ -385,7 +385,8 @@ class RewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: str = Field(
-        description="'module:function', called as function(completion: str, task: Mapping) -> float, or async; the module is"
+        description="'module:function', called as function(completion: str, task: Mapping) -> float, or async. The completion"
+        " is the text as the model wrote it, and has its token_ids and their logprobs. The module is"
         " looked for beside the configuration file, then in the working directory, then among installed packages."
     )
     run_in: Literal["thread", "process"] = Field(

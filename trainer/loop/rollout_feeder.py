@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError, RewardError, Wei
 
 from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
+from ..data.tokenizer import WrittenText
 from .failures import Failures
 from .fleet import Fleet
 from .group import PromptGroup
@@ -296,7 +297,8 @@ class RolloutFeeder:
             written.pop()
         text = self._tokenizer.decode(written)
         try:
-            reward = await self._judge(text, task.as_mapping())
+            written_text = WrittenText(text, answer.token_ids, answer.logprobs)
+            reward = await self._judge(written_text, task.as_mapping())
         except RewardError as error:
             self._failures.failed("reward", error, completion=text, **facts)
             return None

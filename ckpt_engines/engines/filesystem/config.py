@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from ...contract.engine import EngineConfig
 
@@ -14,7 +15,7 @@ class FilesystemConfig(EngineConfig):
 
     path: str = Field(
         min_length=1,
-        description="Directory, or fsspec URL such as 's3://bucket/prefix', that the sender and all receivers see."
+        description="Directory by its absolute path, or fsspec URL such as 's3://bucket/prefix', that sender and receivers see."
         " One run at a time may write to it.",
     )
     keep_versions: int = Field(
@@ -34,3 +35,12 @@ class FilesystemConfig(EngineConfig):
         " options are written to logs and run directories. Credentials belong in the environment (AWS_ACCESS_KEY_ID, ...) or in"
         " the store's own configuration files, on every host.",
     )
+
+    @field_validator("path")
+    @classmethod
+    def _is_the_same_everywhere(cls, path: str) -> str:
+        if "://" not in path and "::" not in path and not Path(path).is_absolute():
+            raise ValueError(
+                "is relative, and every process has a directory of its own: give an absolute path, or a URL"
+            )
+        return path

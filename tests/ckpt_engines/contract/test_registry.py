@@ -210,9 +210,10 @@ def test_options_are_checked_by_the_engines_own_config_and_every_bad_key_is_name
     wrong: list[tuple[str, dict[str, Any], str]] = [
         ("shm", {"socket_dirr": "/tmp"}, r"socket_dirr.*\bsocket_dir\b"),
         ("filesystem", {}, "path"),
+        ("filesystem", {"path": "weights/of-mine"}, "path.*relative, and every process has a directory of its own"),
         ("gloo", {"host": 5}, "host"),
         ("gloo", {"host": "0.0.0.0"}, "host.*wildcard"),
-        ("faulty:filesystem", {"inner": {"path": "x", "keep_versions": 0}}, "inner.keep_versions"),
+        ("faulty:filesystem", {"inner": {"path": "/x", "keep_versions": 0}}, "inner.keep_versions"),
         ("faulty:shm", {"inner": 3}, "inner"),
         ("faulty:shm", {"kinds": ["drop", "explode"]}, "kinds.1"),
     ]

@@ -21,6 +21,7 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ConfigError, RewardError
 from weightlane.trainer.config import RewardConfig
 from weightlane.trainer.data.rewards import Reward, RewardPool
+from weightlane.trainer.data.tokenizer import WrittenText
 
 fork_server.install()
 
@@ -66,7 +67,7 @@ def calls_native_code(completion, task):
         ctypes.PyDLL(None).sleep(10_000)  # it holds the interpreter
     if completion == "end":
         os._exit(3)
-    return 1.0
+    return completion.token_ids[1] + completion.logprobs[0] if completion == "tokens" else 1.0
 def sleeps(completion, task):
     if completion == "sleep":
         time.sleep(10_000)
@@ -171,12 +172,15 @@ def test_a_process_that_hangs_in_native_code_is_killed_and_one_that_ends_is_repl
     folder: Path,
 ) -> None:
     reward = Reward(f"{MODULE}:calls_native_code", [folder])
-    late, gone, well = judged(reward, "hang", "end", "well", run_in="process", workers=1, time_limit_s=5.0)
+    written = WrittenText("tokens", [3, 4], [-0.5, -0.25])
+    late, gone, well, told = judged(
+        reward, "hang", "end", "well", written, run_in="process", workers=1, time_limit_s=5.0
+    )
     assert isinstance(late, RewardError)
     assert "took longer than" in str(late)
     assert isinstance(gone, RewardError)
     assert "ended its process" in str(gone)
-    assert well == 1.0
+    assert (well, told) == (1.0, 3.5), "a completion has its tokens there, too"
 
 
 KILLED = """
