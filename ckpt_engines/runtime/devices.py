@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import weakref
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import torch
 from ..errors import ConfigError
 
 HOST = torch.device("cpu")
+_log = logging.getLogger(__name__)
 _PORTABLE, _READ_ONLY = 1, 8
 """``cudaHostRegisterPortable``, for all devices of the process, and ``cudaHostRegisterReadOnly``, for pages mapped read-only."""
 
@@ -197,8 +199,9 @@ class CudaRuntime(AcceleratorRuntime):
         """See `DeviceRuntime.register_host`."""
         flags = _PORTABLE | (_READ_ONLY if read_only else 0)
         with self.current():
-            if int(self._module.cudart().cudaHostRegister(address, nbytes, flags)) == 0:
+            if (failure := int(self._module.cudart().cudaHostRegister(address, nbytes, flags))) == 0:
                 return True
+            _say_unregistered(failure)
             # CUDA keeps the error and would report it for the next kernel of this process, which is this one.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
@@ -235,6 +238,16 @@ class CudaRuntime(AcceleratorRuntime):
             if index != self.device.index and str(self._module.get_device_properties(index).uuid) == uuid:
                 return bool(self._module.can_device_access_peer(self.device.index, index))
         return True
+
+
+@functools.cache
+def _say_unregistered(failure: int) -> None:
+    """Warn once for each error with which CUDA refuses to register host memory: nothing fails, and every copy is slower."""
+    _log.warning(
+        "CUDA does not register host memory (error %d), so copies to and from it are several times slower: raise the limit of"
+        " locked memory (ulimit -l; in a container --ulimit memlock=-1), or give the machine more free memory.",
+        failure,
+    )
 
 
 @functools.cache

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils.weak import WeakIdKeyDictionary
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDTH_STEP, _WIDEST = 8, 256
@@ -115,6 +116,17 @@ def varlen_kernel() -> tuple[Callable[..., Any], bool] | None:
     return (varlen_attn, "enable_gqa" in takes) if {"window_size", "scale"} <= takes.keys() else None
 
 
+_known_bounds: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
+"""Every layer attends over the same sequences, and asking the device how long they are makes the host wait for it."""
+
+
+def _bounds(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """The offsets as torch's kernel takes them, and the length of the longest sequence."""
+    if (known := _known_bounds.get(offsets)) is None:
+        known = _known_bounds[offsets] = offsets.int(), int(offsets.diff().max())
+    return known
+
+
 def _by_kernel(
     kernel: Callable[..., Any],
     shares_keys: bool,
@@ -126,7 +138,7 @@ def _by_kernel(
     window: int | None,
 ) -> torch.Tensor:
     """Attend by torch's flash attention for sequences of different lengths."""
-    starts, longest = offsets.int(), int(offsets.diff().max())
+    starts, longest = _bounds(offsets)
     more: dict[str, Any] = {}
     if (heads := query.shape[1] // key.shape[1]) > 1:
         if shares_keys:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+import types
 
 import pytest
 import torch
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.runtime import devices
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, checked_device, runtime_of
 
 
-@pytest.mark.parametrize("device", ["npu" if hasattr(torch, "npu") else "xpu", torch.device("cuda")])
-def test_an_accelerator_without_an_index_is_refused_with_what_to_write(device: str | torch.device) -> None:
-    with pytest.raises(ConfigError, match=r"(cuda|npu|xpu) is not one device.*:0") as refused:
-        checked_device(device, "trainer.device")
-    assert refused.value.part == "trainer.device"
-    with pytest.raises(ConfigError):
-        runtime_of(torch.device(device))
+def test_an_accelerator_without_an_index_is_refused_with_what_to_write() -> None:
+    for device in ("npu" if hasattr(torch, "npu") else "xpu", torch.device("cuda")):
+        with pytest.raises(ConfigError, match=r"(cuda|npu|xpu) is not one device.*:0") as refused:
+            checked_device(device, "trainer.device")
+        assert refused.value.part == "trainer.device"
+        with pytest.raises(ConfigError):
+            runtime_of(torch.device(device))
 
 
 def test_an_accelerator_with_its_index_is_that_device_and_there_is_one_cpu() -> None:
@@ -43,6 +46,22 @@ def test_on_a_cpu_everything_is_over_when_a_call_returns() -> None:
     assert (stream, event, runtime.recorded()) == (None, None, None)
     assert not runtime.register_host(memory.data_ptr(), 10)
     runtime.unregister_host(memory.data_ptr())
+
+
+def test_host_memory_that_cuda_does_not_register_is_said_once_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    devices._say_unregistered.cache_clear()
+    cuda = types.SimpleNamespace(
+        device=lambda _: contextlib.nullcontext(),
+        cudart=lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 2),
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # takes the error from CUDA
+    runtime = devices.CudaRuntime(torch.device("cuda", 0), cuda)
+    assert [runtime.register_host(4096, 10) for _ in range(2)] == [False, False]
+    (said,) = caplog.messages
+    assert "error 2" in said
+    assert "ulimit -l" in said
 
 
 @pytest.mark.gpu

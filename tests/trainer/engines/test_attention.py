@@ -88,4 +88,8 @@ def test_each_version_of_torch_is_called_as_it_wants_to_be(monkeypatch: pytest.M
                 elsewhere = attention.packed_attention(q, key, value, OFFSETS, scale=0.3, window=window)
                 torch.testing.assert_close(mine, elsewhere)
     monkeypatch.undo()
+    offsets = OFFSETS.clone()
+    assert attention._bounds(offsets)[0] is attention._bounds(offsets)[0], "the device is asked once for all layers"
+    del offsets
+    assert len(attention._known_bounds) <= 1, "that of OFFSETS"
     assert attention.varlen_kernel.__wrapped__() is not None, "this torch takes something else: look at it"
