@@ -105,6 +105,7 @@ class RolloutWorker:
         """
         info = {
             "rendezvous": dict(rendezvous),
+            "take_over": True,  # the engine is this object's own, and whoever calls it owns both
             "replica": self.name,
             "backend": backend,
             "options": dict(options or {}),
