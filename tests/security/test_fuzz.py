@@ -75,7 +75,7 @@ PLAIN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
         {"inner": {"socket_dir": "/tmp"}, "seed": 1, "rate": 0.1, "kinds": ["drop"], "delay_s": 1, "log": "x"},
         lambda plain: REGISTRY.validate_options("faulty:shm", plain),
     ),
-    "filesystem options": ({"path": "x"}, lambda plain: REGISTRY.validate_options("filesystem", plain)),
+    "filesystem options": ({"path": "/x"}, lambda plain: REGISTRY.validate_options("filesystem", plain)),
     "newest versions": (
         {**LATEST, "committed": [LATEST, LATEST]},
         lambda plain: parse_latest(json.dumps(plain), "latest.json", "part"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
 
@@ -71,21 +71,3 @@ class HfTokenizer:
         plain, whole = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
         ahead = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
         return list(whole[:ahead])
-
-
-class WrittenText(str):  # noqa: SLOT000 - a text cannot have slots with names
-    """The text of a completion as the model wrote it, special tokens included, with what it was written in."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """One for each token, as the rollout has drawn it."""
-
-    def __new__(cls, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Self:
-        """Make a text with its tokens."""
-        made = super().__new__(cls, text)
-        made.token_ids, made.logprobs = tuple(token_ids), tuple(logprobs)
-        return made
-
-    def __getnewargs__(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:  # type: ignore[override]
-        """Let processes of the pool have it, too."""
-        return str(self), self.token_ids, self.logprobs

@@ -13,7 +13,7 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError, RewardError, Wei
 
 from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
-from ..data.tokenizer import WrittenText
+from ..data.written_text import WrittenText
 from .failures import Failures
 from .fleet import Fleet
 from .group import PromptGroup
