@@ -336,9 +336,7 @@ class CriticConfig(BaseModel):
         description="Hugging Face directory, or name on the hub, that the critic begins with: a critic or a policy with the"
         " policy's tokenizer; empty: model.path. A policy gets a head of zeros.",
     )
-    learning_rate: float = Field(
-        default=1e-5, gt=0, allow_inf_nan=False, description="Its AdamW learning rate, on the trainer's schedule."
-    )
+    learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False, description="AdamW's, on the trainer's schedule.")
 
 
 class ReferenceConfig(BaseModel):
@@ -352,10 +350,21 @@ class ReferenceConfig(BaseModel):
     )
 
 
-class DataConfig(BaseModel):
-    """Task files: JSON Lines, one object per line."""
+class TextDataConfig(BaseModel):
+    """The settings that files of tasks and files of examples share."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    special_tokens: bool = Field(
+        True, description="Whether prompts begin with the BOS token, if the tokenizer adds one to texts; chats don't."
+    )
+    changed: Literal["refuse", "accept"] = Field(
+        "refuse", description="What becomes of a resumed run whose training data has other content than it began with."
+    )
+
+
+class DataConfig(TextDataConfig):
+    """Task files: JSON Lines, one object per line."""
 
     train: Path = Field(description="JSONL file of training tasks.")
     heldout: Path = Field(description="JSONL file of held-out tasks; shares no prompt with the training tasks.")
@@ -367,15 +376,6 @@ class DataConfig(BaseModel):
         description="Whether prompts are conversations: lists of messages with role and content, or a string as the user's"
         " only one. They go through the tokenizer's chat template; without, prompts are sent as they stand.",
     )
-    special_tokens: bool = Field(
-        default=True,
-        description="Whether prompts begin as the model's tokenizer begins a text: with its BOS token, if it adds one, as"
-        " servers do. Conversations (chat) begin as the chat template writes them.",
-    )
-    changed: Literal["refuse", "accept"] = Field(
-        default="refuse",
-        description="What becomes of a resumed run whose training data has other content than when it was started.",
-    )
     answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
 
 
@@ -385,9 +385,9 @@ class RewardConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: str = Field(
-        description="'module:function', called as function(completion: str, task: Mapping) -> float, or async. The completion"
-        " is the text as the model wrote it, and has its token_ids and their logprobs. The module is"
-        " looked for beside the configuration file, then in the working directory, then among installed packages."
+        description="'module:function', called as function(completion: str, task: Mapping) -> float, or async; the module is"
+        " looked for beside the configuration file, then in the working directory, then among installed packages. The completion"
+        " is the text as the model wrote it, and has its token_ids and their logprobs."
     )
     run_in: Literal["thread", "process"] = Field(
         default="thread",

@@ -57,14 +57,6 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
             "weightlane conformance cuda_ipc",
         ),
         Step(
-            "nccl-conformance-on-one",
-            "one",
-            "`nccl` between processes that share a GPU, as ranks of several machines do",
-            ("-m", "benchmarks.gpu.one_gpu", "nccl", "--junit", "{out}"),
-            counted,
-            150,
-        ),
-        Step(
             "sanitizer",
             "one",
             "torch's CUDA stream sanitizer finds no race in two processes that sync",
@@ -150,6 +142,15 @@ def _on_several(count: int, ini: Path) -> list[Step]:
 
     devices = max(2, min(count, 4))
     return [
+        Step(
+            "nccl-conformance-on-one",
+            "multi",
+            "`nccl` between processes that share a GPU, as ranks of several machines do",
+            ("-m", "benchmarks.gpu.one_gpu", "nccl", "--junit", "{out}"),
+            counted,
+            300,
+            needs=lambda facts: "with several GPUs the next step shows more" if not two(facts) else "",
+        ),
         Step(
             "nccl-conformance",
             "multi",

@@ -186,14 +186,18 @@ def _most_tokens(config: SftRunConfig, model: ModelInfo) -> int:
 
 def _check_apart(train: Sequence[Example], heldout: Sequence[Example]) -> None:
     """Raise `ConfigError` if a held-out example is trained on."""
-    trained = {example.content: example.place for example in train}
+    trained = {_tokens(example): example.place for example in train}
     for example in heldout:
-        if place := trained.get(example.content):
+        if place := trained.get(_tokens(example)):
             raise ConfigError(
                 f"{example.place}: the same example is in {place}.",
                 part="data",
                 hint="Remove it from one of the files: its log-probability after the training would prove nothing.",
             )
+
+
+def _tokens(example: Example) -> tuple[bytes, bytes]:
+    return example.sequence.tokens.numpy().tobytes(), example.sequence.targets.numpy().tobytes()
 
 
 def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]) -> LoopState:

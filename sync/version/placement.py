@@ -117,9 +117,11 @@ def without_aliases(shards: Sequence[LocalShard]) -> list[LocalShard]:
                 (*where, shard.starts, tuple(data.shape), shard.spec.shape, shard.spec.dtype)
             )
     first: dict[tuple[tuple[object, ...], ...], str] = {}
-    for name in sorted(
-        places, key=lambda each: each.endswith("lm_head.weight")
-    ):  # the embedding's name is the one to keep
+    for name in sorted(places, key=_is_head):  # the embedding's name is the one to keep
         first.setdefault(tuple(places[name]), name)
     aliases = places.keys() - first.values()
     return [shard for shard in shards if shard.spec.name not in aliases]
+
+
+def _is_head(name: str) -> bool:
+    return name.endswith("lm_head.weight")

@@ -48,7 +48,8 @@ def _refuse(constant: str) -> None:
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         data = json.loads(line, parse_constant=_refuse)
-        json.dumps(data, ensure_ascii=False).encode()
+        if "\\u" in line:  # only an escape can stand for half of a character: the file is UTF-8
+            json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as cause:
         raise ConfigError(
             f"{where}: it holds half of a character, {cause.object[cause.start : cause.end]!r}.",

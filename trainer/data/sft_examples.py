@@ -11,6 +11,8 @@ A text is tokenized as a whole, because its parts alone would have other tokens.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,11 +50,8 @@ class Example:
     sequence: TokenSequence
     place: str
     """File and line, for messages."""
-
-    @property
-    def content(self) -> bytes:
-        """Everything but where it is from."""
-        return self.sequence.tokens.numpy().tobytes() + self.sequence.targets.numpy().tobytes()
+    content: bytes = b""
+    """A digest of what the line says. Not of its tokens: a chat template may write the day's date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +111,7 @@ def load_examples(
     found, skipped, cut = [], 0, []
     for where, data in json_lines(path, holds="example", setting=setting):
         refuse_unread(data, where)
+        content = hashlib.sha256(json.dumps(data, sort_keys=True).encode()).digest()
         if "messages" in data:
             _check_conversation(data["messages"], where)
             options = template_options(data, where)
@@ -124,7 +124,7 @@ def load_examples(
             if not any(tokens.trained[1:]):
                 raise ConfigError(f"{where}: the assistant says nothing, so there is nothing to train on.", part=_PART)
             if len(tokens.ids) <= max_tokens:
-                found.append(Example(tokens.sequence(), where))
+                found.append(Example(tokens.sequence(), where, content))
             elif too_long == "skip":
                 skipped += 1
             else:
@@ -215,7 +215,7 @@ def _trained_on(
     trained, cuts = [False] * len(ids), False
     for start, stop in answers:
         mine = [number for number, (first, end) in enumerate(places) if end > start and first < stop]
-        cuts = cuts or places[mine[0]][0] < start
+        cuts = cuts or (bool(mine) and places[mine[0]][0] < start)
         ends = [number for number in mine if ids[number] in eos]
         for number in mine:
             trained[number] = not ends or number <= ends[-1]

@@ -25,7 +25,7 @@ class HasContent(Protocol):
 
     @property
     def content(self) -> bytes:
-        """Everything of it but where it is from."""
+        """The content of its line, as bytes."""
 
 
 _T = TypeVar("_T", bound=HasContent)
@@ -49,8 +49,9 @@ class Task:
 
     @property
     def content(self) -> bytes:
-        """Everything but where it is from."""
-        return json.dumps([self.prompt, self.answer, self.extra], sort_keys=True).encode()
+        """The words of its line, and not those of a chat template, which may write the day's date."""
+        prompt = None if "messages" in self.extra else self.prompt
+        return json.dumps([prompt, self.answer, self.extra], sort_keys=True).encode()
 
     def to_plain(self) -> dict[str, Any]:
         """This task as JSON-representable data."""

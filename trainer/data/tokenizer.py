@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,5 @@ class HfTokenizer:
 
     def _added_ahead(self) -> list[int]:
         """The tokens that the tokenizer puts ahead of a text."""
-        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
-        ahead = next((at for at in range(len(whole)) if whole[at : at + len(plain)] == plain), 0)
-        return list(whole[:ahead])
+        special = set(self._tokenizer.all_special_ids)
+        return list(takewhile(special.__contains__, self._tokenizer.encode("a", add_special_tokens=True)))

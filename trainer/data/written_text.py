@@ -18,7 +18,3 @@ class WrittenText(str):  # noqa: SLOT000 - a text cannot have slots with names
         made = super().__new__(cls, text)
         made.token_ids, made.logprobs = tuple(token_ids), tuple(logprobs)
         return made
-
-    def __getnewargs__(self) -> tuple[str, tuple[int, ...], tuple[float, ...]]:  # type: ignore[override]
-        """Let processes of the pool have it, too."""
-        return str(self), self.token_ids, self.logprobs

@@ -7,11 +7,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..config import TextDataConfig
 
-class SftDataConfig(BaseModel):
+
+class SftDataConfig(TextDataConfig):
     """Example files: JSON Lines, one object per line, with prompt and completion or with messages."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     train: Path = Field(
         description="JSONL file of examples: prompt and completion, two strings; or messages, a list of messages with role and"
@@ -27,19 +27,10 @@ class SftDataConfig(BaseModel):
         default=None,
         description="JSONL file of examples that are not trained on, whose mean log-probability is measured.",
     )
-    changed: Literal["refuse", "accept"] = Field(
-        default="refuse",
-        description="What becomes of a resumed run whose training data has other content than when it was started.",
-    )
     max_tokens: int | None = Field(
         default=None,
         ge=2,
         description="Most tokens of an example, prompt and completion together; none: the model's max_position_embeddings.",
-    )
-    special_tokens: bool = Field(
-        default=True,
-        description="Whether prompts begin as the model's tokenizer begins a text: with its BOS token, if it adds one, as"
-        " servers do. Conversations begin as the chat template writes them.",
     )
     too_long: Literal["refuse", "skip"] = Field(
         default="refuse",

@@ -26,7 +26,7 @@ from .records.models import Model
 from .records.sessions import Sessions
 from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
-from .training.operations import BACKWARD, CREATE, LOAD, REFUSED, Operations, sampler_id
+from .training.operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
 from .training.training_lane import TrainingLane
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
@@ -198,25 +198,24 @@ class Service:
         model = Model(f"{asked.session_id}:train:{asked.model_seq_id}", asked.session_id, client, found.config, about)
         return self._made(model, LOAD, payload)
 
-    def train(self, client: str, kind: str, model: str, seq: int, payload: bytes) -> StoredRequest:
-        """Accept a request of a model. Raises `BusyError` where too many wait."""
+    def train(
+        self, client: str, kind: str, model: str, seq: int, payload: bytes, refusal: WeightlaneError | None = None
+    ) -> StoredRequest:
+        """Accept a request of a model. Raises `BusyError` where too many wait.
+
+        With a `refusal`, which answers it, it only has its number: those after it have later ones, and wait for it.
+        """
         found = self.lane.model(model, client)
         self.sessions.require(found.session, client)
         if self.lane.full(model):
             raise BusyError(f"{self.config.max_queued} requests of {model} wait.", part=_PART, hint="Try again later.")
         request, new = self.futures.accept(kind, model, seq, client, payload)
+        if new and refusal is not None:
+            self.futures.fail(request.id, refusal, keep_payload=True)
+            request = replace(request, state="failed")
         if new:
             self.lane.put(request)
         return request
-
-    def refuse(self, client: str, model: str, seq: int, payload: bytes, error: WeightlaneError) -> None:
-        """Answer a request that is not offered by `error`: those of its model after it have later numbers, and wait for it."""
-        found = self.lane.model(model, client)
-        self.sessions.require(found.session, client)
-        request, new = self.futures.accept(REFUSED, model, seq, client, payload)
-        if new:
-            self.futures.fail(request.id, error, keep_payload=True)
-            self.lane.put(replace(request, state="failed"))
 
     def backward(self, client: str, payload: bytes) -> StoredRequest:
         """Accept a request for a forward and backward pass in protobuf.

@@ -63,8 +63,8 @@ class NcclConfig(TorchDistributedConfig):
         return chosen
 
 
-ONE_QUEUE = "CUDA_DEVICE_MAX_CONNECTIONS"
-"""The number of hardware queues that a process has for a GPU."""
+_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+"""Environment variable with the number of hardware queues that a process has for a GPU."""
 
 
 class NcclEngine(CollectiveEngine):
@@ -84,11 +84,11 @@ class NcclEngine(CollectiveEngine):
         """See `CheckpointEngine.unavailable_reason`."""
         if not is_available("cuda"):
             return "no CUDA device"
-        if os.environ.get(ONE_QUEUE) == "1":
+        if os.environ.get(_QUEUES) == "1":
             # Seen on an H200, with two ranks that use two communicators in different orders: one's transfer waits in the queue
             # behind a collective that waits for the other rank, where the collective waits behind the transfer.
             return (
-                f"{ONE_QUEUE} is 1, so transfers and the training's own collectives would wait for each other for ever in the"
-                " one queue of a GPU: unset it or set it to 8 or more, as Megatron allows from Hopper on, or use cuda_ipc or shm"
+                f"{_QUEUES} is 1, so transfers and the training's own collectives would wait for each other for ever in the"
+                " one queue of a GPU: unset it, set it to 8 or more, or use cuda_ipc or shm"
             )
         return None if dist.is_nccl_available() else "this torch was built without NCCL"

@@ -63,6 +63,8 @@ class Group(Protocol):
 
 
 _PART = "process group"
+_NCCL_DETAIL = "Last error:"
+"""Words of NCCL ahead of the line that tells what is wrong, such as two ranks on one GPU."""
 _GRACE_S = 0.05
 """How long `call_bounded` waits beyond the deadline: enough for a call that keeps the deadline to raise its own error."""
 _NEVER = timedelta(days=1)
@@ -265,6 +267,8 @@ def translate(
     ):
         return deadline.error(waiting_for, part=part, peer=peer)
     reason = text.splitlines()[0].rpartition("] ")[2]
+    if detail := text.partition(_NCCL_DETAIL)[2].strip():
+        reason = detail.splitlines()[0]
     if isinstance(error, dist.DistNetworkError) or any(
         sign in lowered
         for sign in ("closed by peer", "reset by peer", "connection refused", "broken pipe", "remote process")

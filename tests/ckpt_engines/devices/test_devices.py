@@ -60,8 +60,7 @@ def test_host_memory_that_cuda_does_not_register_is_said_once_with_what_to_do(
     runtime = devices.CudaRuntime(torch.device("cuda", 0), cuda)
     assert [runtime.register_host(4096, 10) for _ in range(2)] == [False, False]
     (said,) = caplog.messages
-    assert "error 2" in said
-    assert "ulimit -l" in said
+    assert ("error 2" in said, "ulimit -l" in said) == (True, True)
 
 
 @pytest.mark.gpu

@@ -205,11 +205,11 @@ def test_a_bad_line_is_named_by_its_number_and_by_what_is_wrong_with_it(plain: M
 def test_a_template_that_is_missing_refuses_or_writes_answers_as_no_model_gives_them_is_named_with_the_line(
     tmp_path: Path,
 ) -> None:
-    thinking = PLAIN + "{% if add_generation_prompt %}<think>{% endif %}"
     for name, template, said in (
         ("none", None, "line 1: the model's tokenizer has no chat template"),
         ("refusing", "{{ raise_exception('not so') }}", "line 1: the chat template refuses .*not so"),
-        ("other", thinking, "line 1: the chat template writes message 2"),
+        ("other", PLAIN + "{% if add_generation_prompt %}?{% endif %}", "line 1: the chat template writes message 2"),
+        ("mute", "{% for m in messages if m.role == 'user' %}u{% endfor %}", "line 1: the assistant says"),
     ):
         with pytest.raises(ConfigError, match=said):
             Material(tmp_path / name, template).load({"messages": TALK})

@@ -57,24 +57,22 @@ def norm(model: PreTrainedModel) -> torch.nn.Module:
     return model.model.norm
 
 
+def other(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
+    return torch.nn.Parameter(parameter.detach().clone())
+
+
 def assigned(model: PreTrainedModel) -> None:
     model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
 
 
 CHANGES: list[tuple[Callable[[PreTrainedModel], object], str]] = [
     (lambda model: setattr(norm(model).weight, "data", norm(model).weight.data + 1), "other memory"),
-    (
-        lambda model: setattr(norm(model), "weight", torch.nn.Parameter(norm(model).weight.detach().clone())),
-        "other memory",
-    ),
+    (lambda model: setattr(norm(model), "weight", other(norm(model).weight)), "other memory"),
     (lambda model: norm(model).to(torch.float64), "other memory"),
-    (lambda model: torch.utils.swap_tensors(norm(model).weight, torch.nn.Parameter(torch.ones(64))), "other memory"),
+    (lambda model: torch.utils.swap_tensors(norm(model).weight, other(norm(model).weight)), "other memory"),
     (assigned, "other memory"),
     (lambda model: delattr(norm(model), "weight"), "other memory"),
-    (
-        lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(model.lm_head.weight.clone())),
-        r"lm_head\.weight is in other memory",
-    ),
+    (lambda model: setattr(model.lm_head, "weight", other(model.lm_head.weight)), r"lm_head\.weight is in other"),
     (lambda model: norm(model).weight.untyped_storage().resize_(0), "offloaded"),
 ]
 
@@ -82,7 +80,7 @@ CHANGES: list[tuple[Callable[[PreTrainedModel], object], str]] = [
 def test_memory_that_is_no_longer_trained_is_not_published(models: dict[str, Path]) -> None:
     for change, says in CHANGES:
         model = AutoModelForCausalLM.from_pretrained(models["qwen3-tied"], dtype=torch.float32)
-        norm(model).weight = torch.nn.Parameter(norm(model).weight.detach().clone())  # a file's memory cannot shrink
+        norm(model).weight = other(norm(model).weight)  # a file's memory cannot shrink
         shards = shards_of(model)
         model(input_ids=torch.tensor([[1, 2, 3]]), labels=torch.tensor([[1, 2, 3]])).loss.backward()
         torch.optim.AdamW(model.parameters()).step()
@@ -125,5 +123,5 @@ def test_a_tensor_with_two_names_is_sent_once_and_two_tensors_twice(model: PreTr
         return [shard.spec.name for shard in without_aliases(shards[::-1])][::-1]
 
     assert sent() == [name for name in model.state_dict() if name != "lm_head.weight"]
-    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    model.lm_head.weight = other(model.lm_head.weight)
     assert sent() == list(model.state_dict())

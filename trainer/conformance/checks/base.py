@@ -116,8 +116,13 @@ class TrainingConformanceBase:
         """A function that makes the ranks of a layout: ``teams(layout)``, or some of them: ``teams(layout, ranks=1)``."""
 
         def make(layout: Mapping[str, Any], **more: Any) -> Team:
-            trainer = {"engine": self.engine, "device": "cpu", "compute_dtype": "float32", **layout}
-            trainer = {"collective_timeout_s": self.deadline_s / 2, **trainer}
+            trainer = {
+                "engine": self.engine,
+                "device": "cpu",
+                "compute_dtype": "float32",  # also on a GPU, where the default is narrower than the checks' tolerances
+                "collective_timeout_s": self.deadline_s / 2,
+                **layout,
+            }
             files = tmp_path / "files"
             files.mkdir(exist_ok=True)
             limits = {"deadline_s": self.deadline_s, "grace_s": self.grace_s}

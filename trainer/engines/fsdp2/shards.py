@@ -142,12 +142,10 @@ def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | N
     return None
 
 
-def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> Mapping[str, tuple[LiveTensor, ...]]:
+def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[LiveTensor, ...]]:
     """Where the model keeps each of `tensors`: in several places, if it is tied."""
-    sources, found = (
-        {id(tensor): name for name, tensor in tensors.items()},
-        defaultdict[str, tuple[LiveTensor, ...]](tuple),
-    )
+    sources = {id(tensor): name for name, tensor in tensors.items()}
+    found: dict[str, tuple[LiveTensor, ...]] = defaultdict(tuple)
     for module_name, module in model.named_modules():
         held: dict[str, torch.Tensor] = {**module._parameters, **module._buffers}
         for leaf, tensor in held.items():

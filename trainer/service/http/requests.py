@@ -12,7 +12,7 @@ from weightlane.ckpt_engines import WeightlaneError
 
 from ..records.futures import ERROR, JSON
 from ..service import Service
-from ..training.operations import SAVE, SAVE_FOR_SAMPLER, STEP, UNLOAD
+from ..training.operations import REFUSED, SAVE, SAVE_FOR_SAMPLER, STEP, UNLOAD
 from ..wire.requests import (
     AddressedRequest,
     CancelFutureRequest,
@@ -115,7 +115,7 @@ async def refuse(service: Service, client: str, request: Request, error: Weightl
     """Let a request that is not offered have its number among those of its model, if it says which."""
     with suppress(WeightlaneError):
         asked, payload = await _parsed(service, request, AddressedRequest)
-        service.refuse(client, asked.model_id, asked.seq_id, payload, error)
+        service.train(client, REFUSED, asked.model_id, asked.seq_id, payload, error)
 
 
 async def forward_backward(service: Service, client: str, request: Request) -> Response:

@@ -157,6 +157,10 @@ def test_an_abandoned_gloo_group_fails_its_pending_operations_at_once() -> None:
         pending.wait()
     closure = RuntimeError("Application timeout caused pair closure")
     assert isinstance(translate(closure, "x", deadline, "y"), TransportError)
+    nccl = RuntimeError(
+        "NCCL error in: x.cpp:210, invalid usage\nLast error:\nDuplicate GPU detected : rank 0 and rank 1\n"
+    )
+    assert "failed: Duplicate GPU detected : rank 0 and rank 1" in str(translate(nccl, "x", deadline, "y"))
     del first
 
 
