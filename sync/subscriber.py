@@ -223,17 +223,19 @@ class Subscriber(Participant):
             current = self.session == session
             stored_link, engine_links = (self._stored_link, self._engine_links) if current else (None, None)
         planned: SessionPlan | None = None
+        exchange = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
         if stored_link is not None:
             (sender,) = topology.senders
             checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{session}"))
             link = ReceiveLink({sender: BucketSender(stored_link, sender)})
             receive_session = ReceiveSession(session, (link,), checksums)
+            self._check_offered(exchange.supplied(deadline).manifest)
             stored_link.connect(topology, deadline)
         elif engine_links is not None:
-            exchange = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
             supply = exchange.supplied(deadline)
             needed = exchange.needed(message.needs, supply, deadline)
             planned = SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
+            self._check_offered(planned.layout)
             engine_links.connect(self.rendezvous, session, planned, deadline)
             receive_session = ReceiveSession.by_plan(session, self.name, planned, engine_links)
         else:
@@ -242,6 +244,11 @@ class Subscriber(Participant):
             if self.session == session:
                 self._receive_session = receive_session
         return planned
+
+    def _check_offered(self, manifest: Manifest) -> None:
+        """Raise `ManifestError` unless versions with the tensors of `manifest` fit this rank's model."""
+        specs = RestorePlan(manifest, self._expectation).specs
+        check_coverage(manifest, self._expectation, part=self.name, specs=specs)
 
     def _close_half(self) -> None:
         stored_link, engine_links = self._stored_link, self._engine_links

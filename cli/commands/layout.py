@@ -43,7 +43,9 @@ def print_layout(console: Console, report: Mapping[str, Any]) -> None:
     used = "all used" if not union["unused"] else f"[red]{len(union['unused'])} tensors not used completely[/red]"
     console.print(f"over all ranks: {union['tensors']} tensors, {union['elements']} elements, {used}")
     if report["tied"]:
-        console.print(f"optional in a version: {escape(', '.join(report['tied']))}")
+        console.print(f"second names, which a version does not have: {escape(', '.join(report['tied']))}")
+    if report["unread"]:
+        console.print(f"not read by any rank, so that a version may lack it: {escape(_some(report['unread']))}")
     for rank in report["ranks"]:
         for line in _beside_copies(rank):
             console.print(f"rank {rank['rank']} {line}")
@@ -70,6 +72,11 @@ def _beside_copies(rank: Mapping[str, Any]) -> Iterator[str]:
         yield f"does not copy {escape(refusal['tensor'])}: {escape(refusal['why'])}"
     if len(rank["refused"]) > _SHOWN:
         yield f"does not copy {len(rank['refused']) - _SHOWN} more; see --json"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more; see --json" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
 
 
 def _experts(found: Sequence[Mapping[str, Any]]) -> str:

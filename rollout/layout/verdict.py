@@ -59,16 +59,13 @@ class Verdict:
         return shown + (f" (and {more} more)" if more > 0 else "")
 
 
-def judge(
-    model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap], *, tied: Collection[str] = ()
-) -> Verdict:
+def judge(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap]) -> Verdict:
     """Apply the rule to this rank's `layout`, inside vLLM's current config.
 
     Args:
         model: The live model.
         layout: The traced layout of `model`.
         all_layouts: The layouts of all ranks, including this one.
-        tied: Second names of checkpoint tensors, which loading may ignore.
     """
     refused = {_owner(target, model): f"{target}: {why}" for target, why in repacked(model).items()}
     reasons = [Refusal(module, why) for module, why in refused.items()]
@@ -92,7 +89,7 @@ def judge(
         if owner not in refused:
             reasons.append(Refusal(name, why))
         refused.setdefault(owner, why)
-    excused = {refusal.tensor for rank in all_layouts for refusal in rank.refused_sources} | set(tied)
+    excused = {refusal.tensor for rank in all_layouts for refusal in rank.refused_sources}
     excused |= {source for rank in all_layouts for source, _ in rank.feeds}
     broken += [
         Refusal(name, f"{count} of its elements are used by no rank")

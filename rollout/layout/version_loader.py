@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, ConfigError
-from weightlane.sync import IncomingDelta, LivePart, Placement, SlicedTensors
+from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
 
@@ -25,7 +26,7 @@ from .map.layout_map import LayoutMap, Refusal, SourceSpec
 from .map.needs import needed_boxes, needed_placement
 from .proof.rehearsal import Rehearsal
 from .rank_model import RankModel
-from .trace.loading_reads import read_by_loading
+from .trace.loading_reads import read_by_loading, unread_by_loading
 from .trace.trace import trace_loading
 from .verdict import Verdict, WriteMethod, judge, untraceable, whole_reload
 from .write.commit_plan import CommitPlan
@@ -43,13 +44,18 @@ class VersionLoader:
 
     Args:
         rank: This rank with its live model.
-        tied: Second names of checkpoint tensors, which loading may ignore, with the first name of each.
+        expectation: The tensors of the checkpoint.
         computes: Whether all ranks are present, so that the model can compute.
     """
 
-    def __init__(self, rank: RankModel, *, tied: Mapping[str, str] | None = None, computes: bool = True) -> None:
+    def __init__(self, rank: RankModel, *, expectation: Expectation | None = None, computes: bool = True) -> None:
         self._rank = rank
-        self._tied = tied or {}
+        self.expectation = expectation or Expectation({})
+        """The tensors that a version has to have. Once `learn` has returned, these are the tensors that some rank reads."""
+        self._beside: _Signature = {}
+        """The checkpoint's tensors that versions need not have: second names, and those that no rank reads."""
+        self._left_out: frozenset[str] = frozenset()
+        """Tensors of versions of this signature that are not written: no rank reads them."""
         self._computes = computes
         self._signature: _Signature = {}
         self._verdict: Verdict | None = None
@@ -85,13 +91,14 @@ class VersionLoader:
         if self._writer is None or self.plan is None or not self.takes_deltas:
             why = f"version {delta.version} is a delta, and {self._rank.part} has not loaded a full version by copies."
             raise CommitError(why, part=self._rank.part)
-        return LiveDelta(self.plan, delta, self._writer.renew_derived)
+        return LiveDelta(self.plan, delta, self._writer.renew_derived, self._left_out)
 
     def needed(self) -> Placement | None:
         """The slices that this rank needs of versions with the learned signature; None if it needs all tensors whole."""
-        if self.plan is not None:
-            return needed_placement(needed_boxes(self.plan.layout), self._signature)
-        return None if self._read is None else needed_placement(self._read, self._signature)
+        boxes = self._read if self.plan is None else needed_boxes(self.plan.layout)
+        if boxes is None:
+            return None
+        return needed_placement(boxes | {name: [] for name in self._beside}, self._signature | self._beside)
 
     def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
         """`learn` the signature of a staged version, without making any lazy tensor."""
@@ -120,7 +127,7 @@ class VersionLoader:
         """
         assert self._writer is not None, "learned"
         assert self._verdict is not None, "as above"
-        self._writer.write_arriving(arriving)
+        self._writer.write_arriving(run for run in arriving if run.name not in self._left_out)
         return self._verdict.method
 
     def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
@@ -129,7 +136,7 @@ class VersionLoader:
         The model is not changed. A proof needs room for a second model, which there may not be once the model serves.
 
         Args:
-            signature: Shape and dtype of every tensor.
+            signature: Shape and dtype of every tensor; those of the checkpoint when this is called first.
             group: The ranks.
             sliced: Whether the slices that were `needed` before have been received of a version.
 
@@ -137,26 +144,43 @@ class VersionLoader:
             ConfigError: No write method is right.
             CommitError: Slices have been received, and now others are needed.
         """
+        if self._proven is None:
+            self._find_unread(signature, group)
+        names = self.expectation.own_names(signature.keys())
+        written = {name: spec for name, spec in signature.items() if names.get(name, name) not in self._beside}
+        self._left_out, signature = frozenset(signature.keys() - written.keys()), written
         known = signature == self._signature and self._writer is not None and not self._writer.moved()
         # A rank that has nothing to learn sends nothing, which keeps this to one small message.
         if not any(group.gather(None if known else True)):
             return
         if self._writer is not None and signature == self._signature:
             logger.info("weightlane: parameters have moved to other memory, %s traces loading again", self._rank.part)
-        received = _needed_slices(self.needed())
+        received = _needed_slices(self.needed(), self.expectation)
         self._signature, self._writer = dict(signature), None
         judged = self._judged(group)
         proven = self._known_proof(judged)
         proven_everywhere = all(group.gather(proven is not None))
         self._verdict = proven if proven_everywhere and proven is not None else self._prove(judged, group)
         self._writer = VersionWriter(self._rank, self._verdict, self._signature, self._stale_views, self._read)
-        if any(group.gather(sliced and _needed_slices(self.needed()) != received)):
+        if any(group.gather(sliced and _needed_slices(self.needed(), self.expectation) != received)):
             raise CommitError(
                 "slices of a version were received, and others are needed: parameters have moved to other memory, or the"
                 " trainer sends other tensors.",
                 part=self._rank.part,
                 hint="Connect this replica again; it then asks for the slices that it needs.",
             )
+
+    def _find_unread(self, signature: Mapping[str, SourceSpec], group: RankGroup) -> None:
+        """Find the tensors of the checkpoint that a version need not have, and take them out of `expectation`."""
+        tied = self.expectation.tied
+        mine = unread_by_loading(self._rank.model, signature) - tied.keys()
+        unread = frozenset.intersection(*map(frozenset, group.gather(sorted(mine))))
+        if unread:
+            some = ", ".join(sorted(unread)[:6])
+            logger.info("weightlane: no rank reads %d tensors of the checkpoint, such as %s", len(unread), some)
+        self._beside = {name: spec for name, spec in signature.items() if name in unread or name in tied}
+        tensors = {name: each for name, each in self.expectation.tensors.items() if name not in unread}
+        self.expectation = replace(self.expectation, tensors=tensors, unread=unread)
 
     def _judged(self, group: RankGroup) -> Verdict:
         """Trace loading on every rank, and judge the layouts. The verdict is a whole reload on all ranks or on none."""
@@ -174,7 +198,7 @@ class VersionLoader:
             verdict = whole_reload([Refusal("the model", error) for error in errors])
         else:
             layouts = [LayoutMap.from_plain(fact["layout"]) for fact in facts]
-            verdict = judge(self._rank.model, layout, layouts, tied=self._tied)
+            verdict = judge(self._rank.model, layout, layouts)
         if verdict.method is WriteMethod.RELOAD:
             logger.warning("weightlane: versions go through vLLM's own loading: %s", verdict.summary)
         elif verdict.method is WriteMethod.MIXED:
@@ -197,14 +221,14 @@ class VersionLoader:
         return verdict
 
     def _known_proof(self, verdict: Verdict) -> Verdict | None:
-        """The proven verdict on versions that differ from the rehearsed ones only in dtypes, or in a tied tensor's name.
+        """The proven verdict on versions that differ from the rehearsed ones only in dtypes and names.
 
         The copies are those that were proven, and convert dtypes as vLLM's own loading does. Where the rehearsal replaced
         copies by a reload, versions are reloaded again.
         """
         if self._proven is None:
             return None
-        (signature, judged, proven), names = self._proven, self._tied
+        (signature, judged, proven), names = self._proven, self.expectation.own_names(self._signature.keys())
         shapes, methods = (
             [
                 {names.get(name, name): spec.shape for name, spec in each.items()}
@@ -220,7 +244,15 @@ class VersionLoader:
         """Rehearse `judged`, then a whole reload; returns the first verdict that is right. Raises `ConfigError` if none is."""
         began, verdict = time.perf_counter(), judged
         before_serving = self._proven is None
-        rehearsal = Rehearsal(self._rank, self._signature, group, computes=self._computes, may_move=before_serving)
+        rehearsal = Rehearsal(
+            self._rank,
+            self._signature,
+            group,
+            computes=self._computes,
+            may_move=before_serving,
+            beside=self._beside,
+            tied=self.expectation.tied,
+        )
         while True:
             self._read = self._read_by_loading() if verdict.method is WriteMethod.RELOAD else None
             mismatch = rehearsal.first_mismatch(verdict, self._read)
@@ -265,8 +297,9 @@ class VersionLoader:
         return boxes
 
 
-def _needed_slices(needed: Placement | None) -> dict[str, tuple[Box, ...]] | None:
-    """The boxes of each tensor, whatever its dtype."""
+def _needed_slices(needed: Placement | None, expectation: Expectation) -> dict[str, tuple[Box, ...]] | None:
+    """The boxes of each tensor, whatever its dtype, by its name in the checkpoint."""
     if needed is None:
         return None
-    return {spec.name: boxes for spec, boxes in zip(needed.specs, needed.boxes, strict=True)}
+    names = expectation.own_names([spec.name for spec in needed.specs])
+    return {names.get(spec.name, spec.name): boxes for spec, boxes in zip(needed.specs, needed.boxes, strict=True)}

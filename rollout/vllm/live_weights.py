@@ -50,12 +50,11 @@ class LiveWeights:
     Args:
         rank: The rank with its model.
         loader: The loader of the model.
-        expectation: The tensors that a version has to have.
         group: The ranks.
     """
 
-    def __init__(self, rank: RankModel, loader: VersionLoader, expectation: Expectation, group: RankGroup) -> None:
-        self.loader, self.expectation = loader, expectation
+    def __init__(self, rank: RankModel, loader: VersionLoader, group: RankGroup) -> None:
+        self.loader = loader
         self._group, self._device, self._part = group, rank.device, rank.part
         self.intact = True
         """Whether the weights are one complete version, or the checkpoint."""
@@ -67,6 +66,11 @@ class LiveWeights:
         """The version before `_version`; None if it cannot be restored."""
         self._undo: LiveDelta | None = None
         """The delta that rolls `_version` back, if `_version` was a delta."""
+
+    @property
+    def expectation(self) -> Expectation:
+        """The tensors that a version has to have."""
+        return self.loader.expectation
 
     def needed(self) -> Placement | None:
         """The slices that this rank needs of a version; None if it needs all tensors whole."""
@@ -133,9 +137,8 @@ class LiveWeights:
         self._take_previous(change, version, self._before, subscriber)
 
     def _check_complete(self, version: int, tensors: Mapping[str, object]) -> None:
-        absent = self.expectation.tensors.keys() - tensors.keys() - self.expectation.tied.keys()
-        if absent:
-            raise ProtocolError(f"version {version} lacks {', '.join(sorted(absent)[:3])}.", part=self._part)
+        if absent := self.expectation.missing(tensors.keys()):
+            raise ProtocolError(f"version {version} lacks {', '.join(absent[:3])}.", part=self._part)
 
     def _check_base(self, delta: LiveDelta) -> None:
         if not self.intact or self._version != delta.base_version:

@@ -27,7 +27,7 @@ raise.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ from ..commit.rank_group import RankGroup
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError
 from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
 from ..layout import SourceSpec
-from ..layout.loading.expectation import checkpoint_specs, expectation_of_config
+from ..layout.loading.expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
@@ -164,10 +164,10 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Create `_weights`, or raise the reason against it; returns the tensors of the checkpoint as they are usually sent."""
         self._check_model()
         model_config = self.vllm_config.model_config
-        expectation = expectation_of_config(model_config)
+        expectation = replace(expectation_of_config(model_config), place=place_of(self.model))
         rank = self._rank_model()
-        loader = VersionLoader(rank, tied=expectation.tied)
-        self._weights = LiveWeights(rank, loader, expectation, self._group)
+        loader = VersionLoader(rank, expectation=expectation)
+        self._weights = LiveWeights(rank, loader, self._group)
         return checkpoint_specs(model_config.model, model_config.dtype)
 
     def _check_model(self) -> None:

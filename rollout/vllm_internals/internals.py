@@ -29,6 +29,9 @@ _MODULES = {
     "vllm.model_executor.model_loader.base_loader": ("BaseModelLoader",),
     "vllm.model_executor.model_loader.utils": ("initialize_model", "process_weights_after_loading"),
     "vllm.utils.torch_utils": ("set_default_torch_dtype",),
+    # What a pooling model is served for.
+    "vllm.pooling_params": ("PoolingParams",),
+    "vllm.v1.pool.metadata": ("PoolingMetadata", "PoolingStates"),
     # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
     "vllm.v1.engine.core": ("EngineCore",),

@@ -95,7 +95,7 @@ def _first_mismatch(needed: Mapping[str, Placement | None], supply: Supply) -> s
     for need in needed.values():
         if need is None or supply.on_the_wire(need) is not None:
             continue
-        expected = {spec.name: spec for spec in need.specs}
+        expected = {spec.name: spec for spec in need.named_as(sent.keys()).specs}
         name = next(name for name in [*sent, *expected] if sent.get(name) != expected.get(name))
         if name not in expected:
             return f"no {name}, which is sent"

@@ -14,6 +14,7 @@ from ..codecs.quantised.quantisation import checked_scheme
 from ..codecs.quantised.quantised_needs import needed_on_the_wire
 from ..config import Network
 from ..version.bucket_checksums import SessionMailbox
+from ..version.manifest import Manifest
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec
 
@@ -50,14 +51,21 @@ class Supply:
         """The placement of a rank that needs everything."""
         return Placement.whole(self.specs)
 
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest of versions in which this is sent as one stream."""
+        return Manifest(0, self.specs, self.bucket_bytes, checksummed=self.checksummed, quantised=self.quantised)
+
     def on_the_wire(self, needed: Placement) -> Placement | None:
         """Translate `needed` from the receiver's tensors, which may have other dtypes or be restored, to those on the wire.
 
         Returns None if `needed` has other tensors.
         """
         sent = {spec.name: spec for spec in self.specs}
+        needed = needed.named_as(sent.keys())
         if sent.keys() == {spec.name for spec in needed.specs} and all(
-            sent[spec.name].stands_for(spec) for spec in needed.specs
+            sent[spec.name].stands_for(spec) or not boxes
+            for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
         ):
             return Placement(tuple(sent[spec.name] for spec in needed.specs), needed.boxes)
         return needed_on_the_wire(needed, self.specs, checked_scheme(self.quantised)) if self.quantised else None

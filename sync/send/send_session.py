@@ -145,6 +145,9 @@ class GatheredSendSession(SendSession):
 
     def _connect(self, rendezvous: Rendezvous, message: Connect, topology: Topology, deadline: Deadline) -> None:
         rank = self._rank
+        if rank.number == 0:
+            supply = rank.contribution.supply(message.publishers, rank.network)
+            PlanExchange(rendezvous.mailbox(f"plan/{self.name}")).supply(supply)
         self.parts = rank.contribution.parts(self.layout.regions)
         self._tables = rank.contribution.stored_tables(self.layout)
         if self._store_link is not None:

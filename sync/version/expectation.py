@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -10,11 +10,13 @@ import torch
 from weightlane.ckpt_engines import ManifestError
 
 from .manifest import Manifest
-from .tensor_spec import TensorSpec, dtype_name
+from .tensor_spec import TensorSpec, dtype_name, renamed
 
 _SHOWN = 6
 """Names and problems that one error lists, so that it fits on a screen."""
 _FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "linear_qkv", "linear_fc1")
+_MODEL_HINT = "Trainer and rollout must load the same model."
+_DTYPE_HINT = "sync.wire_dtype must be the rollout's dtype."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,34 @@ class Expectation:
     """The checkpoint tensors a receiver's model is made of."""
 
     tensors: Mapping[str, ExpectedTensor]
+    """The tensors that a version must have."""
     tied: Mapping[str, str] = field(default_factory=dict)
     """The expected tensor that each alias shares memory with. An alias is not sent: its own values would be lost."""
     dtype: torch.dtype | None = None
     """The dtype to which quantised tensors are restored; None where each tensor accepts only one."""
+    unread: frozenset[str] = frozenset()
+    """Further tensors of the checkpoint, which no rank's model reads. A version may have them; they are not loaded."""
+    place: Callable[[str], str | None] | None = None
+    """Where the model puts a tensor, by the tensor's name; two names with one place are one tensor. None if that is not known."""
+
+    def own_names(self, sent: Collection[str]) -> dict[str, str]:
+        """The name here of each tensor that is `sent` under another one. Names that are not expected at all are left out."""
+        if self.tensors.keys() >= set(sent):
+            return {}
+        expected = [*self.tensors, *self.unread]
+        found = renamed(sent, expected)
+        strangers = [
+            name for name in sent if name not in found and name not in self.tensors and name not in self.unread
+        ]
+        if self.place is not None and strangers:
+            places = {self.place(name): name for name in expected if name not in sent}
+            found |= {name: places[at] for name in strangers if (at := self.place(name)) in places and at is not None}
+        return found
+
+    def missing(self, sent: Collection[str]) -> list[str]:
+        """The required tensors that are not among those `sent`."""
+        here = {*sent, *self.own_names(sent).values()}
+        return [name for name in self.tensors if name not in here and name not in self.tied]
 
 
 def check_coverage(
@@ -50,50 +76,52 @@ def check_coverage(
         specs: The version's tensors as they are loaded, if they differ from the manifest's.
     """
     sent = {spec.name: spec for spec in (manifest.tensors if specs is None else specs)}
-    problems: list[str] = []
-
-    missing = [name for name in expectation.tensors if name not in sent and name not in expectation.tied]
-    unexpected = [name for name in sent if name not in expectation.tensors and name not in expectation.tied]
-    if missing:
-        problems.append(f"missing {_some(missing)}")
-    problems += [
+    own = expectation.own_names(sent.keys())
+    missing = expectation.missing(sent.keys())
+    names = [f"missing {_some(missing)}"] if missing else []
+    names += [
         f"{alias} was sent as a tensor of its own, and is {name} here"
         for alias, name in expectation.tied.items()
         if alias in sent
     ]
-    if unexpected:
+    known = {*expectation.tensors, *expectation.unread, *expectation.tied, *own}
+    if unexpected := [name for name in sent if name not in known]:
         fused = [name for name in unexpected if any(word in name for word in _FUSED)]
         note = " (these look fused; send Hugging Face's unfused tensors)" if fused else ""
-        problems.append(f"unexpected {_some(unexpected)}{note}")
+        names.append(f"unexpected {_some(unexpected)}{note}")
+    shapes, dtypes = [], []
     for name, spec in sent.items():
-        expected = expectation.tensors.get(expectation.tied.get(name, name))
+        here = own.get(name, name)
+        expected = expectation.tensors.get(expectation.tied.get(here, here))
         if expected is not None:
-            problems.extend(_mismatch(spec, expected))
-    if problems:
+            shapes += _other_shape(spec, expected)
+            dtypes += _other_dtype(spec, expected)
+    if problems := [*names, *shapes, *dtypes]:
         shown = "; ".join(problems[:_SHOWN]) + (
             f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         )
-        raise ManifestError(
-            f"version {manifest.version} does not fit this model: {shown}.",
-            part=part,
-            hint="Trainer and rollout must load the same model directory, and sync.wire_dtype must be the rollout's dtype.",
-        )
+        hints = [_MODEL_HINT] * bool(names or shapes) + [_DTYPE_HINT] * bool(dtypes)
+        raise ManifestError(f"the trainer's weights do not fit this model: {shown}.", part=part, hint=" ".join(hints))
 
 
-def _mismatch(spec: TensorSpec, expected: ExpectedTensor) -> list[str]:
-    problems = []
-    if spec.shape != expected.shape:
-        padded = (
-            len(spec.shape) == len(expected.shape) > 0
-            and spec.shape[0] > expected.shape[0]
-            and spec.shape[1:] == expected.shape[1:]
-        )
-        note = " (padded rows? remove them before sending)" if padded else ""
-        problems.append(f"{spec.name} has shape {list(spec.shape)}, expected {list(expected.shape)}{note}")
-    if spec.dtype not in expected.dtypes:
-        wanted = " or ".join(sorted(map(dtype_name, expected.dtypes)))
-        problems.append(f"{spec.name} is {dtype_name(spec.dtype)}, expected {wanted}")
-    return problems
+def _other_shape(spec: TensorSpec, expected: ExpectedTensor) -> list[str]:
+    if spec.shape == expected.shape:
+        return []
+    padded = (
+        len(spec.shape) == len(expected.shape) > 0
+        and spec.shape[0] > expected.shape[0]
+        and spec.shape[1:] == expected.shape[1:]
+    )
+    note = " (padded rows? remove them before sending)" if padded else ""
+    return [f"{spec.name} has shape {list(spec.shape)}, expected {list(expected.shape)}{note}"]
+
+
+def _other_dtype(spec: TensorSpec, expected: ExpectedTensor) -> list[str]:
+    if spec.dtype in expected.dtypes:
+        return []
+    return [
+        f"{spec.name} is {dtype_name(spec.dtype)}, expected {' or '.join(sorted(map(dtype_name, expected.dtypes)))}"
+    ]
 
 
 def _some(names: list[str]) -> str:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from weightlane.ckpt_engines import ProtocolError
 
 from .box import Box
-from .tensor_spec import LocalShard, TensorSpec, dtype_of
+from .tensor_spec import LocalShard, TensorSpec, dtype_of, renamed
 
 _PART = "placement"
 _MOST_SLICES = 1 << 16
@@ -55,6 +55,18 @@ class Placement:
     def whole(cls, specs: Iterable[TensorSpec]) -> Placement:
         """The placement of a rank that has every tensor whole."""
         return cls.of((spec, Box.whole(spec.shape)) for spec in specs)
+
+    def named_as(self, sent: Collection[str]) -> Placement:
+        """The placement under the names of the tensors that are `sent`, without tensors of which nothing is sent nor needed."""
+        if {spec.name for spec in self.specs} == set(sent):
+            return self
+        named = {own: name for name, own in renamed(sent, [spec.name for spec in self.specs]).items()}
+        kept = [
+            (replace(spec, name=named.get(spec.name, spec.name)), boxes)
+            for spec, boxes in zip(self.specs, self.boxes, strict=True)
+            if boxes or spec.name in sent or spec.name in named
+        ]
+        return Placement(tuple(spec for spec, _ in kept), tuple(boxes for _, boxes in kept))
 
     @property
     def slices(self) -> Iterator[tuple[TensorSpec, Box]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,6 +77,34 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     torch calls a single element contiguous whatever its stride is, but views it as bytes only if the stride is 1.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def renamed(sent: Collection[str], expected: Collection[str]) -> dict[str, str]:
+    """The expected name of each tensor that is `sent` under another name, where names differ in one prefix.
+
+    The files of a base model (GPT-2's ``wte.weight``) lack the prefix that its tensors have as a part of the whole model
+    (``transformer.wte.weight``).
+
+    >>> renamed(["transformer.wte.weight", "lm_head.weight"], ["wte.weight", "lm_head.weight"])
+    {'transformer.wte.weight': 'wte.weight'}
+    """
+    given, known = set(sent), set(expected)
+    strangers = [name for name in sent if name not in known]
+    missing = [name for name in expected if name not in given]
+    fewer = _without_prefix(strangers, missing)
+    more = {name: own for own, name in _without_prefix(missing, strangers).items()}
+    return max(fewer, more, key=len)
+
+
+def _without_prefix(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
+    """The names that are one of `others` behind one prefix, the most frequent, each with that other name."""
+    wanted = set(others)
+    cuts: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        for dot in re.finditer(r"\.", name):
+            if (rest := name[dot.end() :]) in wanted:
+                cuts[name[: dot.end()]][name] = rest
+    return max(cuts.values(), key=len, default={})
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,12 +71,14 @@ def test_a_report_shows_what_is_not_copied_and_which_experts_each_rank_holds() -
         "not_rehearsed": "a rehearsal takes 2.0 GB of memory, and 1.0 GB are free",
         "ranks": ranks,
         "tied": [],
+        "unread": [f"mtp.{number}" for number in range(9)],
         "union": {"tensors": 8, "elements": 64, "unused": {}},
     }
     text = shown(report)
     assert "rank 0 holds experts 0-2, 5 of 8" in text
     assert "rank 1 holds experts 3-4, 6-7 of 8" in text
     assert "2 rank(s), experts divided between them" in text
+    assert "not read by any rank, so that a version may lack it: mtp.0," in text
     assert "a rehearsal takes 2.0 GB of memory" in text
     assert "rank 0 holds a slice of experts 0-2, 5 of 8" in shown(report | {"expert_parallel": False})
     why = [{"tensor": "mlp.weight", "why": "the layer repacks it"}]

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,15 +65,45 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     tied: dict[str, str] = {}
     if tied_embeddings:
         embedding = _input_embedding(tensors, directory)
-        tied[_LM_HEAD] = embedding
-        tensors.setdefault(_LM_HEAD, tensors[embedding])
+        heads = [name for name in tensors if name.endswith(_LM_HEAD)] or [_LM_HEAD]
+        tied = dict.fromkeys(heads, embedding)
+        tensors |= dict.fromkeys(heads, tensors[embedding])
     return Expectation(tensors=tensors, tied=tied, dtype=dtype)
 
 
 def expectation_of_config(model_config: Any) -> Expectation:
     """`expectation_of` the checkpoint in vLLM's ``model_config``."""
     tied = bool(getattr(model_config.hf_text_config, "tie_word_embeddings", False))
+    if getattr(model_config, "word_embeddings_untied_by_checkpoint", False):
+        # The config ties the embeddings, and the files have both. vLLM ties them if they are equal, after it has loaded them.
+        tied = _are_equal(model_config.model)
     return expectation_of(model_config.model, dtype=model_config.dtype, tied_embeddings=tied)
+
+
+def place_of(model: Any) -> Callable[[str], str | None] | None:
+    """The function that tells where a vLLM model puts a tensor of a checkpoint, if it has one; see `Expectation.place`."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None or not hasattr(mapper, "get_rename_mapper"):
+        return None
+    place: Callable[[str], str | None] = mapper.get_rename_mapper().map_name
+    return place
+
+
+def _are_equal(model: str | os.PathLike[str]) -> bool:
+    """Whether the two embeddings in a checkpoint's files are equal, bit for bit."""
+    from safetensors import safe_open  # noqa: PLC0415 - comes with the extra `vllm`
+
+    found: dict[str, torch.Tensor] = {}
+    for file in checkpoint_files(model):
+        with safe_open(file, framework="pt") as opened:
+            found |= {
+                name: opened.get_tensor(name)
+                for name in opened.keys()  # noqa: SIM118 - not a mapping
+                if name.endswith((_LM_HEAD, *_EMBEDDINGS))
+            }
+    heads = [tensor for name, tensor in found.items() if name.endswith(_LM_HEAD)]
+    inputs = [tensor for name, tensor in found.items() if not name.endswith(_LM_HEAD)]
+    return len(heads) == len(inputs) == 1 and torch.equal(heads[0], inputs[0])
 
 
 def checkpoint_specs(model: str | os.PathLike[str], dtype: torch.dtype) -> dict[str, SourceSpec]:

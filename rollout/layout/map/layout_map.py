@@ -120,9 +120,9 @@ class LayoutMap:
             [constant for constant in self.constants if constant.target not in written],
         )
 
-    def comparable(self, tied: Mapping[str, str]) -> tuple[object, ...]:
-        """Copies, constants and targets, equal for layouts that differ in source dtypes or in names that `tied` maps."""
-        copies = {replace(copy, source=tied.get(copy.source, copy.source)) for copy in self.copies}
+    def comparable(self, names: Mapping[str, str]) -> tuple[object, ...]:
+        """Copies, constants and targets, equal for layouts that differ in source dtypes or in names that `names` maps."""
+        copies = {replace(copy, source=names.get(copy.source, copy.source)) for copy in self.copies}
         return copies, set(self.constants), self.targets
 
     @property

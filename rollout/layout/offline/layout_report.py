@@ -9,11 +9,9 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_process
-from weightlane.sync import Expectation
 
-from ..loading.expectation import expectation_of_config
+from ..loading.expectation import checkpoint_specs, expectation_of_config
 from ..map.coverage import target_coverage, unused_elements
-from ..map.layout_map import SourceSpec
 from ..verdict import WriteMethod
 from .rank_layouts import RankLayout, checked_config, rank_layouts, rehearsed
 
@@ -46,11 +44,11 @@ def layout_report(
     Returns:
         Plain data: ``model``, ``architecture``, ``dtype``, ``quantization`` (vLLM's name for it, or nothing),
         ``tensor_parallel``, ``expert_parallel``, ``method`` (a `WriteMethod`), ``refusal`` (why a worker takes no versions of
-        this model, or nothing), ``not_rehearsed`` (why, or nothing), ``tied``, ``union`` (over ranks: ``tensors``,
-        ``elements``, ``unused``) and ``ranks``, each with ``rank``, ``method``, ``tensors``, ``copies``, ``bytes``,
-        ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of layer with experts: ``held``, the rank's expert
-        numbers, and ``of``, the number of experts), ``constants``, ``constant_elements``, ``parameters``, ``reloaded``
-        (layers), ``refused`` and ``learned_s``.
+        this model, or nothing), ``not_rehearsed`` (why, or nothing), ``tied``, ``unread`` (further tensors of the files,
+        which no rank reads), ``union`` (over ranks: ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``,
+        ``method``, ``tensors``, ``copies``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of
+        layer with experts: ``held``, the rank's expert numbers, and ``of``, the number of experts), ``constants``,
+        ``constant_elements``, ``parameters``, ``reloaded`` (layers), ``refused`` and ``learned_s``.
 
     Raises:
         ConfigError: There is no such model, its files are broken, or vLLM cannot run it with these options.
@@ -78,11 +76,12 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
     """Make the `layout_report` in this process, which must not have built a vLLM model before."""
     config = checked_config(model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel)
     expectation = expectation_of_config(config.model_config)
-    sources = _sent_tensors(expectation, config.model_config.dtype)
-    ranks, refusal = rank_layouts(config, sources, tied=expectation.tied), None
+    stored = checkpoint_specs(model, config.model_config.dtype)
+    ranks, refusal = rank_layouts(config, stored, tied=expectation.tied), None
     not_rehearsed = _lacks_room(ranks)
     if not not_rehearsed:
-        ranks, refusal = rehearsed(config, sources, ranks)
+        ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
+    sources = ranks[0].layout.sources
     layouts = [rank.layout for rank in ranks]
     methods = {rank.verdict.method for rank in ranks}
     excused = {source for layout in layouts for source, _ in layout.feeds}
@@ -104,6 +103,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
         "refusal": refusal or "",
         "not_rehearsed": not_rehearsed,
         "tied": sorted(expectation.tied),
+        "unread": [name for name in stored if name not in sources and name not in expectation.tied],
         "union": {
             "tensors": len(sources),
             "elements": sum(spec.numel for spec in sources.values()),
@@ -136,15 +136,6 @@ def _lacks_room(ranks: Sequence[RankLayout]) -> str:
     if room is None or needed < room:
         return ""
     return f"a rehearsal takes {needed / 1e9:.1f} GB of memory, and {room / 1e9:.1f} GB are free"
-
-
-def _sent_tensors(expectation: Expectation, dtype: Any) -> dict[str, SourceSpec]:
-    """The tensors of a version that is sent in `dtype` where `expectation` allows that, without tied names."""
-    return {
-        name: SourceSpec(expected.shape, dtype if dtype in expected.dtypes else next(iter(expected.dtypes)))
-        for name, expected in expectation.tensors.items()
-        if name not in expectation.tied
-    }
 
 
 if __name__ == "__main__":

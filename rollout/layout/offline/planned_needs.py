@@ -10,6 +10,7 @@ from typing import Any
 from weightlane.ckpt_engines import DeadlineExceededError, ProtocolError, WeightlaneError, WorkerDiedError
 from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_process
 from weightlane.sync import Placement, dtype_name
+from weightlane.sync.version.box import Box
 
 from ...config import RolloutConfig
 from ..loading.expectation import checkpoint_specs, expectation_of_config
@@ -109,7 +110,8 @@ def find_needs(
         if reloads:
             why = f"versions go through vLLM's own loading: {reloads[0]}"
         else:
-            needed = [needed_placement(needed_boxes(rank.verdict.layout), sent).to_plain() for rank in ranks]
+            unread: dict[str, list[Box]] = {name: [] for name in sent if name not in ranks[0].layout.sources}
+            needed = [needed_placement(needed_boxes(rank.verdict.layout) | unread, sent).to_plain() for rank in ranks]
     except WeightlaneError:
         raise
     except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; workers then load versions without copies

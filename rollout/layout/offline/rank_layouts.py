@@ -19,7 +19,7 @@ from ..map.layout_map import LayoutMap, Refusal, SourceSpec
 from ..map.needs import needed_boxes
 from ..proof.rehearsal import Rehearsal
 from ..rank_model import RankModel
-from ..trace.loading_reads import read_by_loading
+from ..trace.loading_reads import read_by_loading, unread_by_loading
 from ..trace.trace import trace_loading
 from ..verdict import Verdict, WriteMethod, judge, untraceable, whole_reload
 from .rank_models import engine_config, model_of_rank, quiet_vllm
@@ -64,12 +64,14 @@ def checked_config(
 
 
 def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str]) -> list[RankLayout]:
-    """Trace and judge the loading of `sources` on every rank of `config`, in rank order. All ranks reload, or none.
+    """Trace and judge the loading of a version on every rank of `config`, in rank order. All ranks reload, or none.
+
+    The version has the tensors that some rank reads: they are the sources of the layouts.
 
     Args:
         config: A config from `checked_config`; this process must not have built a vLLM model before.
-        sources: The tensors of a version.
-        tied: See `judge`.
+        sources: The tensors of the checkpoint.
+        tied: Second names of tensors, which versions do not have.
 
     Raises:
         ConfigError: A model cannot be built, or its weights cannot be replaced.
@@ -77,9 +79,12 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
     ranks = range(config.parallel_config.tensor_parallel_size)
     traced: list[tuple[LayoutMap, list[dict[str, Any]], float, int]] = []
     untraced: list[Refusal] = []
+    sources = {name: spec for name, spec in sources.items() if name not in tied}
+    unread = set(sources)
     for rank in ranks:
         with model_of_rank(config, rank) as built:
             refuse_unsupported(built, config, config.device_config.device)
+            unread &= unread_by_loading(built, sources)
             began = time.perf_counter()
             try:
                 layout = trace_loading(built, sources)
@@ -90,11 +95,15 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
                 )
             nbytes = sum(parameter.nbytes for parameter in built.parameters())
             traced.append((layout, _experts_of(built), time.perf_counter() - began, nbytes))
+    sources = {name: spec for name, spec in sources.items() if name not in unread}
+    for layout, *_ in traced:
+        layout.sources = dict(sources)
+        layout.refused_sources = [refusal for refusal in layout.refused_sources if refusal.tensor in sources]
     layouts = [layout for layout, *_ in traced]
     found = []
     for rank, (layout, experts, learned_s, nbytes) in zip(ranks, traced, strict=True):
         with model_of_rank(config, rank) as built:
-            verdict = whole_reload(dict.fromkeys(untraced)) if untraced else judge(built, layout, layouts, tied=tied)
+            verdict = whole_reload(dict.fromkeys(untraced)) if untraced else judge(built, layout, layouts)
             needed = _read(built, sources) if verdict.method is WriteMethod.RELOAD else needed_boxes(layout)
             found.append(RankLayout(layout, verdict, needed, experts, learned_s, nbytes))
     why = next((rank.verdict.summary for rank in found if rank.verdict.method is WriteMethod.RELOAD), None)
@@ -104,31 +113,43 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
 
 
 def rehearsed(
-    config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]
+    config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout], *, tied: Mapping[str, str]
 ) -> tuple[list[RankLayout], str | None]:
     """Rehearse the verdicts of `ranks` as workers do. Returns the proven ones, and the mismatch if no write method is right.
 
     The rehearsal needs memory for two models of a rank. Ranks are rehearsed one by one; all others seem to compute the same.
+
+    Args:
+        config: As for `rank_layouts`.
+        sources: The tensors of the checkpoint.
+        ranks: The ranks from `rank_layouts`.
+        tied: The first name of each tensor that is a second name of another.
     """
     found = list(ranks)
+    beside = {name: spec for name, spec in sources.items() if name not in ranks[0].layout.sources}
+    sources = ranks[0].layout.sources
     while True:
         reloads = found[0].verdict.method is WriteMethod.RELOAD
-        mismatch = _first_mismatch(config, sources, found)
+        mismatch = _first_mismatch(config, found, beside, tied)
         if mismatch is not None and reloads:
             whole = {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
             found = [replace(rank, needed=whole) for rank in found]
-            mismatch = _first_mismatch(config, sources, found)
+            mismatch = _first_mismatch(config, found, beside, tied)
         if mismatch is None or reloads:
             return found, mismatch
         found = _reloaded(config, sources, found, mismatch)
 
 
-def _first_mismatch(config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout]) -> str | None:
+def _first_mismatch(
+    config: Any, ranks: Sequence[RankLayout], beside: Mapping[str, SourceSpec], tied: Mapping[str, str]
+) -> str | None:
     """The mismatch of the first rank whose rehearsal fails, or None."""
     for number, rank in enumerate(ranks):
         with model_of_rank(config, number) as built:
             this_rank = RankModel(built, config, torch.device(config.device_config.device), f"rank {number}")
-            rehearsal = Rehearsal(this_rank, sources, RankGroup(None), computes=True)
+            rehearsal = Rehearsal(
+                this_rank, rank.layout.sources, RankGroup(None), computes=True, beside=beside, tied=tied
+            )
             read = rank.needed if rank.verdict.method is WriteMethod.RELOAD else None
             if (mismatch := rehearsal.first_mismatch(rank.verdict, read)) is not None:
                 return mismatch

@@ -7,6 +7,7 @@ same few tokens are therefore compared between two models with equal parameters 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -59,12 +60,35 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
         ):
             hidden = model(input_ids=tokens, positions=tokens, intermediate_tensors=None, inputs_embeds=None)
             checksums["hidden states"] = _checksum(hidden)
-            if (logits := model.compute_logits(hidden)) is not None:
+            if getattr(model, "is_pooling_model", False):
+                checksums |= {task: _checksum(pooled) for task, pooled in _pooled(rank, hidden)}
+            elif (logits := model.compute_logits(hidden)) is not None:
                 checksums["logits"] = _checksum(logits)
     finally:
         for hook in hooks:
             hook.remove()
     return checksums
+
+
+def _pooled(rank: RankModel, hidden: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """Results of a pooling model for the hidden states of one sequence, by task."""
+    from ...vllm_internals.internals import PoolingMetadata, PoolingParams, PoolingStates  # noqa: PLC0415 - as above
+
+    pooler: Any = rank.model.pooler
+    lengths, tokens = torch.tensor([len(hidden)]), torch.arange(len(hidden), device=rank.device)[None]
+    for task in sorted(pooler.get_supported_tasks()):
+        params = PoolingParams(task=task)
+        params.verify(rank.config.model_config)
+        pooler.get_pooling_updates(task).apply(params)
+        metadata = PoolingMetadata(
+            prompt_lens=lengths,
+            prompt_token_ids=tokens,
+            prompt_token_ids_cpu=tokens.cpu(),
+            pooling_params=[params],
+            pooling_states=[PoolingStates()],
+        )
+        metadata.build_pooling_cursor(lengths.numpy(), seq_lens_cpu=lengths, device=hidden.device)
+        yield task, pooler(hidden_states=hidden, pooling_metadata=metadata)
 
 
 def _token_count(vllm_config: Any) -> int:
@@ -106,7 +130,14 @@ def _recorder(checksums: dict[str, str], name: str) -> Any:
 
 def _checksum(value: Any) -> str:
     checksum = hashlib.sha256()
-    for item in value if isinstance(value, list | tuple) else (value,):
-        if isinstance(item, torch.Tensor):
-            checksum.update(raw_bytes(item.detach().to("cpu").contiguous()).numpy().tobytes())
+    for item in _tensors(value):
+        checksum.update(raw_bytes(item.detach().to("cpu").contiguous()).numpy().tobytes())
     return checksum.hexdigest()
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from copy import copy
 
 import torch
 
@@ -26,16 +27,20 @@ class MadeUpValues(LazyTensors):
         specs: Shape and dtype of every tensor.
         seed: 0 or 1.
         device: The device of the tensors.
+        same: Second names of tensors, which have the values of the first name.
     """
 
-    def __init__(self, specs: Mapping[str, SourceSpec], seed: int, device: torch.device) -> None:
-        self._specs, self._device = specs, device
+    def __init__(
+        self, specs: Mapping[str, SourceSpec], seed: int, device: torch.device, same: Mapping[str, str] | None = None
+    ) -> None:
+        self._specs, self._device, self._same = specs, device, same or {}
         hashed = torch.arange(_PERIOD, dtype=torch.int64, device=device) * 0x9E3779B1 >> 9
         self._codes = (hashed & 0xFF).to(torch.uint8) ^ (0x55 * seed)
         self._periods: dict[tuple[torch.dtype, bool], torch.Tensor] = {}
         """One period of values for each dtype, signed or not. A tensor is cut out of its repetitions."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        name = self._same.get(name, name)
         spec, signed = self._specs[name], "scale" not in name
         if (period := self._periods.get((spec.dtype, signed))) is None:
             period = self._periods[spec.dtype, signed] = self._period(spec.dtype, signed=signed)
@@ -53,6 +58,12 @@ class MadeUpValues(LazyTensors):
         mantissa, exponent = (codes & _MANTISSA).float(), (codes >> 3 & 3).float()
         size = (1 + mantissa / 128) * torch.exp2(-2 - exponent)
         return (torch.where(codes > _MANTISSA, -size, size) if signed else size).to(dtype)
+
+    def chosen(self, specs: Mapping[str, SourceSpec]) -> MadeUpValues:
+        """The version with only the tensors of `specs`."""
+        other = copy(self)
+        other._specs = specs
+        return other
 
     def without_data(self, name: str) -> torch.Tensor:
         """See `LazyTensors.without_data`."""

@@ -48,6 +48,9 @@ class Rehearsal:
         group: The ranks.
         computes: Whether all ranks are present, so that a model can compute.
         may_move: Whether the live model's weights may move to other memory: nothing that holds their addresses exists yet.
+        beside: Tensors that the checkpoint has and versions need not have. Ordinary loads get them, and the written versions
+            do not, so that a difference shows if they matter.
+        tied: The first name of each tensor that is a second name of another.
     """
 
     def __init__(
@@ -58,9 +61,12 @@ class Rehearsal:
         *,
         computes: bool,
         may_move: bool = True,
+        beside: Mapping[str, SourceSpec] | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self._rank, self._signature, self._group, self._computes = rank, signature, group, computes
-        self._first, self._second = (MadeUpValues(signature, seed, rank.device) for seed in (0, 1))
+        specs = {**signature, **(beside or {})}
+        self._first, self._second = (MadeUpValues(specs, seed, rank.device, tied) for seed in (0, 1))
         self._may_move = may_move
         self._second_state: dict[str, str] | None = None
         """The state of a model after an ordinary load of the second version."""
@@ -124,8 +130,9 @@ class Rehearsal:
                 raise _MismatchError(f"{name} has another layout in memory than in a model loaded with other values")
             writers.append(VersionWriter(fresh.rank, verdict, self._signature, self.stale_views))
 
-        def sent(values: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-            return values if read is None else OnlyRead(values, read)
+        def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
+            chosen = values.chosen(self._signature)
+            return chosen if read is None else OnlyRead(chosen, read)
 
         def compare(wanted: Mapping[str, str]) -> None:
             if (name := _first_difference(self._state(fresh), wanted)) is None:

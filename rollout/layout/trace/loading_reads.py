@@ -44,6 +44,19 @@ def read_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -
     return needed_boxes(layout)
 
 
+def unread_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> set[str]:
+    """Names of the `sources` of which loading reads no element on this rank; none if that cannot be traced.
+
+    The model is unchanged when this returns. Runs inside vLLM's current config, as a load does.
+    """
+    try:
+        with _parameters_before_processing(model):
+            boxes = needed_boxes(trace_loading(model, sources))
+    except Exception:  # noqa: BLE001 - a model's loader may raise anything; every tensor then counts as read
+        return set()
+    return {name for name, spec in sources.items() if spec.numel and not boxes[name]}
+
+
 class OnlyRead(Mapping[str, torch.Tensor]):
     """Tensors that have their values only in the boxes that are read; every other bit is set, which is NaN in float types.
 

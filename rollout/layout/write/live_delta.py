@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -38,12 +38,19 @@ class LiveDelta:
         plan: Copies that are proven to be all that loading does.
         delta: The delta.
         renew_derived: Recomputes the tensors that layers derive from changed parameters.
+        left_out: Tensors that no rank reads.
 
     Raises:
         CommitError: A tensor of the delta does not go by copies, or a parameter has moved to other memory.
     """
 
-    def __init__(self, plan: CommitPlan, delta: IncomingDelta, renew_derived: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        plan: CommitPlan,
+        delta: IncomingDelta,
+        renew_derived: Callable[[], None],
+        left_out: Collection[str] = (),
+    ) -> None:
         self.version = delta.version
         self.base_version = delta.manifest.base_version
         self._plan, self._renew_derived = plan, renew_derived
@@ -56,6 +63,8 @@ class LiveDelta:
         for segment, patch in delta.patches:
             part = delta.where(segment)
             spec = part.spec
+            if spec.name in left_out:
+                continue
             positions, bits = patch.positions_and_values()
             values = bits.view(spec.dtype)
             for found in plan.locate(spec.name, positions_in(spec.shape, part.box, positions)):

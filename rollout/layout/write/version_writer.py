@@ -64,9 +64,9 @@ class VersionWriter:
         if self.plan is None:
             if isinstance(tensors, SlicedTensors):
                 self._check_arrived(tensors)
-                self._reload((name, tensors.partly(name)) for name in tensors)
+                self._reload((name, tensors.partly(name)) for name in tensors if name in self._signature)
             else:
-                self._reload(iter(tensors.items()))
+                self._reload((name, tensors[name]) for name in tensors if name in self._signature)
             return
         if isinstance(tensors, SlicedTensors):
             self._copy_slices(tensors, self.plan)

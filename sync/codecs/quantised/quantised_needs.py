@@ -22,7 +22,10 @@ def needed_on_the_wire(needed: Placement, sent: Sequence[TensorSpec], scheme: Sc
     wire = {spec.name: spec for spec in sent if spec.name not in scales}
     if wire.keys() != {spec.name for spec in needed.specs}:
         return None
-    if not all(_stands_for(wire[spec.name], spec, restored=spec.name in pairs) for spec in needed.specs):
+    if not all(
+        _stands_for(wire[spec.name], spec, restored=spec.name in pairs) or not boxes
+        for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
+    ):
         return None
 
     def slices() -> Iterator[tuple[TensorSpec, Iterable[Box]]]:

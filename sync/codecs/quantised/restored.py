@@ -54,8 +54,9 @@ class RestorePlan:
         if any(pair.scales.name in expectation.tensors for pair in pairs.values()):
             return  # the model itself is quantised
         self.scheme, self.pairs = scheme, pairs
-        dtypes = {name: _wanted_dtype(name, expectation, scheme) for name in pairs}
         scales = {pair.scales.name for pair in pairs.values()}
+        own = expectation.own_names([spec.name for spec in manifest.tensors if spec.name not in scales])
+        dtypes = {name: _wanted_dtype(own.get(name, name), expectation, scheme) for name in pairs}
         self.specs = tuple(
             TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
             for spec in manifest.tensors

@@ -23,7 +23,9 @@ class RosterEntry:
     version: int = -1
     """The version that the replica serves; -1 before the first one and while that is unknown."""
     error: WeightlaneError | None = None
-    """Why the replica is quarantined or lost."""
+    """Why the replica is quarantined or lost, or has another model."""
+    fits: bool = True
+    """False if the trainer's tensors are not those of its model: it would refuse every version."""
 
     @property
     def name(self) -> str:
@@ -88,11 +90,13 @@ class Roster:
         return [*self.publishers, *self._by_subscriber]
 
     def reachable(self) -> list[RosterEntry]:
-        """Replicas that are not lost and whose subscribers have all joined."""
+        """Replicas that are not lost, have the trainer's model, and whose subscribers have all joined."""
         return [
             entry
             for entry in self.entries.values()
-            if entry.state is not ReplicaState.LOST and all(name in self.inboxes for name in entry.subscribers)
+            if entry.fits
+            and entry.state is not ReplicaState.LOST
+            and all(name in self.inboxes for name in entry.subscribers)
         ]
 
     def entry_of(self, subscriber: str) -> RosterEntry | None:
@@ -105,7 +109,7 @@ class Roster:
         self.inboxes[name] = inbox
         if is_new and (entry := self.entry_of(name)):
             # A new subscriber says nothing of the weights its process holds.
-            entry.state, entry.version, entry.error = ReplicaState.JOINING, -1, None
+            entry.state, entry.version, entry.error, entry.fits = ReplicaState.JOINING, -1, None, True
         return is_new
 
     def note_left(self, name: str, inbox: str) -> bool:
@@ -120,6 +124,11 @@ class Roster:
     def mark_lost(self, entry: RosterEntry, error: WeightlaneError) -> None:
         """Mark a replica as gone, or as not answering."""
         entry.state, entry.version, entry.error = ReplicaState.LOST, -1, error
+
+    def note_misfits(self, names: Iterable[str], error: WeightlaneError) -> None:
+        """Note that replicas have another model than the trainer, so that they are not asked again until they join anew."""
+        for entry in filter(None, map(self.entries.get, names)):
+            entry.fits, entry.error = False, error
 
     def note_answer(self, name: str) -> None:
         """Note that a participant has sent a message: a lost replica that answers lives, and needs a complete version."""

@@ -11,6 +11,7 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     DeltaBaseError,
+    ManifestError,
     ProtocolError,
     QuorumError,
     WeightlaneError,
@@ -185,7 +186,12 @@ class Session:
             deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
         )
         self._queue.post_all(names, message)
-        connected = self._replies.collect(Connected, names, -1, deadline, "to connect")
+        try:
+            connected = self._replies.collect(Connected, names, -1, deadline, "to connect")
+        except AttemptError as failed:
+            if isinstance(failed.error, ManifestError):
+                self._roster.note_misfits(failed.culprits, failed.error)
+            raise
         _check_plans(connected, self._roster)
         self._relayed = any(message.relays for message in connected)
 

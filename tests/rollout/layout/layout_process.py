@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from cpu_paths import cpu_path  # noqa: F401 - tests call it by this name
+from hub_forms import HUB_FORMS, HubForm
 from json_program import serve
 from layout_models import random_bits, scatter
 from loaded_models import (
@@ -36,7 +37,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
-from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of
+from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of_config
 from weightlane.rollout.layout.offline.layout_report import make_report
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
@@ -44,42 +45,56 @@ from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.layout.verdict import judge
 from weightlane.rollout.layout.write.version_writer import VersionWriter
-from weightlane.sync import LivePart, Manifest, TensorSpec
+from weightlane.sync import LivePart, Manifest, TensorSpec, check_coverage
 
 
-def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[str, Any]:
+def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: str = "") -> dict[str, Any]:
     """Commit versions to a model that vLLM has loaded, and lay each beside what vLLM makes of its files.
 
     Args:
         path: The checkpoint that it starts from.
         dtype: What it computes in.
-        impl: vLLM's ``model_impl``.
+        options: Further arguments of vLLM's.
         way: See `forced`.
+        hub: The form of the checkpoint, one of `HUB_FORMS`; empty for the form that transformers writes.
     """
+    form = HUB_FORMS.get(hub, HubForm(""))
+    versions = [tensors_of(path, dtype)]
+    versions += [other(versions[0], seed=1000), other(versions[0], seed=3000)]
+
+    def stored(version: dict[str, torch.Tensor], folder: Path) -> Path:
+        return form.cut(written(form.files(version), plain, folder, dtype))
+
+    plain = path
+    if hub:
+        path = str(stored(versions[0], Path(path).parent / form.folder))
     config = engine_config(
         path,
         tensor_parallel=1,
         dtype=dtype,
-        extra={"model_impl": impl, "max_model_len": 128, "use_tqdm_on_load": False},
+        extra=options | {"max_model_len": 128, "use_tqdm_on_load": False},
     )
-    versions = [tensors_of(path, dtype)]
-    versions += [other(versions[0], seed=1000), other(versions[0], seed=3000)]
     with as_rank(config, 0), tempfile.TemporaryDirectory() as folder:
         try:
             wanted = [
-                ordinary(written(version, path, Path(folder) / str(number), dtype), config)
-                for number, version in enumerate(versions)
+                ordinary(stored(version, Path(folder) / str(number)), config) for number, version in enumerate(versions)
             ]
         except Exception as cause:  # noqa: BLE001 - vLLM's, which alone is at work
             return {"unbuilt": f"{type(cause).__name__}: {cause}"}
         again = ordinary(Path(folder) / "1", config)
         # What two ordinary loads of the same files do not have alike is memory that nothing is loaded into.
         unwritten = set(differing(wanted[1], again))
-        model, ties = loaded(config), bool(getattr(config.model_config.hf_text_config, "tie_word_embeddings", False))
-        tied = expectation_of(path, dtype=torch.float32, tied_embeddings=ties).tied
-        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), tied=tied)
+        model, expectation = loaded(config), expectation_of_config(config.model_config)
+        loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), expectation=expectation)
         answer: dict[str, Any] = {"started": differing(state(model), ordinary(path, config)), "after": []}
         with forced(way):
+            if hub:
+                try:
+                    loader.learn(checkpoint_specs(path, config.model_config.dtype), RankGroup(None))
+                except WeightlaneError as error:
+                    return answer | {"refused": str(error)}
+                specs = [TensorSpec(name, tuple(each.shape), each.dtype) for name, each in versions[0].items()]
+                check_coverage(Manifest(0, tuple(specs), 1 << 20), loader.expectation, part="test")
             for number in (1, 0, 2):
                 try:
                     answer["way"] = committed(loader, versions[number], RankGroup(None))
@@ -97,7 +112,7 @@ def compare(path: str, dtype: str, impl: str = "auto", way: str = "") -> dict[st
                 positions = torch.arange(len(name) % min(3, flat.numel()), flat.numel(), 3)
                 flat[positions] = new[positions]
                 scatter(plan, name, positions, new[positions])
-            made = ordinary(written(third, path, Path(folder) / "third", dtype), config)
+            made = ordinary(stored(third, Path(folder) / "third"), config)
             answer["sparse"] = [name for name in differing(state(model), made) if name not in unwritten]
         return answer | {
             "reloaded": list(verdict.modules),

@@ -76,7 +76,9 @@ def ordinary(model: str | Path, config: Any) -> dict[str, torch.Tensor]:
     Nothing of weightlane takes part in the loading, and nothing is loaded twice into a model.
     """
     kept = config.model_config
-    extra = {"max_model_len": kept.max_model_len, "model_impl": kept.model_impl, "use_tqdm_on_load": False}
+    extra = {name: getattr(kept, name) for name in ("max_model_len", "model_impl", "runner")} | {
+        "use_tqdm_on_load": False
+    }
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     world = config.parallel_config.tensor_parallel_size
     fresh = engine_config(str(model), tensor_parallel=world, dtype=dtype, extra=extra)

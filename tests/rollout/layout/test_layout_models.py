@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from hub_forms import HUB_FORMS
 from installed import install
 from json_program import Program
 from layout_models import bits, random_bits
@@ -32,10 +33,10 @@ BFLOAT16_CONV = "conv1d.weight: the layer repacks this weight" if torch.cpu._is_
 """Where the CPU has instructions for bfloat16, vLLM packs a convolution's weight and leaves a view of what it was before."""
 
 
-def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "") -> dict[str, Any]:
+def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "", hub: str = "") -> dict[str, Any]:
     """Run `layout_process.compare` on an architecture of the zoo, and check that it starts as vLLM has loaded it."""
-    model = make(KINDS[kind], folder, seed=1, dtype=getattr(torch, dtype))
-    answer: dict[str, Any] = process.call("compare", str(model), dtype, KINDS[kind].impl, way)
+    model = make(KINDS[kind], folder / "model", seed=1, dtype=getattr(torch, dtype))
+    answer: dict[str, Any] = process.call("compare", str(model), dtype, KINDS[kind].options, way, hub)
     assert answer["started"] == []
     return answer
 
@@ -56,6 +57,23 @@ def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_f
     answer = compared(process, kind, tmp_path, dtype)
     assert answer["way"] == "traced", answer["summary"]
     assert answer["copies"] > 10
+    assert answer["after"] == answer["sparse"] == []
+
+
+@pytest.mark.parametrize(
+    "hub",
+    [
+        "gpt2",  # names without their prefix, masks
+        "tied-copy",
+        "shared-kv",
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("pythia", "bloom", "further-tokens", "shards")),
+    ],
+)
+def test_a_checkpoint_as_a_hub_has_it_takes_versions_as_a_trainer_names_them_by_copies(
+    hub: str, process: Program, tmp_path: Path
+) -> None:
+    answer = compared(process, HUB_FORMS[hub].kind, tmp_path, "bfloat16", hub=hub)
+    assert answer["way"] == "traced", answer["summary"]
     assert answer["after"] == answer["sparse"] == []
 
 

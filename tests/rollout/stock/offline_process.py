@@ -18,17 +18,18 @@ class Offline:
     def __init__(self) -> None:
         self._llm: Any = None
 
-    def start(self, model: str, dtype: str, backend: str | None) -> None:
+    def start(self, model: str, dtype: str, backend: str | None, runner: str = "auto") -> None:
         self._llm = None
         gc.collect()
         cleanup_dist_env_and_memory()
         self._llm = LLM(
             model,
             dtype=dtype,
+            runner=runner,
             max_model_len=128,
             enforce_eager=True,
             kv_cache_memory_bytes=64 << 20,
-            skip_tokenizer_init=True,
+            skip_tokenizer_init=runner == "auto",
             weight_transfer_config={"backend": backend} if backend else None,
         )
 
@@ -51,6 +52,10 @@ class Offline:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         [answer] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
+
+    def embedding(self, prompt: list[int]) -> list[float]:
+        [answer] = self._llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)
+        return list(answer.outputs.embedding)
 
     def parameters(self) -> dict[str, list[object]]:
         """Every live parameter, `described`."""

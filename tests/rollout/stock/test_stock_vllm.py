@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from json_program import Program
 from publishing import OneRankTrainer, PlainReplica
 from tiny_models import (
+    add_tokenizer,
+    copy_with,
     described,
     greedy_tokens,
     load_tensors,
     make_blocky_qwen3,
-    make_llama,
+    make_qwen3,
     make_qwen3_moe,
     quantised_copy,
     vllm_parameters,
@@ -54,7 +56,13 @@ def offline_with_amx(amx: None) -> Iterator[Program]:
     started.kill()
 
 
-def take_versions(offline: Program, trainer: OneRankTrainer, models: Sequence[Path]) -> list[Any]:
+def looks(offline: Program) -> list[Any]:
+    return [offline.call("parameters"), offline.call("greedy", PROMPT, 12)]
+
+
+def take_versions(
+    offline: Program, trainer: OneRankTrainer, models: Sequence[Path], looks: Callable[[Program], Any] = looks
+) -> list[Any]:
     """Let vLLM take each version by its own calls; return its parameters and greedy tokens after each."""
     replica = PlainReplica("stock", lambda version: offline.call("commit", version))
     held = []
@@ -71,22 +79,23 @@ def take_versions(offline: Program, trainer: OneRankTrainer, models: Sequence[Pa
     return held
 
 
-def looks(offline: Program) -> list[Any]:
-    return [offline.call("parameters"), offline.call("greedy", PROMPT, 12)]
-
-
 @pytest.mark.parametrize(("dtype", "backend"), [("bfloat16", "filesystem"), ("float32", "gloo")])
 def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(
     dtype: str, backend: str, offline: Program, tmp_path: Path
 ) -> None:
-    """A Llama in bfloat16 from a store, and a mixture of experts in float32 over a wire."""
+    """A tied model whose files hold the head as well, from a store, and a mixture of experts over a wire."""
     models = [tmp_path / "first", tmp_path / "second"]
     for seed, model in enumerate(models):
         if dtype == "float32":
             make_qwen3_moe(model, seed=seed, normalised=False)
         else:
-            make_llama(model, seed=seed, dtype=torch.bfloat16, vocab=300)
-    offline.call("start", str(models[0]), dtype, "weightlane")
+            make_qwen3(model, seed=seed, dtype=torch.bfloat16, tied=True)
+    served = models[0]
+    if dtype == "bfloat16":
+        tensors = load_tensors(served)
+        head = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+        served = copy_with(tensors | head, served, tmp_path / "served")
+    offline.call("start", str(served), dtype, "weightlane")
     before = looks(offline)
     options = {"path": str(tmp_path / "versions")} if backend == "filesystem" else {}
     after = take_versions(offline, OneRankTrainer(models[0], backend, options), models[1:])
@@ -111,6 +120,26 @@ def test_a_quantised_model_takes_versions_in_its_own_format_and_no_others(
     with pytest.raises(SyncAbortedError, match="is bfloat16, expected float8_e4m3fn"):
         take_versions(offline, OneRankTrainer(plain[0]), plain)
     assert looks(offline) == wanted
+
+
+def test_an_embedding_model_gives_the_embeddings_of_one_that_was_started_with_the_version(
+    offline: Program, tmp_path: Path
+) -> None:
+    """The files have a head, which neither the server nor its trainer has."""
+
+    def embedding(offline: Program) -> Any:
+        return offline.call("embedding", PROMPT)
+
+    models = [make_qwen3(tmp_path / str(seed), seed=seed) for seed in range(2)]
+    for model in models:
+        add_tokenizer(model)  # vLLM serves no embeddings without one
+    offline.call("start", str(models[1]), "float32", "weightlane", "pooling")
+    wanted = embedding(offline)
+    offline.call("start", str(models[0]), "float32", "weightlane", "pooling")
+    assert embedding(offline) != wanted
+    body = {name: tensor for name, tensor in load_tensors(models[0]).items() if name != "lm_head.weight"}
+    trainer = OneRankTrainer(body)
+    assert take_versions(offline, trainer, models[1:], embedding) == [wanted]
 
 
 def test_an_engine_that_does_not_use_weightlane_packs_its_layers_and_experts_as_before(

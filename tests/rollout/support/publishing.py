@@ -79,8 +79,9 @@ class OneRankTrainer:
     async def sync(self, model: Path) -> SyncReport:
         """Take over the weights of `model` and carry them to the replicas as the next version."""
         with torch.no_grad():
-            for name, tensor in load_tensors(model).items():
-                self.live[name].copy_(tensor)
+            tensors = load_tensors(model)
+            for name, live in self.live.items():
+                live.copy_(tensors[name])
         return await self.sync_live()
 
     async def sync_live(self) -> SyncReport:

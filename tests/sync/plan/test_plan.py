@@ -14,6 +14,7 @@ from hypothesis import given
 from weightlane.ckpt_engines import ManifestError
 from weightlane.sync.plan import HolderMap, TransferPlan, plan_transfer
 from weightlane.sync.plan.send_assignment import assign_slices
+from weightlane.sync.plan.supply import Supply
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -141,6 +142,19 @@ def of(*boxes: Box, spec: TensorSpec = W) -> Placement:
 
 def whole(*shape: int, dtype: torch.dtype = BF16) -> Placement:
     return Placement.whole([TensorSpec("w", shape, dtype)])
+
+
+def test_a_rank_gets_its_slices_under_the_names_that_are_sent_and_nothing_of_what_it_does_not_read() -> None:
+    w, mask = TensorSpec("h.w", (4, 8), BF16), TensorSpec("h.mask", (8,), BF16)
+    rows = Box((2, 0), (2, 8))
+    needed = Placement.of_boxes([(w, [rows]), (mask, [])])
+    sent = TensorSpec("transformer.h.w", w.shape, BF16)
+    for more in [], [TensorSpec("transformer.h.mask", (3,), torch.bool)]:
+        supply = Supply({"trainer-0": Placement.whole([sent, *more])}, 64, checksummed=True, quantised="")
+        wanted = supply.on_the_wire(needed)
+        assert wanted is not None
+        assert [*wanted.slices] == [(sent, rows)]
+        assert wanted.specs == supply.specs
 
 
 @pytest.mark.parametrize(

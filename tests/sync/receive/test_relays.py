@@ -111,17 +111,20 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
 
 def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: MakeRun) -> None:
     run = make_run("gloo", trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
+    run.serve(1)
     odd = run.add_replica(shapes={"head": [40, 24]})
-    run.publish_next(1)
-    report = run.sync(1)
-    assert isinstance(report.replicas[odd.name].error, ManifestError)
+    for version in (2, 3):
+        run.publish_next(version)
+        report = run.sync(version)
+        assert isinstance(report.replicas[odd.name].error, ManifestError)
+        assert len(report.failures) == (version == 2), "asked once"
     run.coordinator.remove(odd.name)
     late = [run.add_replica(), run.add_replica()]
     # The first one in the chain of all has the version already.
-    assert run.outcomes(1) == {replica.name: "committed" for replica in late}
-    run.publish_next(2)
-    assert run.outcomes(2) == {replica.name: "committed" for replica in [run.replicas[0], *late]}
-    assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(2)] * 3
+    assert run.outcomes(3) == {replica.name: "committed" for replica in late}
+    run.publish_next(4)
+    assert run.outcomes(4) == {replica.name: "committed" for replica in [run.replicas[0], *late]}
+    assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(4)] * 3
 
 
 def test_a_bucket_is_handed_on_once_it_was_verified() -> None:

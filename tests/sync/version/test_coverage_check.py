@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -16,6 +18,8 @@ EXPECTED = Expectation(
         "norm": ExpectedTensor((), frozenset({F32})),
     },
     tied={"lm_head": "embed"},
+    unread=frozenset({"mask"}),
+    place=lambda name: name.replace("decoder_norm", "norm"),
 )
 GOOD = {"embed": ((10, 4), F32), "q_proj": ((4, 4), BF16), "norm": ((), F32)}
 
@@ -25,8 +29,19 @@ def check(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
     check_coverage(Manifest(5, specs, 64), EXPECTED, part="rollout-0/0")
 
 
-def test_an_exact_manifest_is_accepted() -> None:
-    check(GOOD)
+@pytest.mark.parametrize(
+    "names",
+    [
+        lambda name: name,
+        lambda name: f"model.{name}",  # as a part of a larger model
+        lambda name: name.replace("norm", "decoder_norm"),  # the model puts both into one place
+    ],
+)
+@pytest.mark.parametrize("more", [{}, {"mask": ((7,), torch.bool)}])
+def test_tensors_are_accepted_under_names_that_mean_the_same_and_with_others_that_no_rank_reads(
+    names: Callable[[str], str], more: dict[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    check({names(name): value for name, value in (GOOD | more).items()})
 
 
 @pytest.mark.parametrize(
@@ -35,6 +50,7 @@ def test_an_exact_manifest_is_accepted() -> None:
         ({"norm": None}, "missing norm"),
         ({"embed": None, "lm_head": ((10, 4), F32)}, "missing embed"),
         ({"bias": ((4,), F32)}, "unexpected bias"),
+        ({"norm": None, "model.norm": ((), F32), "other.norm": ((), F32)}, "unexpected other.norm"),
         ({"q_proj": None, "qkv_proj": ((12, 4), F32)}, r"missing q_proj; unexpected qkv_proj \(these look fused"),
         ({"embed": ((12, 4), F32)}, r"embed has shape \[12, 4\], expected \[10, 4\] \(padded rows"),
         ({"q_proj": ((4, 5), F32)}, r"q_proj has shape \[4, 5\], expected \[4, 4\]"),

@@ -20,6 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "support"))
 import helper_paths  # noqa: F401 - it makes the others importable
+from hub_forms import HUB_FORMS
 from json_program import Program
 from zoo_kind import Kind, make
 from zoo_models import KINDS
@@ -28,12 +29,12 @@ BEGIN, END = "<!-- made by make test-zoo -->", "<!-- end -->"
 WAYS = {"decided": "", "reload": "reload"}
 
 
-def outcome(process: Program, kind: Kind, dtype: str, way: str) -> str:
+def outcome(process: Program, kind: Kind, dtype: str, way: str, hub: str = "") -> str:
     """Return the way the versions of a model went, why they were refused, or what is wrong."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            model = make(kind, Path(folder), seed=1, dtype=getattr(torch, dtype))
-            return told(process.call("compare", str(model), dtype, kind.impl, WAYS[way]))
+            model = make(kind, Path(folder) / "model", seed=1, dtype=getattr(torch, dtype))
+            return told(process.call("compare", str(model), dtype, kind.options, WAYS[way], hub))
         except Exception as error:  # noqa: BLE001 - the table says so, and the others go on
             return f"FAILED: {error}"
 
@@ -66,9 +67,11 @@ def main() -> None:
     program = Path(__file__).parents[1] / "layout_process.py"
     process = Program(program, env={"VLLM_LOGGING_LEVEL": "ERROR"}, again=True)
     began, rows = time.monotonic(), []
-    for name in arguments.kinds or KINDS:
-        outcomes = [outcome(process, KINDS[name], dtype, way) for way, dtype in columns]
-        rows.append((name, KINDS[name].group, *outcomes))
+    kinds = [(name, "") for name in arguments.kinds or KINDS]
+    kinds += [(form.kind, hub) for hub, form in HUB_FORMS.items() if form.kind in (arguments.kinds or KINDS)]
+    for name, hub in kinds:
+        outcomes = [outcome(process, KINDS[name], dtype, way, hub) for way, dtype in columns]
+        rows.append((f"{name}, from a hub: {hub}" if hub else name, KINDS[name].group, *outcomes))
         print(" | ".join(rows[-1]), flush=True)
     process.kill()
     if arguments.document:
@@ -76,7 +79,7 @@ def main() -> None:
         lines = [heads, ("---",) * len(heads), *rows]
         put_between_marks(arguments.document, "".join(f"| {' | '.join(line)} |\n" for line in lines))
     bad = sum(cell.startswith(("WRONG", "FAILED")) for row in rows for cell in row)
-    print(f"{len(rows)} architectures, {len(rows) * len(columns)} cases, {bad} wrong, {time.monotonic() - began:.0f} s")
+    print(f"{len(rows)} checkpoints, {len(rows) * len(columns)} cases, {bad} wrong, {time.monotonic() - began:.0f} s")
     sys.exit(bool(bad))
 
 

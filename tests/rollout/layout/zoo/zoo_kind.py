@@ -47,6 +47,9 @@ class Kind:
     model: str = ""
     """Name of the model class in transformers; if empty, `config` followed by ``ForCausalLM``."""
 
+    runner: str = "auto"
+    """vLLM's ``runner``: ``pooling`` for a model that is served for embeddings, scores or classes."""
+
     def transformers_config(self) -> Any:
         """The config of its tiny model. Raises what transformers raises."""
         shared = common(self.layers) if self.shared else {}
@@ -61,9 +64,9 @@ class Kind:
         return getattr(transformers, self.model or f"{self.config}ForCausalLM")
 
     @property
-    def impl(self) -> str:
-        """vLLM's ``model_impl``."""
-        return "transformers" if self.backend == "transformers" else "auto"
+    def options(self) -> dict[str, str]:
+        """Its arguments of vLLM's."""
+        return {"model_impl": "transformers" if self.backend == "transformers" else "auto", "runner": self.runner}
 
 
 def make(kind: Kind, path: Path, *, seed: int, dtype: torch.dtype) -> Path:
