@@ -235,7 +235,7 @@ def contract_breach(loaded: object) -> str | None:
     if version is None:
         return f"has no api_version: {loaded.__qualname__} must set api_version = {API_VERSION}"
     if version != API_VERSION:
-        guide = "docs/guides/writing-an-engine.md"
+        guide = 'the guide "Write an engine" in the documentation'
         return f"was written for engine API {version}, this weightlane has {API_VERSION} (see {guide})"
     if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
         return f"does not implement {', '.join(missing)}"

@@ -12,9 +12,12 @@ from ..errors import PeerLostError, ProtocolError, TransportError
 from ..runtime.lifecycle import Lifecycle
 from .channel import Channel
 from .handshake import ReceiverHello
+from .local_socket import SHARED_DIRECTORY_HINT
 
 _BACKLOG_PAUSE_S = 0.01
 """How long to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event for room in it."""
+_ADDRESS_HINT = "Check that the sender is alive and that the address can be reached from here."
+_SOCKET_HINT = f"Check that the sender is alive. {SHARED_DIRECTORY_HINT}"
 
 
 def dial(
@@ -102,5 +105,5 @@ def _connect(sock: socket.socket, target: Any, life: Lifecycle, peer: str, deadl
             f"cannot connect to {target}: {errno.errorcode.get(code, code)}.",
             part=life.part,
             peer=peer,
-            hint="Check that the sender is alive and that the address can be reached from here.",
+            hint=_SOCKET_HINT if isinstance(target, str) else _ADDRESS_HINT,
         )

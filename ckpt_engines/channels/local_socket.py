@@ -22,6 +22,11 @@ from .channel import Address
 
 _MAX_SOCKET_PATH_BYTES = 107
 """Linux's limit for the path of a Unix socket (``sun_path`` in unix(7), less the zero at its end)."""
+SHARED_DIRECTORY_HINT = (
+    "Containers need a directory that they share, with room for a socket: set checkpoint_engine.options.socket_dir to it. Trainer"
+    " and rollout run as the same user."
+)
+"""Hint for containers, of which each may have a small shared memory of its own, the default directory."""
 _SOCKET_NAME = "weightlane-{}.sock"
 _TOKEN_BYTES = 8
 _SOCKET_PATTERN = re.compile(r"weightlane-[0-9a-f]{16}\.sock")
@@ -85,8 +90,12 @@ def listen_local(socket_dir: Path, part: str) -> tuple[socket.socket, Path]:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
         if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
-            raise ConfigError(f"socket_dir {str(socket_dir)!r}: {error.strerror}.", part=part) from error
-        raise StorageError(f"cannot create a socket in {socket_dir}: {error.strerror}.", part=part) from error
+            raise ConfigError(
+                f"socket_dir {str(socket_dir)!r}: {error.strerror}.", part=part, hint=SHARED_DIRECTORY_HINT
+            ) from error
+        raise StorageError(
+            f"cannot create a socket in {socket_dir}: {error.strerror}.", part=part, hint=SHARED_DIRECTORY_HINT
+        ) from error
     return listener, path
 
 

@@ -269,7 +269,7 @@ class VersionLoader:
                 f"new versions of this model would not be right: {mismatch}.",
                 part=self._rank.part,
                 hint=hint_for(mismatch)
-                or "docs/reference/models.md has the models that take versions. This one can only be served as it is.",
+                or 'The documentation\'s page "Which models take versions" lists them. This one can only be served as it is.',
             )
         self._stale_views = rehearsal.stale_views
         self._proven = self._signature, judged, verdict

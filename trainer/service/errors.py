@@ -13,5 +13,9 @@ class UnknownError(ConfigError):
     """A client asks for a session, model, sampler or checkpoint that it doesn't have."""
 
 
+class TooLargeError(ProtocolError):
+    """A request's body is larger than the service takes."""
+
+
 class RepeatedRequestError(ProtocolError):
     """A request has the number of an earlier one, but says something else."""

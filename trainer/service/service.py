@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, Deadline, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WeightlaneError, WorkerDiedError
 
 from ..config import LoraConfig
 from ..runner.model_jobs import ModelJobs
@@ -224,6 +224,17 @@ class Service:
         """
         body = TrainBody.parse(payload, limits=self.limits)
         return self.train(client, BACKWARD, body.model_id, body.seq_id, payload)
+
+    def refuse_backward(self, client: str, address: bytes, error: WeightlaneError) -> StoredRequest:
+        """Accept a pass of which only the address was read, and answer it by `error`, which is raised if that is none.
+
+        Whether the pass should have had a gradient is at the end of its body. So it counts as one that should.
+        """
+        try:
+            body = TrainBody.parse(address, limits=self.limits)
+        except ProtocolError:
+            raise error from None
+        return self.train(client, BACKWARD, body.model_id, body.seq_id, address, error)
 
     def create_sampler(self, client: str, session: str, seq: int, base_model: str | None, path: str | None) -> Sampler:
         """Make a sampler of the base model or of a checkpoint."""

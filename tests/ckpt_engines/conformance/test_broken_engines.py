@@ -105,7 +105,7 @@ DEFECTS: dict[str, dict[str, str]] = {
     # deadlines and closing
     "WaitsForItsReaders": {"connect_of_the_sender_ends_by_its_deadline_when_a_receiver_never_comes": "hung"},
     "ReceiverOfAStoreIgnoresDeadlines": {
-        "connect_of_a_receiver_ends_by_its_deadline_when_the_sender_never_comes": "hung",
+        "connect_of_a_receiver_ends_by_its_deadline_when_the_sender_never_comes": "hung"
     },
     "SenderIgnoresDeadlines": {
         "send_ends_by_its_deadline_when_a_receiver_does_not_take_the_bucket": "hung",

@@ -146,7 +146,7 @@ REFUSED = {
     "other-api": ("EngineContractError", ["acme-engines 1.5", "999", "2"]),
     "no-capabilities": ("EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
     "Big name": ("EngineContractError", ["acme-engines 1.5", "a lower-case letter, followed by lower-case letters"]),
-    "first-api": ("EngineContractError", ["written for engine API 1", "docs/guides/writing-an-engine.md"]),
+    "first-api": ("EngineContractError", ["written for engine API 1", "Write an engine"]),
     "half": ("EngineContractError", ["make_receiver"]),
     "not-a-class": ("EngineContractError", ["acme-engines 1.5", "not_a_class"]),
     "elsewhere": ("EngineUnavailableError", ["no warp drive", "gloo"]),

@@ -258,9 +258,7 @@ def without_waiting(_: World, patch: pytest.MonkeyPatch) -> None:
 def behind_the_training(world: World, patch: pytest.MonkeyPatch) -> None:
     """Make a stream wait for the device's default stream, where training runs, instead of the snapshot's event."""
     patch.setattr(
-        AcceleratorRuntime,
-        "wait_for",
-        lambda _self, stream, _event: stream.wait_stream(world.default[stream.device]),
+        AcceleratorRuntime, "wait_for", lambda _self, stream, _event: stream.wait_stream(world.default[stream.device])
     )
 
 

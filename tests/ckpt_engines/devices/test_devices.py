@@ -53,8 +53,7 @@ def test_host_memory_that_cuda_does_not_register_is_said_once_with_what_to_do(
 ) -> None:
     devices._say_unregistered.cache_clear()
     cuda = types.SimpleNamespace(
-        device=lambda _: contextlib.nullcontext(),
-        cudart=lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 2),
+        device=lambda _: contextlib.nullcontext(), cudart=lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 2)
     )
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # takes the error from CUDA
     runtime = devices.CudaRuntime(torch.device("cuda", 0), cuda)

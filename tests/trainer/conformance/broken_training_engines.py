@@ -36,9 +36,6 @@ def caught_by(check: str, complaint: str, ranks: int = 1) -> Callable[[Engine], 
     return note
 
 
-# --- outputs ---------------------------------------------------------------------------------------------------------
-
-
 @caught_by("outputs_are_those_of_transformers[qwen3]", "logprobs of a sequence of .* off")
 class IgnoresTemperature(TemplateTrainingEngine):
     """Logits are taken as they are."""
@@ -64,9 +61,6 @@ class CountsByRank(TemplateTrainingEngine):
     def forward_backward(self, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
         result = super().forward_backward(*arguments, **named)
         return replace(result, outputs=dict(enumerate(result.outputs.values())))
-
-
-# --- gradients -------------------------------------------------------------------------------------------------------
 
 
 @caught_by("the_gradient_of_a_mini_batch_is_that_of_one_process[one call]", "it is 0.5 off", ranks=2)
@@ -116,7 +110,8 @@ class TakesAnyToken(TemplateTrainingEngine):
     """A token that the model does not have counts as its last one."""
 
     def forward_backward(self, batch: toolkit.TokenBatch, *arguments: Any, **named: Any) -> toolkit.BackwardResult:
-        return super().forward_backward(_known(batch), *arguments, **named)
+        known = (replace(s, tokens=s.tokens.clamp(max=60), targets=s.targets.clamp(max=60)) for s in batch.sequences)
+        return super().forward_backward(toolkit.TokenBatch(tuple(known)), *arguments, **named)
 
 
 @caught_by("a_mini_batch_is_fixed_until_the_step", "ProtocolError from .* it returned")
@@ -127,18 +122,6 @@ class TakesAnyMiniBatch(TemplateTrainingEngine):
         self, begun: toolkit.MiniBatch | None, batch: toolkit.TokenBatch, mini_batch: toolkit.MiniBatch | None
     ) -> toolkit.MiniBatch:
         return mini_batch or toolkit.MiniBatch.of(batch)
-
-
-def _known(batch: toolkit.TokenBatch) -> toolkit.TokenBatch:
-    return toolkit.TokenBatch(
-        tuple(
-            replace(each, tokens=each.tokens.clamp(max=60), targets=each.targets.clamp(max=60))
-            for each in batch.sequences
-        )
-    )
-
-
-# --- steps -----------------------------------------------------------------------------------------------------------
 
 
 @caught_by("steps_are_those_of_adamw", "the norm before clipping, .* of step 1")
@@ -214,9 +197,6 @@ class StepsWithoutAGradient(TemplateTrainingEngine):
         pass
 
 
-# --- shards ----------------------------------------------------------------------------------------------------------
-
-
 @caught_by("shards_are_the_checkpoint_bit_for_bit[qwen3]", "rank 0 also publishes lm_head.weight")
 class PublishesTiedTensorsTwice(TemplateTrainingEngine):
     """The head is published beside the embedding, which it is."""
@@ -248,9 +228,6 @@ class OutlinesForOneRank(TemplateTrainingEngine):
         self._tensors = toolkit.checkpoint_tensors(model)
         self._runs = toolkit.checkpoint_runs(model, self._tensors) if self.rank == 0 else []
         self._kept = toolkit.kept_types(model_dir, (run.name for run in self._runs))
-
-
-# --- states ----------------------------------------------------------------------------------------------------------
 
 
 @caught_by("a_saved_run_continues_bit_for_bit", "the gradient norms .* in the same engine")
@@ -339,9 +316,6 @@ class ForgetsGradientsThatAreAway(TemplateTrainingEngine):
         if "gradients" in away and "gradients" in parts:
             for parameter in self._trained.values():
                 parameter.grad.zero_()
-
-
-# --- ends ------------------------------------------------------------------------------------------------------------
 
 
 @caught_by(

@@ -45,7 +45,7 @@ class TestFsdp2OnExperts(Fsdp2, OutputChecks, GradientChecks, ShardChecks, State
 @pytest.mark.exhaustive
 class TestFsdp2OverTensorParallelism(Fsdp2, OutputChecks, GradientChecks, StepChecks, ShardChecks):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
-        "tensor parallel": {"ranks": 2, "fsdp2": {"tensor_parallel": 2, "packing": "off"}},
+        "tensor parallel": {"ranks": 2, "fsdp2": {"tensor_parallel": 2, "packing": "off"}}
     }
 
 
@@ -71,7 +71,7 @@ class TestMegatron(Patient, MegatronConformance):
     """Each check."""
 
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
-        "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}},
+        "distributed optimizer": {"ranks": 2, "megatron": {"distributed_optimizer": True}}
     }
     models = ("qwen3",)
 
@@ -80,5 +80,5 @@ class TestMegatron(Patient, MegatronConformance):
 @pytest.mark.exhaustive
 class TestMegatronOfTensorsAndStages(Megatron, OutputChecks, GradientChecks, ShardChecks):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
-        "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}},
+        "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}}
     }

@@ -41,9 +41,7 @@ def test_a_completion_is_predicted_from_the_token_before_each_of_its_own() -> No
 
 
 @given(st.lists(completions, min_size=1, max_size=6))
-def test_a_micro_batch_has_every_token_once_with_its_values_packed_and_padded(
-    sequences: list[TokenSequence],
-) -> None:
+def test_a_micro_batch_has_every_token_once_with_its_values_packed_and_padded(sequences: list[TokenSequence]) -> None:
     micro = MicroBatch.of(sequences)
     assert micro.tokens.tolist() == [token for each in sequences for token in each.tokens.tolist()]
     assert micro.positions.tolist() == [place for each in sequences for place in range(each.length)]

@@ -130,9 +130,6 @@ def test_a_function_that_cannot_be_had_is_refused(folder: Path) -> None:
         assert problem in str(caught.value)
 
 
-# -- beside everything else -----------------------------------------------------------------------------------------------
-
-
 class Refusing(ThreadPoolExecutor):
     """The event loop's own executor: what else the program does depends on it."""
 
@@ -168,9 +165,7 @@ def test_a_reward_that_hangs_costs_its_completion_and_no_other_waits_for_it(fold
     assert others == [1.0] * 6
 
 
-def test_a_process_that_hangs_in_native_code_is_killed_and_one_that_ends_is_replaced(
-    folder: Path,
-) -> None:
+def test_a_process_that_hangs_in_native_code_is_killed_and_one_that_ends_is_replaced(folder: Path) -> None:
     reward = Reward(f"{MODULE}:calls_native_code", [folder])
     written = WrittenText("tokens", [3, 4], [-0.5, -0.25])
     late, gone, well, told = judged(

@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_batches import make_samples
-from engine_ranks import (
-    FSDP2_TP2,
-    Teams,
-    assert_same,
-    checkpoint,
-    exhaustive,
-    gathered,
-    megatron,
-)
+from engine_ranks import FSDP2_TP2, Teams, assert_same, checkpoint, exhaustive, gathered, megatron
 from transformers import AutoModelForTokenClassification
 
 from weightlane.trainer.engines.registry import training_engine_class
@@ -78,9 +70,7 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param(megatron({"tensor_parallel": 2}), marks=MEGATRON)],
-    ids=["fsdp2", "megatron"],
+    "settings", [{}, pytest.param(megatron({"tensor_parallel": 2}), marks=MEGATRON)], ids=["fsdp2", "megatron"]
 )
 def test_a_critic_made_of_a_policy_begins_with_values_of_zero_and_is_written_as_transformers_reads_it(
     teams: Teams, tmp_path: Path, settings: dict[str, Any]
@@ -165,11 +155,7 @@ def test_weights_that_do_not_fit_their_config_are_refused(
     teams.of(1).all_fail("ConfigError", says, "setup", model=broken, trainer={"engine": engine})
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param(megatron({}), marks=MEGATRON)],
-    ids=["fsdp2", "megatron"],
-)
+@pytest.mark.parametrize("settings", [{}, pytest.param(megatron({}), marks=MEGATRON)], ids=["fsdp2", "megatron"])
 def test_a_loss_that_fails_leaves_no_gradient_of_its_mini_batch(teams: Teams, settings: dict[str, Any]) -> None:
     ranks = teams.of(2)
     ranks.setup("qwen3-untied", micro_batch_tokens=8, **settings)

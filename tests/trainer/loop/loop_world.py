@@ -10,13 +10,7 @@ from typing import Any, NoReturn, cast
 
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import (
-    PeerLostError,
-    QuarantinedError,
-    SyncAbortedError,
-    WeightlaneError,
-    WorkerDiedError,
-)
+from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAbortedError, WeightlaneError, WorkerDiedError
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.config import AlgorithmConfig

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 from loop_world import ALGORITHM, TASKS, Characters, LiveRollout, World, first_is_better, run
 
-from weightlane.ckpt_engines import (
-    ConfigError,
-    DeadlineExceededError,
-    PeerLostError,
-    RewardError,
-    TooManyFailuresError,
-)
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, PeerLostError, RewardError, TooManyFailuresError
 from weightlane.plugins import make_hooks
 from weightlane.sync import Outcome, ReplicaReport, SyncReport
 from weightlane.trainer.loop.failures import Failures

@@ -39,17 +39,9 @@ SEQUENCES = megatron({"tensor_parallel": 2, "sequence_parallel": True})
 LAYOUTS = [
     pytest.param("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
     exhaustive("llama-untied", {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
+    pytest.param("qwen2", {**SEQUENCES, **RECOMPUTED}, id="megatron-sp2, recomputed", marks=MEGATRON),
     pytest.param(
-        "qwen2",
-        {**SEQUENCES, **RECOMPUTED},
-        id="megatron-sp2, recomputed",
-        marks=MEGATRON,
-    ),
-    pytest.param(
-        "qwen3-tied",
-        megatron({"pipeline_parallel": 2}),
-        id="megatron-pp2",
-        marks=(MEGATRON, pytest.mark.exhaustive),
+        "qwen3-tied", megatron({"pipeline_parallel": 2}), id="megatron-pp2", marks=(MEGATRON, pytest.mark.exhaustive)
     ),
 ]
 """The model, and the settings of two ranks."""

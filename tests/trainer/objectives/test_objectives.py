@@ -167,8 +167,6 @@ def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero() -> N
         assert not any(float(getattr(value, "total", value)) for value in nothing.metrics.values())
 
 
-# -- terms beside any objective -----------------------------------------------------------------------------------------------
-
 exact = st.floats(-6.0, -0.0078125, width=32) | st.floats(-80.0, -0.0078125, width=32)
 """Log-probabilities that float32 holds."""
 estimators: st.SearchStrategy[Any] = st.sampled_from(["k1", "k2", "k3"])
@@ -243,8 +241,6 @@ def test_what_has_no_reference_for_every_token_is_refused_by_name() -> None:
     with pytest.raises(ProtocolError, match="the loss needs the per-token value reference_logprobs, and the batch has"):
         objective(ModelOutputs.nothing(micro, 1), micro)
 
-
-# -- objectives by name -------------------------------------------------------------------------------------------------------
 
 OWN = """
 from weightlane.trainer import LossOutput, LossTerm, needs

@@ -5,9 +5,12 @@ Models are adapters or all weights. `test_sampling` samples from them.
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
+import os
 import random
+import sys
 import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,21 +21,17 @@ import pytest
 import torch
 import transformers
 from float64_reference import VOCAB, reference, sequences
-from safetensors.torch import load_file
-from service_process import SDK, TOKENS, ServiceProcess, datums
+from service_process import SDK, TOKENS, ServiceProcess
 from tiny_models import load_tensors
+from training_clients import ADAM, data, differing, files_of, saved, step
 from waiting import HANG_S
-
-from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 
 pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it")
 
+BODY_BYTES = 1 << 20
+"""The largest body that the service takes."""
 FUZZED = 40
 """Requests of each kind; the parsers are fuzzed in `wire`."""
-EPS = 1e-2
-"""Makes steps that do not make much of gradients next to 0, which are rounding."""
-ADAM = {"beta1": 0.9, "beta2": 0.98, "eps": EPS, "weight_decay": 0.1, "grad_clip_norm": 0.5}
-
 
 Services = Callable[..., Iterator[ServiceProcess]]
 
@@ -48,7 +47,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Services:
 
 @pytest.fixture(scope="module")
 def service(running: Services) -> Iterator[ServiceProcess]:
-    yield from running(max_loaded=3)
+    yield from running(max_loaded=3, max_body_bytes=BODY_BYTES)
 
 
 @pytest.fixture(scope="module")
@@ -61,38 +60,6 @@ def separate(running: Services) -> Iterator[ServiceProcess]:
 def all_weights(running: Services) -> Iterator[ServiceProcess]:
     """A service whose models are all weights, which take turns on the rank."""
     yield from running(trains="all_weights")
-
-
-def data(seed: int, count: int = 4) -> list[Any]:
-    return datums(sequences(seed, count))
-
-
-def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[Any, Any]:
-    from tinker import types
-
-    passed = training.forward_backward(data(seed), "cross_entropy")
-    stepped = training.optim_step(types.AdamParams(learning_rate=rate, **{**ADAM, **more}))
-    return passed, stepped
-
-
-def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint: an adapter's by PEFT's names, all weights by those of the model."""
-    folder = service.checkpoint(path)
-    if (folder / "adapter_model.safetensors").is_file():
-        return load_file(folder / "adapter_model.safetensors")
-    exported = service.directory.with_name("-".join(folder.relative_to(service.directory).parts))
-    Fsdp2Engine.export_saved(folder, service.model, exported, torch.float32)
-    return load_tensors(exported)
-
-
-def saved(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
-    return files_of(service, training.save_state(name, overwrite=True).result(HANG_S).path)
-
-
-def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of the tensors that are not, bit for bit, those expected."""
-    assert found.keys() == expected.keys()
-    return [name for name in found if not torch.equal(found[name], expected[name])]
 
 
 def test_log_probabilities_and_gradients_are_those_of_float64(service: ServiceProcess, model: Path) -> None:
@@ -305,11 +272,29 @@ def test_what_failed_before_a_kill_changes_nothing_after_it(separate: ServicePro
         assert not differing(saved(service, training, "failed"), expected)
 
 
-def test_an_operation_that_is_not_offered_has_its_number_and_the_next_step_is_taken(service: ServiceProcess) -> None:
+def test_a_request_that_is_not_offered_or_too_large_has_its_number_and_the_next_step_is_taken(
+    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tinker import types
+    from tinker.resources.weights import AsyncWeightsResource, UntypedAPIFuture
+
+    async def sharpen(self: Any, *, request: Any, max_retries: int) -> Any:
+        return await self._post("/api/v1/sharpen", body=request.model_dump(), cast_to=UntypedAPIFuture)
+
     training = service.client("alice").create_lora_training_client("tiny", 4, 2).result(HANG_S)
-    with pytest.raises(Exception, match="not offered"):
+    with pytest.raises(Exception, match="encryption of files by age is not offered"):
+        training.save_weights_external("one", age_encryption_recipients=["age1"]).result(HANG_S)
+    monkeypatch.setattr(AsyncWeightsResource, "save_external", sharpen)
+    with pytest.raises(Exception, match="sharpen is not offered"):
         training.save_weights_external("one").result(HANG_S)
-    assert step(training, 0)[1].result(HANG_S) is not None
+    incompressible = random.Random(0).choices(range(2**31), k=BODY_BYTES // 3)
+    for tokens in ([1] * BODY_BYTES, incompressible):  # too large after decompression, and before it
+        large = types.Datum(types.ModelInput.from_ints(tokens), {"target_tokens": tokens})
+        with pytest.raises(Exception, match="max_body_bytes"):
+            training.forward_backward([large], "cross_entropy").result(HANG_S)
+        with pytest.raises(Exception, match="a part of the mini-batch has no gradient"):
+            training.optim_step(types.AdamParams()).result(HANG_S)
+        assert step(training, 0)[1].result(HANG_S) is not None
 
 
 def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight(service: ServiceProcess) -> None:
@@ -336,7 +321,7 @@ def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight
                 assert web.post(path, headers=token, content=body).status_code == 401
             answer = web.post(path, headers=other, content=body)  # whole, but not theirs
             assert (answer.status_code, "no model" in answer.text) == (404, True), answer.text
-        assert web.post("forward_backward", headers=ours, content=b"x" * (65 << 20)).status_code == 413
+        assert web.post("forward_backward", headers=ours, content=b"x" * (2 * BODY_BYTES)).status_code == 413
         for _ in range(FUZZED):
             garbage = draws.choice([b"", b"{", b"[]", b'{"model_id": 3}', draws.randbytes(draws.randrange(400))])
             path, body = draws.choice(list(good.items()))
@@ -350,23 +335,66 @@ def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight
     assert not differing(saved(service, training, "after"), before)
 
 
-def test_a_link_to_a_checkpoint_needs_no_token_and_leads_to_nothing_else(
-    service: ServiceProcess, tmp_path: Path
+@pytest.mark.parametrize("kind", ["service", "all_weights"])
+def test_the_sdk_downloads_the_files_of_a_checkpoint_bit_for_bit_or_ends_with_an_error(
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    training = service.client("alice").create_lora_training_client("tiny", 4, 3).result(HANG_S)
-    saved_at = training.save_state("mine").result(HANG_S).path
-    link = f"training_runs/{training.model_id}/checkpoints/weights/mine/archive"
-    with httpx.Client(base_url=f"{service.url}/api/v1/", timeout=HANG_S) as web:
-        assert web.get(link).status_code == 401
-        assert web.get(link, headers={"X-API-Key": "tml-bob"}).status_code == 404
-        answer = web.get(link, headers={"X-API-Key": "tml-alice", "Accept": "application/json"})
-        assert answer.status_code == 302
-        url = answer.headers["Location"]
-        assert url.startswith(f"{service.url}/api/v1/archives/")
-        for wrong in (url.partition("?")[0], url[:-1] + ("0" if url[-1] != "0" else "1"), url.replace("mine?", "his?")):
-            assert web.get(wrong).status_code == 404
-        assert web.get(url.replace("expires=", "expires=9")).status_code == 404
-        with tarfile.open(fileobj=io.BytesIO(web.get(url).content)) as archive:
-            archive.extractall(tmp_path, filter="data")
-    assert not differing(load_file(tmp_path / "adapter_model.safetensors"), files_of(service, saved_at))
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 4
+    from tinker import RestClient
+    from tinker.cli.__main__ import main
+    from tinker.lib.internal_client_holder import sessionless_holder_cache
+
+    service: ServiceProcess = request.getfixturevalue(kind)
+    training = service.client().create_lora_training_client("tiny", 4, 3).result(HANG_S)
+    step(training, 0)[1].result(HANG_S)
+    state = training.save_state("mine").result(HANG_S).path
+    external = training.save_weights_external("mine").result(HANG_S).path
+    folder = service.checkpoint(external)
+    on_disk = {file.name: file.read_bytes() for file in folder.iterdir()}
+
+    def downloaded(path: str, who: str = "alice") -> dict[str, bytes] | None:
+        """The files that `tinker checkpoint download` leaves; None if it ends with an error."""
+        monkeypatch.setattr(sessionless_holder_cache, "_holders", {})  # as in a process of its own
+        monkeypatch.setenv("TINKER_BASE_URL", service.url)
+        monkeypatch.setenv("TINKER_API_KEY", TOKENS[who])
+        monkeypatch.setattr(sys, "argv", ["tinker", "checkpoint", "download", path, "--force", f"--output={tmp_path}"])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        place = tmp_path / path.removeprefix("tinker://").replace("/", "_")
+        assert place.exists() == (not ended.value.code)
+        return {file.name: file.read_bytes() for file in place.iterdir()} if place.exists() else None
+
+    assert downloaded(external, "bob") is downloaded(state, "bob") is downloaded(f"{external}s") is None
+    assert downloaded(external) == downloaded(state) == on_disk, "a state is exported for the download"
+    rest, key = RestClient(), {"X-API-Key": TOKENS["alice"]}
+    known = {each.tinker_path for each in rest.list_user_checkpoints().result(HANG_S).checkpoints}
+    assert {each for each in known if training.model_id in each or each.endswith("/download")} == {state, external}
+    urls = rest.get_external_weights_urls(external).result(HANG_S).urls
+    assert {name: httpx.get(url).content for name, url in urls.items()} == on_disk
+    with httpx.Client(base_url=f"{service.url}/api/v1/training_runs/{training.model_id}/", timeout=HANG_S) as web:
+        for asked in ("checkpoints/external_weights/mine/external_weights_urls", "checkpoints/weights/mine/archive"):
+            assert web.get(asked).status_code == 401
+            assert web.get(asked, headers={"X-API-Key": TOKENS["bob"]}).status_code == 404
+        packed = web.get("checkpoints/external_weights/mine/archive", headers=key).headers["Location"]
+        with tarfile.open(fileobj=io.BytesIO(web.get(packed).content)) as archive:
+            assert {each.name: archive.extractfile(each).read() for each in archive} == on_disk
+        for url in (packed, *urls.values()):
+            address, query = url.split("?")
+            others = {f"{address.rpartition('/')[0]}/{each}?{query}" for each in ("x", "%2E%2E", "..%2Fmine", *urls)}
+            wrong = (address, url.replace("expires=", "expires=9"), url[:-1] + "01"[url[-1] == "0"])
+            assert {web.get(each).status_code for each in (*wrong, *(others - {url}))} == {404}
+
+    largest, read = max(folder.iterdir(), key=lambda file: file.stat().st_size), http.client.HTTPResponse.read
+    os.truncate(largest, 1 << 30)
+
+    def interrupted(response: http.client.HTTPResponse, *size: int) -> bytes:
+        if largest.name in response.headers["Content-Disposition"]:
+            os.truncate(largest, 0)  # the service cannot read on
+        return read(response, *size)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "read", interrupted)
+    assert downloaded(external) is None
+    assert "IncompleteRead" in capsys.readouterr().err

@@ -149,7 +149,7 @@ def test_passes_that_wait_are_joined_and_so_are_steps_but_no_model_that_is_not_o
 def test_a_pass_waits_for_a_model_that_was_answered_just_now_and_goes_alone_when_none_comes(tmp_path: Path) -> None:
     world = World(tmp_path / "waits", "ab", join_wait_s=10 * HANG_S)
     world.answered = {
-        f"a {STEP}": lambda: asyncio.get_running_loop().call_later(0.05, world.ask, "a", BACKWARD) and None,
+        f"a {STEP}": lambda: asyncio.get_running_loop().call_later(0.05, world.ask, "a", BACKWARD) and None
     }
     world.ask("a", STEP)
     world.ask("b", SAVE, BACKWARD)

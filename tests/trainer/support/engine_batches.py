@@ -79,10 +79,7 @@ def valued(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
     hidden = outputs.required("hidden")[micro.mask].float()
     errors = torch.where(micro.mask, outputs.required("values") - micro.per_token[ADVANTAGES], 0.0)
     return LossOutput(
-        {
-            "error": LossTerm(errors.square().sum()),
-            "hidden": LossTerm((hidden * torch.linspace(-1, 1, 16)).sum(), 70.0),
-        }
+        {"error": LossTerm(errors.square().sum()), "hidden": LossTerm((hidden * torch.linspace(-1, 1, 16)).sum(), 70.0)}
     )
 
 

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from ..errors import UnknownError
 from ..service import Service
 from . import listing, requests
-from .archives import ROUTE as ARCHIVES
-from .archives import ArchiveLinks
 from .auth import Clients
+from .downloads import ROUTES as DOWNLOADS
+from .downloads import DownloadLinks
 from .errors import answered, problem
 
 API = "/api/v1/"
@@ -39,6 +39,7 @@ _POST: dict[str, Handler] = {
     "optim_step": requests.optim_step,
     "save_weights": requests.save_weights,
     "save_weights_for_sampler": requests.save_weights_for_sampler,
+    "save_weights_external": requests.save_weights_external,
     "load_weights": requests.load_weights,
     "unload_model": requests.unload_model,
     "create_sampling_session": requests.create_sampling_session,
@@ -66,7 +67,8 @@ _OTHER: dict[tuple[str, str], Handler] = {
 
 def application(service: Service, clients: Clients) -> Starlette:
     """The application over `service`, for `clients`."""
-    links = ArchiveLinks()
+    links = DownloadLinks()
+    checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
 
     def route(method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
@@ -107,8 +109,9 @@ def application(service: Service, clients: Clients) -> Starlette:
         routes=[
             Route(API + "healthz", health),
             Route("/metrics", metrics),
-            route("GET", "training_runs/{model}/checkpoints/{checkpoint:path}/archive", links.link),
-            Route(API + ARCHIVES, download),
+            route("GET", f"{checkpoint}/archive", links.archive),
+            route("GET", f"{checkpoint}/external_weights_urls", links.files),
+            *(Route(API + path, download) for path in DOWNLOADS),
             *(route("POST", path, handler) for path, handler in _POST.items()),
             *(route("GET", path, handler) for path, handler in _GET.items()),
             *(route(method, path, handler) for (method, path), handler in _OTHER.items()),

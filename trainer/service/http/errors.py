@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 
-from ..errors import BusyError, UnknownError
+from ..errors import BusyError, TooLargeError, UnknownError
 from ..wire.bodies import WireLimits, decompressed
 
 _log = logging.getLogger("weightlane.service.http")
@@ -18,10 +18,6 @@ RETRY_S = 1
 """Seconds after which a client that was told to try again should."""
 BUSY = 429
 """The status that says so."""
-
-
-class TooLargeError(WeightlaneError):
-    """A request's body is larger than the service takes."""
 
 
 _STATUS: dict[type[WeightlaneError], int] = {
@@ -56,14 +52,20 @@ async def answered(call: Callable[[], Awaitable[Response]]) -> Response:
 
 async def read_body(request: Request, limits: WireLimits) -> bytes:
     """The body, decompressed. Raises `TooLargeError` as soon as it is too large, and `ProtocolError` as `decompressed`."""
+    return decompressed(await receive(request, limits), encoding_of(request), limits)
+
+
+async def receive(request: Request, limits: WireLimits) -> bytes:
+    """The body as it was sent. One that is too large is not read further than to where that shows."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
-        if size > limits.body_bytes:
-            raise TooLargeError(
-                f"the body has more than {limits.body_bytes} bytes.",
-                part="service",
-                hint="Send less at once, or raise service.max_body_bytes.",
-            )
         chunks.append(chunk)
-    return decompressed(b"".join(chunks), request.headers.get("content-encoding", ""), limits)
+        if size > limits.body_bytes:
+            break
+    return b"".join(chunks)
+
+
+def encoding_of(request: Request) -> str:
+    """How the body is compressed, as its client says."""
+    return request.headers.get("content-encoding", "")

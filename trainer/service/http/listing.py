@@ -16,7 +16,7 @@ from ..records.checkpoints import Checkpoint
 from ..service import Service
 from ..wire.requests import CheckpointTtlRequest, WeightsInfoRequest
 from ..wire.requests import request as parsed
-from .archives import checkpoint_path
+from .downloads import checkpoint_path
 from .errors import read_body
 
 _MOST = 1000

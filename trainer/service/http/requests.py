@@ -10,9 +10,11 @@ from starlette.responses import JSONResponse, Response
 
 from weightlane.ckpt_engines import WeightlaneError
 
+from ..errors import TooLargeError
 from ..records.futures import ERROR, JSON
 from ..service import Service
-from ..training.operations import REFUSED, SAVE, SAVE_FOR_SAMPLER, STEP, UNLOAD
+from ..training.operations import REFUSED, SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER, STEP, UNLOAD
+from ..wire.bodies import address_of, decompressed
 from ..wire.requests import (
     AddressedRequest,
     CancelFutureRequest,
@@ -27,7 +29,7 @@ from ..wire.requests import (
 from ..wire.requests import Request as Body
 from ..wire.requests import request as parsed
 from ..wire.sampling_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
-from .errors import read_body
+from .errors import encoding_of, read_body, receive
 
 _WAIT_S = 25.0
 """Seconds that a client waits at the server for an answer; the SDK gives up after 45."""
@@ -119,8 +121,15 @@ async def refuse(service: Service, client: str, request: Request, error: Weightl
 
 
 async def forward_backward(service: Service, client: str, request: Request) -> Response:
-    """Compute a loss, and its gradient unless the request says not to."""
-    body = await read_body(request, service.limits)
+    """Compute a loss, and its gradient unless the request says not to.
+
+    A body that is too large has its turn, too, and fails in it: its client counts on from its number, which comes first in it.
+    """
+    sent = await receive(request, service.limits)
+    try:
+        body = decompressed(sent, encoding_of(request), service.limits)
+    except TooLargeError as error:
+        return _future(service.refuse_backward(client, address_of(sent, encoding_of(request)), error).id)
     return _future(service.backward(client, body).id)
 
 
@@ -137,6 +146,11 @@ async def save_weights(service: Service, client: str, request: Request) -> Respo
 async def save_weights_for_sampler(service: Service, client: str, request: Request) -> Response:
     """Bring a model's weights to the replicas."""
     return await _training(service, client, request, SAVE_FOR_SAMPLER)
+
+
+async def save_weights_external(service: Service, client: str, request: Request) -> Response:
+    """Save a model's weights alone, to be downloaded."""
+    return await _training(service, client, request, SAVE_EXTERNAL)
 
 
 async def load_weights(service: Service, client: str, request: Request) -> Response:

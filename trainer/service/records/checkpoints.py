@@ -17,8 +17,12 @@ from ..wire.names import CheckpointPath
 from ..wire.names import Kind as Segment
 from .store import Store
 
-Kind = Literal["training", "sampler"]
-_SEGMENTS: Mapping[Kind, Segment] = {"training": "weights", "sampler": "sampler_weights"}
+Kind = Literal["training", "sampler", "external"]
+_SEGMENTS: Mapping[Kind, Segment] = {
+    "training": "weights",
+    "sampler": "sampler_weights",
+    "external": "external_weights",
+}
 _PART = "service checkpoints"
 
 
@@ -27,7 +31,8 @@ class Checkpoint:
     """An adapter, or all weights, that were saved."""
 
     path: str
-    """``tinker://MODEL/weights/NAME``, with the optimizer, or ``tinker://MODEL/sampler_weights/NAME``, without."""
+    """``tinker://MODEL/weights/NAME``, with the optimizer; ``tinker://MODEL/sampler_weights/NAME``, or ``external_weights``,
+    without."""
     model: str
     kind: Kind
     directory: Path

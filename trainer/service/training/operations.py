@@ -29,6 +29,7 @@ from ..wire.requests import (
     CreateModelRequest,
     LoadWeightsRequest,
     OptimStepRequest,
+    SaveWeightsExternalRequest,
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
@@ -39,6 +40,7 @@ REFUSED = "refused"
 """A request that is not offered. It has its turn, because those after it have later numbers, and does nothing."""
 CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
 SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
+SAVE_EXTERNAL = "save_weights_external"
 _PART = "service"
 _WHOLE = MiniBatch(1.0, 1.0)
 """Losses of the service are sums, which nothing divides, so that all parts of a mini-batch agree about it."""
@@ -90,14 +92,14 @@ class Operations:
 
     async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         """See `Execute`."""
-        if request.state == "failed":  # before a crash: it changed no weight then, and doesn't now
+        if request.state == "failed":  # before a crash, or before its turn: it changed no weight then, and doesn't now
             if request.kind == STEP:
                 await self._drop_gradient(model)
             elif (
                 request.kind == BACKWARD
                 and not TrainBody.parse(request.payload, limits=self._limits).message.forward_only
             ):
-                _spoil(model, "it failed before the service was started again.")
+                _spoil(model, "it was refused, or failed before the service was started again.")
             return
         operation = getattr(self, f"_{request.kind}")
         await (operation(model, request, run) if self.joins(request) else operation(model, request))
@@ -212,6 +214,11 @@ class Operations:
             overwrite=asked.overwrite,
         )
         self._answer(request, {"type": SAVE, "path": path})
+
+    async def _save_weights_external(self, model: Model, request: StoredRequest) -> None:
+        asked = parsed(SaveWeightsExternalRequest, request.payload, self._limits)
+        path, _ = await self._save(model, request, "external", asked.path, asked)
+        self._answer(request, {"type": SAVE_EXTERNAL, "path": path})
 
     async def _save_weights_for_sampler(self, model: Model, request: StoredRequest) -> None:
         asked = parsed(SaveWeightsForSamplerRequest, request.payload, self._limits)

@@ -9,6 +9,8 @@ from google.protobuf.message import DecodeError
 
 from weightlane.ckpt_engines import ProtocolError
 
+from ..errors import TooLargeError
+
 PART = "request"
 
 _PATH = (3, 2, 2)
@@ -21,6 +23,12 @@ _PART_BYTES = 2
 """Bytes of the smallest part: a tag, and a length of 0."""
 _VARINT_BYTES = 10
 """Bytes of the longest varint, that of a negative number."""
+_ADDRESS_BYTES = 1024
+"""Bytes in which the address of a pass has room: an identifier has at most 200 characters, and a number 5 bytes."""
+_ADDRESS = (1, 2)
+"""Numbers of the fields of a ``ForwardBackwardRequest`` that say whose it is and when its turn comes."""
+_WINDOW_BYTES = 8 * 2**20
+"""Most memory that reading the beginning of a compressed body takes. The SDK's bodies ask for 2 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +58,13 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
         limits: `WireLimits.body_bytes` is the most that is allocated.
 
     Raises:
-        ProtocolError: The encoding is another one, the body is too large, or is not one whole frame that says how large it is.
+        TooLargeError: The body is too large.
+        ProtocolError: The encoding is another one, or the body is not one whole frame that says how large it is.
     """
+    checked_size(body, len(body), limits)
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
-        return checked_size(body, len(body), limits)
+        return body
     if encoding != "zstd":
         raise ProtocolError(f"no content encoding {encoding!r} is offered.", part=PART, hint="Send zstd, or none.")
     try:
@@ -77,14 +87,53 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
 
 
 def checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
-    """`body`, which has `size` bytes when it is decompressed; `ProtocolError` if these are too many."""
+    """`body`, which has `size` bytes when it is decompressed, or at least these; `TooLargeError` if these are too many."""
     if size > limits.body_bytes:
-        raise ProtocolError(
-            f"the body has {size} bytes, {limits.body_bytes} are allowed.",
+        raise TooLargeError(
+            f"the body has {size} bytes or more, {limits.body_bytes} are allowed.",
             part=PART,
-            hint="Send fewer sequences at once.",
+            hint="Send fewer sequences at once, or raise service.max_body_bytes.",
         )
     return body
+
+
+def address_of(body: bytes, encoding: str) -> bytes:
+    """The first fields of a ``ForwardBackwardRequest`` that is not read as a whole: whose it is, and when its turn comes.
+
+    The SDK writes fields in the order of their numbers, so these come first. No more of the body is decompressed.
+
+    Args:
+        body: The body, or its first part.
+        encoding: See `decompressed`.
+
+    Returns:
+        A ``ForwardBackwardRequest`` of these fields, in bytes; empty if the body begins with others, or cannot be read.
+    """
+    try:
+        begins = _begins(body, encoding)
+        at = 0
+        while at < len(begins):
+            tag, after = _varint(begins, at, len(begins))
+            if tag >> 3 not in _ADDRESS:
+                break
+            length, after = _length(begins, after, len(begins), tag & 7)
+            at = after + length
+    except ProtocolError:
+        return b""
+    return begins[:at]
+
+
+def _begins(body: bytes, encoding: str) -> bytes:
+    """The first `_ADDRESS_BYTES` of a body; `ProtocolError` if it is not compressed as it should be."""
+    if encoding.strip().lower() != "zstd":
+        return body[:_ADDRESS_BYTES]
+    import zstandard  # noqa: PLC0415  (as above; the body's size was read with it)
+
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(body) as reader:
+            return bytes(reader.read(_ADDRESS_BYTES))
+    except zstandard.ZstdError as error:
+        raise ProtocolError(f"the body cannot be decompressed: {error}.", part=PART) from None
 
 
 def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:

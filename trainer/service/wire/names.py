@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from weightlane.ckpt_engines import ProtocolError
 
@@ -14,8 +14,8 @@ IDENTIFIER = r"^[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}$"
 """Pattern of an identifier. The SDK itself calls a model ``SESSION:train:NUMBER``, so it may have colons, too."""
 SCHEME = "tinker://"
 
-Kind = Literal["weights", "sampler_weights"]
-"""A whole training state, or weights to sample from."""
+Kind = Literal["weights", "sampler_weights", "external_weights"]
+"""A whole training state, weights to sample from, or weights to download."""
 
 
 def checked_identifier(text: str, *, part: str) -> str:
@@ -29,7 +29,7 @@ def checked_identifier(text: str, *, part: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPath:
-    """The address of a checkpoint: ``tinker://MODEL/weights/NAME`` or ``tinker://MODEL/sampler_weights/NAME``."""
+    """The address of a checkpoint: ``tinker://MODEL/weights/NAME``, or with another `Kind`."""
 
     model: str
     kind: Kind
@@ -39,13 +39,13 @@ class CheckpointPath:
     def parse(cls, text: str) -> Self:
         """The address that `text` is; `ProtocolError` if it is none."""
         parts = text.removeprefix(SCHEME).split("/")
-        kinds: dict[str, Kind] = {"weights": "weights", "sampler_weights": "sampler_weights"}
+        kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
         whole = text.startswith(SCHEME) and len(parts) == 3 and parts[1] in kinds  # noqa: PLR2004  (as written above)
         if not whole or re.fullmatch(IDENTIFIER, parts[0]) is None or re.fullmatch(NAME, parts[2]) is None:
             raise ProtocolError(
                 f"{text[:80]!r} is no path of a checkpoint.",
                 part="checkpoint path",
-                hint=f"It looks like {SCHEME}MODEL/weights/NAME or {SCHEME}MODEL/sampler_weights/NAME.",
+                hint=f"It looks like {SCHEME}MODEL/weights/NAME, or has another of {', '.join(kinds)}.",
             )
         return cls(parts[0], kinds[parts[1]], parts[2])
 

@@ -220,6 +220,21 @@ class SaveWeightsRequest(AddressedRequest):
     user_metadata: Labels | None = None
 
 
+class SaveWeightsExternalRequest(AddressedRequest):
+    """``save_weights_external``: weights alone, to be downloaded, as a checkpoint called `path`."""
+
+    path: Name
+    ttl_seconds: Ttl | None = None
+    user_metadata: Labels | None = None
+    age_encryption_recipients: list[Text] | None = None
+    """Keys for which files are encrypted; not offered."""
+
+    @model_validator(mode="after")
+    def _plain(self) -> Self:
+        refuse([(not self.age_encryption_recipients, "encryption of files by age")])
+        return self
+
+
 class LoadWeightsRequest(Request):
     """``load_weights``: into the model `model_id`, or as a new one, number `model_seq_id` of the session `session_id`."""
 
@@ -243,7 +258,7 @@ class LoadWeightsRequest(Request):
         refuse(
             [
                 (self.weights_access_token is None, "access to checkpoints of other accounts"),
-                (self.checkpoint.kind == "weights", "training from weights that were saved for a sampler"),
+                (self.checkpoint.kind == "weights", "training from weights that were saved without the optimizer"),
             ]
         )
         return self

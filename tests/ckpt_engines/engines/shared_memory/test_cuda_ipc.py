@@ -16,10 +16,7 @@ import pytest
 import torch
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import (
-    CheckpointEngineRegistry,
-    TransportError,
-)
+from weightlane.ckpt_engines import CheckpointEngineRegistry, TransportError
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.conformance import run_conformance
 from weightlane.ckpt_engines.conformance.checks.base import ConformanceBase, ConnectionMaker

@@ -208,9 +208,9 @@ def test_a_receiver_in_a_container_of_its_own_needs_to_share_nothing_but_the_soc
     if reason := no_namespaces():
         pytest.skip(f"this machine lets nobody make namespaces: {reason}")
     sender = RemoteHalf(forks.fork(f"{half_process.__name__}:serve"))
-    # Own processes, network, System V IPC and /dev/shm; there the directory has another path.
-    mounts = f"mount -t tmpfs none /dev/shm && mount -t tmpfs none /run && mkdir -p /run/elsewhere && mount --bind {socket_dir}"
-    script = f'{mounts} /run/elsewhere && exec "$@"'
+    # Own processes, network, System V IPC and /dev/shm, which has no room; there the directory has another path.
+    mounts = "mount -t tmpfs -o nr_inodes=1 none /dev/shm && mount -t tmpfs none /run && mkdir /run/elsewhere"
+    script = f'{mounts} && mount --bind {socket_dir} /run/elsewhere && exec "$@"'
     command = [*NAMESPACES, "sh", "-c", script, "sh", sys.executable, "-P", "-m", half_process.__name__]
     ours, theirs = socket.socketpair()
     with theirs:
@@ -222,11 +222,20 @@ def test_a_receiver_in_a_container_of_its_own_needs_to_share_nothing_but_the_soc
         assert half.call("unpickled") == 0  # it is there
     kinds = ("user", "mnt", "net", "ipc")
     assert len({Path(f"/proc/{half.pid}/ns/{kind}").readlink() for half in halves for kind in kinds}) == 8
+    receiver.call("make", side="sender", engine="shm", options={}, name="s")
+    with pytest.raises(StorageError, match=r"No space left on device.*options\.socket_dir"):
+        receiver.call("address")
     sender.call("make", side="sender", engine="shm", options={"socket_dir": str(socket_dir)}, name="s")
-    receiver.call("make", side="receiver", engine="shm", options={"socket_dir": "/run/elsewhere"}, name="r")
-    addresses = {"senders": {"s": sender.call("address")}, "receivers": {"r": receiver.call("address")}}
+    address = sender.call("address")
+    for options in ({}, {"socket_dir": "/run/elsewhere"}):
+        receiver.call("close")
+        receiver.call("make", side="receiver", engine="shm", options=options, name="r")
+        topology = {"senders": {"s": address}, "receivers": {"r": receiver.call("address")}, "session": "s", "key": ""}
+        if not options:
+            with pytest.raises(PeerLostError, match=r"ENOENT.*options\.socket_dir"):
+                receiver.call("connect", topology=topology, deadline_s=HANG_S)
     for half in halves:
-        half.start("connect", topology={"session": "session", "key": "", **addresses}, deadline_s=HANG_S)
+        half.start("connect", topology=topology, deadline_s=HANG_S)
     for half in halves:
         half.result()
     parcels = [Parcel(1, 0, 3 * MIB, 1), Parcel(1, 1, 0, 2), Parcel(1, 2, 70_001, 3)]

@@ -27,9 +27,7 @@ from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
 
 FACTS = Capabilities(
-    devices=frozenset({"cuda"}),
-    delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
-    collective=True,
+    devices=frozenset({"cuda"}), delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}), collective=True
 )
 SPECS = [TensorSpec(f"t{number}", (8 + number, 16), torch.float32) for number in range(4)]
 

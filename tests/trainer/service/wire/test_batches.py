@@ -19,7 +19,7 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.data.batch import IGNORED
 from weightlane.trainer.service.wire.batches import TrainBody, TrainRequest
-from weightlane.trainer.service.wire.bodies import WireLimits
+from weightlane.trainer.service.wire.bodies import WireLimits, address_of
 
 VOCABULARY = 50
 
@@ -238,6 +238,7 @@ def test_a_compressed_body_is_read_and_one_that_would_grow_is_refused_before_it_
 
 
 def only_protocol_errors(body: bytes, encoding: str = "") -> None:
+    assert len(address_of(body, encoding)) <= 1024
     said = ""
     try:
         train_request(body, encoding=encoding)
