@@ -23,7 +23,12 @@ ADAPTER = {"rank": 2, "publish": "adapter"}
     ("model", "trainer"),
     [
         pytest.param("qwen3-moe", FSDP2_TP2, id="fsdp2-tp2"),
-        pytest.param("qwen3-moe", megatron(TP_EP), id="tensors and experts", marks=pytest.mark.megatron),
+        pytest.param(
+            "qwen3-moe",
+            megatron(TP_EP),
+            id="tensors and experts",
+            marks=(pytest.mark.megatron, pytest.mark.exhaustive),
+        ),
         pytest.param(
             "qwen3-tied",
             megatron(STAGES, compute_dtype="bfloat16", lora=ADAPTER),

@@ -20,6 +20,7 @@ from engine_ranks import (
     exhaustive,
     gathered,
     megatron,
+    whole,
 )
 from transformers import AutoModelForTokenClassification
 
@@ -66,12 +67,9 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
         loss = loss + errors.square().sum() / tokens + (hidden[start:] * torch.linspace(-1, 1, 16)).sum() / 70
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradient = {name: torch.full_like(each, torch.nan) for name, each in wanted.items()}
-    for total, slices in ranks.all("gradient", rows=ROWS, calls=CALLS, loss="valued"):
-        assert total == pytest.approx(float(loss.detach()), rel=5e-6)
-        for name, starts, data in slices:
-            index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
-            gradient[name][index] = torch.from_numpy(data).double()
+    answers = ranks.all("gradient", rows=ROWS, calls=CALLS, loss="valued")
+    assert [total for total, _ in answers] == [pytest.approx(float(loss.detach()), rel=5e-6)] * 2
+    gradient = whole([[(name, wanted[name].shape, *rest) for name, *rest in slices] for _, slices in answers])
     apart = sum(float((gradient[name] - each).square().sum()) for name, each in wanted.items())
     # Errors of values have both signs, so that more rounding is left of their sum than of other losses'.
     assert apart <= 5e-6**2 * sum(float(each.square().sum()) for each in wanted.values())

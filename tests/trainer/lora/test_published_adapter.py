@@ -19,8 +19,8 @@ from engine_ranks import (
     exhaustive,
     gathered,
     megatron,
+    whole,
 )
-from lora_commands import whole
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -72,7 +72,7 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
     ranks, start = setup(), checkpoint(models[MODEL])
     assert_same(gathered(ranks), start)
     assert ranks.all("base_has_state") == [(False, 0)] * len(ranks)
-    ranks.all("train", first=0, count=3)
+    ranks.all("train", first=0, count=2)
     ranks.all("export_adapter", directory=tmp_path / "adapter", name="default")
     (merged,) = oracle.all("merged", model=models[MODEL], adapter=tmp_path / "adapter")
     trained = gathered(ranks)
@@ -94,13 +94,13 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
 
     # A run that publishes the adapter alone exports the same bit for bit, and continues the state of the other.
     setup(lora=ALONE)
-    ranks.all("train", first=0, count=3)
+    ranks.all("train", first=0, count=2)
     ranks.all("export", directory=tmp_path / "exported alone")
     assert_same(checkpoint(tmp_path / "exported alone"), trained)
     published = gathered(ranks)
     assert_same(published, load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     setup(lora=ALONE)
-    assert ranks.all("load", directory=tmp_path / "state") == [3, 3]
+    assert ranks.all("load", directory=tmp_path / "state") == [2, 2]
     assert_same(gathered(ranks), published)
     for report in ranks.all("fence"):
         assert [name for call in report["calls"] for name in call["named"]] == list(published)

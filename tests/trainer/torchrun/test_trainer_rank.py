@@ -10,8 +10,7 @@ import numpy as np
 import peft_oracle
 import pytest
 from engine_batches import make_samples
-from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, checkpoint, exhaustive, megatron
-from lora_commands import whole
+from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, checkpoint, exhaustive, megatron, whole
 
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 
