@@ -10,9 +10,8 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
 import torch
-from engine_ranks import FSDP2_TP2, TRAINER, Ranks, Teams, exhaustive, megatron
+from engine_ranks import FSDP2_TP2, TRAINER, Ranks, Teams, case, exhaustive, megatron
 from safetensors.torch import load_file
 from waiting import HANG_S
 
@@ -39,11 +38,9 @@ CONFIGS = {
     "b": LoraConfig(rank=2, targets=("k_proj", "gate_proj", "down_proj")),
 }
 LAYOUTS = [
-    pytest.param({}, id="fsdp2-2"),
+    case({}, id="fsdp2-2"),
     exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
-    pytest.param(
-        megatron({"tensor_parallel": 2}), id="megatron-tp2", marks=(pytest.mark.megatron, pytest.mark.exhaustive)
-    ),
+    exhaustive(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
 ]
 """Settings of two ranks."""
 

@@ -16,6 +16,7 @@ from engine_ranks import (
     FSDP2_TP2,
     Teams,
     assert_same,
+    case,
     checkpoint,
     exhaustive,
     gathered,
@@ -28,20 +29,15 @@ from weightlane.trainer.engines.registry import training_engine_class
 
 VALUE = {"head": "value"}
 ROWS, CALLS = 7, [[0], [3, 1, 2, 4], [6, 5]]
-MEGATRON = (pytest.mark.megatron, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="fsdp2"),
+        case({}, id="fsdp2"),
         exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
-        pytest.param(
-            megatron({"tensor_parallel": 2, "sequence_parallel": True}),
-            id="megatron-tp2-sp",
-            marks=pytest.mark.megatron,
-        ),
-        pytest.param(megatron({"pipeline_parallel": 2}), id="megatron-pp2", marks=MEGATRON),
+        case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-tp2-sp"),
+        exhaustive(megatron({"pipeline_parallel": 2}), id="megatron-pp2"),
     ],
 )
 def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_transformers(
@@ -75,11 +71,7 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
     assert apart <= 5e-6**2 * sum(float(each.square().sum()) for each in wanted.values())
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param(megatron({"tensor_parallel": 2}), marks=MEGATRON)],
-    ids=["fsdp2", "megatron"],
-)
+@pytest.mark.parametrize("settings", [{}, exhaustive(megatron({"tensor_parallel": 2}))], ids=["fsdp2", "megatron"])
 def test_a_critic_made_of_a_policy_begins_with_values_of_zero_and_is_written_as_transformers_reads_it(
     teams: Teams, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -163,11 +155,7 @@ def test_weights_that_do_not_fit_their_config_are_refused(
     teams.of(1).all_fail("ConfigError", says, "setup", model=broken, trainer={"engine": engine})
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{}, pytest.param(megatron({}), marks=MEGATRON)],
-    ids=["fsdp2", "megatron"],
-)
+@pytest.mark.parametrize("settings", [{}, exhaustive(megatron({}))], ids=["fsdp2", "megatron"])
 def test_a_loss_that_fails_leaves_no_gradient_of_its_mini_batch(teams: Teams, settings: dict[str, Any]) -> None:
     ranks = teams.of(2)
     ranks.setup("qwen3-untied", micro_batch_tokens=8, **settings)

@@ -14,7 +14,7 @@ import numpy as np
 import peft_oracle
 import pytest
 import torch
-from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, exhaustive, gathered, megatron, whole
+from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, exhaustive, gathered, megatron, whole
 from safetensors.torch import load_file, save_file
 
 from weightlane.ckpt_engines import ConfigError
@@ -32,24 +32,12 @@ RECOMPUTED = {"activation_checkpointing": True}
 MODELS = ("qwen3-tied", "qwen2", "llama-untied")
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
-
-MEGATRON = pytest.mark.megatron
 SEQUENCES = megatron({"tensor_parallel": 2, "sequence_parallel": True})
 LAYOUTS = [
-    pytest.param("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
+    case("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
     exhaustive("llama-untied", {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
-    pytest.param(
-        "qwen2",
-        {**SEQUENCES, **RECOMPUTED},
-        id="megatron-sp2, recomputed",
-        marks=MEGATRON,
-    ),
-    pytest.param(
-        "qwen3-tied",
-        megatron({"pipeline_parallel": 2}),
-        id="megatron-pp2",
-        marks=(MEGATRON, pytest.mark.exhaustive),
-    ),
+    case("qwen2", {**SEQUENCES, **RECOMPUTED}, id="megatron-sp2, recomputed"),
+    exhaustive("qwen3-tied", megatron({"pipeline_parallel": 2}), id="megatron-pp2"),
 ]
 """The model, and the settings of two ranks."""
 ONE_STEP = (("forward_backward", 0), ("forward_backward", 1), ("optim_step", 0))
@@ -121,7 +109,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
     [
         LAYOUTS[0],
         exhaustive("llama-untied", FSDP2_TP2, id="fsdp2-tp2"),
-        pytest.param("qwen2", SEQUENCES, id="megatron-sp2", marks=(MEGATRON, pytest.mark.exhaustive)),
+        exhaustive("qwen2", SEQUENCES, id="megatron-sp2"),
     ],
 )
 def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_nothing_else_changes(

@@ -15,6 +15,7 @@ from engine_ranks import (
     Teams,
     assert_fence_tells_of_changes,
     assert_same,
+    case,
     checkpoint,
     exhaustive,
     gathered,
@@ -30,14 +31,11 @@ MODEL = "qwen3-tied"
 TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 LORA = {"rank": 3, "alpha": 4, "targets": TARGETS, "learning_rate": 0.02}
 ALONE = {**LORA, "publish": "adapter"}
-MEGATRON = megatron({"tensor_parallel": 2, "sequence_parallel": True})
 LAYOUTS = [
     exhaustive({}, id="fsdp2-2"),
-    pytest.param(MEGATRON, id="megatron-sp2", marks=pytest.mark.megatron),
-    pytest.param(
-        megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True),
-        id="megatron-pp2",
-        marks=(pytest.mark.megatron, pytest.mark.exhaustive),
+    case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-sp2"),
+    exhaustive(
+        megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True), id="megatron-pp2"
     ),
 ]
 """Settings of two ranks."""
@@ -65,7 +63,7 @@ def state(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
-@pytest.mark.parametrize("setup", [pytest.param({}, id="fsdp2-2"), *LAYOUTS[1:]], indirect=True)
+@pytest.mark.parametrize("setup", [case({}, id="fsdp2-2"), *LAYOUTS[1:]], indirect=True)
 def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neither_gradients_nor_moments(
     request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], oracle: Ranks, tmp_path: Path
 ) -> None:

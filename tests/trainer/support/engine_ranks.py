@@ -48,9 +48,15 @@ def megatron(layout: dict[str, Any], **trainer: Any) -> dict[str, Any]:
     return {"engine": "megatron", "megatron": layout, **trainer}
 
 
+def case(*values: Any, id: str | None = None, marks: tuple[Any, ...] = ()) -> Any:  # noqa: A002 - pytest's name
+    """A case of a test, with the marker ``megatron`` if one of `values` are settings of that engine."""
+    needs = any(isinstance(each, dict) and each.get("engine") == "megatron" for each in values)
+    return pytest.param(*values, id=id, marks=(*marks, pytest.mark.megatron) if needs else marks)
+
+
 def exhaustive(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
     """A further case, which `make test` leaves out."""
-    return pytest.param(*values, id=id, marks=pytest.mark.exhaustive)
+    return case(*values, id=id, marks=(pytest.mark.exhaustive,))
 
 
 class Ranks:
