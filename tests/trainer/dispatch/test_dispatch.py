@@ -164,7 +164,8 @@ def test_roles_that_share_a_device_compute_what_they_would_alone_and_are_where_t
         ("critic", "forward", 2), ("policy", "forward", 0), ("reference", "forward", 1), ("policy", "forward", 1)
     )
     for role in ROLES:
-        turns.call((role, "optim_step", 0))
+        for method in ("forward_backward", "optim_step", "publish"):  # moments are here, and go
+            turns.call((role, method, 0))
 
 
 def test_a_role_is_saved_and_loaded_whatever_was_away(
