@@ -14,7 +14,7 @@ from local_dispatch import in_dispatch
 from transformers import AutoModelForCausalLM
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo
+from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo, gae
 from weightlane.trainer.algorithms.composition import (
     algorithm_over,
     check_roles,
@@ -26,6 +26,7 @@ from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
 from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 from weightlane.trainer.config import CriticConfig, LoraConfig
+from weightlane.trainer.data.batch import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
@@ -58,25 +59,21 @@ def test_advantages_are_those_of_the_formula_over_targets_only_and_whitened_over
     reference = [torch.linspace(-5, -3, sequence.length) for sequence in batch.sequences]
     values = [torch.linspace(0.1, 0.7, sequence.length) for sequence in batch.sequences]
     found = with_advantages(batch.with_values(REFERENCE_LOGPROBS, reference), values, config)
-    wanted: list[tuple[int, int, float, float]] = []
-    for row, sequence in enumerate(batch.sequences):
-        places = [place for place in range(sequence.length) if sequence.targets[place] != -100]
-        drawn = sequence.per_token[ROLLOUT_LOGPROBS].double()
-        rewards = {place: -0.1 * float(drawn[place] - reference[row][place]) for place in places}
-        rewards[places[-1]] += sequence.per_sequence[REWARD]
-        for at, place in enumerate(places):
-            advantage = 0.0
-            for later, step in enumerate(places[at:]):
-                following = float(values[row][places[at + later + 1]]) if at + later + 1 < len(places) else 0.0
-                advantage += (0.9 * 0.8) ** later * (rewards[step] + 0.9 * following - float(values[row][step]))
-            wanted.append((row, place, advantage, advantage + float(values[row][place])))
-    mean = sum(each[2] for each in wanted) / len(wanted)
-    std = (sum((each[2] - mean) ** 2 for each in wanted) / len(wanted)) ** 0.5
-    for row, place, advantage, expected_return in wanted:
-        carried = found.sequences[row].per_token
-        assert float(carried[ADVANTAGES][place]) == pytest.approx((advantage - mean) / std, abs=1e-4)
-        assert float(carried[RETURNS][place]) == pytest.approx(expected_return, abs=1e-5)
-        assert torch.equal(carried[OLD_VALUES], values[row])
+    advantages = []
+    for sequence, log_probabilities, value, carried in zip(
+        batch.sequences, reference, values, found.sequences, strict=True
+    ):
+        targets = sequence.targets != IGNORED
+        rewards = -0.1 * (sequence.per_token[ROLLOUT_LOGPROBS] - log_probabilities)[targets]
+        rewards[-1] += sequence.per_sequence[REWARD]
+        each, returns = gae(rewards, value[targets], gamma=0.9, lam=0.8)  # see `test_losses`
+        advantages.append(each)
+        torch.testing.assert_close(carried.per_token[RETURNS][targets], returns, atol=1e-5, rtol=0)
+        assert torch.equal(carried.per_token[OLD_VALUES], value)
+    wanted = torch.cat(advantages)
+    wanted = (wanted - wanted.mean()) / wanted.std(correction=0)
+    micro = found.packed
+    torch.testing.assert_close(micro.per_token[ADVANTAGES][micro.mask], wanted, atol=1e-4, rtol=0)
 
 
 def test_ppo_trains_a_policy_and_a_critic_keeps_the_reference_and_goes_on_bit_for_bit_where_it_was_saved(
@@ -133,7 +130,7 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
         for sequence in batch.sequences:
             with torch.no_grad():
                 logs = torch.log_softmax(model(sequence.tokens[None], use_cache=False).logits[0], -1)
-            mask = sequence.targets != -100
+            mask = sequence.targets != IGNORED
             said[-1].append(logs[mask, sequence.targets[mask]])
     drift = torch.cat(said[1]) - torch.cat(said[0])
     assert reports[0].metrics["reference_kl"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-4)

@@ -74,9 +74,8 @@ def scored(*logprobs: float) -> TokenSequence:
 FINE = scored(-1.0, -1.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "problem"),
-    [
+def test_what_is_empty_ragged_or_not_a_number_is_refused_by_name_and_index() -> None:
+    cases: list[tuple[Callable[[], Any], str]] = [
         (lambda: one(FINE, scored(-1.0, math.nan)), r"logprobs of token 1 \(id 8\) of sequence 1 is nan"),
         (lambda: one(FINE, scored(-1.0, -math.inf)), r"logprobs of token 1 \(id 8\) of sequence 1 is -inf"),
         (
@@ -102,13 +101,10 @@ FINE = scored(-1.0, -1.0)
         ),
         (lambda: one(FINE, of_tokens([0])), "sequence 1 and sequence 0 differ in logprobs"),
         (lambda: one(of_tokens([0]), of_tokens([0], [[1, 1]])), "sequence 1 and sequence 0 differ in targets"),
-    ],
-)
-def test_what_is_empty_ragged_or_not_a_number_is_refused_by_name_and_index(
-    make: Callable[[], Any], problem: str
-) -> None:
-    with pytest.raises(ProtocolError, match=problem):
-        make()
+    ]
+    for make, problem in cases:
+        with pytest.raises(ProtocolError, match=problem):
+            make()
 
 
 lengths_of = st.lists(st.integers(1, 18), min_size=1, max_size=12)

@@ -1,20 +1,31 @@
-"""Roles with adapters on the ranks of a team, for the tests of this folder."""
+"""Roles with adapters on the ranks of a team, and the replicas to which they publish, for the tests of this folder."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import pytest
 import torch
-from engine_ranks import FSDP2_TP2, TRAINER, Teams, exhaustive, megatron
+from engine_ranks import FSDP2_TP2, TRAINER, Ranks, Teams, case, exhaustive, megatron
 from safetensors.torch import load_file
-from team_ranks import TeamRanks
 from waiting import HANG_S
 
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import (
+    CheckpointEngineConfig,
+    CommitReport,
+    Coordinator,
+    Expectation,
+    ExpectedTensor,
+    Rendezvous,
+    Subscriber,
+    SyncConfig,
+)
 from weightlane.trainer.config import AlgorithmConfig, LoraConfig, TrainerConfig
 from weightlane.trainer.dispatch.dispatch import Role, WorkerDispatch
 from weightlane.trainer.dispatch.role import RoleSpec
@@ -27,13 +38,45 @@ CONFIGS = {
     "b": LoraConfig(rank=2, targets=("k_proj", "gate_proj", "down_proj")),
 }
 LAYOUTS = [
-    pytest.param({}, id="fsdp2-2"),
+    case({}, id="fsdp2-2"),
     exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
-    pytest.param(
-        megatron({"tensor_parallel": 2}), id="megatron-tp2", marks=(pytest.mark.megatron, pytest.mark.exhaustive)
-    ),
+    exhaustive(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
 ]
 """Settings of two ranks."""
+
+
+class TeamRanks:
+    """The ranks of `team`, see `weightlane.trainer.dispatch.ranks.Ranks`; `model` is any that its engines can load."""
+
+    def __init__(self, team: Ranks, model: Path) -> None:
+        self._team, self.world = team, len(team)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="team-ranks")
+        team.all("own_the_group", model=model)
+
+    async def rendezvous(self) -> tuple[str, int]:
+        return "127.0.0.1", 0  # they have met
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
+        sent = pickle.dumps(args)
+        return asyncio.wrap_future(self._thread.submit(self._answers, method, sent))
+
+    async def watch(self) -> NoReturn:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def close(self) -> None:
+        await self.call("close")
+        self._thread.shutdown()
+
+    def _answers(self, method: str, args: bytes) -> list[Any]:
+        answers = [pickle.loads(each) for each in self._team.all("rank_worker", method=method, args=args)]
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
 
 
 @asynccontextmanager
@@ -70,3 +113,46 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 async def written(role: Role, adapter: str, directory: Path) -> dict[str, torch.Tensor]:
     await role.export_adapter(directory, adapter, with_optimizer=True)
     return tensors_of(directory)
+
+
+class Keeper:
+    """A replica of one rank."""
+
+    name = "rollout-0"
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self._subscriber = subscriber
+        self.versions: dict[int, dict[str, torch.Tensor]] = {}
+
+    def subscriber_names(self) -> list[str]:
+        return [f"{self.name}/0"]
+
+    async def commit(self, version: int) -> CommitReport:
+        await asyncio.to_thread(self._take, version)
+        return CommitReport(version, blocked_s=0.0)
+
+    def _take(self, version: int) -> None:
+        self.versions[version] = {name: each.clone() for name, each in self._subscriber.take(version).items()}
+        self._subscriber.release(version)
+
+    async def rollback(self, version: int) -> None:
+        raise AssertionError("no version is given up")
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        raise error
+
+
+@asynccontextmanager
+async def publishing(role: Role, tensors: Mapping[str, torch.Tensor]) -> AsyncIterator[tuple[Coordinator, Keeper]]:
+    """Connect a role's ranks to a replica that expects tensors like these, in float32."""
+    rendezvous = Rendezvous.host()
+    address, sync = rendezvous.address.to_plain(), SyncConfig(deadline_s=HANG_S, quorum=1.0, bucket_mib=0.01)
+    await role.connect(address, CheckpointEngineConfig(backend="shm"), sync, torch.float32)
+    expected = {
+        name: ExpectedTensor(tuple(tensor.shape), frozenset({torch.float32})) for name, tensor in tensors.items()
+    }
+    with closing(Subscriber("rollout-0/0", address, "shm", {}, Expectation(expected))) as subscriber:
+        keeper = Keeper(subscriber)
+        with closing(Coordinator(rendezvous, role.publisher_names(), [keeper], sync)) as coordinator:
+            await coordinator.connect()
+            yield coordinator, keeper

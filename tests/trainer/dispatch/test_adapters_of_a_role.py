@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from adapter_roles import CARRIER, CONFIGS, LAYOUTS, MODEL, opened, run, written
+from adapter_roles import CARRIER, CONFIGS, LAYOUTS, MODEL, opened, publishing, run, written
 from engine_batches import Sample, batch_of, make_batch
 from engine_ranks import Teams, assert_same, checkpoint
-from published_versions import publishing
 from safetensors.torch import load_file
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError

@@ -37,9 +37,9 @@ def test_parts_of_several_adapters_are_computed_together_as_separately(
     """
     adapters = {**CONFIGS, "c": LoraConfig(rank=3, seed=2), "d": LoraConfig(rank=3, alpha=2, seed=3)}
     batches = {name: make_batch(number) for number, name in enumerate(adapters)}
-    for name, rows in zip(adapters, [(0,), (1, 2), (3,), (4, 0)], strict=True):
+    for name, rows in (("c", (3,)), ("d", (4, 0))):
         batches[f"small {name}"] = TokenBatch(tuple(batches[name].sequences[row] for row in rows))
-    rounds = [("", "a", "b", "c", "d"), ("small ", "a", "c", "d"), ("small ", "c", "d")]
+    rounds = [("", "a", "b", "c", "d"), ("small ", "c", "d")]
 
     async def take(way: str, take_round: Callable[..., Coroutine[Any, Any, Any]]) -> dict[str, Any]:
         found = {}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ranks import FSDP2_TP2, Teams, megatron
+from engine_ranks import FSDP2_TP2, Teams, case, exhaustive, megatron
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import TrainerConfig
@@ -22,14 +22,9 @@ ADAPTER = {"rank": 2, "publish": "adapter"}
 @pytest.mark.parametrize(
     ("model", "trainer"),
     [
-        pytest.param("qwen3-moe", FSDP2_TP2, id="fsdp2-tp2"),
-        pytest.param("qwen3-moe", megatron(TP_EP), id="tensors and experts", marks=pytest.mark.megatron),
-        pytest.param(
-            "qwen3-tied",
-            megatron(STAGES, compute_dtype="bfloat16", lora=ADAPTER),
-            id="adapter over stages",
-            marks=pytest.mark.megatron,
-        ),
+        case("qwen3-moe", FSDP2_TP2, id="fsdp2-tp2"),
+        exhaustive("qwen3-moe", megatron(TP_EP), id="tensors and experts"),
+        case("qwen3-tied", megatron(STAGES, compute_dtype="bfloat16", lora=ADAPTER), id="adapter over stages"),
     ],
 )
 def test_an_outline_is_exactly_what_real_ranks_hold(model: str, trainer: dict[str, Any], teams: Teams) -> None:

@@ -12,27 +12,32 @@ import numpy as np
 import pytest
 import torch
 from engine_batches import make_samples
-from engine_ranks import FSDP2_TP2, Teams, assert_same, checkpoint, exhaustive, gathered, megatron
+from engine_ranks import (
+    FSDP2_TP2,
+    Teams,
+    assert_same,
+    case,
+    checkpoint,
+    exhaustive,
+    gathered,
+    megatron,
+    whole,
+)
 from transformers import AutoModelForTokenClassification
 
 from weightlane.trainer.engines.registry import training_engine_class
 
 VALUE = {"head": "value"}
 ROWS, CALLS = 7, [[0], [3, 1, 2, 4], [6, 5]]
-MEGATRON = (pytest.mark.megatron, pytest.mark.exhaustive)
 
 
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="fsdp2"),
+        case({}, id="fsdp2"),
         exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
-        pytest.param(
-            megatron({"tensor_parallel": 2, "sequence_parallel": True}),
-            id="megatron-tp2-sp",
-            marks=pytest.mark.megatron,
-        ),
-        pytest.param(megatron({"pipeline_parallel": 2}), id="megatron-pp2", marks=MEGATRON),
+        case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-tp2-sp"),
+        exhaustive(megatron({"pipeline_parallel": 2}), id="megatron-pp2"),
     ],
 )
 def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_transformers(
@@ -58,20 +63,15 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
         loss = loss + errors.square().sum() / tokens + (hidden[start:] * torch.linspace(-1, 1, 16)).sum() / 70
     loss.backward()
     wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradient = {name: torch.full_like(each, torch.nan) for name, each in wanted.items()}
-    for total, slices in ranks.all("gradient", rows=ROWS, calls=CALLS, loss="valued"):
-        assert total == pytest.approx(float(loss.detach()), rel=5e-6)
-        for name, starts, data in slices:
-            index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
-            gradient[name][index] = torch.from_numpy(data).double()
+    answers = ranks.all("gradient", rows=ROWS, calls=CALLS, loss="valued")
+    assert [total for total, _ in answers] == [pytest.approx(float(loss.detach()), rel=5e-6)] * 2
+    gradient = whole([[(name, wanted[name].shape, *rest) for name, *rest in slices] for _, slices in answers])
     apart = sum(float((gradient[name] - each).square().sum()) for name, each in wanted.items())
     # Errors of values have both signs, so that more rounding is left of their sum than of other losses'.
     assert apart <= 5e-6**2 * sum(float(each.square().sum()) for each in wanted.values())
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, pytest.param(megatron({"tensor_parallel": 2}), marks=MEGATRON)], ids=["fsdp2", "megatron"]
-)
+@pytest.mark.parametrize("settings", [{}, exhaustive(megatron({"tensor_parallel": 2}))], ids=["fsdp2", "megatron"])
 def test_a_critic_made_of_a_policy_begins_with_values_of_zero_and_is_written_as_transformers_reads_it(
     teams: Teams, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
@@ -155,7 +155,7 @@ def test_weights_that_do_not_fit_their_config_are_refused(
     teams.of(1).all_fail("ConfigError", says, "setup", model=broken, trainer={"engine": engine})
 
 
-@pytest.mark.parametrize("settings", [{}, pytest.param(megatron({}), marks=MEGATRON)], ids=["fsdp2", "megatron"])
+@pytest.mark.parametrize("settings", [{}, exhaustive(megatron({}))], ids=["fsdp2", "megatron"])
 def test_a_loss_that_fails_leaves_no_gradient_of_its_mini_batch(teams: Teams, settings: dict[str, Any]) -> None:
     ranks = teams.of(2)
     ranks.setup("qwen3-untied", micro_batch_tokens=8, **settings)

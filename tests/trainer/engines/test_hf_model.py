@@ -29,11 +29,6 @@ def template(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return path
 
 
-@pytest.fixture
-def model(template: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(template, tmp_path / "model"))
-
-
 def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
     data = json.loads(path.read_text())
     change(data)
@@ -50,9 +45,9 @@ def shards(model: Path) -> list[Path]:
     return found
 
 
-def test_a_good_directory_is_described(model: Path) -> None:
-    info = check_model_dir(model)
-    assert (info.architecture, info.vocab_size, info.tied, info.path) == ("Qwen3ForCausalLM", VOCAB, True, model)
+def test_a_good_directory_is_described(template: Path) -> None:
+    info = check_model_dir(template)
+    assert (info.architecture, info.vocab_size, info.tied, info.path) == ("Qwen3ForCausalLM", VOCAB, True, template)
     assert info.eos_token_ids == (3, 5)
     assert info.config["head_dim"] == 8
 
@@ -98,8 +93,8 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "missing shard": (lambda m: shards(m)[1].unlink(), "lacks the weights file"),
     "index out of the folder": (
-        updated("model.safetensors.index.json", weight_map={"x": "../model/config.json"}),
-        "lacks the weights file ../model/config.json",
+        updated("model.safetensors.index.json", weight_map={"x": "../index out of the folder/config.json"}),
+        "lacks the weights file ../index out of the folder/config.json",
     ),
     "index names a tensor that is not there": (
         lambda m: edit(m / "model.safetensors.index.json", lambda d: d["weight_map"].update(ghost=shards(m)[0].name)),
@@ -119,12 +114,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_directory_is_refused_in_words(model: Path, case: str) -> None:
-    damage, problem = BROKEN[case]
-    damage(model)
-    with pytest.raises(ConfigError, match=problem):
-        check_model_dir(model)
+def test_a_broken_directory_is_refused_in_words(template: Path, tmp_path: Path) -> None:
+    for case, (damage, problem) in BROKEN.items():
+        damage(model := shutil.copytree(template, tmp_path / case))
+        with pytest.raises(ConfigError, match=problem):
+            check_model_dir(model)
 
 
 def test_a_name_that_is_no_directory_is_looked_for_in_the_cache_and_on_the_hub(

@@ -14,8 +14,7 @@ from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.adam_params import learning_rate
 
 
-@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
-@pytest.mark.parametrize("warmup", [0, 4])
+@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 4), ("linear", 0), ("cosine", 4)])
 def test_schedules_are_those_of_torch(schedule: Any, warmup: int) -> None:
     config = TrainerConfig(
         learning_rate=0.2, lr_warmup_steps=warmup, lr_schedule=schedule, lr_decay_steps=10, lr_final_share=0.1

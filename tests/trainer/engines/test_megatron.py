@@ -18,6 +18,7 @@ from engine_ranks import (
     exhaustive,
     gathered,
     megatron,
+    whole,
 )
 from safetensors.torch import save_file
 
@@ -64,14 +65,8 @@ def test_bfloat16_forward_uses_the_master_weights_rounded(
     assert_same(gathered(ranks), checkpoint(teams.models[name]))
     ranks.all("train", first=0, count=2)
     masters = gathered(ranks)
-    seen = dict.fromkeys(masters, 0)
-    for slices in ranks.all("forward_weights"):
-        for tensor, starts, dtype, data in slices:
-            index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
-            assert dtype == "torch.bfloat16"
-            assert torch.equal(torch.from_numpy(data), masters[tensor][index].bfloat16().float()), tensor
-            seen[tensor] += data.size
-    assert all(seen[tensor] >= masters[tensor].numel() for tensor in masters)
+    used = [[(name, masters[name].shape, *rest) for name, *rest in each] for each in ranks.all("forward_weights")]
+    assert_same(whole(used), {name: tensor.bfloat16().float() for name, tensor in masters.items()})
 
 
 def test_a_layer_that_predicts_further_tokens_is_left_out(teams: Teams, tmp_path: Path) -> None:

@@ -28,9 +28,8 @@ DENSE = CheckpointShape(
 EXPERTS = replace(DENSE, layers=4, intermediate=0, experts=6, expert_intermediate=12)
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "layout", "problem", "hint"),
-    [
+def test_a_layout_that_cannot_work_is_refused_with_what_to_do() -> None:
+    cases: list[tuple[CheckpointShape, int, dict[str, Any], str, str]] = [
         (DENSE, 6, {"tensor_parallel": 4}, "6 trainer ranks", "multiple of 4"),
         (DENSE, 4, {"tensor_parallel": 2, "pipeline_parallel": 4}, "4 trainer ranks", "multiple of 8"),
         (DENSE, 3, {"tensor_parallel": 3}, "does not divide the model's 8 attention heads", "1, 2"),
@@ -44,34 +43,27 @@ EXPERTS = replace(DENSE, layers=4, intermediate=0, experts=6, expert_intermediat
         (EXPERTS, 2, {"expert_parallel": 3}, "does not divide the 2 ranks", "pipeline_parallel x expert_parallel"),
         (EXPERTS, 2, {"tensor_parallel": 2, "expert_parallel": 2}, "needs sequence_parallel", "sequence_parallel=true"),
         (EXPERTS, 2, {"tensor_parallel": 2, "sequence_parallel": True}, "an expert_parallel that", "multiple of 2"),
-    ],
-)
-def test_a_layout_that_cannot_work_is_refused_with_what_to_do(
-    model: CheckpointShape, ranks: int, layout: dict[str, Any], problem: str, hint: str
-) -> None:
-    with pytest.raises(ConfigError, match=problem) as refused:
-        check_layout(TrainerConfig(ranks=ranks, megatron=layout), model, ranks)
-    assert hint in refused.value.hint
+    ]
+    for model, ranks, layout, problem, hint in cases:
+        with pytest.raises(ConfigError, match=problem) as refused:
+            check_layout(TrainerConfig(ranks=ranks, megatron=layout), model, ranks)
+        assert hint in refused.value.hint
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
+def test_a_model_that_would_be_computed_differently_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads((models["qwen3-tied"] / "config.json").read_text())
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "is a gpt2 model"),
         ({"hidden_act": "gelu"}, "has the activation gelu"),
         ({"attention_bias": True}, "has biases"),
-        ({"layer_types": ["full_attention", "full_attention", "full_attention", "sliding_attention"]}, "sliding"),
+        ({"layer_types": ["full_attention"] * 3 + ["sliding_attention"]}, "sliding"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "scales its rotary embedding"),
-    ],
-)
-def test_a_model_that_would_be_computed_differently_is_refused(
-    models: dict[str, Path], tmp_path: Path, change: dict[str, Any], problem: str
-) -> None:
-    config = json.loads((models["qwen3-tied"] / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
-    with pytest.raises(ConfigError, match=problem) as refused:
-        read_model(tmp_path)
-    assert "fsdp2" in refused.value.hint
+    ]
+    for change, problem in cases:
+        (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+        with pytest.raises(ConfigError, match=problem) as refused:
+            read_model(tmp_path)
+        assert "fsdp2" in refused.value.hint
 
 
 def _local_shapes(model: CheckpointShape, tensor: int, expert: int) -> dict[str, tuple[int, ...]]:
@@ -104,11 +96,6 @@ def _local_shapes(model: CheckpointShape, tensor: int, expert: int) -> dict[str,
     return shapes
 
 
-def index_of(piece: Any) -> tuple[slice, ...]:
-    """Where a piece lies in its checkpoint tensor."""
-    return tuple(slice(start, start + size) for start, size in zip(piece.starts, piece.box.shape, strict=True))
-
-
 @given(
     tensor=st.sampled_from([1, 2, 4]),
     groups_each=st.integers(1, 2),
@@ -128,12 +115,12 @@ def test_pieces_of_all_ranks_are_every_element_and_no_padding(
     times = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in checkpoint_shapes(model).items()}
     ranks = [(t, e) for t in range(tensor) for e in range(expert or 1)]
     for tensor_rank, expert_rank in ranks:
-        at = Coordinates(tensor_rank, tensor, expert_rank, expert or 1)
+        here = Coordinates(tensor_rank, tensor, expert_rank, expert or 1)
         for name, shape in _local_shapes(model, tensor, expert or 1).items():
             used = torch.zeros(shape, dtype=torch.int32)
-            for piece in pieces_of(name, shape, model, at):
+            for piece in pieces_of(name, shape, model, here):
                 used[piece.box.index] += 1
-                index = index_of(piece)
+                index = tuple(slice(at, at + size) for at, size in zip(piece.starts, piece.box.shape, strict=True))
                 assert times[piece.name][index].shape == piece.box.shape
                 times[piece.name][index] += 1
             assert used.max() <= 1

@@ -26,19 +26,7 @@ def test_a_built_in_engine_is_found_by_its_entry_point_and_names_its_extra_where
     assert "pip install 'weightlane[megatron]'" in refused.value.hint
 
 
-@pytest.mark.parametrize(
-    ("name", "problem"),
-    [
-        ("fsdp", r"'fsdp'\. Did you mean 'fsdp2'\? Installed: .*fsdp2"),
-        ("absent", "could not be imported from no_such_package_here.engine:Engine: ModuleNotFoundError"),
-        ("wrong", r"\(pathlib:Path\) is not a TrainingEngine class"),
-        ("partial", "does not implement close, export_hf, forward, forward_backward"),
-        ("fsdp2", "is registered twice, as other_engines other_engines:Fsdp2Engine and weightlane"),
-    ],
-)
-def test_an_engine_that_cannot_be_used_says_why(
-    name: str, problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_that_cannot_be_used_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry_points = (
         "absent = no_such_package_here.engine:Engine\n"
         "wrong = pathlib:Path\n"
@@ -47,8 +35,15 @@ def test_an_engine_that_cannot_be_used_says_why(
     )
     install(tmp_path, "other_engines", "", entry_points, "weightlane.training_engines")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(ConfigError, match=problem):
-        training_engine_class(name)
+    for name, problem in (
+        ("fsdp", r"'fsdp'\. Did you mean 'fsdp2'\? Installed: .*fsdp2"),
+        ("absent", "could not be imported from no_such_package_here.engine:Engine: ModuleNotFoundError"),
+        ("wrong", r"\(pathlib:Path\) is not a TrainingEngine class"),
+        ("partial", "does not implement close, export_hf, forward, forward_backward"),
+        ("fsdp2", "is registered twice, as other_engines other_engines:Fsdp2Engine and weightlane"),
+    ):
+        with pytest.raises(ConfigError, match=problem):
+            training_engine_class(name)
 
 
 def test_what_an_engine_need_not_implement_is_refused_in_its_name() -> None:

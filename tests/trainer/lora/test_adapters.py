@@ -14,8 +14,7 @@ import numpy as np
 import peft_oracle
 import pytest
 import torch
-from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, exhaustive, gathered, megatron
-from lora_commands import whole
+from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, exhaustive, gathered, megatron, whole
 from safetensors.torch import load_file, save_file
 
 from weightlane.ckpt_engines import ConfigError
@@ -33,18 +32,16 @@ RECOMPUTED = {"activation_checkpointing": True}
 MODELS = ("qwen3-tied", "qwen2", "llama-untied")
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
-
-MEGATRON = pytest.mark.megatron
 SEQUENCES = megatron({"tensor_parallel": 2, "sequence_parallel": True})
 LAYOUTS = [
-    pytest.param("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
+    case("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
     exhaustive("llama-untied", {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
-    pytest.param("qwen2", {**SEQUENCES, **RECOMPUTED}, id="megatron-sp2, recomputed", marks=MEGATRON),
-    pytest.param(
-        "qwen3-tied", megatron({"pipeline_parallel": 2}), id="megatron-pp2", marks=(MEGATRON, pytest.mark.exhaustive)
-    ),
+    case("qwen2", {**SEQUENCES, **RECOMPUTED}, id="megatron-sp2, recomputed"),
+    exhaustive("qwen3-tied", megatron({"pipeline_parallel": 2}), id="megatron-pp2"),
 ]
 """The model, and the settings of two ranks."""
+ONE_STEP = (("forward_backward", 0), ("forward_backward", 1), ("optim_step", 0))
+"""Calls of a step, as `adapter_steps` takes them, without the adapter."""
 
 
 @pytest.fixture(scope="module")
@@ -112,61 +109,45 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
     [
         LAYOUTS[0],
         exhaustive("llama-untied", FSDP2_TP2, id="fsdp2-tp2"),
-        pytest.param("qwen2", SEQUENCES, id="megatron-sp2", marks=(MEGATRON, pytest.mark.exhaustive)),
+        exhaustive("qwen2", SEQUENCES, id="megatron-sp2"),
     ],
 )
 def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_nothing_else_changes(
     teams: Teams, oracle: Ranks, model: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Bit for bit, with a mini-batch of the model's own weights under way, which is stepped in the end.
+    """Bit for bit, here with a mini-batch of the model's own weights; `test_adapters_of_a_role` has several adapters.
 
     An adapter that is exported then gives the same log-probabilities in PEFT, and is imported bit for bit.
     """
-    configs: dict[str, dict[str, Any]] = {
-        "a": {"rank": 3, "seed": 1, "learning_rate": 0.02},
-        "b": {"rank": 2, "targets": ("k_proj", "gate_proj", "down_proj"), "learning_rate": 3e-3},
-    }
-    steps = {name: [(do, name, number) for step in range(2) for do, number in one_step(step)] for name in configs}
-    alone, norms = {}, {}
+    config = {"rank": 3, "seed": 1, "learning_rate": 0.02}
+    own, steps = ([(do, name, number) for do, number in ONE_STEP] for name in ("", "a"))
     ranks = teams.of(2)
     ranks.setup(model, micro_batch_tokens=40, **settings)
     start = gathered(ranks)
-    for name, config in configs.items():
-        ranks.all("adapter", name=name, **config)
-        norms[name] = ranks.all("adapter_steps", order=steps[name])[0]
-        alone[name] = state(ranks, name)
-        assert any(tensor.any() for key, tensor in alone[name].items() if "|B|weight" in key)
+    ranks.all("adapter", name="a", **config)
+    norms = ranks.all("adapter_steps", order=steps * 2)[0]
+    alone = state(ranks, "a")
+    assert any(tensor.any() for key, tensor in alone.items() if "|B|weight" in key)
     assert_same(gathered(ranks), start)
-    own = [(do, "", number) for do, number in one_step(0)]
     ranks.all("adapter_steps", order=own)
     base = gathered(ranks)
 
     ranks.setup(model, micro_batch_tokens=40, **settings)
-    for name, config in configs.items():
-        ranks.all("adapter", name=name, **config)
-    order = [call for calls in zip(steps["a"], steps["b"], strict=True) for call in calls]
-    order[1:1], order[8:8] = own[:1], own[1:2]
-    together = ranks.all("adapter_steps", order=order)[0]
+    ranks.all("adapter", name="a", **config)
+    assert ranks.all("adapter_steps", order=[own[0], *steps, own[1], *steps])[0] == norms
     assert_same(gathered(ranks), start)
-    for number, name in enumerate(configs):
-        assert together[number::2] == norms[name]
-        assert_same(state(ranks, name), alone[name])
+    assert_same(state(ranks, "a"), alone)
     ranks.all("export_adapter", directory=tmp_path / "a", name="a")
     ranks.all_fail("StorageError", "already exists", "export_adapter", directory=tmp_path / "a", name="a")
     (wanted,) = oracle.all("logprobs", model=teams.models[model], adapter=tmp_path / "a", rows=ROWS)
     assert_close(logprobs(ranks, "a"), wanted, 1e-6)
     for row, values in logprobs(ranks, "").items():
         assert np.abs(values - wanted[row]).max() > 0.01, "the adapter matters"
-    ranks.all("adapter", name="c", source=tmp_path / "a", **configs["a"])
-    weights = {key: tensor for key, tensor in alone["a"].items() if key.endswith("weight")}
+    ranks.all("adapter", name="c", source=tmp_path / "a", **config)
+    weights = {key: tensor for key, tensor in alone.items() if key.endswith("weight")}
     assert_same({key: tensor for key, tensor in state(ranks, "c").items() if key.endswith("weight")}, weights)
     ranks.all("adapter_steps", order=own[2:])
     assert_same(gathered(ranks), base)
-
-
-def one_step(number: int) -> list[tuple[str, int]]:
-    """Two passes and a step: what `adapter_steps` takes, without the adapter."""
-    return [("forward_backward", 2 * number), ("forward_backward", 2 * number + 1), ("optim_step", 0)]
 
 
 def test_an_adapter_begins_as_peft_does_with_the_same_values_in_every_layout(teams: Teams, oracle: Ranks) -> None:

@@ -15,12 +15,13 @@ from engine_ranks import (
     Teams,
     assert_fence_tells_of_changes,
     assert_same,
+    case,
     checkpoint,
     exhaustive,
     gathered,
     megatron,
+    whole,
 )
-from lora_commands import whole
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -30,14 +31,11 @@ MODEL = "qwen3-tied"
 TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 LORA = {"rank": 3, "alpha": 4, "targets": TARGETS, "learning_rate": 0.02}
 ALONE = {**LORA, "publish": "adapter"}
-MEGATRON = megatron({"tensor_parallel": 2, "sequence_parallel": True})
 LAYOUTS = [
     exhaustive({}, id="fsdp2-2"),
-    pytest.param(MEGATRON, id="megatron-sp2", marks=pytest.mark.megatron),
-    pytest.param(
-        megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True),
-        id="megatron-pp2",
-        marks=(pytest.mark.megatron, pytest.mark.exhaustive),
+    case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-sp2"),
+    exhaustive(
+        megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True), id="megatron-pp2"
     ),
 ]
 """Settings of two ranks."""
@@ -65,14 +63,14 @@ def state(ranks: Ranks) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
-@pytest.mark.parametrize("setup", [pytest.param({}, id="fsdp2-2"), *LAYOUTS[1:]], indirect=True)
+@pytest.mark.parametrize("setup", [case({}, id="fsdp2-2"), *LAYOUTS[1:]], indirect=True)
 def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neither_gradients_nor_moments(
     request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], oracle: Ranks, tmp_path: Path
 ) -> None:
     ranks, start = setup(), checkpoint(models[MODEL])
     assert_same(gathered(ranks), start)
     assert ranks.all("base_has_state") == [(False, 0)] * len(ranks)
-    ranks.all("train", first=0, count=3)
+    ranks.all("train", first=0, count=2)
     ranks.all("export_adapter", directory=tmp_path / "adapter", name="default")
     (merged,) = oracle.all("merged", model=models[MODEL], adapter=tmp_path / "adapter")
     trained = gathered(ranks)
@@ -94,13 +92,13 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
 
     # A run that publishes the adapter alone exports the same bit for bit, and continues the state of the other.
     setup(lora=ALONE)
-    ranks.all("train", first=0, count=3)
+    ranks.all("train", first=0, count=2)
     ranks.all("export", directory=tmp_path / "exported alone")
     assert_same(checkpoint(tmp_path / "exported alone"), trained)
     published = gathered(ranks)
     assert_same(published, load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     setup(lora=ALONE)
-    assert ranks.all("load", directory=tmp_path / "state") == [3, 3]
+    assert ranks.all("load", directory=tmp_path / "state") == [2, 2]
     assert_same(gathered(ranks), published)
     for report in ranks.all("fence"):
         assert [name for call in report["calls"] for name in call["named"]] == list(published)

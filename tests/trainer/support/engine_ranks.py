@@ -48,9 +48,15 @@ def megatron(layout: dict[str, Any], **trainer: Any) -> dict[str, Any]:
     return {"engine": "megatron", "megatron": layout, **trainer}
 
 
+def case(*values: Any, id: str | None = None, marks: tuple[Any, ...] = ()) -> Any:  # noqa: A002 - pytest's name
+    """A case of a test, with the marker ``megatron`` if one of `values` are settings of that engine."""
+    needs = any(isinstance(each, dict) and each.get("engine") == "megatron" for each in values)
+    return pytest.param(*values, id=id, marks=(*marks, pytest.mark.megatron) if needs else marks)
+
+
 def exhaustive(*values: Any, id: str | None = None) -> Any:  # noqa: A002 - pytest's name
     """A further case, which `make test` leaves out."""
-    return pytest.param(*values, id=id, marks=pytest.mark.exhaustive)
+    return case(*values, id=id, marks=(pytest.mark.exhaustive,))
 
 
 class Ranks:
@@ -202,33 +208,36 @@ def make_models(root: Path) -> dict[str, Path]:
     return {name: root / name for name in configs}
 
 
-def gathered(ranks: Ranks, wire_dtype: str = "float32") -> dict[str, torch.Tensor]:
-    """The full tensors put together from every rank's slices, each element of which must be there.
+def whole(held: list[list[tuple[Any, ...]]]) -> dict[str, torch.Tensor]:
+    """Tensors put together from the slices of every rank, each with its key, the tensor's shape, its place there, and its values.
 
-    Slices of one rank must not overlap, and elements that several ranks hold must be equal. Every rank lists the tensors that it
-    lists in the same order.
+    Elements that several ranks hold must be equal, one rank holds none twice, and none may be missing.
     """
+    full: dict[str, torch.Tensor] = {}
+    for slices in held:
+        mine: dict[str, torch.Tensor] = {}
+        for key, shape, starts, array in slices:
+            target = full.setdefault(key, torch.full(shape, torch.nan))
+            index = tuple(slice(start, start + size) for start, size in zip(starts, array.shape, strict=True))
+            once = mine.setdefault(key, torch.zeros(shape))
+            once[index] += 1
+            assert not (once > 1).any(), f"a rank holds parts of {key} twice"
+            data, known = torch.from_numpy(array), ~target[index].isnan()
+            assert torch.equal(target[index][known], data[known]), f"two ranks differ about {key}"
+            target[index] = data
+    assert not [key for key, tensor in full.items() if tensor.isnan().any()]
+    return full
+
+
+def gathered(ranks: Ranks, wire_dtype: str = "float32") -> dict[str, torch.Tensor]:
+    """The full tensors that the ranks publish. Every rank lists the tensors that it lists in the same order."""
     held = ranks.all("shards", wire_dtype=wire_dtype)
-    shapes = {name: shape for slices in held for name, shape, *_ in slices}
-    full = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    known = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
     order = list(dict.fromkeys(name for name, *_ in held[0]))
     for slices in held:
         assert list(dict.fromkeys(name for name, *_ in slices)) == order
-        mine = {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
-        for name, _, dtype, starts, array in slices:
-            data = torch.from_numpy(array)
-            kept = name.endswith(NEVER_TRAINED)
-            assert (dtype, data.dtype) == ("torch.float32" if kept else f"torch.{wire_dtype}", torch.float32)
-            index = tuple(slice(start, start + size) for start, size in zip(starts, data.shape, strict=True))
-            assert full[name][index].shape == data.shape
-            assert not mine[name][index].any()
-            again = known[name][index]
-            assert torch.equal(full[name][index][again], data[again]), f"two ranks differ about {name}"
-            full[name][index] = data
-            mine[name][index] = known[name][index] = True
-    assert [name for name, there in known.items() if not there.all()] == []
-    return full
+        for name, _, dtype, *_ in slices:
+            assert dtype == ("torch.float32" if name.endswith(NEVER_TRAINED) else f"torch.{wire_dtype}")
+    return whole([[(name, shape, starts, array) for name, shape, _, starts, array in slices] for slices in held])
 
 
 def checkpoint(path: Path) -> dict[str, torch.Tensor]:
@@ -264,7 +273,7 @@ def assert_fence_tells_of_changes(ranks: Ranks, names: Collection[str]) -> list[
 
 _alone: dict[str, list[dict[str, float]]] = {}
 """Reports of FSDP2 on one rank for each of `STEPS` steps, by model."""
-STEPS = 4
+STEPS = 3
 
 
 def assert_steps_are_those_of_one_rank(teams: Teams, world: int, name: str, directory: Path, **trainer: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 from collections.abc import Collection
@@ -20,17 +21,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dispatch_commands import DispatchCommands
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from lora_commands import LoraCommands
 from rank_commands import RankCommands
 from torch.distributed.tensor import DTensor
 from waiting import HANG_S
 
+from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.conformance.processes.rank_process import noted_step
 from weightlane.trainer.data.batch import MicroBatch, MiniBatch
+from weightlane.trainer.dispatch.rank_worker import RankWorker
 from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -42,13 +44,14 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker(DispatchCommands, LoraCommands, RankCommands):
+class Worker(LoraCommands, RankCommands):
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int) -> None:
         self._rank, self._world, self._port = rank, world, port
         self._engine: Any = None
         self._first: TrainingEngine | None = None
+        self._rank_worker: RankWorker | None = None
 
     def setup(self, model: str, trainer: dict[str, Any]) -> None:
         config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=HANG_S, **trainer)
@@ -100,16 +103,16 @@ class Worker(DispatchCommands, LoraCommands, RankCommands):
         ]
         self._engine.optim_step(lambda names: None)
         if self._engine.config.engine == "megatron":
-            slices = [(s.name, s.box.shape, s.box.starts, s.moments[0]) for s in self._engine._slices if s.moments]
+            slices = [(s.name, s.box.starts, s.moments[0]) for s in self._engine._slices if s.moments]
         else:
             from weightlane.trainer.engines.fsdp2.shards import local_shards
 
             moments = {name: state["exp_avg"] for name, state in self._engine._named_optimizer_state().items()}
             shards = local_shards(self._engine._runs, moments, self._rank, None, ())
-            slices = [(s.spec.name, s.data.shape, s.starts, s.data) for s in shards if s.data.numel()]
+            slices = [(s.spec.name, s.starts, s.data) for s in shards]
         return (
             sum(result.metrics["loss"] for result in results),
-            [(name, starts, data.numpy()) for name, _, starts, data in slices],
+            [(name, starts, data.numpy()) for name, starts, data in slices],
         )
 
     def logprobs(self, rows: int = 6) -> dict[int, Any]:
@@ -168,11 +171,12 @@ class Worker(DispatchCommands, LoraCommands, RankCommands):
         return Placement.of_shards(self._engine.local_shards(getattr(torch, wire_dtype))).to_plain()
 
     def forward_weights(self) -> list[tuple[Any, ...]]:
-        """The parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
+        """The bfloat16 parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
         from weightlane.trainer.engines.megatron.weights import model_slices
 
-        slices = model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
-        return [(name, starts, str(data.dtype), data.detach().float().numpy()) for name, starts, data in slices]
+        slices = [*model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)]
+        assert {data.dtype for _, _, data in slices} == {torch.bfloat16}
+        return [(name, starts, data.detach().float().numpy()) for name, starts, data in slices]
 
     def save(self, directory: str) -> int:
         self._engine.save(Path(directory))
@@ -237,6 +241,21 @@ class Worker(DispatchCommands, LoraCommands, RankCommands):
         mesh = self._engine._mesh
         groups: list[Any] = [dist.group.WORLD, mesh.data.get_group(), mesh.tensor.get_group()]
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
+
+    def rank_worker(self, method: str, args: bytes) -> bytes:
+        """Call a method of a `RankWorker`, which shares the process group of the first engine; of a new one after ``close``.
+
+        Returns what it returned or raised, pickled, as it travels over Ray. See `TeamRanks`.
+        """
+        if self._rank_worker is None:
+            self._rank_worker = RankWorker(self._rank, self._world)
+        try:
+            answer = getattr(self._rank_worker, method)(*pickle.loads(args))
+        except Exception as error:  # noqa: BLE001 - the caller gets it
+            answer = as_weightlane_error(error, f"rank {self._rank}")
+        if method == "close":
+            self._rank_worker = None
+        return pickle.dumps(answer)
 
     def close(self) -> None:
         for engine in filter(None, (self._engine, self._first)):

@@ -99,17 +99,3 @@ def _nothing_is_published(names: Any) -> None:
     raise AssertionError(
         f"a step of this adapter changes no checkpoint tensor, but the fence was told of {list(names)}"
     )
-
-
-def whole(held: list[list[tuple[Any, ...]]]) -> dict[str, torch.Tensor]:
-    """Tensors put together from the slices of every rank; what several ranks hold must be equal, and nothing may be missing."""
-    full: dict[str, torch.Tensor] = {}
-    for slices in held:
-        for key, shape, starts, array in slices:
-            target = full.setdefault(key, torch.full(shape, torch.nan))
-            index = tuple(slice(start, start + size) for start, size in zip(starts, array.shape, strict=True))
-            data, known = torch.from_numpy(array), ~target[index].isnan()
-            assert torch.equal(target[index][known], data[known]), f"two ranks differ about {key}"
-            target[index] = data
-    assert not [key for key, tensor in full.items() if tensor.isnan().any()]
-    return full

@@ -10,8 +10,7 @@ import numpy as np
 import peft_oracle
 import pytest
 from engine_batches import make_samples
-from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, checkpoint, exhaustive, megatron
-from lora_commands import whole
+from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, checkpoint, exhaustive, megatron, whole
 
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 
@@ -20,9 +19,9 @@ MODEL = "qwen2"
 ADAPTERS = ("one", "two")
 RECOMPUTED = {"activation_checkpointing": True}
 LAYOUTS = [
-    pytest.param(RECOMPUTED, id="fsdp2-2, recomputed"),
+    case(RECOMPUTED, id="fsdp2-2, recomputed"),
     exhaustive({"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
-    pytest.param(megatron({}), id="megatron-dp2", marks=(pytest.mark.megatron, pytest.mark.exhaustive)),
+    exhaustive(megatron({}), id="megatron-dp2"),
 ]
 """Settings of two ranks."""
 Opened = Callable[..., Ranks]

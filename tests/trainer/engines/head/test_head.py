@@ -18,26 +18,17 @@ from weightlane.trainer.engines.hf.causal_head import HeadQuery, replace_head
 ROWS, WIDTH, VOCAB = 3 * LEAST_ROWS + 5, 16, 61
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
+def test_values_gradients_and_top_tokens_in_chunks_are_those_of_whole_logits() -> None:
+    """Logits of some hundreds neither overflow nor lose all digits; they lie 6e-5 apart in float32."""
+    capped = LogitTransform(2.0, 5.0)
+    for case in (
         Case(ROWS, WIDTH, VOCAB, (), LogitTransform(), further=True, entropy=True, top_k=1, chunk_bytes=1),
         Case(ROWS, WIDTH, VOCAB, (3,), LogitTransform(0.3), further=False, entropy=True, top_k=5, chunk_bytes=1),
-        Case(ROWS, WIDTH, VOCAB, (), LogitTransform(2.0, 5.0), further=False, entropy=True, top_k=0, chunk_bytes=1),
-        Case(
-            ROWS, WIDTH, VOCAB, (3,), LogitTransform(2.0, 5.0), further=True, entropy=True, top_k=VOCAB, chunk_bytes=1
-        ),
-        Case(ROWS, WIDTH, VOCAB, (3,), LogitTransform(2.0, 5.0), further=True, entropy=False, top_k=0),
+        Case(ROWS, WIDTH, VOCAB, (3,), capped, further=True, entropy=True, top_k=VOCAB, chunk_bytes=1),
+        Case(ROWS, WIDTH, VOCAB, (3,), capped, further=True, entropy=False, top_k=0),  # one chunk
         Case(0, WIDTH, VOCAB, (), LogitTransform(), further=False, entropy=False, top_k=0),
-    ],
-    ids=["plain", "scaled", "capped", "all tokens", "one chunk", "no row"],
-)
-def test_values_gradients_and_top_tokens_in_chunks_are_those_of_whole_logits(case: Case) -> None:
-    compare(case, "cpu", torch.float32)
-
-
-def test_logits_of_some_hundreds_neither_overflow_nor_lose_all_digits() -> None:
-    """They lie 6e-5 apart in float32."""
+    ):
+        compare(case, "cpu", torch.float32)
     large = Case(ROWS, WIDTH, VOCAB, (), LogitTransform(50.0), further=False, entropy=True, top_k=3, chunk_bytes=1)
     compare(large, "cpu", torch.float32, values=2e-4, slopes=2e-4)
 
@@ -70,28 +61,24 @@ SIZES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_log_probabilities_are_those_of_the_models_own_logits() -> None:
+    """Whatever the architecture does with its logits: a factor, a soft cap, nothing."""
+    rows, labels = torch.tensor([0, 3, 10, 17]), torch.tensor([1, 2, 3, 4])
+    for config in (
         Qwen3Config(**SIZES),
         Gemma2Config(**SIZES, final_logit_softcapping=2.0),
         CohereConfig(**SIZES, logit_scale=0.25),
         GraniteConfig(**SIZES, logits_scaling=3.0),
-    ],
-    ids=lambda config: type(config).__name__,
-)
-def test_log_probabilities_are_those_of_the_models_own_logits(config: Any) -> None:
-    """Whatever the architecture does with its logits: a factor, a soft cap, nothing."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    tokens = torch.randint(VOCAB, (2, 9))
-    with torch.no_grad():
-        logs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits.double(), -1).flatten(0, 1)
-        replace_head(model)
-        rows, labels = torch.tensor([0, 3, 10, 17]), torch.tensor([1, 2, 3, 4])
-        found = model(HeadQuery(rows, labels, top_k=2), input_ids=tokens)
-    torch.testing.assert_close(found["logprobs"].double(), logs[rows, labels], atol=1e-5, rtol=0)
-    assert torch.equal(found["top_tokens"], logs[rows].topk(2).indices)
+    ):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config).eval()
+        tokens = torch.randint(VOCAB, (2, 9))
+        with torch.no_grad():
+            logs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits.double(), -1).flatten(0, 1)
+            replace_head(model)
+            found = model(HeadQuery(rows, labels, top_k=2), input_ids=tokens)
+        torch.testing.assert_close(found["logprobs"].double(), logs[rows, labels], atol=1e-5, rtol=0)
+        assert torch.equal(found["top_tokens"], logs[rows].topk(2).indices)
 
 
 def test_a_model_that_does_something_else_with_its_logits_or_has_no_head_is_refused() -> None:
