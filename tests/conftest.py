@@ -89,6 +89,8 @@ _LANES = (
     tuple(f"tests/packaging/test_{name}.py" for name in _STATIC),  # look at the same syntax trees
 )
 """Tests that one worker runs from end to end."""
+_LONG = ("tests/packaging/installs/", "tests/trainer/")
+"""Folders of files that take long: begun last, one of them would keep one worker while the others have nothing left to do."""
 
 
 def _lane(nodeid: str) -> int:
@@ -97,11 +99,11 @@ def _lane(nodeid: str) -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark properties; the lanes first, because they take longest, and then the rest, which whoever is free runs file by file."""
+    """Mark properties; the lanes first, then the long files and the rest, which whoever is free runs file by file."""
     for item in items:
         if hypothesis.is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("property")
-    items.sort(key=lambda item: _lane(item.nodeid))
+    items.sort(key=lambda item: (_lane(item.nodeid), not item.nodeid.startswith(_LONG)))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -255,6 +257,7 @@ def local_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("HOME", str(home))
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        patch.setenv("RAY_prestart_worker_first_driver", "0")
         with patient_ray(HANG_S):
             ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, _temp_dir=str(short))
         yield

@@ -140,15 +140,17 @@ class RayCluster:
 
     def __enter__(self) -> Self:
         patience_s = math.ceil(self._section.start_timeout_s)
-        patience = {
+        settings = {
             "RAY_gcs_server_port_wait_time_s": str(patience_s),
             # The raylet ends itself if one of its agents has not answered by then.
             "RAY_agent_register_timeout_ms": str(1000 * patience_s),
         }
         if not self._section.address:
             # The length of one look for the node; `patient_ray` looks again and again.
-            patience["RAY_raylet_start_wait_time_s"] = "2"
-        for name, value in {**_QUIET, **patience}.items():
+            settings["RAY_raylet_start_wait_time_s"] = "2"
+            # Ray would start a worker for every CPU, and use none: a run's processes have environments of their own.
+            settings["RAY_prestart_worker_first_driver"] = "0"
+        for name, value in {**_QUIET, **settings}.items():
             os.environ.setdefault(name, value)
         try:
             if self._section.address:

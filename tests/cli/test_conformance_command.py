@@ -72,11 +72,8 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why() -> None:
         (["shm", "--check", "test_nothing"], "there is no check called test_nothing"),
         (["--training", "template", "--check", "test_nothing"], "there is no check called test_nothing"),
         (["nowhere.py:Engine"], "could not be loaded from nowhere.py: FileNotFoundError"),
+        (["fsdp2", "--set", "rank=2"], "these are no settings for trainer ranks: rank: Extra"),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:
     assert_refused(message, "conformance", *arguments)
-
-
-def test_a_training_engine_is_recognised_and_its_settings_are_those_of_a_trainer() -> None:
-    assert_refused("these are no settings for trainer ranks: rank: Extra", "conformance", "fsdp2", "--set", "rank=2")

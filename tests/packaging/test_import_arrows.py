@@ -36,6 +36,11 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+def test_the_type_checkers_links_give_the_folders_the_names_that_they_have_in_the_wheel() -> None:
+    for folder in MAY_IMPORT:
+        assert (ROOT / ".ns/weightlane" / folder).resolve() == ROOT / folder
+
+
 @pytest.mark.parametrize("folder", [*MAY_IMPORT, "tests", "examples", "benchmarks"])
 def test_a_folder_imports_what_stands_below_it_by_its_full_name_and_its_own_modules_relatively(folder: str) -> None:
     for path in sorted((ROOT / folder).rglob("*.py")):

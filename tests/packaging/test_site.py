@@ -1,4 +1,4 @@
-"""The documentation is consistent: generated pages are current, the menu has every page, README and glossary are short."""
+"""The documentation is consistent: generated pages are current, the menu has every page, errors are explained, README short."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import runpy
 from pathlib import Path
 
 import pytest
+
+from weightlane.ckpt_engines import errors
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -61,6 +63,14 @@ def test_what_a_page_states_is_what_one_counts(page: str, figure: str, counted: 
     """A figure that no command can count has its command, machine and date beside it; others are here or not stated."""
     stated = re.findall(figure, (ROOT / page).read_text())
     assert stated == [str(counted)]
+
+
+def test_every_typed_error_and_no_other_is_explained_on_the_page_about_failures() -> None:
+    text = (DOCS / "troubleshooting.md").read_text()
+    classes = [thing for thing in vars(errors).values() if isinstance(thing, type)]
+    ours = {each.__name__ for each in classes if issubclass(each, errors.WeightlaneError)}
+    assert len(ours) > 20
+    assert {word for word in text.split("`") if word.endswith("Error") and word.isidentifier()} == ours
 
 
 def test_links_between_pages_lead_somewhere() -> None:

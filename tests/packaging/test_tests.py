@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ast
 import os
-import pkgutil
 import re
 import runpy
-import site
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +17,6 @@ from syntax_trees import tree_of
 from waiting import HANG_S
 
 ROOT = Path(__file__).resolve().parents[2]
-SITE = site.getsitepackages()
 READS_OF_CLOCKS = {
     "tests/support/waiting.py": 2,  # how all tests poll
     "tests/rollout/layout/zoo/zoo.py": 2,
@@ -77,7 +74,6 @@ def test_no_test_compares_durations_or_waits_by_a_clock_of_its_own() -> None:
         ("began = time.monotonic()\nwork()\nassert time.monotonic() - began < 2.0", [1, 3]),
         ("from time import process_time as cpu, sleep\nassert cpu() < 5", [1]),
         ("def f():\n    assert min(timeit.repeat(g)) / 5 < 1e-6", [2]),
-        ("from timeit import repeat", [1]),
         ("def f():\n    now = asyncio.get_running_loop().time()\n    assert now < 3", [2]),
         ("def f():\n    while time.time_ns() < end: time.sleep(1)", [2]),
         ("def f():\n    time.sleep(1)\n    clock.advance(3.0)", []),
@@ -142,11 +138,9 @@ def test_no_test_is_skipped_for_good_expected_to_fail_or_passes_by_being_tried_a
     ("source", "lines"),
     [
         ("@pytest.mark.skip(reason='later')\ndef test(): pass", [1]),
-        ("pytestmark = [pytest.mark.xfail]", [1]),
         ("CASES = [pytest.param(1, marks=pytest.mark.flaky(reruns=2))]", [1]),
         ("@pytest.mark.skipif(True, reason='x')\ndef test(): pass", [1]),
         ("def test():\n    pytest.skip('later')", [2]),
-        ("def test():\n    pytest.xfail('later')", [2]),
         ("for _ in range(3):\n    try:\n        assert f()\n    except Exception:\n        continue", [2]),
         ("def test():\n    try:\n        f()\n    except (OSError, AssertionError):\n        pass", [2]),
         ("def test():\n    with suppress(AssertionError):\n        f()", [2]),
@@ -214,9 +208,3 @@ def test_every_test_module_is_in_the_table_of_promises_and_every_module_in_the_t
     modules = [path for path in (ROOT / "tests").rglob("*.py") if path.name.startswith("test_")]
     told = set(re.findall(r"`(?:[\w/]+/)?(test_\w+)`", (ROOT / "tests/README.md").read_text()))
     assert {path.stem for path in modules} == told
-
-
-def test_helpers_are_found_by_names_that_nothing_else_has() -> None:
-    helpers = [path.stem for path in runpy.run_path(str(ROOT / "tests/support/helper_paths.py"))["helpers"]()]
-    assert len(helpers) == len(set(helpers))
-    assert not set(helpers) & (sys.stdlib_module_names | {top.name for top in pkgutil.iter_modules(SITE)})

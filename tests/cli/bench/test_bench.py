@@ -1,4 +1,4 @@
-"""A benchmark with real processes: what it reports, what it refuses, and that nothing outlives it."""
+"""``weightlane bench`` with real processes: what it reports, what it refuses, its exit codes, and that nothing outlives it."""
 
 from __future__ import annotations
 
@@ -6,26 +6,27 @@ import contextlib
 import gc
 import mmap
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from command_line import run
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import (
-    ConfigError,
-    StagingMemoryError,
-    WorkerDiedError,
-)
+from weightlane.ckpt_engines import ConfigError, StagingMemoryError, WorkerDiedError
 from weightlane.cli.bench import measure
 from weightlane.cli.bench.measure import run_bench
 from weightlane.cli.bench.processes.peak_memory import PeakMemory
 from weightlane.cli.bench.processes.processes import Processes
 from weightlane.cli.bench.report.bench_report import BenchReport
+from weightlane.cli.bench.report.plot import plot_title
 from weightlane.cli.bench.settings import BenchSettings
 from weightlane.cli.bench.workload.workload import named_workload
 
@@ -67,22 +68,25 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Processes]]:
         wait_until_gone(processes.pids)
 
 
-def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp_path: Path) -> None:
-    settings = BenchSettings.checked(
-        engines=["shm", "filesystem", "hccl"],
-        codecs=["fp8", "dense"],
-        receivers=1,
-        rounds=1,
-        density=0.5,
-        loops=True,
-        loop_s=0.05,
-        deadline_s=HANG_S,
-        directory=tmp_path,
-    )
-    report = run_bench(settings)
-    assert isinstance(report, BenchReport)
+def test_tables_a_plot_and_a_report_that_holds_exactly_what_it_promises_come_of_one_run(
+    started: list[Processes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short = SimpleNamespace(checked=partial(BenchSettings.checked, loop_s=0.05))
+    monkeypatch.setattr("weightlane.cli.commands.bench.BenchSettings", short)
+    json_file, plot_file, work = tmp_path / "report.json", tmp_path / "report.png", tmp_path / "work"
+    work.mkdir()
+    result = run(
+        "bench", "--engine", "shm,filesystem,hccl", "--codec", "fp8,dense", "--receivers", "1", "--rounds", "1",
+        "--density", "0.5", "--loops", "--deadline-s", str(HANG_S), "--dir", str(work), "--set", "shm.max_shared_mib=64",
+        "--json", str(json_file), "--plot", str(plot_file), columns=220,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    for text in ("tiny: 24 tensors", "shm", "yes", "torch_npu is not installed", "every receiver copies it at once"):
+        assert text in result.output
+    assert plot_file.read_bytes().startswith(b"\x89PNG")
+    report = BenchReport.model_validate_json(json_file.read_text())
+    assert re.search(r"^\w+: rollout stops for .*x one copy", plot_title(report))
     plain = report.model_dump(mode="json")
-    assert BenchReport.model_validate(plain) == report
     assert set(plain) == {"machine", "setup", "limits", "blocking", "rows", "unavailable", "notes"}
     assert set(plain["limits"]) == {"memcpy_s", "memcpy_all_receivers_s", "copy_in_then_out_s"}
     assert set(plain["blocking"]) == {"trainer_blocked_s", "rollout_blocked_s", "latency_s"}
@@ -106,7 +110,7 @@ def test_the_report_holds_exactly_what_it_promises(started: list[Processes], tmp
         assert fp8.wire_bytes < 0.7 * dense.wire_bytes, "the embedding, a sixth of the model, stays in two bytes"
         assert payload <= dense.wire_bytes < 1.02 * payload
     assert len(started) == 1
-    assert list(tmp_path.iterdir()) == []
+    assert list(work.iterdir()) == []
 
 
 def test_where_memory_is_short_rows_are_measured_one_at_a_time_and_what_arrives_changed_is_reported(
@@ -156,6 +160,26 @@ def test_codecs_and_options_that_do_not_go_together_are_refused_before_a_process
         with pytest.raises(ConfigError, match=said):
             run_bench(BenchSettings.checked(**values))
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--engine", "hccl"], 1, "torch_npu is not installed"),
+        (["--engine", "shn"], 2, "Did you mean 'shm'?"),
+        (["--model", "nowhere"], 2, "'nowhere' is neither a model that the benchmark knows nor a directory"),
+        (["--rounds", "0"], 2, "rounds: Input should be greater than or equal to 1 (got 0)"),
+        (["--set", "gloo.host=1"], 2, "options are given for gloo, which is not measured"),
+        (["--json", "/nowhere/at/all.json"], 2, "there is no directory /nowhere/at"),
+        (["--plot", "report.docx"], 2, "report.docx does not end with a format that matplotlib can write. Formats: "),
+        (["--rounds", "many"], 2, "Usage: "),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_words(arguments: list[str], code: int, said: str) -> None:
+    result = run("bench", *arguments, columns=220)
+    assert result.exit_code == code
+    assert said in " ".join(result.output.split())
+    assert "Traceback" not in result.output
 
 
 def test_peak_memory_is_what_was_held_meanwhile_and_shared_memory_counts_where_it_is_made() -> None:

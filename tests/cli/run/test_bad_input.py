@@ -119,7 +119,6 @@ def test_resuming_needs_a_run_that_is_not_over(trial: Trial) -> None:
     (trial.run_dir / "state" / "latest.json").write_text('{"step": 3}')
     loop = trial.run_dir / "state" / "step-3" / "loop.json"
     stream = {"seed": 0, "tasks": 40, "epoch": 0, "position": 12}
-    loop.write_text(json.dumps({"step": 3, "stream": stream, "outstanding": []}))
     loop.write_text(json.dumps({"step": 3, "stream": stream | {"tasks": 7}, "outstanding": []}))
     trial.fails(
         ConfigError, "tasks = 7, this one has 40", resume=True

@@ -41,9 +41,6 @@ def remembering(completion, task):
     """As `low_bytes`; notes the prompts it judged beside this file."""
     remember(task)
     return low_bytes(completion, task)
-
-def nan(completion, task):
-    return float("nan")
 '''
 
 

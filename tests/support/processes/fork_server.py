@@ -15,6 +15,7 @@ meanwhile. A forked process has its server from birth, because later it would ha
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import fcntl
 import gc
@@ -33,7 +34,7 @@ import types
 from collections.abc import Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from waiting import HANG_S
 
@@ -267,6 +268,30 @@ def _become(request: dict[str, Any], received: list[int], line: socket.socket) -
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1))
 
 
+def _run_to_its_end(arguments: list[str]) -> NoReturn:
+    """Run a program and end as Python does, but for its last step: to take every module apart takes 0.7 CPU seconds here.
+
+    A KeyboardInterrupt passes: Python has an end of its own for it.
+    """
+    code: Any = 0
+    try:
+        _run(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    except Exception:  # noqa: BLE001 - printed as Python does
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit((code or 0) & 0xFF)
+
+
 def _run(arguments: list[str]) -> None:
     """Run a program as ``python <arguments>`` would, without options that change nothing after the start."""
     while arguments[0] in {"-P", "-u"}:
@@ -302,7 +327,7 @@ def _main() -> None:
     request = _serve(line)
     if request is None:
         os._exit(0)
-    _run(request["arguments"])
+    _run_to_its_end(request["arguments"])
 
 
 if __name__ == "__main__":

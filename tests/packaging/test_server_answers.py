@@ -1,4 +1,4 @@
-"""Every typed error is explained to whoever meets it, and reaches them unchanged."""
+"""Errors of a vLLM server reach its clients unchanged."""
 
 from __future__ import annotations
 
@@ -9,24 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from weightlane.ckpt_engines import errors
-
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/troubleshooting.md"
 IN_VLLM = ("ckpt_engines", "sync", "rollout", "plugins")
 """Folders whose modules run in a vLLM server, too."""
-
-
-def test_every_error_stands_in_the_page_about_failures() -> None:
-    text = PAGE.read_text(encoding="utf-8")
-    ours = [
-        name
-        for name, thing in vars(errors).items()
-        if isinstance(thing, type) and issubclass(thing, errors.WeightlaneError)
-    ]
-    assert len(ours) > 20
-    assert not [name for name in ours if f"`{name}`" not in text]
-    assert not [word for word in text.split("`") if word.endswith("Error") and word.isidentifier() and word not in ours]
 
 
 def texts(tree: ast.Module) -> Iterator[str]:
