@@ -274,9 +274,7 @@ def test_what_failed_before_a_kill_changes_nothing_after_it(separate: ServicePro
         assert not differing(saved(service, training, "failed"), expected)
 
 
-def test_a_request_that_is_not_offered_or_too_large_has_its_number_and_the_next_step_is_taken(
-    service: ServiceProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_refused_request_has_its_number_and_the_next_is_taken(service: ServiceProcess, monkeypatch: Any) -> None:
     from tinker import types
     from tinker.resources.weights import AsyncWeightsResource, UntypedAPIFuture
 
