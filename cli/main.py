@@ -314,13 +314,13 @@ def export(
 
 
 @app.command()
-def check(path: ConfigArgument, override: SetOption = None) -> None:
+def check(path: ConfigArgument, override: SetOption = None, *, resume: ResumeOption = False) -> None:
     """Check a run without starting anything, and show the resources it needs. Exit code 2 if it cannot run."""
     require_for(command_of(read_toml(path)), path, override or [])
     from .commands.check import check_run
     from .output import console
 
-    check_run(path.resolve(), override or [], console())
+    check_run(path.resolve(), override or [], console(), resume=resume)
 
 
 @app.command()

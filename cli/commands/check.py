@@ -12,27 +12,29 @@ from rich.table import Table
 from weightlane.sync import Rendezvous
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
-from ..config.run_config import ClusterConfig
+from ..config.run_config import ClusterConfig, ObserversSection
 from ..config.toml_file import command_of, read_toml
+from ..run.observers import metrics_endpoint
 from ..run.preparation import prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
 from .sft import SftPreparation, prepare_sft
 
 
-def check_run(path: Path, overrides: Sequence[str], console: Console) -> None:
+def check_run(path: Path, overrides: Sequence[str], console: Console, *, resume: bool = False) -> None:
     """Print the resources that the configuration at the absolute `path` needs.
 
     Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane serve` if there
-    is [service]. With ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
+    is [service]; with `resume`, those of resuming. With ``ray.address``, the machines of the cluster are assumed to have the GPUs
+    of this machine.
     """
     command = command_of(read_toml(path))
     if command == "sft":
-        _print(path, _supervised(prepare_sft(path, overrides)), console)
+        _print(path, _supervised(prepare_sft(path, overrides, resume=resume)), console)
         return
     if command == "serve":
         _print(path, _served(path, overrides), console)
         return
-    ready = prepare(path, overrides)
+    ready = prepare(path, overrides, resume=resume)
     _print(path, _cluster(ready.config, ready.model), console)
 
 
@@ -48,15 +50,25 @@ def _served(path: Path, overrides: Sequence[str]) -> Sequence[tuple[str, str]]:
 
 
 def _cluster(config: ClusterConfig, model: ModelInfo) -> Sequence[tuple[str, str]]:
-    """Return name and amount of what trainer ranks and replicas need."""
-    Rendezvous.host(config.sync.host, config.sync.port)
+    """Return name and amount of what trainer ranks and replicas need, or is not known of them."""
+    Rendezvous.host(config.sync.host, config.sync.port).close()
+    _open_metrics(config.observers)
     machines, sizes = Machines.here(), Sizes.of(config, model)
-    return described(fitted(config, sizes, machines, counted=not config.ray.address), sizes, machines)
+    config = fitted(config, sizes, machines, counted=not config.ray.address)
+    rows = list(described(config, sizes, machines))
+    if config.ray.address:
+        return [*rows, ("not checked", "vLLM, which runs on the machines of ray.address")]
+    # Loads vLLM: after everything that can be wrong without it.
+    from weightlane.rollout.vllm.checked_replica import check_replica  # noqa: PLC0415 - as above
+
+    unknown = check_replica(config.rollout, model.path)
+    return [*rows, ("not checked", unknown)] if unknown else rows
 
 
 def _supervised(ready: SftPreparation) -> list[tuple[str, str]]:
     """Return name and amount of what ``weightlane sft`` needs."""
     config, machines, train = ready.config, Machines.here(), ready.train
+    _open_metrics(config.observers)
     trainer = fitted_trainer(config.trainer, machines, counted=not config.ray.address)
     tokens = sum(example.sequence.length for example in train.all)
     skipped = f", {train.skipped} left out as too long" if train.skipped else ""
@@ -66,6 +78,12 @@ def _supervised(ready: SftPreparation) -> list[tuple[str, str]]:
         ("examples", f"{len(train.all)} of {tokens} tokens{skipped}; {len(ready.heldout.all)} held out"),
         ("training", f"{config.sft.all_steps(len(train.all))} optimizer steps of {config.sft.batch_size} examples"),
     ]
+
+
+def _open_metrics(observers: ObserversSection) -> None:
+    """Serve metrics for a moment, where a run would. Raises `AddressInUseError`."""
+    if observers.prometheus_port is not None:
+        metrics_endpoint(observers.prometheus_port, observers.prometheus_host)[0].close()
 
 
 def _print(path: Path, rows: Sequence[tuple[str, str]], console: Console) -> None:

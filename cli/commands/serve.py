@@ -18,13 +18,14 @@ from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.config import AdapterConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
+from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
 from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
-from weightlane.trainer.engines.registry import training_engine_class
-from weightlane.trainer.runner.run_dir import alone_in
+from weightlane.trainer.engines.registry import check_trainer
+from weightlane.trainer.runner.run_dir import alone_in, refuse_taken
 from weightlane.trainer.runner.run_observers import MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel
@@ -39,11 +40,12 @@ from ..output import console, http_address
 from ..run.endings import point_to_logs
 from ..run.observers import RunObservers
 from ..run.processes import start_processes
-from ..run.ray_cluster import RayCluster
-from ..run.resources import Sizes, fitted, reserved_cpus
+from ..run.ray_cluster import RayCluster, refuse_loopback
+from ..run.resources import Sizes, fitted, refuse_unfitting, reserved_cpus
 
 _T = TypeVar("_T")
 _PART = "service"
+_LOCK = "service.lock"
 _KILLED_HINT = "Start the service again: it goes on from the files of run.dir."
 _log = logging.getLogger("weightlane.service")
 _HOUR_S = 3600.0
@@ -58,9 +60,9 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
     config = ready.config
     say = console(soft_wrap=True).print
     directory = config.run.dir.resolve()
-    directory.mkdir(parents=True, exist_ok=True)
     async with AsyncExitStack() as stack:
-        stack.enter_context(alone_in(directory, "service.lock", "service"))
+        directory.mkdir(parents=True, exist_ok=True)
+        stack.enter_context(alone_in(directory, _LOCK, "service"))
         _log_to(directory / "service.log")
         listener = stack.enter_context(listening(config.service.host, config.service.port))
         cpus = reserved_cpus(config)
@@ -114,13 +116,18 @@ class ServicePreparation:
 def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     """Read the configuration at `path`, and find everything that can be wrong before a process starts."""
     config = load_serve_config(path, overrides)
+    refuse_taken(config.run.dir, _LOCK, "service")
     clients = Clients(config.service)
+    here = not config.ray.address
+    if here:
+        check_engine(config)
     model = check_model_dir(find_model(config.model.path))
-    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
     adapter = config.rollout.adapter
     layers = () if adapter is None else tuple(adapted_layers(model.path, adapter))
-    if not config.ray.address:
-        check_engine(config)
+    refuse_arguments(config.rollout, model.path)
+    check_trainer(config.trainer, model.path, here=here)
+    refuse_loopback(config.ray, config.sync.host)
+    refuse_unfitting(config, model)
     return ServicePreparation(config, model, clients, layers)
 
 

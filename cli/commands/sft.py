@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
@@ -14,14 +14,13 @@ from weightlane.trainer.algorithms.composition import check_roles
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.sft_examples import Example, Examples, load_examples
-from weightlane.trainer.data.tasks import TaskStream
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.dispatch.role import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.lora.adapters import DEFAULT
-from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.engines.registry import check_trainer, training_engine_class
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
 from weightlane.trainer.runner.run_dir import RunDir
@@ -34,8 +33,9 @@ from ..config.sft_config import SftRunConfig, load_sft_config
 from ..output import console
 from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
 from ..run.observers import RunObservers
+from ..run.preparation import saved_state
 from ..run.ray_cluster import RayCluster
-from ..run.resources import fitted_trainer
+from ..run.resources import Machines, fitted_trainer
 from ..run.run_description import about_run
 from ..run.sft_display import SftDisplay, print_sft_summary
 
@@ -45,18 +45,25 @@ class SftPreparation:
     """The checked configuration of a run, and everything that it names."""
 
     config: SftRunConfig
+    run_dir: RunDir
+    state: LoopState | None
+    """The saved state that the run resumes from."""
     model: ModelInfo
     train: Examples
     heldout: Examples
 
 
-def prepare_sft(path: Path, overrides: Sequence[str]) -> SftPreparation:
+def prepare_sft(path: Path, overrides: Sequence[str], *, resume: bool = False) -> SftPreparation:
     """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
     config = load_sft_config(path, overrides)
+    run_dir = RunDir(config.run.dir, resume=resume)
+    run_dir.refuse_taken()
     check_roles(AlgorithmConfig(), config.trainer)
-    training_engine = training_engine_class(config.trainer.engine)
+    training_engine_class(config.trainer.engine)
     model = check_model_dir(find_model(config.model.path))
-    training_engine.check(config.trainer, model.path)
+    here = not config.ray.address
+    check_trainer(config.trainer, model.path, here=here)
+    fitted_trainer(config.trainer, Machines.here(), counted=here)
     tokenizer, most = HfTokenizer(model.path, begins=config.data.special_tokens), _most_tokens(config, model)
 
     def examples(file: Path, setting: str) -> Examples:
@@ -74,16 +81,15 @@ def prepare_sft(path: Path, overrides: Sequence[str]) -> SftPreparation:
     train = examples(config.data.train, "data.train")
     heldout = examples(config.data.heldout, "data.heldout") if config.data.heldout else Examples([], 0)
     _check_apart(train.all, heldout.all)
-    return SftPreparation(config, model, train, heldout)
+    state = _saved_state(run_dir, config, train.all) if resume else None
+    return SftPreparation(config, run_dir, state, model, train, heldout)
 
 
 async def run_sft(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> SftSummary:
     """Run the configuration at the absolute `path`. Raises a typed error for every problem of configuration or run."""
     cancel_on_sigterm()
-    ready = prepare_sft(path, overrides)
-    config, model = ready.config, ready.model
-    run_dir = RunDir(config.run.dir, resume=resume)
-    state = _saved_state(run_dir, config, ready.train.all) if resume else None
+    ready = prepare_sft(path, overrides, resume=resume)
+    config, model, run_dir = ready.config, ready.model, ready.run_dir
 
     shown = console(soft_wrap=False)
     display = SftDisplay(shown, config.sft.all_steps(len(ready.train.all)), live=live)
@@ -102,11 +108,11 @@ async def run_sft(path: Path, overrides: Sequence[str], *, resume: bool, live: b
         await start_ray(stack, cluster)
         config = config.model_copy(update={"trainer": fitted_trainer(config.trainer, cluster.machines())})
         run_dir.write_text("config.toml", explain(config))
-        ready = SftPreparation(config, model, ready.train, ready.heldout)
+        ready = replace(ready, config=config)
         if skipped := ready.train.skipped + ready.heldout.skipped:
             display.say(f"{skipped} examples are longer than data.max_tokens and left out")
-        runner = await _start(ready, run_dir, state, hooks, display, stack)
-        loop = _loop(ready, run_dir, state, hooks, runner)
+        runner = await _start(ready, hooks, display, stack)
+        loop = _loop(ready, hooks, runner)
         summary = await loop.run()
         summary.skipped_examples = ready.train.skipped + ready.heldout.skipped
         cluster.succeeded()
@@ -115,16 +121,9 @@ async def run_sft(path: Path, overrides: Sequence[str], *, resume: bool, live: b
     return summary
 
 
-async def _start(
-    ready: SftPreparation,
-    run_dir: RunDir,
-    state: LoopState | None,
-    hooks: RunHooks,
-    display: SftDisplay,
-    stack: AsyncExitStack,
-) -> Runner:
+async def _start(ready: SftPreparation, hooks: RunHooks, display: SftDisplay, stack: AsyncExitStack) -> Runner:
     """Start the trainer ranks."""
-    config, trainer = ready.config, ready.config.trainer
+    config, trainer, state = ready.config, ready.config.trainer, ready.state
     display.say(
         f"starting {trainer.ranks} trainer rank(s) ({trainer.engine}) for {len(ready.train.all)} examples"
         + (f", resuming at step {state.step}" if state else "")
@@ -134,7 +133,7 @@ async def _start(
         trainer,
         ready.model.path.resolve(),
         seed=config.run.seed,
-        state=run_dir.trainer_state(state.step) if state else None,
+        state=ready.run_dir.trainer_state(state.step) if state else None,
     )
     dispatch = WorkerDispatch([role], {role.group: RayRanks(trainer, None if config.ray.address else LOOPBACK)})
     stack.push_async_callback(dispatch.close)
@@ -144,8 +143,8 @@ async def _start(
     return runner
 
 
-def _loop(ready: SftPreparation, run_dir: RunDir, state: LoopState | None, hooks: RunHooks, runner: Runner) -> SftLoop:
-    config = ready.config
+def _loop(ready: SftPreparation, hooks: RunHooks, runner: Runner) -> SftLoop:
+    config, run_dir = ready.config, ready.run_dir
     name = "model" if config.trainer.lora is None else "adapter"
 
     async def save(loop_state: LoopState) -> None:
@@ -169,7 +168,7 @@ def _loop(ready: SftPreparation, run_dir: RunDir, state: LoopState | None, hooks
         hooks=hooks,
         save=save,
         export=export,
-        resume=state,
+        resume=ready.state,
     )
 
 
@@ -201,16 +200,11 @@ def _tokens(example: Example) -> tuple[bytes, bytes]:
 
 
 def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]) -> LoopState:
-    """Return the saved state. Raises `ConfigError` if the run is complete, or its examples have changed."""
-    step = run_dir.latest_step()
-    assert step is not None, "RunDir checked it"
-    state, steps = LoopState.from_plain(run_dir.loop_state(step)), config.sft.all_steps(len(train))
-    if state.step >= steps and run_dir.has_model:
-        raise ConfigError(
-            f"the run in {run_dir.path} is complete: it has taken {state.step} of {steps} steps.",
-            part="resume",
-            hint=f"Raise {'sft.epochs' if config.sft.steps is None else 'sft.steps'} to continue it.",
-        )
-    stream = TaskStream(train, config.run.seed, may_change=config.data.changed == "accept")
-    stream.restore(state.stream)
-    return state
+    return saved_state(
+        run_dir,
+        train,
+        steps=config.sft.all_steps(len(train)),
+        setting="sft.epochs" if config.sft.steps is None else "sft.steps",
+        seed=config.run.seed,
+        may_change=config.data.changed == "accept",
+    )

@@ -8,21 +8,16 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 
-from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout.replicas.ray_actor import RolloutReplica
 from weightlane.sync import Rendezvous
-from weightlane.trainer.algorithms.composition import algorithm_over, role_names, role_specs
-from weightlane.trainer.algorithms.ppo import critic_state
-from weightlane.trainer.algorithms.roles import CRITIC
+from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
 from weightlane.trainer.data.rewards import RewardPool
-from weightlane.trainer.data.tasks import Task, TaskStream
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.jobs import Export, Save
-from weightlane.trainer.runner.run_dir import RunDir
 from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.runner import JobTrainers, Runner
 
@@ -42,11 +37,9 @@ from ..run.run_description import about_run
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:
     """Run the configuration at the absolute `path`. Raises a typed error for every problem of configuration or run."""
     cancel_on_sigterm()
-    ready = prepare(path, overrides)
-    config, model = ready.config, ready.model
+    ready = prepare(path, overrides, resume=resume)
+    config, model, run_dir, state = ready.config, ready.model, ready.run_dir, ready.state
     rendezvous = Rendezvous.host(config.sync.host, config.sync.port, config.sync.silence_s)
-    run_dir = RunDir(config.run.dir, resume=resume)
-    state = _saved_state(run_dir, config, ready.train_tasks) if resume else None
 
     shown = console(soft_wrap=False)
     display = RunDisplay(shown, config.loop.steps, live=live)
@@ -163,25 +156,3 @@ def _successors(
         return replica
 
     return succeed
-
-
-def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
-    """Return the saved state. Raises `ConfigError` if the run is complete, or its tasks have changed."""
-    step = run_dir.latest_step()
-    assert step is not None, "RunDir checked it"
-    state = LoopState.from_plain(run_dir.loop_state(step))
-    if state.step >= config.loop.steps and run_dir.has_model:
-        raise ConfigError(
-            f"the run in {run_dir.path} is complete: it has taken {state.step} of {config.loop.steps} steps.",
-            part="resume",
-            hint="Raise loop.steps to continue it.",
-        )
-    if CRITIC in role_names(config.algorithm) and not critic_state(run_dir.trainer_state(step)).is_dir():
-        raise ConfigError(
-            f"the run in {run_dir.path} was saved without a critic, which algorithm.objective = ppo needs.",
-            part="resume",
-            hint="Resume it with the objective that it had, or begin a new run from its model.",
-        )
-    stream = TaskStream(train_tasks, config.run.seed, may_change=config.data.changed == "accept")
-    stream.restore(state.stream)
-    return state

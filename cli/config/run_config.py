@@ -178,17 +178,7 @@ def _with_adapter(config: RunConfig) -> RunConfig:
         )
     if wanted is None:
         return config
-    for refused, setting in (
-        (config.sync.quantise != "none", f"sync.quantise = {config.sync.quantise}"),
-        (rollout.commit == "in_place", "rollout.commit = in_place"),
-        (rollout.expert_parallel, "rollout.expert_parallel"),
-    ):
-        if refused:
-            raise ConfigError(
-                f"{setting} is for versions of weights, and trainer.lora.publish is adapter.",
-                part=_PART,
-                hint=f'Leave out {setting.partition(" ")[0]}, or set trainer.lora.publish to "merged".',
-            )
+    refuse_for_adapters(config.sync, rollout, "trainer.lora.publish is adapter", 'trainer.lora.publish to "merged"')
     return config.model_copy(update={"rollout": rollout.model_copy(update={"adapter": wanted})})
 
 
@@ -202,12 +192,6 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
             part=_PART,
             hint="Raise rollout.max_model_len to the length of the longest prompt plus its completion.",
         )
-    if config.rollout.commit == "in_place" and config.sync.quantise != "none":
-        raise ConfigError(
-            f"rollout.commit = in_place cannot restore weights that are sent as {config.sync.quantise} (sync.quantise).",
-            part=_PART,
-            hint='Set rollout.commit to "staged", or sync.quantise to "none".',
-        )
     if config.rollout.concurrency < config.algorithm.group_size:
         raise ConfigError(
             f"rollout.concurrency ({config.rollout.concurrency}) is below algorithm.group_size"
@@ -218,13 +202,41 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
 
 
 def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
-    """Check the checkpoint engine's options by its own config type, and the observers. Raises `ConfigError`."""
+    """Check the checkpoint engine's options by its own config type, the observers and the sync. Raises `ConfigError`."""
+    if config.rollout.commit == "in_place" and config.sync.quantise != "none":
+        raise ConfigError(
+            f"rollout.commit = in_place cannot restore weights that are sent as {config.sync.quantise} (sync.quantise).",
+            part=_PART,
+            hint='Set rollout.commit to "staged", or sync.quantise to "none".',
+        )
     registry, engine = CheckpointEngineRegistry(), config.checkpoint_engine
     if config.ray.address or not runs_here:  # this machine need not have the accelerators of the cluster
         registry.validate_options(engine.backend, engine.options)
     else:
         registry.create(engine.backend, engine.options)
     check_observers(config.observers)
+
+
+def refuse_for_adapters(sync: SyncConfig, rollout: RolloutConfig, publishes: str, instead: str) -> None:
+    """Raise `ConfigError` for settings that are for versions of weights.
+
+    Args:
+        sync: Settings of the sync.
+        rollout: Settings of the rollouts.
+        publishes: The setting by which versions are adapters, in words.
+        instead: The setting and the value by which they would be weights.
+    """
+    for refused, key, value in (
+        (sync.quantise != "none", "sync.quantise", sync.quantise),
+        (rollout.commit == "in_place", "rollout.commit", rollout.commit),
+        (rollout.expert_parallel, "rollout.expert_parallel", "true"),
+    ):
+        if refused:
+            raise ConfigError(
+                f"{key} = {value} is for versions of weights, and {publishes}.",
+                part=_PART,
+                hint=f"Leave out {key}, or set {instead}.",
+            )
 
 
 def check_observers(observers: ObserversSection) -> None:

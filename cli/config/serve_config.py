@@ -11,7 +11,7 @@ from weightlane.trainer.config import AlgorithmConfig, LoraConfig
 from weightlane.trainer.service.config import ServiceConfig
 
 from .config_file import read_config
-from .run_config import ClusterConfig, check_sections, with_store_in_run_dir
+from .run_config import ClusterConfig, check_sections, refuse_for_adapters, with_store_in_run_dir
 
 _PART = "configuration"
 
@@ -33,10 +33,17 @@ def load_serve_config(path: Path, overrides: Sequence[str] = ()) -> ServeConfig:
             part=_PART,
             hint="Leave them out: clients say which adapters they train, up to service.max_lora_rank.",
         )
+    if config.trainer.head != "tokens":
+        raise ConfigError(
+            f"trainer.head is {config.trainer.head}, and such a model could not be sampled from.",
+            part=_PART,
+            hint="Leave it out.",
+        )
     service = config.service
     if service.trains == "all_weights":
         check_sections(config)
         return config
+    refuse_for_adapters(config.sync, config.rollout, "service.trains is adapters", 'service.trains to "all_weights"')
     # Versions of all adapters travel in the tensors of one of the largest rank, beside the layers that have adapters at all.
     lora = LoraConfig(rank=service.max_lora_rank, alpha=service.lora_alpha, publish="adapter")
     adapter = AdapterConfig(rank=lora.rank, alpha=lora.alpha)

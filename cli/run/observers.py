@@ -26,6 +26,19 @@ _TRACKER_S = 120.0
 """Longest time that a tracker may take to begin its run, and to take the rest of it at the end."""
 
 
+def metrics_endpoint(port: int, host: str) -> tuple[PrometheusObserver, str]:
+    """Serve metrics; returns the observer and its URL. Raises `AddressInUseError`."""
+    observer = PrometheusObserver(port, host, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
+    try:
+        return observer, observer.start()
+    except OSError as error:
+        raise AddressInUseError(
+            f"cannot serve metrics on {host}:{port}: {error.strerror or error}.",
+            part="prometheus",
+            hint="Choose another observers.prometheus_port; 0 takes a free one.",
+        ) from error
+
+
 class RunObservers:
     """A context manager with the hooks of a run. Its end closes the observers and merges the trace.
 
@@ -77,8 +90,9 @@ class RunObservers:
                 stack.callback(tensorboard.close)
                 hooks.register(tensorboard, "tensorboard")
             if self._section.prometheus_port is not None:
-                prometheus = self._serve(self._section.prometheus_port)
+                prometheus, url = metrics_endpoint(self._section.prometheus_port, self._section.prometheus_host)
                 stack.callback(prometheus.close)
+                self._say(f"metrics for Prometheus: {url}")
                 hooks.register(prometheus, "prometheus")
             for name in TRACKERS:
                 if (project := getattr(self._section, name)) is not None:
@@ -92,19 +106,6 @@ class RunObservers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stack.close()
-
-    def _serve(self, port: int) -> PrometheusObserver:
-        host = self._section.prometheus_host
-        observer = PrometheusObserver(port, host, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
-        try:
-            self._say(f"metrics for Prometheus: {observer.start()}")
-        except OSError as error:
-            raise AddressInUseError(
-                f"cannot serve metrics on {host}:{port}: {error.strerror or error}.",
-                part="prometheus",
-                hint="Choose another observers.prometheus_port; 0 takes a free one.",
-            ) from error
-        return observer
 
     def _tracker(self, name: str, project: str) -> TrackerObserver:
         """Begin the tracker's run, so that who cannot log hears of it before anything starts."""

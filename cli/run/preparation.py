@@ -8,16 +8,22 @@ from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
+from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
 from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
+from weightlane.trainer.algorithms.ppo import critic_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
 from weightlane.trainer.data.rewards import Reward
-from weightlane.trainer.data.tasks import Task, load_splits
+from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_splits
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
-from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.engines.registry import check_trainer, training_engine_class
+from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.objectives.named import Objective
+from weightlane.trainer.runner.run_dir import RunDir
 
 from ..config.run_config import RunConfig, check_engine, load_config
+from .ray_cluster import refuse_loopback
+from .resources import refuse_unfitting
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +31,9 @@ class Preparation:
     """The checked configuration of a run, and everything that it names."""
 
     config: RunConfig
+    run_dir: RunDir
+    state: LoopState | None
+    """The saved state that the run resumes from."""
     model: ModelInfo
     role_models: Mapping[str, Path]
     """Absolute model directory of each role that the algorithm needs."""
@@ -35,25 +44,93 @@ class Preparation:
     objective: Objective
 
 
-def prepare(path: Path, overrides: Sequence[str]) -> Preparation:
+def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Preparation:
     """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
     config = load_config(path, overrides)
+    run_dir = RunDir(config.run.dir, resume=resume)
+    run_dir.refuse_taken()
     check_roles(config.algorithm, config.trainer)
-    training_engine = training_engine_class(config.trainer.engine)
-    if not config.ray.address:  # with an address, its processes run on other machines
+    training_engine_class(config.trainer.engine)
+    here = not config.ray.address  # with an address, its processes run on other machines
+    if here:
         check_engine(config)
     model = check_model_dir(find_model(config.model.path))
     if config.rollout.adapter is not None:
         adapted_layers(model.path, config.rollout.adapter)
+    refuse_arguments(config.rollout, model.path)
     role_models = _role_models(config, model)
     for role, role_model in role_models.items():
-        training_engine.check(role_trainer(role, config.trainer, config.critic), role_model)
+        check_trainer(role_trainer(role, config.trainer, config.critic), role_model, here=here)
+    refuse_loopback(config.ray, config.sync.host)
+    refuse_unfitting(config, model)
     tokenizer = HfTokenizer(model.path, begins=config.data.special_tokens and not config.data.chat)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
+    _refuse_long_prompts(config, tokenizer, train_tasks)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     objective = Objective(policy_objective(config.algorithm), own_modules)
-    return Preparation(config, model, role_models, tokenizer, train_tasks, heldout_tasks, reward, objective)
+    state = _saved_state(run_dir, config, train_tasks) if resume else None
+    return Preparation(
+        config, run_dir, state, model, role_models, tokenizer, train_tasks, heldout_tasks, reward, objective
+    )
+
+
+def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Sequence[Task]) -> None:
+    """Raise `ConfigError` if every prompt is too long: a run leaves such prompts out, and would have none."""
+    most = config.rollout.max_model_len - config.algorithm.max_new_tokens
+    if not any(len(tokenizer.encode(task.prompt)) <= most for task in tasks):
+        raise ConfigError(
+            f"every prompt of {config.data.train} has more than {most} tokens, which are left for it.",
+            part="data",
+            hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
+        )
+
+
+def saved_state(
+    run_dir: RunDir, items: Sequence[HasContent], *, steps: int, setting: str, seed: int, may_change: bool
+) -> LoopState:
+    """The saved state that a run goes on from.
+
+    Args:
+        run_dir: Where it is.
+        items: The tasks or examples that the run trains on.
+        steps: Optimizer steps of the whole run.
+        setting: The key by which `steps` is raised.
+        seed: The run's.
+        may_change: Whether `items` may have other content than those that the run was started with.
+
+    Raises `ConfigError` if the run is complete, or its data has changed.
+    """
+    step = run_dir.latest_step()
+    assert step is not None, "RunDir checked it"
+    state = LoopState.from_plain(run_dir.loop_state(step))
+    if state.step >= steps and run_dir.has_model:
+        raise ConfigError(
+            f"the run in {run_dir.path} is complete: it has taken {state.step} of {steps} steps.",
+            part="resume",
+            hint=f"Raise {setting} to continue it.",
+        )
+    TaskStream(items, seed, may_change=may_change).restore(state.stream)
+    return state
+
+
+def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
+    """`saved_state`, which must have a critic where one is trained."""
+    state = saved_state(
+        run_dir,
+        train_tasks,
+        steps=config.loop.steps,
+        setting="loop.steps",
+        seed=config.run.seed,
+        may_change=config.data.changed == "accept",
+    )
+    if CRITIC in role_names(config.algorithm) and not critic_state(run_dir.trainer_state(state.step)).is_dir():
+        raise ConfigError(
+            f"the run in {run_dir.path} was saved without a critic, which algorithm.objective = ppo needs.",
+            part="resume",
+            hint="Resume it with the objective that it had, or begin a new run from its model.",
+        )
+    return state
 
 
 def _role_models(config: RunConfig, model: ModelInfo) -> dict[str, Path]:

@@ -89,6 +89,22 @@ def _started_here() -> dict[int, str]:
     return found
 
 
+def refuse_loopback(section: RaySection, host: str) -> None:
+    """Raise `ConfigError` where the machines of a running cluster would be told a loopback address, ``sync.host``."""
+    if not section.address:
+        return
+    try:
+        address = ipaddress.ip_address(socket.gethostbyname(host))
+    except OSError:  # the rendezvous, which listens there, says so
+        return
+    if address.is_loopback:
+        raise ConfigError(
+            f"sync.host is {host}, which other machines of the cluster cannot reach.",
+            part="configuration",
+            hint="Set sync.host to this machine's address on the cluster's network.",
+        )
+
+
 class RayCluster:
     """A context manager in which Ray is initialized. Its end ends every process of a local cluster.
 
@@ -232,12 +248,6 @@ class RayCluster:
     def _join(self) -> None:
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 
-        if self._host and ipaddress.ip_address(socket.gethostbyname(self._host)).is_loopback:
-            raise ConfigError(
-                f"sync.host is {self._host}, which other machines of the cluster cannot reach.",
-                part="configuration",
-                hint="Set sync.host to this machine's address on the cluster's network.",
-            )
         try:
             ray.init(
                 address=self._section.address,

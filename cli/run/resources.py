@@ -120,6 +120,14 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
     )
 
 
+def refuse_unfitting(config: ClusterConfig, model: ModelInfo) -> None:
+    """Raise the `ConfigError` with which the start of `config` would find that it does not fit its machines.
+
+    With ``ray.address`` they may have more GPUs than this one.
+    """
+    fitted(config, Sizes.of(config, model), Machines.here(), counted=not config.ray.address)
+
+
 def fitted_trainer(trainer: TrainerConfig, machines: Machines, *, counted: bool = True) -> TrainerConfig:
     """Return `trainer` with its GPUs, for a run that has no rollouts. See `fitted`.
 

@@ -20,8 +20,8 @@ from weightlane.ckpt_engines import (
 
 from ..commit.remote_failure import failure_from_text
 from ..config import RolloutConfig
-from ..layout.loading.refused_models import refusal_by_vllm, refuse_indivisible
-from ..vllm.environment import engine_arguments, prepare_environment
+from ..layout.loading.refused_models import refusal_by_vllm
+from ..vllm.environment import replica_config
 from ..vllm.shared_memory import segments_of_trees
 from .shared_memory_cleaner import SharedMemoryCleaner
 
@@ -203,14 +203,9 @@ class VllmEngine:
         )
 
     def _build(self) -> None:
-        on_cpu = prepare_environment(self.config)
-        from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
-        from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
-        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+        arguments, vllm_config = replica_config(self.config, self.model_dir)
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415 - after the environment that it reads
 
-        arguments = AsyncEngineArgs(**engine_arguments(self.config, self.model_dir, on_cpu=on_cpu))
-        vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        refuse_indivisible(vllm_config, part=self.name)
         self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())

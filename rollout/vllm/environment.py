@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import os
 from pathlib import Path
 from typing import Any
 
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
+
 from ..config import GPU_SHARE, RolloutConfig
-from ..layout.loading.adapter_tensors import engine_arguments_of
+from ..layout.loading.adapter_tensors import MERGED, engine_arguments_of
+from ..layout.loading.refused_arguments import refuse_arguments
+from ..layout.loading.refused_models import (
+    refusal_by_vllm,
+    refuse_configuration,
+    refuse_in_place,
+    refuse_indivisible,
+    refuse_other_versions,
+)
 from ..vllm_internals.cpu_linear import BACKEND
 from .watchdog import WATCH_ENV
 
+_PART = "rollout"
 _CPU_KV_CACHE_BYTES = 256 << 20
 """Default size of the KV cache on CPU, where vLLM cannot profile memory; see `RolloutConfig.kv_cache_memory_bytes`."""
 
@@ -40,6 +53,52 @@ def prepare_environment(config: RolloutConfig) -> bool:
     from vllm.platforms import current_platform  # noqa: PLC0415 - vLLM reads the environment when imported
 
     return bool(current_platform.is_cpu())
+
+
+def replica_config(config: RolloutConfig, model_dir: Path) -> tuple[Any, Any]:
+    """VLLM's ``AsyncEngineArgs`` of one replica, and the configuration that vLLM makes of them. Loads vLLM, and no weights.
+
+    Raises:
+        ConfigError: vLLM refuses the model or an argument, or the replica could take no versions.
+    """
+    refuse_arguments(config, model_dir)
+    on_cpu = prepare_environment(config)
+    from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
+    from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
+
+    from ..vllm_internals.internals import supports_lora  # noqa: PLC0415
+
+    named = engine_arguments(config, model_dir, on_cpu=on_cpu)
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    for name in config.extra_engine_args:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            raise ConfigError(
+                f"vLLM has no argument {name!r}, which rollout.extra_engine_args names.",
+                part=_PART,
+                hint=f"Did you mean {near[0]!r}?" if near else "See the fields of its AsyncEngineArgs.",
+            )
+    try:
+        arguments = AsyncEngineArgs(**named)
+        found = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        model = found.model_config
+        served = None
+        if config.adapter is not None:
+            served, _ = model.registry.resolve_model_cls(model.architectures, model)
+    except WeightlaneError:
+        raise
+    except Exception as cause:
+        raise refusal_by_vllm(cause, f"start from {model_dir}", part=_PART) from cause
+    if served is not None and not supports_lora(served):
+        raise ConfigError(
+            f"vLLM has no adapters for {served.__name__}, and versions are adapters.", part=_PART, hint=MERGED
+        )
+    refuse_indivisible(found, part=_PART)
+    refuse_configuration(found)
+    refuse_other_versions(found, adapter=config.adapter is not None)
+    if config.commit == "in_place":
+        refuse_in_place(model)
+    return arguments, found
 
 
 def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ and then drops those that nothing uses any more. vLLM 0.32 does the rest, by its
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -63,9 +63,9 @@ class LiveAdapters:
         self._manager = manager
         layers = adapted_layers(rank.config.model_config.model, adapter)
         self._layers = frozenset(layers)
-        self._peft = self._description(adapter, self._layers)
+        self._peft = description(manager, adapter, self._layers)
         self.expectation = adapter_expectation(layers, adapter.rank, manager.lora_config.lora_dtype)
-        self._refuse_unknown_layers()
+        refuse_unknown_layers(manager, self._model, self.expectation.tensors, self._peft, self._part)
 
     def needed(self) -> None:
         """Every rank needs all of an adapter: vLLM itself takes its part of each tensor."""
@@ -111,11 +111,6 @@ class LiveAdapters:
     def _ids(self) -> set[int]:
         return set(self._manager.list_adapters())
 
-    def _description(self, adapter: AdapterConfig, layers: Collection[str]) -> Any:
-        peft = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(layers))
-        peft.validate_legal(self._manager.lora_config)
-        return peft
-
     def _adapter(
         self, identity: int, version: int, subscriber: Subscriber, announced: AdapterConfig | None = None
     ) -> Any:
@@ -125,7 +120,7 @@ class LiveAdapters:
             peft = self._peft
             if announced is not None:
                 layers = announced_layers(self._layers, self.adapter, announced)
-                peft = self._description(announced, layers)
+                peft = description(self._manager, announced, layers)
                 staged = announced_tensors(staged, layers, announced.rank)
             # Copies: staging memory is used again, and vLLM keeps these tensors and scales B in place.
             tensors = {name: tensor.detach().contiguous().to("cpu", copy=True) for name, tensor in staged.items()}
@@ -137,7 +132,7 @@ class LiveAdapters:
             peft,
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
-            weights_mapper=self._mapper(),
+            weights_mapper=_mapper(self._model),
         )
 
     def _add(self, *made: Any) -> None:
@@ -147,21 +142,40 @@ class LiveAdapters:
             self._manager.activate_adapter(adapter.id)
             logger.debug("weightlane: adapter %d is in a slot", adapter.id)
 
-    def _mapper(self) -> Any:
-        """Renames checkpoint tensors as vLLM's own loading of adapters does; None where the model has the checkpoint's names."""
-        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
-        return None if mapper is None else mapper.get_rename_mapper()
 
-    def _refuse_unknown_layers(self) -> None:
-        """Refuse layers that vLLM wraps no module for: it would leave their tensors out without a word."""
-        empty = {name: torch.empty(0) for name in self.expectation.tensors}
-        asked = LoRAModel.from_lora_tensors(1, empty, self._peft, device="cpu", weights_mapper=self._mapper()).loras
-        packed = self._manager.packed_modules
-        known = {*self._manager.modules, *(name for names in packed.values() for name in names)}
-        if missing := sorted(asked.keys() - known):
-            raise ConfigError(
-                f"vLLM has no adapters beside {missing[0]}"
-                + (f" and {len(missing) - 1} more layers of this model." if missing[1:] else " of this model."),
-                part=self._part,
-                hint='Leave such layers out of trainer.lora.targets, or set trainer.lora.publish to "merged".',
-            )
+def description(manager: Any, adapter: AdapterConfig, layers: Collection[str]) -> Any:
+    """VLLM's description of an adapter that is beside `layers`, which its `manager` of adapters accepts."""
+    peft = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(layers))
+    peft.validate_legal(manager.lora_config)
+    return peft
+
+
+def refuse_unknown_layers(manager: Any, model: torch.nn.Module, names: Iterable[str], peft: Any, part: str) -> None:
+    """Refuse layers that vLLM wraps no module for: it would leave their tensors out without a word.
+
+    Args:
+        manager: vLLM's manager of the adapters beside `model`.
+        model: The model, wrapped for adapters.
+        names: The tensors of a version.
+        peft: The `description` of the adapter.
+        part: The caller's name for the error.
+
+    Raises:
+        ConfigError: There are such layers.
+    """
+    empty = {name: torch.empty(0) for name in names}
+    asked = LoRAModel.from_lora_tensors(1, empty, peft, device="cpu", weights_mapper=_mapper(model)).loras
+    known = {*manager.modules, *(name for packed in manager.packed_modules.values() for name in packed)}
+    if missing := sorted(asked.keys() - known):
+        raise ConfigError(
+            f"vLLM has no adapters beside {missing[0]}"
+            + (f" and {len(missing) - 1} more layers of this model." if missing[1:] else " of this model."),
+            part=part,
+            hint='Leave such layers out of trainer.lora.targets, or set trainer.lora.publish to "merged".',
+        )
+
+
+def _mapper(model: torch.nn.Module) -> Any:
+    """Renames checkpoint tensors as vLLM's own loading of adapters does; None where the model has the checkpoint's names."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return None if mapper is None else mapper.get_rename_mapper()

@@ -37,9 +37,11 @@ _MODULES = {
     "vllm.v1.engine.core": ("EngineCore",),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
-    # Adapters that come from no files.
+    # Adapters that come from no files, and models that can have some.
+    "vllm.model_executor.models": ("supports_lora",),
     "vllm.lora.lora_model": ("LoRAModel",),
     "vllm.lora.peft_helper": ("PEFTHelper",),
+    "vllm.v1.worker.lora_model_runner_mixin": ("LoRAModelRunnerMixin",),
     # Layers that are treated specially.
     "vllm.model_executor.layers.attention": ("is_deferred_attention_layer",),
     "vllm.model_executor.layers.fused_moe": ("RoutedExperts",),

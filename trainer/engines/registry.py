@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
 
+from ..config import TrainerConfig
 from .contract import TrainingEngine
 
 GROUP = "weightlane.training_engines"
@@ -53,6 +55,27 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
     if missing := sorted(loaded.__abstractmethods__):
         raise ConfigError(f"{name!r} ({entry_point.value}) does not implement {', '.join(missing)}.", part=_PART)
     return loaded
+
+
+def check_trainer(config: TrainerConfig, model_dir: Path, *, here: bool = True) -> None:
+    """Raise the `ConfigError` with which ranks of `config` would refuse the model in `model_dir`.
+
+    Starts nothing, and reads no weights.
+
+    Args:
+        config: The settings of one role.
+        model_dir: A directory that `check_model_dir` accepts.
+        here: Whether the ranks will be on this machine, whose devices they then need.
+    """
+    engine_class = training_engine_class(config.engine)
+    settings = config if here else config.model_copy(update={"device": "auto"})
+    engine = engine_class(settings, 0, config.ranks, ("", 0))  # it talks to nobody yet
+    try:
+        if config.offload_roles and engine_class.offload is TrainingEngine.offload:
+            engine.offload()
+    finally:
+        engine.close()
+    engine_class.check(config, model_dir)
 
 
 def _owner(entry_point: EntryPoint) -> str:

@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -21,7 +22,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 
@@ -33,14 +34,13 @@ _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 
 
 class RunDir:
-    """A run's directory.
+    """A run's directory. Nothing is written until it is `owned`.
 
     Args:
         path: The directory.
         resume: Whether it must hold a run already, or must not.
 
-    Raises `ConfigError` when it is used already and `resume` is false, or holds nothing to resume from; `StorageError` when
-    it cannot be written.
+    Raises `ConfigError` when it is used already and `resume` is false, or holds nothing to resume from.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -60,14 +60,18 @@ class RunDir:
                 part=_PART,
                 hint=f"Go on with it by --resume. {_CHOOSE_ANOTHER}",
             )
-        try:
-            self._state.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise _storage_error(path, error) from error
+
+    def refuse_taken(self) -> None:
+        """Raise what `owned` would raise now, and write nothing."""
+        refuse_taken(self.path, _LOCK, "run")
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Keep other programs off the directory inside the block. Raises `ConfigError` when one is there already."""
+        """Make the directory, and keep other programs off it inside the block. Raises `ConfigError` when one is there already."""
+        try:
+            self._state.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _storage_error(self.path, error) from error
         with alone_in(self.path, _LOCK, "run"):
             yield
 
@@ -77,9 +81,7 @@ class RunDir:
         except FileNotFoundError:
             return set()
         except OSError as error:
-            raise ConfigError(
-                f"{self.path} cannot be used: {error.strerror}.", part=_PART, hint=_CHOOSE_ANOTHER
-            ) from None
+            raise _unusable(self.path, error) from None
 
     def latest_step(self) -> int | None:
         """The step of the last complete state; None when there is none."""
@@ -174,6 +176,26 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
     )
 
 
+def refuse_taken(directory: Path, lock: str, what: str) -> None:
+    """Refuse a directory that `alone_in` would refuse now, or in which nothing can be written. Writes nothing.
+
+    Raises `ConfigError` for a directory that another program uses or that is none, `StorageError` for one that cannot be
+    written.
+    """
+    path = directory.resolve()
+    found = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not found.is_dir():
+        raise _unusable(directory, NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR)))
+    if not os.access(found, os.W_OK | os.X_OK):
+        raise _storage_error(directory, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+    try:
+        file = (directory / lock).open(encoding="utf-8")
+    except OSError:  # nobody was here before, or `alone_in` will say what is wrong
+        return
+    with file, _locked(file, directory, what):
+        pass
+
+
 @contextmanager
 def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
     """Refuse a directory that another program uses. The lock ends with the process, however that ends.
@@ -189,17 +211,30 @@ def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
         file = (directory / lock).open("a+", encoding="utf-8")
     except OSError as error:
         raise _storage_error(directory, error) from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
-            raise ConfigError(
-                f"another {what} uses {directory}: process {file.read().strip() or 'unknown'}.",
-                part=_PART,
-                hint="Set run.dir to another directory, or end that process.",
-            ) from None
+    with file, _locked(file, directory, what):
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
         yield
+
+
+@contextmanager
+def _locked(file: TextIO, directory: Path, what: str) -> Iterator[None]:
+    """Hold the lock on `file` inside the block. Raises `ConfigError` naming the process that holds it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.seek(0)
+        raise ConfigError(
+            f"another {what} uses {directory}: process {file.read().strip() or 'unknown'}.",
+            part=_PART,
+            hint="Set run.dir to another directory, or end that process.",
+        ) from None
+    try:
+        yield
+    finally:
+        fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _unusable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot be used: {error.strerror}.", part=_PART, hint=_CHOOSE_ANOTHER)

@@ -26,7 +26,7 @@ PUBLISH = "trainer.lora.publish"
 _PART = "rollout adapter"
 _PREFIX = "base_model.model."
 """Begin of PEFT's names."""
-_MERGED = f'Set {PUBLISH} to "merged": rollouts then get the weights with the adapter added.'
+MERGED = f'Set {PUBLISH} to "merged": rollouts then get the weights with the adapter added.'
 _IN_DECODER_LAYER = re.compile(r"(?P<module>.+\.\d+\..+)\.weight")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _MATRIX = 2
@@ -62,7 +62,7 @@ def adapted_layers(model: str | os.PathLike[str], adapter: AdapterConfig) -> dic
                 hint=(f"Did you mean {near[0]!r}? " if near else "") + f"It has {', '.join(known) or 'none'}.",
             )
     if not layers:
-        raise ConfigError(f"{model} has no linear layers inside decoder layers.", part=_PART, hint=_MERGED)
+        raise ConfigError(f"{model} has no linear layers inside decoder layers.", part=_PART, hint=MERGED)
     return {
         module: shape for module, shape in layers.items() if not adapter.targets or _leaf(module) in adapter.targets
     }
@@ -145,7 +145,7 @@ def max_rank(adapter: AdapterConfig) -> int:
         if rank >= adapter.rank:
             return rank
     raise ConfigError(
-        f"trainer.lora.rank is {adapter.rank}, and vLLM has adapters of at most {_RANKS[-1]}.", part=_PART, hint=_MERGED
+        f"trainer.lora.rank is {adapter.rank}, and vLLM has adapters of at most {_RANKS[-1]}.", part=_PART, hint=MERGED
     )
 
 
@@ -173,7 +173,7 @@ def _refuse_model(directory: Path) -> None:
     if any((section.get(key) or 0) > 1 for section in sections for key in _EXPERTS):
         reason = "has experts, beside which a version can have no adapter"
     if reason:
-        raise ConfigError(f"{directory} {reason}, but {PUBLISH} is adapter.", part=_PART, hint=_MERGED)
+        raise ConfigError(f"{directory} {reason}, but {PUBLISH} is adapter.", part=_PART, hint=MERGED)
 
 
 def _leaf(module: str) -> str:

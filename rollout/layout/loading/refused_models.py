@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.codecs.quantised import Scheme, quantization_config
@@ -20,15 +21,7 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
 
     Wrong weights would otherwise go unnoticed: they have the right shapes and generate fluent garbage.
     """
-    parallel, model_config = vllm_config.parallel_config, vllm_config.model_config
-    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
-        raise ConfigError(
-            "pipeline and data parallel replicas are not supported.",
-            part=_PART,
-            hint="Use tensor_parallel and replicas.",
-        )
-    _refuse_modes(vllm_config)
-    refuse_other_formats(model_config)
+    refuse_configuration(vllm_config)
     if device.type == "cpu":
         from ...vllm_internals.cpu_experts import computes_from_parameters  # noqa: PLC0415 - registers an operator
         from ...vllm_internals.internals import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
@@ -45,6 +38,19 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
                 part=_PART,
                 hint="Use an unquantised checkpoint on CPU, or a GPU.",
             )
+
+
+def refuse_configuration(vllm_config: Any) -> None:
+    """`refuse_unsupported`, as far as the configuration of the replica tells."""
+    parallel = vllm_config.parallel_config
+    if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
+        raise ConfigError(
+            "pipeline and data parallel replicas are not supported.",
+            part=_PART,
+            hint="Use tensor_parallel and replicas.",
+        )
+    _refuse_modes(vllm_config)
+    refuse_other_formats(vllm_config.model_config)
 
 
 def _refuse_modes(vllm_config: Any) -> None:
@@ -150,10 +156,13 @@ def refusal_by_vllm(cause: BaseException, action: str, *, part: str, hint: str =
 
 def first_line(cause: BaseException) -> str:
     """The first informative line of an error's text, without pydantic's frame."""
+    if isinstance(cause, ValidationError):
+        first = cause.errors()[0]
+        where, said = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
+        cause = ValueError(f"{where}: {said}" if where else said)
     lines = [line.strip() for line in str(cause).splitlines()]
-    told = [line for line in lines if line and "validation error" not in line and not line.startswith("For further")]
-    text = (told or [type(cause).__name__])[0].removeprefix("Value error, ")
-    return text.partition(" [type=")[0].rstrip(".") + "."
+    told = [line for line in lines if line]
+    return (told or [type(cause).__name__])[0].rstrip(".") + "."
 
 
 def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:

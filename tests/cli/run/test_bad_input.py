@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from tiny_run import Material
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError, WeightlaneError
@@ -33,12 +34,16 @@ class Trial:
         return model
 
     def fails(self, error: type[WeightlaneError], *said: str, resume: bool = False) -> None:
+        from weightlane.cli.commands.check import check_run
         from weightlane.cli.commands.train import run_training
 
         path = self.material.write_config(self.folder, self.run_dir, **self.sections)
         before = self.run_dir.exists() and sorted(self.run_dir.rglob("*"))
         with pytest.raises(error) as caught:
             asyncio.run(run_training(path, [], resume=resume, live=False))
+        with pytest.raises(error) as checked:
+            check_run(path, [], Console(quiet=True), resume=resume)
+        assert str(checked.value).partition("probe-")[0] == str(caught.value).partition("probe-")[0]
         for text in said:
             assert text in str(caught.value)
         assert (self.run_dir.exists() and sorted(self.run_dir.rglob("*"))) == before
@@ -52,6 +57,11 @@ def trial(material: Material, tmp_path: Path, nothing_starts: None) -> Trial:
 def truncated_weights(trial: Trial) -> None:
     weights = trial.copy_of_model() / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
+
+
+def weights_of_another_size(trial: Trial) -> None:
+    config = trial.copy_of_model() / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 128', '"intermediate_size": 96'))
 
 
 def malformed_task(trial: Trial) -> None:
@@ -77,6 +87,7 @@ def several_roles_on_megatron(trial: Trial) -> None:
     trial.sections |= {"algorithm": {"kl_coefficient": 0.1, "objective": "ppo"}, "trainer": {"engine": "megatron"}}
 
 
+TARGET = configured("trainer", **{"engine": "megatron", "lora.targets": ["qkv_proj"]})
 SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.tensor_parallel": 2})
 
 
@@ -84,6 +95,12 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
     ("break_it", "said"),
     [
         (truncated_weights, ["truncated or damaged"]),
+        (weights_of_another_size, ["do not fit their config.json: mismatched keys", "mlp.down_proj.weight"]),
+        (configured("trainer.lora", targets=["q_prj"]), ["no linear layer 'q_prj'", "Did you mean 'q_proj'?"]),
+        (configured("trainer", gpus_per_rank=99), ["need 99 GPUs", "Lower trainer.ranks"]),
+        (configured("rollout", max_model_len=65), ["the model has 64 positions", "to at most 64"]),
+        (configured("rollout", tensor_parallel=3), ["does not divide the model's 2 attention heads"]),
+        (configured("ray", address="auto"), ["sync.host is 127.0.0.1, which other machines", "Set sync.host"]),
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
@@ -96,6 +113,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         pytest.param(
             SPLIT, ["tensor_parallel=2 does not divide the model's 1 key and value heads"], marks=pytest.mark.megatron
         ),
+        pytest.param(TARGET, ["no linear layer 'qkv_proj'"], marks=pytest.mark.megatron),
     ],
 )
 def test_a_bad_model_task_reward_engine_or_address_is_refused(

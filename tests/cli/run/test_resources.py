@@ -106,6 +106,7 @@ def test_without_a_gpu_nothing_asks_for_one_and_what_was_set_stays() -> None:
     assert fitted(on_cpu, sized(1, on_cpu), Machines(1, H100)).trainer.gpus_per_rank == 0.0
 
 
+@pytest.mark.usefixtures("forked_answers")
 def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     material: Material, tmp_path: Path
 ) -> None:

@@ -45,15 +45,20 @@ def config(material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         ("service.ports=1", "there is no key service.ports. Did you mean service.port?"),
         ("trainer.lora.rank=4", "clients say which adapters they train, up to service.max_lora_rank"),
         ("algorithm.group_size=4", "[algorithm] is no section of a service"),
+        ("sync.quantise=fp8", "sync.quantise = fp8 is for versions of weights, and service.trains is adapters"),
+        ("run.dir=/proc/version", "/proc/version cannot be used: Not a directory"),
+        ("rollout.max_model_len=65", "the model has 64 positions"),
     ],
 )
 def test_a_mistake_is_named_by_its_key_before_anything_starts(config: Path, setting: str, said: str) -> None:
-    ended = run("serve", str(config), "--set", setting, columns=1000)
-    assert (ended.exit_code, ended.stdout) == (2, ""), ended.stderr
-    assert said in ended.stderr
+    for command in ("serve", "check"):
+        ended = run(command, str(config), "--set", setting, columns=1000)
+        assert (ended.exit_code, ended.stdout) == (2, ""), ended.stderr
+        assert said in ended.stderr
     assert not (config.parent / "files").exists()
 
 
+@pytest.mark.usefixtures("forked_answers")
 def test_what_a_service_takes_is_counted_without_starting_it(config: Path) -> None:
     ended = run("check", str(config), columns=200)
     assert ended.exit_code == 0, ended.stderr

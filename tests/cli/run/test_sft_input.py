@@ -50,9 +50,10 @@ class Trial:
         return path
 
     def fails(self, said: str, *arguments: str) -> None:
-        ended = run("sft", str(self.config()), "--plain", *arguments, columns=1000)
-        assert (ended.exit_code, ended.stdout) == (2, ""), ended.stderr
-        assert said in ended.stderr
+        for command in (["sft", "--plain"], ["check"]):
+            ended = run(*command, str(self.config()), *arguments, columns=1000)
+            assert (ended.exit_code, ended.stdout) == (2, ""), ended.stderr
+            assert said in ended.stderr
         assert not (self.folder / "run").exists()
 
 
@@ -81,6 +82,7 @@ def test_a_missing_state_and_mistakes_in_the_data_are_named_by_file_and_line(tri
         ("sft.epoch=2", "there is no key sft.epoch. Did you mean sft.epochs? [sft] has the keys epochs, steps"),
         ("trainer.frozen=true", "trainer.frozen is true, and this run would train nothing"),
         ("model.path=nowhere/at/all", "there is no model directory"),
+        ("trainer.lora.targets=['embed_tokens']", "no linear layer 'embed_tokens' in its decoder layers"),
     ],
 )
 def test_mistakes_in_the_settings_are_named_by_their_key(trial: Trial, setting: str, said: str) -> None:

@@ -22,7 +22,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from tiny_models import make_qwen3, make_qwen3_moe, quantised_copy
+from tiny_models import make_architecture, make_qwen3, make_qwen3_moe, quantised_copy
 from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane import rollout
@@ -30,11 +30,12 @@ from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, 
 from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
-from weightlane.rollout.config import AdapterConfig
+from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
+from weightlane.rollout.vllm.checked_replica import check_replica
 from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
 from weightlane.rollout.vllm_internals import internals as vllm_internals
 
@@ -244,6 +245,25 @@ def test_models_and_adapters_that_cannot_be_served_are_refused_by_the_setting(tm
     ):
         with pytest.raises(ConfigError, match=f"(?s){says}"):
             adapted_layers(model, AdapterConfig.model_validate({"alpha": 1, **adapter}))
+
+
+@pytest.mark.vllm
+@pytest.mark.usefixtures("forked_answers")
+def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    qwen3, bloom = make_qwen3(tmp_path / "qwen3", seed=0), make_architecture("bloom", tmp_path / "bloom")
+    adapter = {"adapter": {"rank": 2, "alpha": 1}}
+    for model, settings, says in (
+        (qwen3, {"extra_engine_args": {"max_modl_len": 3}}, "'max_modl_len'.*Did you mean 'max_model_len'"),
+        (qwen3, {"extra_engine_args": {"max_num_batched_tokens": -1}}, "max_num_batched_tokens: Input should be"),
+        (bloom, {"max_model_len": 64, **adapter}, "vLLM has no adapters for BloomForCausalLM"),
+    ):
+        config = RolloutConfig.model_validate(settings)
+        with pytest.raises(ConfigError, match=says) as checked:
+            check_replica(config, model)
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(checked.value))}$"):
+            asyncio.run(rollout.RolloutWorker("rollout-0", config, model).start())
+    assert check_replica(RolloutConfig.model_validate(adapter), qwen3) == ""
 
 
 def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,8 @@ def test_a_directory_that_cannot_be_one_is_refused_and_a_run_that_could_not_star
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "run"
-    RunDir(path, resume=False).write_text("config.toml", "")
-    (path / "logs").mkdir()
+    with RunDir(path, resume=False).owned():
+        (path / "logs").mkdir()
     run_dir = RunDir(path, resume=False)
     (path / "metrics.jsonl").touch()
     (tmp_path / "file").touch()

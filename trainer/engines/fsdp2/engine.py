@@ -28,9 +28,10 @@ from ..lora.joint import BackwardPart, JoinsPasses, PreparedPart, one_by_one
 from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
+from .checked_model import checked_model, decoder_layers
 from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
 from .lora import Fsdp2Adapted
-from .mesh import RankMesh, check_mesh, clip_gradients
+from .mesh import RankMesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
 from .state import export_model, export_saved, resume, save_state
@@ -53,15 +54,14 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path) -> None:
         """See `TrainingEngine.check`."""
-        check_mesh(config, model_dir)
+        checked_model(config, model_dir)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
         head = self.config.head
         check_model_dir(model_dir, head)
-        check_mesh(self.config, model_dir)
+        model = checked_model(self.config, model_dir)
         self._join(model_dir, seed)
-        model = model_without_weights(model_dir, head)
         new = value_head(model)[0] if head == "value" else ""
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         sliced = can_read_slices(model, model_dir, runs, new)
@@ -90,8 +90,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
-        check_mesh(self.config, model_dir)
-        model = model_without_weights(model_dir, self.config.head)
+        model = checked_model(self.config, model_dir)
         self._shard(model, model_dir)
         if self.config.publishes_adapter:
             self._adapt(model, torch.device("cpu"))
@@ -281,7 +280,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
 
     def _adapt(self, model: torch.nn.Module, device: torch.device | None = None) -> Fsdp2Adapted:
         """Let the sharded `model` have adapters."""
-        adapted = Fsdp2Adapted(model, _decoder_layers(model), self._mesh, self._runs)
+        adapted = Fsdp2Adapted(model, decoder_layers(model), self._mesh, self._runs)
         self._make_adapters(adapted, device)
         return adapted
 
@@ -297,7 +296,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
                 self.config.fsdp2.tensor_parallel,
                 self.config.collective_timeout_s,
             )
-            self._mesh.shard(model, _decoder_layers(model), self.config, self._compute_dtype)
+            self._mesh.shard(model, decoder_layers(model), self.config, self._compute_dtype)
         self._model = model
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
@@ -385,11 +384,3 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
 def _sources(runs: Sequence[CheckpointRun], kept: Collection[str]) -> set[str]:
     """The parameters and buffers that are saved as the checkpoint tensors `kept`."""
     return {run.source for run in runs if run.name in kept}
-
-
-def _decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks transformers says must not be split, or else the members of the longest module list."""
-    kept_whole = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
-    layers = [layer for blocks in lists for layer in blocks if type(layer).__name__ in kept_whole]
-    return layers or max((list(blocks) for blocks in lists), key=len, default=[])

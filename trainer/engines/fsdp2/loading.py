@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,44 @@ def can_read_slices(model: torch.nn.Module, model_dir: Path, runs: Sequence[Chec
             del held[name]
         wanted = {name: shape for name, shape in wanted.items() if name in held or not name.startswith(f"{new}.")}
     return held == wanted
+
+
+def refuse_other_weights(model: torch.nn.Module, model_dir: Path, head: str = "tokens") -> None:
+    """Raise the `ConfigError` of `whole_model` where headers tell that the files in `model_dir` are not those of `model`.
+
+    They tell of a tensor with another shape, and of missing tensors where the files hold nothing that transformers could convert
+    into them.
+
+    Args:
+        model: With parameters on the meta device.
+        model_dir: A directory that `check_model_dir` accepts.
+        head: See ``TrainerConfig.head``. A value head may be missing, and files may hold another head.
+    """
+    held = {name: entry.box.shape for name, entry in hf_tensors(model_dir).items()}
+    wanted = {run.name: run.shape for run in checkpoint_runs(model, checkpoint_tensors(model))}
+    if head == "value":
+        own = f"{value_head(model)[0]}."
+        wanted = {name: shape for name, shape in wanted.items() if not name.startswith(own)}
+    _refuse_names(
+        model_dir, "mismatched_keys", (name for name, shape in wanted.items() if held.get(name, shape) != shape)
+    )
+    if head == "tokens" and held.keys() <= wanted.keys():
+        excused = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+        missing = wanted.keys() - held.keys()
+        _refuse_names(
+            model_dir, "missing_keys", (name for name in missing if not any(re.search(each, name) for each in excused))
+        )
+
+
+def _refuse_names(model_dir: Path, kind: str, found: Iterable[object]) -> None:
+    """Raise `ConfigError` if there are tensors of the `kind` that a loading report of transformers has them under."""
+    if names := sorted(map(str, found)):
+        raise ConfigError(
+            f"the weights in {model_dir} do not fit their config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}"
+            f"{' and more' if len(names) > 5 else ''}.",  # noqa: PLR2004 - enough names to recognise the pattern
+            part="model",
+            hint="Fetch the model again, or repair its config.json.",
+        )
 
 
 def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -177,12 +216,6 @@ def whole_model(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
                 torch.nn.init.zeros_(parameter)
         report["missing_keys"] = {name for name in report["missing_keys"] if not str(name).startswith(f"{own}.")}
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if names := sorted(str(item) for item in report.get(kind) or ()):
-            raise ConfigError(
-                f"the weights in {model_dir} do not fit their config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}"
-                f"{' and more' if len(names) > 5 else ''}.",  # noqa: PLR2004 - enough names to recognise the pattern
-                part="model",
-                hint="Fetch the model again, or repair its config.json.",
-            )
+        _refuse_names(model_dir, kind, report.get(kind) or ())
     loaded: torch.nn.Module = model.eval()
     return loaded

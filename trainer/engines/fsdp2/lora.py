@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
+from ...config import LoraConfig
 from ..hf.names import CheckpointRun
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.merged import MergedSlice, MergedWeights
-from ..lora.sites import LoraSite
+from ..lora.sites import LoraSite, chosen_sites
 from ..lora.tensor_parallel import copied, summed
 from .mesh import RankMesh
 from .shards import local_slice
@@ -36,12 +37,7 @@ class Fsdp2Adapted:
         mesh: RankMesh,
         runs: Sequence[CheckpointRun],
     ) -> None:
-        inside = {id(module) for layer in layers for module in layer.modules()}
-        self._linears = {
-            name: module
-            for name, module in model.named_modules()
-            if isinstance(module, torch.nn.Linear) and id(module) in inside
-        }
+        self._linears = _linears(model, layers)
         self._runs = runs
         tensor = None if mesh.tensor is None else mesh.tensor.get_group()
         self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.answers)
@@ -72,6 +68,21 @@ class Fsdp2Adapted:
     def drop_merged(self) -> None:
         """See `AdaptedModel.drop_merged`."""
         self.published.clear()
+
+
+def check_adapter(model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: LoraConfig) -> None:
+    """Raise the `ConfigError` that an adapter for `model` would raise; parameters may be on the meta device."""
+    chosen_sites([_site(name, module) for name, module in _linears(model, layers).items()], config)
+
+
+def _linears(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Linear]:
+    """The linear layers inside the decoder layers `layers` of `model`, by name."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and id(module) in inside
+    }
 
 
 class _Beside:

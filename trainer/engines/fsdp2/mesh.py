@@ -95,7 +95,7 @@ class RankMesh:
             ConfigError: transformers has no plan for dividing this architecture's matrices.
         """
         if self.tensor is not None:
-            _divide(model, self.tensor)
+            parallelize_module(model, self.tensor, parallel_styles(model))
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         for layer in layers:
             if config.activation_checkpointing:
@@ -135,8 +135,12 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> flo
     return float(total)
 
 
-def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
-    """Divide linear layers by transformers' own plan for the architecture; experts and the rest stay whole."""
+def parallel_styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
+    """Styles by which transformers' own plan divides linear layers, by their names; experts and the rest stay whole.
+
+    Raises:
+        ConfigError: transformers has no plan for dividing this architecture's matrices, or one that isn't known here.
+    """
     odd = [name for name, module in model.named_modules() if _style(model, name) in _REFUSED]
     if odd:
         raise ConfigError(
@@ -144,7 +148,7 @@ def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
             part=_PART,
             hint="Set trainer.fsdp2.tensor_parallel to 1, or trainer.engine to megatron.",
         )
-    styles = {
+    styles: dict[str, ParallelStyle] = {
         name: _STYLES[style]()
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and (style := _style(model, name)) in _STYLES
@@ -155,7 +159,7 @@ def _divide(model: torch.nn.Module, mesh: DeviceMesh) -> None:
             part=_PART,
             hint="Set trainer.fsdp2.tensor_parallel to 1.",
         )
-    parallelize_module(model, mesh, styles)
+    return styles
 
 
 def _style(model: torch.nn.Module, module: str) -> str | None:

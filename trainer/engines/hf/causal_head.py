@@ -35,6 +35,18 @@ class HeadQuery:
     """int64 [L]: positions whose logits are wanted, without temperature; None for none."""
 
 
+def causal_head(model: torch.nn.Module) -> torch.nn.Linear:
+    """The head of `model`, a causal language model of transformers. Raises `ConfigError` when it is no linear layer."""
+    head = model.get_output_embeddings()  # type: ignore[operator]  # of transformers' PreTrainedModel
+    if not isinstance(head, torch.nn.Linear):
+        raise ConfigError(
+            f"{type(model).__name__} has no linear head over its vocabulary.",
+            part="fsdp2 engine",
+            hint="Train a causal language model.",
+        )
+    return head
+
+
 def replace_head(model: torch.nn.Module) -> int:
     """Let `model`, a causal language model of transformers, compute its head in chunks, see `head_outputs`.
 
@@ -48,13 +60,7 @@ def replace_head(model: torch.nn.Module) -> int:
     Raises:
         ConfigError: The model has no linear head.
     """
-    head = model.get_output_embeddings()  # type: ignore[operator]  # of transformers' PreTrainedModel
-    if not isinstance(head, torch.nn.Linear):
-        raise ConfigError(
-            f"{type(model).__name__} has no linear head over its vocabulary.",
-            part="fsdp2 engine",
-            hint="Train a causal language model.",
-        )
+    head = causal_head(model)
     _Head(model, head)
     return head.out_features
 

@@ -42,7 +42,7 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora, frozen
     from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
     from .schedule import Part, run_chunk, run_schedule
-    from .state import export_model, export_saved, load_model, load_state, save_state
+    from .state import check_weights, export_model, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
         WeightSlice,
@@ -83,8 +83,9 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.check`."""
         shape = read_model(model_dir, config.head).shape
         check_layout(config, shape, config.ranks)
+        check_weights(model_dir, shape)
         if config.lora is not None:
-            check_lora(shape)
+            check_lora(shape, config.lora)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""

@@ -24,11 +24,12 @@ from megatron.core.tensor_parallel import (
 
 from weightlane.ckpt_engines import ConfigError
 
+from ...config import LoraConfig
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.merged import MergedSlice, MergedWeights
-from ..lora.sites import LoraSite
+from ..lora.sites import LoraSite, chosen_sites
 from .checkpoint_names import CheckpointShape, checkpoint_shapes
 from .weights import WeightSlice
 
@@ -46,8 +47,8 @@ class _Fused:
     sequence_parallel: bool
 
 
-def check_lora(model: CheckpointShape) -> None:
-    """Raise `ConfigError` for a model beside whose layers this engine has no adapters."""
+def check_lora(model: CheckpointShape, config: LoraConfig | None = None) -> None:
+    """Raise `ConfigError` for a model beside whose layers this engine has no adapters, or not the one of `config`."""
     kind = "experts" if model.experts else "multi-latent attention" if model.latent else ""
     if kind:
         raise ConfigError(
@@ -55,6 +56,9 @@ def check_lora(model: CheckpointShape) -> None:
             part="megatron engine",
             hint="Use trainer.engine=fsdp2 for it, or train the weights themselves.",
         )
+    if config is not None:
+        layers = _linear_layers(model).items()
+        chosen_sites([LoraSite(name, *shape, (0, shape[0]), (0, shape[1])) for name, shape in layers], config)
 
 
 class MegatronAdapted:

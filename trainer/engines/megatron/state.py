@@ -26,7 +26,7 @@ from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, 
 from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank, share_json
-from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape
+from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
 from .weights import WEIGHT, WeightSlice
 
 _STATE = "state.json"
@@ -64,6 +64,11 @@ def load_model(
                     piece.weight.zero_()
 
     on_every_rank(read, device, PART)
+
+
+def check_weights(model_dir: Path, model: CheckpointShape) -> None:
+    """Raise the `ConfigError` of `load_model`. Reads headers; not collective."""
+    _fitting_tensors(model_dir, model, checkpoint_shapes(model))
 
 
 def _fitting_tensors(
