@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import torch
 from checked_device.driver import Driver
-from checked_device.streams import NO_WAIT, names
+from checked_device.streams import names
 from checked_device.tensors import installed
 from checked_device.world import World
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
 from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
-from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
+from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -208,20 +208,3 @@ def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_
     run.close()
     del run
     wait_until_given_back(world)
-
-
-def test_a_snapshot_that_does_not_wait_for_the_optimizers_step_is_noticed(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(AcceleratorRuntime, "wait_for", lambda *_: None)
-    run = Run(world, tmp_path, "cuda_ipc")
-    watch = threading.Timer(
-        1.0, world.release
-    )  # whenever that is: what waits for ever is let go, and told all the same
-    watch.start()
-    with contextlib.suppress(WeightlaneError):
-        run.train(1)
-        run.carry(1)
-    watch.cancel()
-    run.close()
-    assert NO_WAIT in world.broken, names(world.violations)
