@@ -15,7 +15,7 @@ import pytest
 import torch
 from checked_device.driver import Driver
 from checked_device.group import open_group
-from checked_device.streams import NO_WAIT, OTHER_BYTES, TRAINER, WRONG_DEVICE, Stream, names
+from checked_device.streams import NO_WAIT, ORDER, OTHER_BYTES, TRAINER, WRONG_DEVICE, Stream, names
 from checked_device.tensors import CheckedTensor, installed
 from checked_device.world import World
 from waiting import HANG_S
@@ -144,13 +144,21 @@ class Rollout:
                 end_oldest()
 
 
-def in_turns(senders: Sequence[str]) -> list[Turn]:
+def in_turns(senders: Sequence[str], _place: int) -> list[Turn]:
     """Senders take turns, for every receiver in the same way."""
     return [(sender, index, nbytes) for index, nbytes in enumerate(SIZES) for sender in senders]
 
 
-def carry(world: World, name: str, tmp_path: Path, senders: int = 2) -> None:
-    """Connect, and send everything from everybody to everybody."""
+def carry(
+    world: World,
+    name: str,
+    tmp_path: Path,
+    senders: int = 2,
+    *,
+    order: Callable[[Sequence[str], int], Sequence[Turn]] = in_turns,
+    at_once: int = 3,
+) -> None:
+    """Connect, and send everything from everybody to everybody; receivers expect it in an `order`."""
     options = {"socket_dir": str(tmp_path)} if name == "cuda_ipc" else {}
     kind = KINDS[name]
     registry = CheckpointEngineRegistry()
@@ -171,8 +179,8 @@ def carry(world: World, name: str, tmp_path: Path, senders: int = 2) -> None:
         for connecting in [threads.submit(link.connect, topology, Deadline.after(HANG_S)) for link in links]:
             connecting.result()
         work: list[Callable[[], None]] = [
-            *(partial(each.send, everybody, SIZES) for each in trainers),
-            *(partial(each.receive, in_turns(names_of_senders)) for each in rollouts),
+            *(partial(each.send, everybody, SIZES, at_once) for each in trainers),
+            *(partial(each.receive, order(names_of_senders, place), at_once) for place, each in enumerate(rollouts)),
         ]
         running = [threads.submit(each) for each in work]
         left = set(running)
@@ -226,6 +234,19 @@ def test_an_engine_that_waits_for_something_else_than_the_snapshot_is_told(
         with contextlib.suppress(WeightlaneError):  # it may notice, or not
             carry(world, engine, tmp_path)
         assert rule in world.broken, names(world.violations)
+
+
+def one_after_the_other(senders: Sequence[str], place: int) -> list[Turn]:
+    """A receiver takes everything from one sender first, and every second one from another."""
+    ordered = senders if place % 2 else senders[::-1]
+    return [(sender, index, nbytes) for sender in ordered for index, nbytes in enumerate(SIZES)]
+
+
+def test_members_that_keep_different_orders_are_told_so_and_do_not_hang(tmp_path: Path) -> None:
+    with devices_of("nccl") as world:
+        with contextlib.suppress(WeightlaneError):
+            carry(world, "nccl", tmp_path, order=one_after_the_other, at_once=2 * len(SIZES))
+        assert ORDER in world.broken, names(world.violations)
 
 
 def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(

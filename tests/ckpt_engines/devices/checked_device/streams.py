@@ -161,10 +161,6 @@ class Event:
         """Wait until it has passed."""
         self.world.wait_until(self.query, "an event")
 
-    def wait(self, stream: Stream) -> None:
-        """Have `stream` wait."""
-        stream.wait_event(self)
-
     def ipc_handle(self) -> bytes:
         if self.device is None:
             self.device = self.world.current_device
