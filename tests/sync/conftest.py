@@ -33,10 +33,10 @@ def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
     }
     made: list[Run] = []
 
-    def make(backend: str = "shm", **arguments: Any) -> Run:
+    def make(backend: str = "shm", *arguments: Any, **more: Any) -> Run:
         run = Run(backend, options.get(backend, {}))
         made.append(run)
-        run.begin(**arguments)
+        run.begin(*arguments, **more)
         return run
 
     yield make

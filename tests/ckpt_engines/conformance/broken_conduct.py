@@ -8,7 +8,6 @@ import secrets
 import select
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -118,8 +117,7 @@ def hangs_when_a_peer_is_lost(half: Any, call: Call, *arguments: Any) -> Any:
 
 
 HangsInFlushWhenTheSenderDies = broken("receiver.flush", HealthyStore)(hangs_when_a_peer_is_lost)
-HangsInConnectWhenAReceiverDies = broken_link("sender.connect")(hangs_when_a_peer_is_lost)
-HangsInConnectWhenTheSenderDies = broken_link("receiver.connect")(hangs_when_a_peer_is_lost)
+HangsInConnectWhenAPeerDies = broken_link("sender.connect", "receiver.connect")(hangs_when_a_peer_is_lost)
 
 
 @engine_with
@@ -184,12 +182,6 @@ def LeaksWhatAProcessHolds(half: Half, connect: Call, *arguments: Any) -> None:
     _left.append(socket.create_server(("127.0.0.1", 0)))
     threading.Thread(target=time.sleep, args=(FOREVER_S,), daemon=True).start()
     subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with the process that leaked it
-
-
-@broken("sender.connect")
-def LeaksTemporaryFiles(half: Half, connect: Call, *arguments: Any) -> None:
-    connect(*arguments)
-    os.close(tempfile.mkstemp()[0])
 
 
 @broken("sender.connect")

@@ -100,31 +100,31 @@ def engine_with(half: type[Half], of: type = Healthy) -> type:
     return type(half.__name__, (of,), {"sender" if issubclass(half, Sender) else "receiver": half})
 
 
+def _doing(does: Callable[..., Any], call: str, of: type) -> type:
+    """`of`, which at `call` does what `does` does: of itself, the right call, and its arguments."""
+
+    def method(self: Any, *arguments: Any) -> Any:
+        return does(self, getattr(super(changed, self), call), *arguments)
+
+    changed = type(does.__name__, (of,), {call: method})
+    return changed
+
+
 def broken(call: str, of: type = Healthy) -> Callable[[Callable[..., Any]], type]:
-    """Decorates what a half does at `call`, such as ``sender.flush``: of the half, the right call, and its arguments."""
+    """Decorates what a half does at `call`, such as ``sender.flush``; see `_doing`."""
     side, _, name = call.partition(".")
+    return lambda does: engine_with(_doing(does, name, getattr(of, side)), of)
+
+
+def broken_link(*calls: str) -> Callable[[Callable[..., Any]], type]:
+    """Decorate what links do at `calls`, as `broken` does for a half. Only a link can break what the framework does itself."""
 
     def engine(does: Callable[..., Any]) -> type:
-        def method(self: Half, *arguments: Any) -> Any:
-            return does(self, getattr(super(half, self), name), *arguments)
-
-        half = type(does.__name__, (getattr(of, side),), {name: method})
-        return engine_with(half, of)
-
-    return engine
-
-
-def broken_link(call: str) -> Callable[[Callable[..., Any]], type]:
-    """Decorate what a link does at `call`, as `broken` does for a half. Only a link can break what the framework does itself."""
-    side, _, name = call.partition(".")
-
-    def engine(does: Callable[..., Any]) -> type:
-        def method(self: Any, *arguments: Any) -> Any:
-            return does(self, getattr(super(link, self), name), *arguments)
-
-        link = type(does.__name__, (SenderLink if side == "sender" else ReceiverLink,), {name: method})
-        types = (link, ReceiverLink) if side == "sender" else (SenderLink, link)
-        return type(does.__name__, (Healthy,), {"link_types": types})
+        links: dict[str, type] = {"sender": SenderLink, "receiver": ReceiverLink}
+        for call in calls:
+            side, _, name = call.partition(".")
+            links[side] = _doing(does, name, links[side])
+        return type(does.__name__, (Healthy,), {"link_types": tuple(links.values())})
 
     return engine
 

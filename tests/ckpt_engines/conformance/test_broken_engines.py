@@ -124,8 +124,8 @@ DEFECTS: dict[str, dict[str, str]] = {
     "RaisesOnTheSecondClose": {"a_closed_half_refuses_every_call": "closed already"},
     # deaths
     "HangsInFlushWhenTheSenderDies": {"a_sender_killed_between_buckets_fails_its_receivers_in_time": "hung"},
-    "HangsInConnectWhenAReceiverDies": {"a_receiver_killed_while_connecting_fails_the_sender_in_time": "hung"},
-    "HangsInConnectWhenTheSenderDies": {
+    "HangsInConnectWhenAPeerDies": {
+        "a_receiver_killed_while_connecting_fails_the_sender_in_time": "hung",
         "a_sender_killed_before_connecting_fails_its_receivers_in_time": "hung",
         "a_sender_killed_while_connecting_fails_its_receivers_in_time": "hung",
     },
@@ -153,7 +153,6 @@ DEFECTS: dict[str, dict[str, str]] = {
     },
     # leftovers
     "LeaksWhatAProcessHolds": {"many_connections_leave_nothing_behind": LEFT},
-    "LeaksTemporaryFiles": {"many_connections_leave_nothing_behind": "temporary files"},
     "LeaksSharedMemory": {"many_connections_leave_nothing_behind": "no names in /dev/shm"},
     "KeepsAPortFromTheStart": {
         "making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind": "making a half opened 1",

@@ -1,7 +1,7 @@
 """The built-in engines keep every promise of the contract: the suite that is shipped for everybody's engines, on ours.
 
-`make test` runs every check on `shm`, and those on the other engines that `conftest.py` chooses. The tests of `nccl`, `hccl` and
-`cuda_ipc` run the suite on machines that have their devices.
+`make test` runs on each engine the checks that `conftest.py` chooses: nearly all of them on `shm`. The tests of `nccl`, `hccl`
+and `cuda_ipc` run the suite on machines that have their devices.
 """
 
 from __future__ import annotations

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
-import psutil
 import pytest
 import torch
 from links import KEY, SESSION, StillReceiver, StillSender, still_engine, told_by
@@ -180,28 +179,19 @@ def test_a_reclaim_that_came_too_early_leaves_the_connection_as_it_is_and_a_flus
 # --- what is opened, and what is left --------------------------------------------------------------------------------
 
 
-def of_this_process() -> tuple[int, set[tuple[str, int]], set[str]]:
-    """Its descriptors, where it listens, and the threads that watch."""
-    opened = descriptors()  # first: it ends what other tests have left in reference cycles, ports among it
-    links = psutil.Process().net_connections("inet")
-    listening = {(link.laddr.ip, link.laddr.port) for link in links if link.status == psutil.CONN_LISTEN}
-    return opened, listening, {each.name for each in threading.enumerate() if "weightlane-watch" in each.name}
-
-
-def has_no_more_than(before: tuple[int, set[tuple[str, int]], set[str]]) -> bool:
-    """Whether this process has nothing open that it did not have. Threads of earlier tests may have ended since."""
-    opened, listening, watching = of_this_process()
-    return opened <= before[0] and listening <= before[1] and watching <= before[2]
+def watching() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "weightlane-watch" in thread.name}
 
 
 def test_no_descriptor_port_or_thread_is_left_of_halves_that_never_met() -> None:
-    before = of_this_process()
+    before, watched = descriptors(), watching()
     session = Session(still_engine(), "a", "b", connect=False)
     for link in (session.sender, session.receiver):
         with pytest.raises((DeadlineExceededError, PeerLostError)):
             link.connect(session.topology, Deadline.after(0.1))
     session.close()
-    wait_until(lambda: has_no_more_than(before), "end of everything that was opened")
+    wait_until_closed(before)
+    wait_until(lambda: watching() <= watched, "end of the threads that watch")
 
 
 def test_a_half_that_cannot_be_made_leaves_nothing_open() -> None:

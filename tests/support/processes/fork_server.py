@@ -4,7 +4,7 @@ A process that is started here differs from one that is started by itself in not
 child of the process that asked for it, has the environment, the working directory and the file descriptors that it was given,
 and runs the same code as ``__main__``. It can be waited for, signalled and killed like any other child.
 
-    install()  # from now on processes of ``multiprocessing``'s "spawn" method, vLLM's for example, are forked
+    install()  # from now on processes of ``multiprocessing``, vLLM's for example, are forked
     pid = fork_python(["program.py", "argument"], env, {0: 0, 1: pipe, 2: 2})
 
 How: each process has a server of its own, a child that waits for requests and does nothing else. The server forks twice, and
@@ -65,6 +65,8 @@ _PAUSE_S = 0.0005
 """Seconds between two looks of a rank for work: short beside a decode step, of a few milliseconds."""
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_DESCRIPTORS = 64
+_STARTS_OF_MULTIPROCESSING = ("spawn_main(", "multiprocessing.forkserver import main")
+"""In commands of processes that run code of ours: those of "spawn", and the server of "forkserver"."""
 
 
 class _Server:
@@ -151,7 +153,7 @@ class ForkedPopen(subprocess.Popen[str]):
 
 
 def install() -> None:
-    """Let "spawn" of ``multiprocessing`` fork in this process, and in all that are forked from it."""
+    """Let "spawn" and "forkserver" of ``multiprocessing`` fork in this process, and in all that are forked from it."""
     util.spawnv_passfds = _forked_instead  # type: ignore[assignment]
 
 
@@ -181,7 +183,7 @@ def fork_workers() -> None:
 
 def _forked_instead(path: bytes, args: Sequence[str | bytes], passfds: Sequence[int]) -> int:
     words = [os.fsdecode(word) for word in args]
-    if not any("spawn_main(" in word for word in words):
+    if not any(start in word for word in words for start in _STARTS_OF_MULTIPROCESSING):
         return _spawn(path, args, passfds)  # multiprocessing's own helpers
     after = words[words.index("-c") :]
     return fork_python(after, os.environ, {number: number for number in sorted({0, 1, 2, *passfds})})

@@ -122,16 +122,6 @@ def test_no_rank_sends_much_more_than_it_must_whoever_holds_what(problem: tuple)
     assert max(placement.nbytes for placement in assign_slices(held).values()) <= 1.05 * least + elements
 
 
-def test_replicas_that_need_the_same_share_lanes() -> None:
-    spec = TensorSpec("w", (8, 4), BF16)
-    halves = [Placement.of([(spec, Box((row, 0), (4, 4)))]) for row in (0, 4)]
-    needed = {f"rollout-{replica}/{rank}": halves[rank] for replica in range(3) for rank in range(2)}
-    plan = plan_transfer(assign_slices({"trainer-0": Placement.whole([spec])}), needed, cut="exact")
-    assert [lane.receivers for lane in plan.lanes] == [
-        tuple(f"rollout-{replica}/{rank}" for replica in range(3)) for rank in range(2)
-    ]
-
-
 W = TensorSpec("w", (8, 4), BF16)
 WHOLE = Placement.whole([W])
 

@@ -76,17 +76,11 @@ def test_a_failed_commit_gives_the_memory_back(make_run: MakeRun) -> None:
     run.step(6)
 
 
-def staged(staging: Staging, version: int, lent: torch.Tensor | None = None, identity: str = "") -> torch.Tensor:
-    """`version` lies in its sender's memory, which is returned."""
+def staged(staging: Staging, version: int, identity: str = "") -> None:
+    """`version` lies in its sender's memory."""
     manifest = Manifest(version, (SPEC,), 64, lasting=True, identity=identity)
-    lent = torch.full((64,), version, dtype=torch.uint8) if lent is None else lent
     staging.reserve(manifest, viewed=True)
-    staging.complete_viewed(ViewedVersion(manifest, [(0, lent)]))
-    return lent
-
-
-def value(tensors: dict[str, torch.Tensor]) -> int:
-    return int(tensors["w"].view(torch.uint8)[0])
+    staging.complete_viewed(ViewedVersion(manifest, [(0, torch.full((64,), version, dtype=torch.uint8))]))
 
 
 def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> None:

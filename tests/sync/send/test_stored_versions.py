@@ -19,6 +19,7 @@ from hop_run import MakeRun
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from stores import newest
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
@@ -73,12 +74,6 @@ def test_every_file_with_its_prefix_is_a_safetensors_file_of_the_tensors_in_it(
             loaded, {e.spec.name: stream[e.offset : e.end].view(e.spec.dtype).view(e.spec.shape) for e in in_it}
         )
     assert weight_map == {}
-
-
-def newest(path: Path) -> int:
-    """The newest version that readers of a store find; -1 for none."""
-    latest = path / "latest.json"
-    return int(json.loads(latest.read_text())["version"]) if latest.exists() else -1
 
 
 def store(run: Hop, version: int, path: Path) -> None:

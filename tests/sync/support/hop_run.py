@@ -340,7 +340,7 @@ class Run:
 
 
 MakeRun = Callable[..., Run]
-"""The fixture `make_run`: `make_run(backend, **arguments)` is a run that has begun; see `Run.begin`."""
+"""The fixture `make_run`: `make_run(backend, *arguments)` is a run that has begun; see `Run.begin`."""
 
 
 def outcomes_of(report: SyncReport) -> dict[str, str]:

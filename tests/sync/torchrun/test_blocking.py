@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from contextlib import nullcontext
@@ -18,6 +19,7 @@ from waiting import wait_until
 from weightlane.ckpt_engines import (
     ClosedError,
     ConfigError,
+    DeadlineExceededError,
     ReplicaTakenError,
     SyncAbortedError,
     UnknownEngineError,
@@ -136,7 +138,12 @@ def test_a_replica_that_was_lost_is_called_back_for_the_next_version_unless_anot
     mortal.close()
 
 
-def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tensor) -> None:
+def test_what_keeps_it_from_connecting_is_named_and_leaves_nothing_running(
+    weight: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
     with pytest.raises(ConfigError, match="no replica"):
         publisher(weight)
     shelves = [Shelf(), Shelf()]
@@ -144,6 +151,10 @@ def test_what_keeps_it_from_connecting_leaves_nothing_running(weight: torch.Tens
         publisher(weight, *shelves)
     with pytest.raises(UnknownEngineError):
         publisher(weight, shelves[0], backend="shn")
+    monkeypatch.setattr(shelves[0], "connect", never)
+    with pytest.raises(DeadlineExceededError, match="rollout-0") as caught:
+        publisher(weight, shelves[0], config=SyncConfig(**PATIENT | {"connect_timeout_s": 0.2}))
+    assert caught.value.peer == "rollout-0"
     for shelf in shelves:
         shelf.close()
     wait_for_end_of_threads()

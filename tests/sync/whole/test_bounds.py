@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from types import SimpleNamespace
@@ -13,8 +12,6 @@ from typing import Any, cast
 import pytest
 import torch
 from direct_hop import MakeHop, rows
-from patience import PATIENT
-from shelf import SPEC, Shelf
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError, Topology
@@ -22,7 +19,7 @@ from weightlane.ckpt_engines.engines.shared_memory.segment_engine import Segment
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
 from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
-from weightlane.sync import CollectivePublisher, LocalShard, Manifest, Rendezvous, SyncConfig
+from weightlane.sync import Manifest, Rendezvous
 from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
 from weightlane.sync.send.gather import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
@@ -121,21 +118,6 @@ def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank(rendezvou
         with pytest.raises(ClosedError, match="the gather was closed"):
             receive()
         second.close()
-
-
-class Deaf(Shelf):
-    """Never answers when it is told where weights come from."""
-
-    async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
-        await asyncio.Event().wait()
-
-
-def test_a_replica_that_never_answers_is_named_when_a_script_connects() -> None:
-    config = SyncConfig(**{**PATIENT, "connect_timeout_s": 0.2})
-    shards: Sequence[LocalShard] = [LocalShard.whole(SPEC, torch.zeros(SPEC.shape))]
-    with pytest.raises(DeadlineExceededError, match="deaf") as caught:
-        CollectivePublisher(shards, [Deaf("deaf")], backend="shm", config=config)
-    assert caught.value.peer == "deaf"
 
 
 def test_memory_that_an_engine_still_reads_is_given_back_when_it_has_ended(

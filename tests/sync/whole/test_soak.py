@@ -8,7 +8,7 @@ import pytest
 from soak import soak
 
 
-@pytest.mark.parametrize(("engine", "commit", "versions"), [("shm", "staged", 30), ("gloo", "in_place", 20)])
+@pytest.mark.parametrize(("engine", "commit", "versions"), [("shm", "staged", 20), ("gloo", "in_place", 16)])
 def test_a_soak_ends_with_no_hang_no_wrong_weight_and_every_fault_reported(
     tmp_path: Path, engine: str, commit: str, versions: int
 ) -> None:

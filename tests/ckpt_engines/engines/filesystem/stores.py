@@ -119,3 +119,8 @@ def version_files(directory: str, buckets: int, *, committed: bool = True) -> li
 
 def place_of(path: Path) -> Place:
     return Place(str(path), {})
+
+
+def newest(path: Path) -> int:
+    """The newest version that readers of a store find; -1 for none."""
+    return place_of(path).latest()[0][0] if (path / "latest.json").exists() else -1

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import pytest
 import torch
 from sessions import soon
 from stores import Place, connect, connect_sender, place_of, publish, received, send, version_files
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError, StorageError, StoringSender
 from weightlane.ckpt_engines.engines.filesystem.guard import Guard
@@ -72,102 +71,46 @@ def test_a_version_whose_commit_failed_stays_if_and_only_if_readers_may_find_it(
     assert place_of(tmp_path).files() == (stays if fails != "ahead of the list" else [])
 
 
-class HeldUp:
-    """Writes of ``latest.json`` by `sender`, which are held up until `go_on` is set."""
+@pytest.mark.parametrize("place", ["local", "s3"], indirect=True)
+def test_a_write_that_is_stuck_never_replaces_a_later_one(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A local one is stuck in the kernel with its caller; a remote one goes on when its caller has given it up."""
+    stuck, go_on = threading.Event(), threading.Event()
+    in_turn, run = StoreDirectory._in_turn, Guard.run
 
-    def __init__(self, sender: Any, patch: pytest.MonkeyPatch) -> None:
-        self.go_on, self.ended = threading.Event(), threading.Semaphore(0)
-        write = sender._store._fs.pipe_file
+    def held_up(store: StoreDirectory, final: str, operation: Callable[[], None], guard: Guard) -> None:
+        def late() -> None:
+            if final.endswith("latest.json") and not stuck.is_set():
+                stuck.set()
+                assert go_on.wait(HANG_S)
+            operation()
 
-        def held_up(path: str, data: bytes, *arguments: Any) -> None:
-            if not path.endswith("latest.json"):
-                write(path, data, *arguments)
-                return
-            was_held = not self.go_on.is_set()  # fsspec shares its object with later senders, which write here, too
-            assert self.go_on.wait(HANG_S)
-            write(path, data, *arguments)
-            if was_held:
-                self.ended.release()
-
-        patch.setattr(sender._store._fs, "pipe_file", held_up)
-
-
-@contextmanager
-def lists_of_versions_are_soon_given_up() -> Iterator[None]:
-    """Writes of ``latest.json`` are soon too late, and everything else has its time, however busy the machine is."""
-    run = Guard.run
+        in_turn(store, final, late, guard)
 
     def impatient(guard: Guard, operation: Callable[[], Any], waiting_for: str) -> Any:
-        given_up = "latest.json" in waiting_for and (
-            "to be written" in waiting_for or "an earlier write" in waiting_for
-        )
+        """Writes of ``latest.json`` are soon too late, and everything else has its time, however busy the machine is."""
+        is_a_write = "to be written" in waiting_for or "an earlier write" in waiting_for
+        given_up = is_a_write and "latest.json" in waiting_for
         return run(replace(guard, deadline=Deadline.after(0.1)) if given_up else guard, operation, waiting_for)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Guard, "run", impatient)
-        yield
-
-
-@pytest.fixture
-def held_up(
-    s3_url: str, s3_options: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Place, StoringSender, HeldUp]:
-    """An object store with version 1, and its sender, whose next ``latest.json`` is held up."""
-    place = Place(s3_url, s3_options)
-    sender, _ = connect_sender(place.options)
-    publish(sender, 1, 100)
-    return place, sender, HeldUp(sender, monkeypatch)
-
-
-def test_a_write_that_was_given_up_never_replaces_a_later_one(held_up: tuple[Place, StoringSender, HeldUp]) -> None:
-    place, sender, held = held_up
-    for version, waits_for in ((2, "latest.json to be written"), (3, "an earlier write of .*latest.json")):
-        publish(sender, version, 100, commit=False)
-        with lists_of_versions_are_soon_given_up(), pytest.raises(DeadlineExceededError, match=waits_for):
+    def commit(sender: StoringSender, version: int) -> None:
+        with suppress(DeadlineExceededError):
             sender.commit_version(version, {}, soon())
-    # A connection that is made anew has a sender of its own.
-    successor, _ = connect_sender(place.options)
-    publish(successor, 4, 100, commit=False)
-    with (
-        lists_of_versions_are_soon_given_up(),
-        pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"),
-    ):
-        successor.commit_version(4, {}, soon())
-    held.go_on.set()
-    publish(successor, 4, 100)
-    assert place.latest()[0][0] == 4
-    assert held.ended.acquire(timeout=HANG_S)
-    assert place.latest()[0][0] == 4
 
-
-def test_a_local_write_that_is_stuck_in_the_kernel_never_replaces_a_later_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place, stuck, go_on = place_of(tmp_path), threading.Event(), threading.Event()
     sender, _ = connect_sender(place.options)
     publish(sender, 1, 100)
-    move = os.replace
-
-    def held_up(source: str, target: str) -> None:
-        if str(target).endswith("latest.json") and not stuck.is_set():
-            stuck.set()
-            assert go_on.wait(HANG_S)
-        move(source, target)
-
-    monkeypatch.setattr("weightlane.ckpt_engines.engines.filesystem.partial_file.os.replace", held_up)
     publish(sender, 2, 100, commit=False)
-    late = threading.Thread(target=sender.commit_version, args=(2, {}, soon()))
-    late.start()
-    assert stuck.wait(HANG_S)
-    successor, _ = connect_sender(place.options)
+    successor, _ = connect_sender(place.options)  # as when a connection is made anew
     publish(successor, 3, 100, commit=False)
-    with (
-        lists_of_versions_are_soon_given_up(),
-        pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"),
-    ):
-        successor.commit_version(3, {}, soon())
+    monkeypatch.setattr(StoreDirectory, "_in_turn", held_up)
+    late = threading.Thread(target=commit, args=(sender, 2))
+    with monkeypatch.context() as patched:
+        patched.setattr(Guard, "run", impatient)
+        late.start()
+        wait_until(lambda: stuck.is_set() or not late.is_alive(), "write")
+        with pytest.raises(DeadlineExceededError, match=r"an earlier write of .*latest\.json"):
+            successor.commit_version(3, {}, soon())
     assert place.latest()[0][0] == 1
-    newer = threading.Thread(target=successor.commit_version, args=(3, {}, soon()))
+    newer = threading.Thread(target=commit, args=(successor, 3))
     newer.start()
     go_on.set()
     for thread in (late, newer):
@@ -199,17 +142,15 @@ def test_a_store_that_does_not_answer_costs_no_more_than_the_deadline(s3_options
             connect_sender(options, deadline=Deadline.after(0.3))
 
 
-def test_a_bucket_that_does_not_exist_is_a_storage_error_with_what_to_check(s3_options: dict[str, str]) -> None:
-    options = {"path": "s3://no-such-place/x", "storage_options": s3_options}
-    with pytest.raises(StorageError, match=r"no-such-place(?s:.*)credentials"):
-        connect_sender(options)
-
-
-def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path) -> None:
+def test_a_place_where_nothing_can_be_kept_is_named(tmp_path: Path, s3_options: dict[str, str]) -> None:
     (tmp_path / "file").write_text("")
-    for path, error in (("nosuch://bucket/x", ConfigError), (f"{tmp_path}/file/store", StorageError)):
-        with pytest.raises(error, match=path.partition("://")[0]):
-            connect_sender({"path": path})
+    for path, error, says in (
+        ("nosuch://bucket/x", ConfigError, "nosuch"),
+        (f"{tmp_path}/file/store", StorageError, f"{tmp_path}/file/store"),
+        ("s3://no-such-place/x", StorageError, r"no-such-place(?s:.*)credentials"),
+    ):
+        with pytest.raises(error, match=says):
+            connect_sender({"path": path, "storage_options": s3_options if path.startswith("s3") else {}})
 
 
 @pytest.fixture

@@ -34,17 +34,8 @@ from weightlane.ckpt_engines.engines.torch_distributed.group_engine import Torch
 from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import nccl_blocking, open_process_group
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
-from weightlane.ckpt_engines.runtime.devices import HOST, is_available, runtime_of
+from weightlane.ckpt_engines.runtime.devices import HOST, device_count, runtime_of
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
-
-DEVICES = {"gloo": "cpu", "nccl": "cuda", "hccl": "npu"}
-
-
-def device_count(device: str) -> int | None:
-    """How many halves fit on this machine; NCCL and HCCL refuse two on one device."""
-    if device == "cpu":
-        return None
-    return int(torch.get_device_module(device).device_count()) if is_available(device) else 0
 
 
 def test_a_gloo_group_that_is_never_complete_says_who_is_missing() -> None:
@@ -220,15 +211,14 @@ def test_interfaces_are_assigned_by_rank_and_all_are_checked_before_a_run() -> N
 
 
 @pytest.mark.parametrize(
-    "engine",
+    ("engine", "device"),
     [
-        pytest.param("nccl", marks=[pytest.mark.gpu, needs("nccl")]),
-        pytest.param("hccl", marks=[pytest.mark.npu, needs("hccl")]),
+        pytest.param("nccl", "cuda", marks=[pytest.mark.gpu, needs("nccl")]),
+        pytest.param("hccl", "npu", marks=[pytest.mark.npu, needs("hccl")]),
     ],
 )
-def test_the_whole_conformance_suite_passes_on_the_device(engine: str) -> None:
-    count = device_count(DEVICES[engine]) or 0
-    if count < 2:
+def test_the_whole_conformance_suite_passes_on_the_device(engine: str, device: str) -> None:
+    if (count := device_count(device)) < 2:
         pytest.skip(f"{engine} needs a device for each half, here are {count}")
     patient = dict.fromkeys(("deadline_s", "slack_s", "prompt_s", "grace_s"), HANG_S)
     report = run_conformance(engine, limits={"most_halves": count, **patient})

@@ -7,13 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, Hop, MakeHop, rows
+from direct_hop import EVERYTHING, LAYOUTS, Hop, MakeHop, columns, of_rank, rows, values
 from quantised_reference import REFERENCES, left_of, reference_fp8
+from stores import newest
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import ManifestError, StorageError
-from weightlane.sync import Expectation, ExpectedTensor, LocalShard, Manifest, SyncReport, TensorSpec, read_version
+from weightlane.ckpt_engines import ManifestError
+from weightlane.sync import (
+    Expectation,
+    ExpectedTensor,
+    LocalShard,
+    Manifest,
+    Placement,
+    SyncReport,
+    TensorSpec,
+    read_version,
+)
+from weightlane.sync.codecs.quantised import Scheme
 from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
+from weightlane.sync.codecs.quantised.quantised_needs import needed_on_the_wire
 from weightlane.sync.codecs.quantised.restored import RestorePlan
 from weightlane.sync.plan import Network
 from weightlane.sync.send.snapshot import quantised_snapshot
@@ -53,14 +65,6 @@ def published(run: Hop, version: int) -> SyncReport:
     return run.sync(version)
 
 
-def newest_stored(path: Path) -> int:
-    """The newest version that readers of a store find; -1 for none."""
-    try:
-        return read_version(str(path))[0].version
-    except StorageError:
-        return -1
-
-
 @pytest.mark.parametrize(
     ("engine", "trainers", "network"),
     [
@@ -84,7 +88,7 @@ def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a
     assert previous == 2
     assert all(torch.equal(kept[name], tensor) for name, tensor in wanted(2).items())
     if engine == "filesystem":
-        wait_until(lambda: newest_stored(tmp_path / "store") == 2, "version that serves to be stored, too")
+        wait_until(lambda: newest(tmp_path / "store") == 2, "version that serves to be stored, too")
         manifest, stored = read_version(str(tmp_path / "store"))
         assert manifest.quantised == "fp8"
         for name in MATRICES:
@@ -173,8 +177,8 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     """Chunks of a large matrix, in a stream with the scales behind or ahead of all elements."""
     monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
-    values = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
-    ours = QuantisedShards([LocalShard.whole(spec, values[spec.name]) for spec in specs], scheme)
+    full = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
+    ours = QuantisedShards([LocalShard.whole(spec, full[spec.name]) for spec in specs], scheme)
     layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
     offsets = {entry.spec.name: entry.offset for entry in layout.entries}
     snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.slices])
@@ -190,6 +194,62 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     assert snapshot.ends["a.weight"] < snapshot.ends["b.weight"] == snapshot.read_end
     views = layout.views(memory)
     for spec in specs:
-        elements, scales = REFERENCES[scheme](values[spec.name])
+        elements, scales = REFERENCES[scheme](full[spec.name])
         assert torch.equal(views[spec.name].view(torch.uint8), elements.view(torch.uint8))
         assert torch.equal(views[pair_of(spec, scheme).scales.name], scales)
+
+
+# -- ranks that hold and need any slices ----------------------------------------------------------------------------------
+
+
+SLICES = {
+    "embed_tokens.weight": (37, 24),
+    "q.weight": (300, 200),
+    "o.weight": (130, 384),
+    "norm.weight": (24,),
+    "scale": (),
+}
+SLICED = {name: TensorSpec(name, shape, torch.float32) for name, shape in SLICES.items()}
+"""Some borders of `LAYOUTS` divide their blocks of 128 x 128, and all between columns divide rows."""
+TP2 = [of_rank(columns, 0, 2, SLICED), of_rank(columns, 1, 2, SLICED)]
+ROWS2 = [of_rank(rows, 0, 2, SLICED), of_rank(rows, 1, 2, SLICED)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "needs", "engine", "codec", "scheme"),
+    [("a mesh", ROWS2, "shm", "dense", "int8"), ("columns", TP2, "gloo", "delta", "fp8")],
+)
+def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quantised(
+    hop: MakeHop, layout: str, needs: list[Placement | None], engine: str, codec: str, scheme: str
+) -> None:
+    """Also as deltas, where what one rank has of a block changes the scale of what another has."""
+    run = hop(engine, *LAYOUTS[layout], needs, specs=SLICED, quantise=scheme, codec=codec, full_every=100)
+    tensors = values(0, SLICED)
+    for version in (1, 2):
+        for tensor in tensors.values():
+            tensor.view(-1)[version * 7 % tensor.numel()] *= 4
+        run.step(tensors)
+        run.publish(version)
+        report = run.sync(version)
+        assert report.codec == ("dense" if version == 1 else codec)
+        assert run.all_hold(left_of(tensors, scheme))
+        assert report.quantisation is not None
+        assert 0.001 < report.quantisation.relative_rms < (0.04 if scheme == "fp8" else 0.01)
+
+
+def test_a_rollout_that_needs_the_quantised_tensors_gets_its_slices_of_them_and_no_more(hop: MakeHop) -> None:
+    scheme: Scheme = "fp8"
+    wire = {spec.name: spec for spec in wire_specs(SLICED.values(), scheme)}
+    asked = [needed_on_the_wire(needed, list(wire.values()), scheme) for needed in TP2]
+    needs = [needed for needed in asked if needed is not None]
+    run = hop("gloo", *LAYOUTS["rows"], needs, specs=SLICED, rollout_specs=wire, quantise=scheme)
+    tensors = values(1, SLICED)
+    run.step(tensors)
+    run.publish(1)
+    report = run.sync(1)
+    for name in ("q.weight", "o.weight"):
+        pair = pair_of(SLICED[name], scheme)
+        tensors |= dict(zip((pair.weight.name, pair.scales.name), REFERENCES[scheme](tensors[name]), strict=True))
+    assert run.all_hold(tensors)
+    slices = len(run.publishers[0]._queue.session.layout.specs)  # up to 64 bytes each begin behind a gap
+    assert report.sent_bytes <= sum(needed.nbytes for needed in needs) + 64 * slices
