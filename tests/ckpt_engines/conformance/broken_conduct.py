@@ -8,6 +8,7 @@ import secrets
 import select
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -182,6 +183,12 @@ def LeaksWhatAProcessHolds(half: Half, connect: Call, *arguments: Any) -> None:
     _left.append(socket.create_server(("127.0.0.1", 0)))
     threading.Thread(target=time.sleep, args=(FOREVER_S,), daemon=True).start()
     subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # ends with the process that leaked it
+
+
+@broken("sender.connect")
+def LeaksTemporaryFiles(half: Half, connect: Call, *arguments: Any) -> None:
+    connect(*arguments)
+    os.close(tempfile.mkstemp()[0])
 
 
 @broken("sender.connect")

@@ -153,6 +153,7 @@ DEFECTS: dict[str, dict[str, str]] = {
     },
     # leftovers
     "LeaksWhatAProcessHolds": {"many_connections_leave_nothing_behind": LEFT},
+    "LeaksTemporaryFiles": {"many_connections_leave_nothing_behind": "temporary files"},
     "LeaksSharedMemory": {"many_connections_leave_nothing_behind": "no names in /dev/shm"},
     "KeepsAPortFromTheStart": {
         "making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind": "making a half opened 1",
