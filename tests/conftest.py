@@ -74,8 +74,9 @@ os.environ.setdefault("VLLM_CACHE_ROOT", str(Path("~/.cache/vllm").expanduser())
 
 # Every run draws the same examples: what is red here is red everywhere. `make fuzz` draws others, for as long as it is told to.
 # How long an example takes says nothing on a machine that runs other tests beside it.
-hypothesis.settings.register_profile("tests", deadline=None, derandomize=True, max_examples=40)
-hypothesis.settings.register_profile("fuzz", deadline=None, derandomize=False, max_examples=1000, print_blob=True)
+TIMELESS = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("tests", derandomize=True, max_examples=40, **TIMELESS)
+hypothesis.settings.register_profile("fuzz", derandomize=False, max_examples=1000, print_blob=True, **TIMELESS)
 hypothesis.settings.load_profile(os.environ.get("WEIGHTLANE_TEST_PROFILE", "tests"))
 
 _STATIC = ("architecture", "devices", "import_arrows", "plain_english", "tests")

@@ -54,11 +54,17 @@ class ReuseChecks(ConformanceBase):
         connection = halves(1)
         connection.exchange_addresses()
         connection.close()
-        before = [half.call("resources") for half in connection.halves]
-        connection.make()
-        connection.exchange_addresses()
-        connection.close()
-        self.no_more_than(before, connection, "after its close")
+        for last in (False, True):  # what a library starts late, and keeps, is there once; a leak is there each time
+            before = [half.call("resources") for half in connection.halves]
+            connection.make()
+            connection.exchange_addresses()
+            connection.close()
+            try:
+                self.no_more_than(before, connection, "after its close")
+                return
+            except AssertionError:
+                if last:
+                    raise
 
     def test_making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind(
         self, halves: ConnectionMaker, engine_name: str, engine_options: Mapping[str, Any]

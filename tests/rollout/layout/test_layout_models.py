@@ -204,7 +204,11 @@ def test_experts_that_cannot_be_divided_between_ranks_are_refused_by_a_replica_b
         RolloutConfig(expert_parallel=True)
     few = "2 experts cannot be divided between 4 ranks. Set rollout.tensor_parallel (--tp) to at most 2."
     for model, ranks, message in (
-        (make_qwen3(tmp_path / "dense", seed=0), 2, "no experts: leave rollout.expert_parallel (--ep) off."),
+        (
+            make_qwen3(tmp_path / "dense", seed=0),
+            2,
+            "expert_parallel is true, and the model has no experts. Leave it out.",
+        ),
         (make_qwen3_moe(tmp_path / "moe", seed=0, experts=2), 4, few),
     ):
         worker = RolloutWorker("rollout-0", RolloutConfig(tensor_parallel=ranks, expert_parallel=True), model)

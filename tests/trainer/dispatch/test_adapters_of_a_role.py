@@ -226,7 +226,8 @@ def test_what_cannot_be_published_in_its_place_is_refused_and_leaves_what_was_th
         async with opened(teams, lora=CARRIER, frozen=False) as role:
             await role.add_adapter("a", CONFIGS["a"])
             await role.forward_backward(make_batch(0), "loss")
-            async with publishing(role, carrier):
+            await written(role, "default", tmp_path / "own")
+            async with publishing(role, load_file(tmp_path / "own/adapter_model.safetensors")):
                 await refused(role, "a", "in the place of 'default', which is trained itself")
         async with opened(teams, lora=LoraConfig(), frozen=False) as role:
             await role.add_adapter("a", CONFIGS["a"])

@@ -230,8 +230,6 @@ def test_a_mistake_is_said_and_touches_nothing_else(service: ServiceProcess) -> 
             training.forward_backward(wrong, loss).result(HANG_S)
     with pytest.raises(tinker.RequestFailedError, match="no gradient"):
         training.optim_step(types.AdamParams()).result(HANG_S)
-    with pytest.raises(Exception, match="not offered"):  # and has its number, so that the next step is taken
-        training.save_weights_external("one").result(HANG_S)
     for refused in (
         lambda: client.create_lora_training_client("tiny", 9).result(HANG_S),
         lambda: client.create_lora_training_client("other", 4).result(HANG_S),
