@@ -61,10 +61,11 @@ class ReuseChecks(ConformanceBase):
             connection.close()
             try:
                 self.no_more_than(before, connection, "after its close")
-                return
             except AssertionError:
                 if last:
                     raise
+            else:
+                break
 
     def test_making_an_engine_and_its_halves_opens_no_port_and_leaves_nothing_behind(
         self, halves: ConnectionMaker, engine_name: str, engine_options: Mapping[str, Any]
