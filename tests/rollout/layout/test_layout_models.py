@@ -69,9 +69,7 @@ def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_f
         *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("pythia", "bloom", "further-tokens", "shards")),
     ],
 )
-def test_a_checkpoint_as_a_hub_has_it_takes_versions_as_a_trainer_names_them_by_copies(
-    hub: str, process: Program, tmp_path: Path
-) -> None:
+def test_a_checkpoint_as_a_hub_has_it_takes_versions_by_copies(hub: str, process: Program, tmp_path: Path) -> None:
     answer = compared(process, HUB_FORMS[hub].kind, tmp_path, "bfloat16", hub=hub)
     assert answer["way"] == "traced", answer["summary"]
     assert answer["after"] == answer["sparse"] == []
@@ -197,9 +195,7 @@ def test_what_vllm_cannot_run_is_told_in_words(process: Program, tmp_path: Path)
     assert "nobody" in text.lower()
 
 
-def test_experts_that_cannot_be_divided_between_ranks_are_refused_by_a_replica_before_it_starts(
-    tmp_path: Path,
-) -> None:
+def test_experts_that_ranks_cannot_divide_are_refused_by_a_replica_before_it_starts(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="set tensor_parallel to more than 1"):
         RolloutConfig(expert_parallel=True)
     few = "2 experts cannot be divided between 4 ranks. Set rollout.tensor_parallel (--tp) to at most 2."
