@@ -14,7 +14,7 @@ help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
 	@echo "make fuzz   properties with other examples than make test draws, for MINUTES=10"
-	@echo "make test-zoo   80 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
+	@echo "make test-zoo   84 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
 	@echo "make installs   installs the wheel by pip and from the network, without extras and with those in EXTRAS, and runs every command"
 	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=training,multi,vllm more"
 	@echo "make docs   the documentation as a site, in build/site"

@@ -52,6 +52,7 @@ class VersionLoader:
         self._rank = rank
         self.expectation = expectation or Expectation({})
         """The tensors that a version has to have. Once `learn` has returned, these are the tensors that some rank reads."""
+        self._of_files = self.expectation
         self._beside: _Signature = {}
         """The checkpoint's tensors that versions need not have: second names, and those that no rank reads."""
         self._left_out: frozenset[str] = frozenset()
@@ -144,8 +145,20 @@ class VersionLoader:
             ConfigError: No write method is right.
             CommitError: Slices have been received, and now others are needed.
         """
-        if self._proven is None:
+        first = self._proven is None
+        if first:
             self._find_unread(signature, group)
+        try:
+            self._learn(signature, group, sliced=sliced)
+        except ConfigError as error:
+            if not first or not self.expectation.unread:
+                raise
+            logger.warning("weightlane: tensors that no rank seems to read are demanded, too: %s", error)
+            self._demand_everything()
+            self._learn(signature, group, sliced=sliced)
+
+    def _learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool) -> None:
+        """See `learn`."""
         names = self.expectation.own_names(signature.keys())
         written = {name: spec for name, spec in signature.items() if names.get(name, name) not in self._beside}
         self._left_out, signature = frozenset(signature.keys() - written.keys()), written
@@ -179,8 +192,13 @@ class VersionLoader:
             some = ", ".join(sorted(unread)[:6])
             logger.info("weightlane: no rank reads %d tensors of the checkpoint, such as %s", len(unread), some)
         self._beside = {name: spec for name, spec in signature.items() if name in unread or name in tied}
-        tensors = {name: each for name, each in self.expectation.tensors.items() if name not in unread}
-        self.expectation = replace(self.expectation, tensors=tensors, unread=unread)
+        tensors = {name: each for name, each in self._of_files.tensors.items() if name not in unread}
+        self.expectation = replace(self._of_files, tensors=tensors, unread=unread)
+
+    def _demand_everything(self) -> None:
+        """Make every tensor of the checkpoint required: one that no rank seemed to read does matter."""
+        self.expectation = self._of_files
+        self._beside = {name: spec for name, spec in self._beside.items() if name in self._of_files.tied}
 
     def _judged(self, group: RankGroup) -> Verdict:
         """Trace loading on every rank, and judge the layouts. The verdict is a whole reload on all ranks or on none."""

@@ -81,6 +81,9 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
     not_rehearsed = _lacks_room(ranks)
     if not not_rehearsed:
         ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
+        if refusal:  # a tensor that no rank seems to read may matter
+            ranks = rank_layouts(config, stored, tied=expectation.tied, demanded=True)
+            ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
     sources = ranks[0].layout.sources
     layouts = [rank.layout for rank in ranks]
     methods = {rank.verdict.method for rank in ranks}

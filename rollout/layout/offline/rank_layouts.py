@@ -63,7 +63,9 @@ def checked_config(
     return config
 
 
-def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str]) -> list[RankLayout]:
+def rank_layouts(
+    config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str], demanded: bool = False
+) -> list[RankLayout]:
     """Trace and judge the loading of a version on every rank of `config`, in rank order. All ranks reload, or none.
 
     The version has the tensors that some rank reads: they are the sources of the layouts.
@@ -72,6 +74,7 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
         config: A config from `checked_config`; this process must not have built a vLLM model before.
         sources: The tensors of the checkpoint.
         tied: Second names of tensors, which versions do not have.
+        demanded: Whether the version has the tensors that no rank seems to read, too.
 
     Raises:
         ConfigError: A model cannot be built, or its weights cannot be replaced.
@@ -80,7 +83,7 @@ def rank_layouts(config: Any, sources: Mapping[str, SourceSpec], *, tied: Collec
     traced: list[tuple[LayoutMap, list[dict[str, Any]], float, int]] = []
     untraced: list[Refusal] = []
     sources = {name: spec for name, spec in sources.items() if name not in tied}
-    unread = set(sources)
+    unread = set() if demanded else set(sources)
     for rank in ranks:
         with model_of_rank(config, rank) as built:
             refuse_unsupported(built, config, config.device_config.device)
