@@ -48,7 +48,7 @@ PROMISED = {
 KINDS = [
     pytest.param(kind, id=kind.name, marks=[pytest.mark.exhaustive] * (kind.name not in PROMISED))
     for kind in ZOO
-    if kind.backend == "vllm"
+    if kind.backend == "vllm" and kind.group != "pooling"
 ]
 PADDED = {"gptj", "bloom", "falcon", "falcon-new", "stablelm", "nemotron"}
 """Architectures that cannot take packed sequences, beside those with layers that are no attention."""
