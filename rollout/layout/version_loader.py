@@ -53,7 +53,7 @@ class VersionLoader:
         self.expectation = expectation or Expectation({})
         """The tensors that a version has to have. Once `learn` has returned, these are the tensors that some rank reads."""
         self._of_files = self.expectation
-        self._beside: _Signature = {}
+        self._optional: _Signature = {}
         """The checkpoint's tensors that versions need not have: second names, and those that no rank reads."""
         self._left_out: frozenset[str] = frozenset()
         """Tensors of versions of this signature that are not written: no rank reads them."""
@@ -65,8 +65,11 @@ class VersionLoader:
         self._proven: tuple[_Signature, Verdict, Verdict] | None = None
         """The last rehearsed signature, its verdict by `judge`, and the verdict that was proven to be right."""
         self._stale_views: Sequence[StaleView] = ()
+        self._names: Mapping[str, str] = {}
+        """The checkpoint's name of each tensor of the signature that has another one."""
         self._read: dict[str, list[Box]] | None = None
-        """The boxes that a whole reload reads; None if versions are copied, or if a reload needs whole tensors."""
+        """The boxes that a whole reload reads, by the checkpoint's names; None if versions are copied, or if a reload needs whole
+        tensors."""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -96,10 +99,18 @@ class VersionLoader:
 
     def needed(self) -> Placement | None:
         """The slices that this rank needs of versions with the learned signature; None if it needs all tensors whole."""
-        boxes = self._read if self.plan is None else needed_boxes(self.plan.layout)
+        boxes = self._read_as_sent() if self.plan is None else needed_boxes(self.plan.layout)
         if boxes is None:
             return None
-        return needed_placement(boxes | {name: [] for name in self._beside}, self._signature | self._beside)
+        return needed_placement(boxes | {name: [] for name in self._optional}, self._signature | self._optional)
+
+    def _read_as_sent(self) -> dict[str, list[Box]] | None:
+        """`_read` by the names of the signature."""
+        return None if self._read is None else {name: self._read[self._own(name)] for name in self._signature}
+
+    def _own(self, name: str) -> str:
+        """The checkpoint's name of a tensor of the signature."""
+        return self._names.get(name, name)
 
     def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:
         """`learn` the signature of a staged version, without making any lazy tensor."""
@@ -153,14 +164,17 @@ class VersionLoader:
         except ConfigError as error:
             if not first or not self.expectation.unread:
                 raise
-            logger.warning("weightlane: tensors that no rank seems to read are demanded, too: %s", error)
-            self._demand_everything()
+            logger.warning(
+                "weightlane: tensors that no rank seems to read are required, too: %s",
+                error,
+            )
+            self._require_everything()
             self._learn(signature, group, sliced=sliced)
 
     def _learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool) -> None:
         """See `learn`."""
         names = self.expectation.own_names(signature.keys())
-        written = {name: spec for name, spec in signature.items() if names.get(name, name) not in self._beside}
+        written = {name: spec for name, spec in signature.items() if names.get(name, name) not in self._optional}
         self._left_out, signature = frozenset(signature.keys() - written.keys()), written
         known = signature == self._signature and self._writer is not None and not self._writer.moved()
         # A rank that has nothing to learn sends nothing, which keeps this to one small message.
@@ -169,12 +183,14 @@ class VersionLoader:
         if self._writer is not None and signature == self._signature:
             logger.info("weightlane: parameters have moved to other memory, %s traces loading again", self._rank.part)
         received = _needed_slices(self.needed(), self.expectation)
-        self._signature, self._writer = dict(signature), None
+        self._signature, self._names, self._writer = dict(signature), names, None
         judged = self._judged(group)
         proven = self._known_proof(judged)
         proven_everywhere = all(group.gather(proven is not None))
         self._verdict = proven if proven_everywhere and proven is not None else self._prove(judged, group)
-        self._writer = VersionWriter(self._rank, self._verdict, self._signature, self._stale_views, self._read)
+        self._writer = VersionWriter(
+            self._rank, self._verdict, self._signature, self._stale_views, self._read_as_sent()
+        )
         if any(group.gather(sliced and _needed_slices(self.needed(), self.expectation) != received)):
             raise CommitError(
                 "slices of a version were received, and others are needed: parameters have moved to other memory, or the"
@@ -191,14 +207,14 @@ class VersionLoader:
         if unread:
             some = ", ".join(sorted(unread)[:6])
             logger.info("weightlane: no rank reads %d tensors of the checkpoint, such as %s", len(unread), some)
-        self._beside = {name: spec for name, spec in signature.items() if name in unread or name in tied}
+        self._optional = {name: spec for name, spec in signature.items() if name in unread or name in tied}
         tensors = {name: each for name, each in self._of_files.tensors.items() if name not in unread}
         self.expectation = replace(self._of_files, tensors=tensors, unread=unread)
 
-    def _demand_everything(self) -> None:
+    def _require_everything(self) -> None:
         """Make every tensor of the checkpoint required: one that no rank seemed to read does matter."""
         self.expectation = self._of_files
-        self._beside = {name: spec for name, spec in self._beside.items() if name in self._of_files.tied}
+        self._optional = {name: spec for name, spec in self._optional.items() if name in self._of_files.tied}
 
     def _judged(self, group: RankGroup) -> Verdict:
         """Trace loading on every rank, and judge the layouts. The verdict is a whole reload on all ranks or on none."""
@@ -246,13 +262,13 @@ class VersionLoader:
         """
         if self._proven is None:
             return None
-        (signature, judged, proven), names = self._proven, self.expectation.own_names(self._signature.keys())
+        signature, judged, proven = self._proven
         shapes, methods = (
+            [{self._own(name): spec.shape for name, spec in each.items()} for each in (signature, self._signature)],
             [
-                {names.get(name, name): spec.shape for name, spec in each.items()}
-                for each in (signature, self._signature)
+                (each.method, each.modules, each.derived, each.layout.comparable(self._names))
+                for each in (judged, verdict)
             ],
-            [(each.method, each.modules, each.derived, each.layout.comparable(names)) for each in (judged, verdict)],
         )
         if shapes[0] != shapes[1] or methods[0] != methods[1]:
             return None
@@ -268,15 +284,15 @@ class VersionLoader:
             group,
             computes=self._computes,
             may_move=before_serving,
-            beside=self._beside,
+            optional=self._optional,
             tied=self.expectation.tied,
         )
         while True:
-            self._read = self._read_by_loading() if verdict.method is WriteMethod.RELOAD else None
-            mismatch = rehearsal.first_mismatch(verdict, self._read)
-            if mismatch is not None and any(group.gather(self._read is not None)):
+            read = self._read_by_loading() if verdict.method is WriteMethod.RELOAD else None
+            mismatch = rehearsal.first_mismatch(verdict, read)
+            if mismatch is not None and any(group.gather(read is not None)):
                 logger.warning("weightlane: %s needs every tensor whole: %s", self._rank.part, mismatch)
-                self._read = None
+                read = None
                 mismatch = rehearsal.first_mismatch(verdict, None)
             if mismatch is None or verdict.method is WriteMethod.RELOAD:
                 break
@@ -289,6 +305,7 @@ class VersionLoader:
                 hint=hint_for(mismatch)
                 or 'The documentation\'s page "Which models take versions" lists them. This one can only be served as it is.',
             )
+        self._read = None if read is None else {self._own(name): boxes for name, boxes in read.items()}
         self._stale_views = rehearsal.stale_views
         self._proven = self._signature, judged, verdict
         logger.info(

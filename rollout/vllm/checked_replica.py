@@ -52,7 +52,7 @@ def _check_adapter(vllm_config: Any, adapter: AdapterConfig) -> str:
         initialize_model,
         set_default_torch_dtype,
     )
-    from .live_adapters import description, refuse_unknown_layers  # noqa: PLC0415 - imports vLLM
+    from .live_adapters import peft_settings, refuse_unknown_layers  # noqa: PLC0415 - imports vLLM
 
     model_config = vllm_config.model_config
     layers = adapted_layers(model_config.model, adapter)
@@ -68,7 +68,7 @@ def _check_adapter(vllm_config: Any, adapter: AdapterConfig) -> str:
             return f"layers that vLLM has adapters beside: {type(cause).__name__}: {str(cause)[:200]}"
         manager = model.lora_manager
         names = adapter_expectation(layers, adapter.rank, model_config.dtype).tensors
-        refuse_unknown_layers(manager, model, names, description(manager, adapter, layers), _PART)
+        refuse_unknown_layers(manager, model, names, peft_settings(manager, adapter, layers), _PART)
     return ""
 
 

@@ -56,7 +56,7 @@ def prepare_environment(config: RolloutConfig) -> bool:
 
 
 def replica_config(config: RolloutConfig, model_dir: Path) -> tuple[Any, Any]:
-    """VLLM's ``AsyncEngineArgs`` of one replica, and the configuration that vLLM makes of them. Loads vLLM, and no weights.
+    """Arguments of one replica, vLLM's ``AsyncEngineArgs``, and the configuration that vLLM makes of them. Loads no weights.
 
     Raises:
         ConfigError: vLLM refuses the model or an argument, or the replica could take no versions.

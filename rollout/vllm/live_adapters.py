@@ -63,7 +63,7 @@ class LiveAdapters:
         self._manager = manager
         layers = adapted_layers(rank.config.model_config.model, adapter)
         self._layers = frozenset(layers)
-        self._peft = description(manager, adapter, self._layers)
+        self._peft = peft_settings(manager, adapter, self._layers)
         self.expectation = adapter_expectation(layers, adapter.rank, manager.lora_config.lora_dtype)
         refuse_unknown_layers(manager, self._model, self.expectation.tensors, self._peft, self._part)
 
@@ -120,7 +120,7 @@ class LiveAdapters:
             peft = self._peft
             if announced is not None:
                 layers = announced_layers(self._layers, self.adapter, announced)
-                peft = description(self._manager, announced, layers)
+                peft = peft_settings(self._manager, announced, layers)
                 staged = announced_tensors(staged, layers, announced.rank)
             # Copies: staging memory is used again, and vLLM keeps these tensors and scales B in place.
             tensors = {name: tensor.detach().contiguous().to("cpu", copy=True) for name, tensor in staged.items()}
@@ -143,8 +143,8 @@ class LiveAdapters:
             logger.debug("weightlane: adapter %d is in a slot", adapter.id)
 
 
-def description(manager: Any, adapter: AdapterConfig, layers: Collection[str]) -> Any:
-    """VLLM's description of an adapter that is beside `layers`, which its `manager` of adapters accepts."""
+def peft_settings(manager: Any, adapter: AdapterConfig, layers: Collection[str]) -> Any:
+    """PEFT settings of an adapter for `layers`, which vLLM's `manager` of adapters accepts."""
     peft = PEFTHelper(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=sorted(layers))
     peft.validate_legal(manager.lora_config)
     return peft
@@ -157,7 +157,7 @@ def refuse_unknown_layers(manager: Any, model: torch.nn.Module, names: Iterable[
         manager: vLLM's manager of the adapters beside `model`.
         model: The model, wrapped for adapters.
         names: The tensors of a version.
-        peft: The `description` of the adapter.
+        peft: The `peft_settings` of the adapter.
         part: The caller's name for the error.
 
     Raises:

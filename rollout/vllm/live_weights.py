@@ -13,7 +13,6 @@ from vllm.logger import init_logger
 from weightlane.ckpt_engines import (
     CommitError,
     DeltaBaseError,
-    ProtocolError,
     QuarantinedError,
     WeightlaneError,
 )
@@ -110,14 +109,12 @@ class LiveWeights:
         change.stream = subscriber.take_stream(request.version)
         if change.stream is not None:
             change.stream.begin()
-            self._check_complete(request.version, change.stream.specs)
             return
         change.delta = subscriber.take_delta(request.version)
         if change.delta is not None:
             self._check_base(change.delta)
             return
         change.tensors = subscriber.take(request.version)
-        self._check_complete(request.version, change.tensors)
 
     def _prepare_rollback(self, change: _Change, version: int, subscriber: Subscriber) -> None:
         if self._version is not None and self._version < version:
@@ -135,10 +132,6 @@ class LiveWeights:
             change.version, change.delta = self._before, self._undo
             return
         self._take_previous(change, version, self._before, subscriber)
-
-    def _check_complete(self, version: int, tensors: Mapping[str, object]) -> None:
-        if absent := self.expectation.missing(tensors.keys()):
-            raise ProtocolError(f"version {version} lacks {', '.join(absent[:3])}.", part=self._part)
 
     def _check_base(self, delta: LiveDelta) -> None:
         if not self.intact or self._version != delta.base_version:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,18 +49,22 @@ class Expectation:
             return {}
         expected = [*self.tensors, *self.unread]
         found = renamed(sent, expected)
-        strangers = [
-            name for name in sent if name not in found and name not in self.tensors and name not in self.unread
-        ]
-        if self.place is not None and strangers:
-            places = {self.place(name): name for name in expected if name not in sent}
-            found |= {name: places[at] for name in strangers if (at := self.place(name)) in places and at is not None}
-        return found
+        sent_to = self._by_place(set(sent).difference(expected, found, self.tied))
+        missing_from = self._by_place(set(expected).difference(sent, found.values()))
+        # Of two tensors for one place, none is taken for the expected one.
+        return found | {
+            names[0]: missing_from[place][0]
+            for place, names in sent_to.items()
+            if len(names) == len(missing_from.get(place, ())) == 1
+        }
 
-    def missing(self, sent: Collection[str]) -> list[str]:
-        """The required tensors that are not among those `sent`."""
-        here = {*sent, *self.own_names(sent).values()}
-        return [name for name in self.tensors if name not in here and name not in self.tied]
+    def _by_place(self, names: Iterable[str]) -> dict[str, list[str]]:
+        """The `names` of tensors by the place where the model puts them, if that is known."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            if self.place is not None and (place := self.place(name)) is not None:
+                found[place].append(name)
+        return found
 
 
 def check_coverage(
@@ -77,7 +82,8 @@ def check_coverage(
     """
     sent = {spec.name: spec for spec in (manifest.tensors if specs is None else specs)}
     own = expectation.own_names(sent.keys())
-    missing = expectation.missing(sent.keys())
+    here = {*sent, *own.values()}
+    missing = [name for name in expectation.tensors if name not in here and name not in expectation.tied]
     names = [f"missing {_some(missing)}"] if missing else []
     names += [
         f"{alias} was sent as a tensor of its own, and is {name} here"
@@ -91,8 +97,8 @@ def check_coverage(
         names.append(f"unexpected {_some(unexpected)}{note}")
     shapes, dtypes = [], []
     for name, spec in sent.items():
-        here = own.get(name, name)
-        expected = expectation.tensors.get(expectation.tied.get(here, here))
+        named = own.get(name, name)
+        expected = expectation.tensors.get(expectation.tied.get(named, named))
         if expected is not None:
             shapes += _other_shape(spec, expected)
             dtypes += _other_dtype(spec, expected)

@@ -82,7 +82,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
     if not not_rehearsed:
         ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
         if refusal:  # a tensor that no rank seems to read may matter
-            ranks = rank_layouts(config, stored, tied=expectation.tied, demanded=True)
+            ranks = rank_layouts(config, stored, tied=expectation.tied, require_all=True)
             ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
     sources = ranks[0].layout.sources
     layouts = [rank.layout for rank in ranks]

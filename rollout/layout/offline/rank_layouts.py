@@ -64,7 +64,7 @@ def checked_config(
 
 
 def rank_layouts(
-    config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str], demanded: bool = False
+    config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str], require_all: bool = False
 ) -> list[RankLayout]:
     """Trace and judge the loading of a version on every rank of `config`, in rank order. All ranks reload, or none.
 
@@ -74,7 +74,7 @@ def rank_layouts(
         config: A config from `checked_config`; this process must not have built a vLLM model before.
         sources: The tensors of the checkpoint.
         tied: Second names of tensors, which versions do not have.
-        demanded: Whether the version has the tensors that no rank seems to read, too.
+        require_all: Whether the version has the tensors that no rank seems to read, too.
 
     Raises:
         ConfigError: A model cannot be built, or its weights cannot be replaced.
@@ -83,7 +83,7 @@ def rank_layouts(
     traced: list[tuple[LayoutMap, list[dict[str, Any]], float, int]] = []
     untraced: list[Refusal] = []
     sources = {name: spec for name, spec in sources.items() if name not in tied}
-    unread = set() if demanded else set(sources)
+    unread = set() if require_all else set(sources)
     for rank in ranks:
         with model_of_rank(config, rank) as built:
             refuse_unsupported(built, config, config.device_config.device)
@@ -129,29 +129,29 @@ def rehearsed(
         tied: The first name of each tensor that is a second name of another.
     """
     found = list(ranks)
-    beside = {name: spec for name, spec in sources.items() if name not in ranks[0].layout.sources}
+    optional = {name: spec for name, spec in sources.items() if name not in ranks[0].layout.sources}
     sources = ranks[0].layout.sources
     while True:
         reloads = found[0].verdict.method is WriteMethod.RELOAD
-        mismatch = _first_mismatch(config, found, beside, tied)
+        mismatch = _first_mismatch(config, found, optional, tied)
         if mismatch is not None and reloads:
             whole = {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
             found = [replace(rank, needed=whole) for rank in found]
-            mismatch = _first_mismatch(config, found, beside, tied)
+            mismatch = _first_mismatch(config, found, optional, tied)
         if mismatch is None or reloads:
             return found, mismatch
         found = _reloaded(config, sources, found, mismatch)
 
 
 def _first_mismatch(
-    config: Any, ranks: Sequence[RankLayout], beside: Mapping[str, SourceSpec], tied: Mapping[str, str]
+    config: Any, ranks: Sequence[RankLayout], optional: Mapping[str, SourceSpec], tied: Mapping[str, str]
 ) -> str | None:
     """The mismatch of the first rank whose rehearsal fails, or None."""
     for number, rank in enumerate(ranks):
         with model_of_rank(config, number) as built:
             this_rank = RankModel(built, config, torch.device(config.device_config.device), f"rank {number}")
             rehearsal = Rehearsal(
-                this_rank, rank.layout.sources, RankGroup(None), computes=True, beside=beside, tied=tied
+                this_rank, rank.layout.sources, RankGroup(None), computes=True, optional=optional, tied=tied
             )
             read = rank.needed if rank.verdict.method is WriteMethod.RELOAD else None
             if (mismatch := rehearsal.first_mismatch(rank.verdict, read)) is not None:

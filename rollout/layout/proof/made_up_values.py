@@ -59,7 +59,7 @@ class MadeUpValues(LazyTensors):
         size = (1 + mantissa / 128) * torch.exp2(-2 - exponent)
         return (torch.where(codes > _MANTISSA, -size, size) if signed else size).to(dtype)
 
-    def chosen(self, specs: Mapping[str, SourceSpec]) -> MadeUpValues:
+    def only(self, specs: Mapping[str, SourceSpec]) -> MadeUpValues:
         """The version with only the tensors of `specs`."""
         other = copy(self)
         other._specs = specs

@@ -48,7 +48,7 @@ class Rehearsal:
         group: The ranks.
         computes: Whether all ranks are present, so that a model can compute.
         may_move: Whether the live model's weights may move to other memory: nothing that holds their addresses exists yet.
-        beside: Tensors that the checkpoint has and versions need not have. Ordinary loads get them, and the written versions
+        optional: Tensors that the checkpoint has and versions need not have. Ordinary loads get them, and the written versions
             do not, so that a difference shows if they matter.
         tied: The first name of each tensor that is a second name of another.
     """
@@ -61,11 +61,11 @@ class Rehearsal:
         *,
         computes: bool,
         may_move: bool = True,
-        beside: Mapping[str, SourceSpec] | None = None,
+        optional: Mapping[str, SourceSpec] | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
         self._rank, self._signature, self._group, self._computes = rank, signature, group, computes
-        specs = {**signature, **(beside or {})}
+        specs = {**signature, **(optional or {})}
         self._first, self._second = (MadeUpValues(specs, seed, rank.device, tied) for seed in (0, 1))
         self._may_move = may_move
         self._second_state: dict[str, str] | None = None
@@ -131,7 +131,7 @@ class Rehearsal:
             writers.append(VersionWriter(fresh.rank, verdict, self._signature, self.stale_views))
 
         def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
-            chosen = values.chosen(self._signature)
+            chosen = values.only(self._signature)
             return chosen if read is None else OnlyRead(chosen, read)
 
         def compare(wanted: Mapping[str, str]) -> None:

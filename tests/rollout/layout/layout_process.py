@@ -23,6 +23,7 @@ from loaded_models import (
     differing,
     forced,
     hidden_copy_of,
+    in_slices,
     loaded,
     ordinary,
     other,
@@ -45,7 +46,7 @@ from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.layout.verdict import judge
 from weightlane.rollout.layout.write.version_writer import VersionWriter
-from weightlane.sync import LivePart, Manifest, TensorSpec, check_coverage
+from weightlane.sync import LivePart, Manifest, Placement, TensorSpec, check_coverage
 
 
 def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: str = "") -> dict[str, Any]:
@@ -89,15 +90,12 @@ def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: 
         answer: dict[str, Any] = {"started": differing(state(model), ordinary(path, config)), "after": []}
         with forced(way):
             if hub:
-                try:
-                    loader.learn(checkpoint_specs(path, config.model_config.dtype), RankGroup(None))
-                except WeightlaneError as error:
-                    return answer | {"refused": str(error)}
-                specs = [TensorSpec(name, tuple(each.shape), each.dtype) for name, each in versions[0].items()]
-                check_coverage(Manifest(0, tuple(specs), 1 << 20), loader.expectation, part="test")
+                loader.learn(checkpoint_specs(path, config.model_config.dtype), RankGroup(None))
+            needed = loader.needed() if hub else None
             for number in (1, 0, 2):
                 try:
-                    answer["way"] = committed(loader, versions[number], RankGroup(None))
+                    version = form.with_unread(versions[number]) if number else versions[number]
+                    answer["way"] = taken(loader, version, needed if number == 2 else None, in_place=bool(hub))
                 except WeightlaneError as error:
                     return answer | {"refused": str(error)}
                 wrong = differing(state(model), wanted[number])
@@ -119,6 +117,16 @@ def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: 
             "summary": verdict.summary,
             "copies": len(verdict.layout.copies),
         }
+
+
+def taken(loader: VersionLoader, version: dict[str, torch.Tensor], needed: Placement | None, *, in_place: bool) -> str:
+    """Check a version, and commit it: in the slices that are `needed`, if these are given, and `in_place`, too, if not."""
+    specs = tuple(TensorSpec(name, tuple(each.shape), each.dtype) for name, each in version.items())
+    check_coverage(Manifest(0, specs, 1 << 20), loader.expectation, part="test")
+    way = committed(loader, version if needed is None else in_slices(version, needed), RankGroup(None))
+    if in_place and needed is None:
+        loader.write_arriving(arriving(version, 4096))
+    return way
 
 
 def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[LivePart]:

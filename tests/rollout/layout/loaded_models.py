@@ -19,6 +19,9 @@ from weightlane.rollout.layout import Refusal, VersionLoader
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.offline.rank_models import engine_config
 from weightlane.rollout.layout.verdict import whole_reload
+from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
+from weightlane.sync.plan.supply import Supply
+from weightlane.sync.version.sliced_tensors import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
@@ -56,6 +59,17 @@ def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group:
     """Put a version into the loader's model as a worker does; the way it went."""
     loader.learn_for(tensors, group)
     return loader.write(tensors)
+
+
+def in_slices(tensors: dict[str, torch.Tensor], needed: Placement) -> SlicedTensors:
+    """A version as a rank receives it that needs these slices, which may have other names than the trainer's tensors."""
+    specs = tuple(TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    supply = Supply({"trainer-0": Placement.whole(specs)}, 64, checksummed=False, quantised="")
+    wire = supply.on_the_wire(needed)
+    assert wire is not None
+    slicing = Slicing("plan", specs, tuple(TensorSlice(*each) for each in wire.slices))
+    come = {each.as_tensor.name: tensors[each.spec.name][each.box.index].clone() for each in slicing.regions}
+    return SlicedTensors(slicing, come)
 
 
 def loaded(config: Any) -> torch.nn.Module:

@@ -61,17 +61,24 @@ def test_versions_that_go_by_copies_are_bit_for_bit_what_a_fresh_load_of_their_f
 
 
 @pytest.mark.parametrize(
-    "hub",
+    ("hub", "way"),
     [
-        "gpt2",  # names without their prefix, masks
-        "tied-copy",
-        "shared-kv",
-        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("pythia", "bloom", "further-tokens", "shards")),
+        ("gpt2", ""),  # names without their prefix, masks
+        ("gpt2", "reload"),
+        ("tied-copy", ""),
+        ("shared-kv", ""),
+        *(
+            pytest.param(each, "", marks=pytest.mark.exhaustive)
+            for each in ("pythia", "bloom", "further-tokens", "shards")
+        ),
     ],
 )
-def test_a_checkpoint_as_a_hub_has_it_takes_versions_by_copies(hub: str, process: Program, tmp_path: Path) -> None:
-    answer = compared(process, HUB_FORMS[hub].kind, tmp_path, "bfloat16", hub=hub)
-    assert answer["way"] == "traced", answer["summary"]
+def test_a_checkpoint_as_a_hub_has_it_takes_versions_whole_in_slices_and_in_place(
+    hub: str, way: str, process: Program, tmp_path: Path
+) -> None:
+    """Under the names of a trainer, and with what no rank reads."""
+    answer = compared(process, HUB_FORMS[hub].kind, tmp_path, "bfloat16", way, hub)
+    assert answer["way"] == (way or "traced"), answer["summary"]
     assert answer["after"] == answer["sparse"] == []
 
 

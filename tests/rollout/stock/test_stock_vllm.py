@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hub_forms import HUB_FORMS
 from json_program import Program
 from publishing import OneRankTrainer, PlainReplica
 from tiny_models import (
@@ -25,6 +27,8 @@ from tiny_models import (
     vllm_parameters,
 )
 from waiting import HANG_S
+from zoo_kind import make
+from zoo_models import KINDS
 
 from weightlane.ckpt_engines import SyncAbortedError
 
@@ -122,24 +126,33 @@ def test_a_quantised_model_takes_versions_in_its_own_format_and_no_others(
     assert looks(offline) == wanted
 
 
-def test_an_embedding_model_gives_the_embeddings_of_one_that_was_started_with_the_version(
+def test_an_embedding_model_from_a_hub_gives_the_embeddings_of_one_that_was_started_with_the_version(
     offline: Program, tmp_path: Path
 ) -> None:
-    """The files have a head, which neither the server nor its trainer has."""
+    """A full version and a delta, under the trainer's names and with masks that no rank reads, which change as well."""
+    form, kind = HUB_FORMS["gpt2"], replace(KINDS["gpt2"], sizes=KINDS["gpt2"].sizes | {"n_embd": 128})
+    like = [make(kind, tmp_path / f"plain{seed}", seed=seed, dtype=torch.float32) for seed in range(2)]
+    versions = [form.with_unread(load_tensors(model)) for model in like]
+    versions.append({name: tensor.clone() for name, tensor in versions[1].items()})
+    for tensor in versions[2].values():
+        tensor.view(-1)[1] += 1
+    sent = [copy_with(version, like[0], tmp_path / f"sent{number}") for number, version in enumerate(versions)]
+    served = [copy_with(form.files(versions[number]), like[0], tmp_path / f"hub{number}") for number in (0, 2)]
+    for model in served:
+        add_tokenizer(model)  # vLLM serves no embeddings without one
 
     def embedding(offline: Program) -> Any:
         return offline.call("embedding", PROMPT)
 
-    models = [make_qwen3(tmp_path / str(seed), seed=seed) for seed in range(2)]
-    for model in models:
-        add_tokenizer(model)  # vLLM serves no embeddings without one
-    offline.call("start", str(models[1]), "float32", "weightlane", "pooling")
+    offline.call("start", str(served[1]), "float32", "weightlane", "pooling")
     wanted = embedding(offline)
-    offline.call("start", str(models[0]), "float32", "weightlane", "pooling")
-    assert embedding(offline) != wanted
-    body = {name: tensor for name, tensor in load_tensors(models[0]).items() if name != "lm_head.weight"}
-    trainer = OneRankTrainer(body)
-    assert take_versions(offline, trainer, models[1:], embedding) == [wanted]
+    offline.call("start", str(served[0]), "float32", "weightlane", "pooling")
+    before = embedding(offline)
+    trainer = OneRankTrainer(sent[0], "filesystem", {"path": str(tmp_path / "versions")}, codec="delta")
+    full, delta = take_versions(offline, trainer, sent[1:], embedding)
+    assert trainer.codecs == ["dense", "delta"]
+    assert delta == wanted
+    assert len({*map(tuple, (before, full, wanted))}) == 3
 
 
 def test_an_engine_that_does_not_use_weightlane_packs_its_layers_and_experts_as_before(

@@ -49,6 +49,7 @@ class OneRankTrainer:
         self.live = {name: tensor.clone() for name, tensor in tensors.items()}
         self.backend, self.options = backend, options or {}
         self.version = 0
+        self.codecs: list[str] = []
         self._rendezvous = Rendezvous.host()
         specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()]
         self._publisher = Publisher(
@@ -91,7 +92,9 @@ class OneRankTrainer:
         self._publisher.publish(self.version)
         syncing = asyncio.create_task(self._coordinator.sync(self.version))
         await asyncio.to_thread(self._publisher.fence)
-        return await syncing
+        report = await syncing
+        self.codecs.append(report.codec)
+        return report
 
     def close(self) -> None:
         if self._coordinator is not None:

@@ -19,7 +19,7 @@ EXPECTED = Expectation(
     },
     tied={"lm_head": "embed"},
     unread=frozenset({"mask"}),
-    place=lambda name: name.replace("decoder_norm", "norm"),
+    place=lambda name: name.replace("decoder_norm", "norm").replace("final_norm", "norm"),
 )
 GOOD = {"embed": ((10, 4), F32), "q_proj": ((4, 4), BF16), "norm": ((), F32)}
 
@@ -50,6 +50,7 @@ def test_tensors_are_accepted_under_names_that_mean_the_same_and_with_others_tha
         ({"norm": None}, "missing norm"),
         ({"embed": None, "lm_head": ((10, 4), F32)}, "missing embed"),
         ({"bias": ((4,), F32)}, "unexpected bias"),
+        ({"norm": None, "decoder_norm": ((), F32), "final_norm": ((), F32)}, "missing norm; unexpected"),
         ({"norm": None, "model.norm": ((), F32), "other.norm": ((), F32)}, "unexpected other.norm"),
         ({"q_proj": None, "qkv_proj": ((12, 4), F32)}, r"missing q_proj; unexpected qkv_proj \(these look fused"),
         ({"embed": ((12, 4), F32)}, r"embed has shape \[12, 4\], expected \[10, 4\] \(padded rows"),

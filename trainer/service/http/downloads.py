@@ -66,7 +66,9 @@ class DownloadLinks:
             return _stream(_packed(files), "application/x-tar", "checkpoint.tar")
         found = next((file for file in files if file.name == name), None)
         if found is None:
-            raise UnknownError(f"there is no file {name[:80]!r} in tinker://{checkpoint}.", part=_PART)
+            raise UnknownError(
+                f"there is no file {name[:80]!r} in tinker://{checkpoint}.", part=_PART, hint="Ask for its links again."
+            )
         return _stream(_pieces(found, found.stat().st_size), "application/octet-stream", name)
 
     def _link(self, request: Request, address: str, client: str, expires: int) -> str:

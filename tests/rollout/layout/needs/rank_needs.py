@@ -11,6 +11,7 @@ from loaded_models import (
     committed,
     differing,
     forced,
+    in_slices,
     loaded,
     ordinary,
     state,
@@ -25,7 +26,7 @@ from weightlane.rollout.layout.loading.expectation import checkpoint_specs
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.layout.trace.loading_reads import read_by_loading
-from weightlane.sync import SlicedTensors, TensorSlice
+from weightlane.sync import SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import Slicing
 
@@ -103,11 +104,8 @@ def slices_of_reloads(path: str, other_path: str, world: int) -> list[dict[str, 
             touched = differing(before, state(model))
             needed = loader.needed()
             assert needed is not None
-            slicing = Slicing("plan", needed.specs, tuple(TensorSlice(*each) for each in needed.slices))
-            come = {
-                region.as_tensor.name: second[region.spec.name][region.box.index].clone() for region in slicing.regions
-            }
-            way = committed(loader, SlicedTensors(slicing, come), alone)
+            sliced = in_slices(second, needed)
+            way = committed(loader, sliced, alone)
             answers.append(
                 {
                     "way": way,
@@ -121,8 +119,8 @@ def slices_of_reloads(path: str, other_path: str, world: int) -> list[dict[str, 
                     },
                 }
             )
-            del come[next(iter(come))]
-            fewer = Slicing("plan", needed.specs, slicing.regions[1:])
+            come = dict([*sliced.staged.items()][1:])
+            fewer = Slicing("plan", needed.specs, sliced.slicing.regions[1:])
             before = state(model)
             try:
                 committed(loader, SlicedTensors(fewer, come), alone)

@@ -34,8 +34,15 @@ class HubForm:
         found = {name.removeprefix(self.without): tensor for name, tensor in version.items()}
         if self.head:
             found[HEAD] = found[EMBEDDING].clone()
+        return found | self._extra(version)
+
+    def with_unread(self, version: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The version of a trainer that has the further tensors, too, with its names."""
+        return {**version, **{f"{self.without}{name}": tensor for name, tensor in self._extra(version).items()}}
+
+    def _extra(self, version: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         narrow = next(iter(version.values())).dtype
-        return found | {name: random_bits(shape, narrow, seed=len(name)) for name, shape in self.extra.items()}
+        return {name: random_bits(shape, narrow, seed=len(name)) for name, shape in self.extra.items()}
 
     def cut(self, model: Path) -> Path:
         """Write the one file of `model` as several, with an index, if the form is so."""
@@ -59,8 +66,7 @@ HUB_FORMS = {
     "pythia": HubForm(
         "gpt-neox",
         extra=_layers("gpt_neox.layers.{}.attention.bias", (1, 1, 256, 256))
-        | _layers("gpt_neox.layers.{}.attention.masked_bias", ())
-        | _layers("gpt_neox.layers.{}.attention.rotary_emb.inv_freq", (8,)),
+        | _layers("gpt_neox.layers.{}.attention.masked_bias", ()),
     ),
     "bloom": HubForm("bloom", "transformer."),
     "further-tokens": HubForm("qwen3-next", extra={"mtp.fc.weight": (64, 128), "mtp.norm.weight": (64,)}),
