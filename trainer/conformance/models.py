@@ -23,8 +23,10 @@ MODELING = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODEL
 """Modules of these architectures, which take a second to import."""
 
 
-def make_model(name: str, directory: Path) -> Path:
+def make_model(name: str, directory: Path, **changes: Any) -> Path:
     """Write the model `name`, one of `MODELS`, with a tokenizer, to ``directory/name``, and return that path.
+
+    `changes` are settings of its configuration in the place of the usual ones.
 
     Models have 2 layers, 4 attention heads, 2 of keys and values, and 4 experts if they have any: enough for layouts that
     split each of these by two. Their weights are float32, from a fixed seed, and so large that attention is not uniform.
@@ -34,7 +36,7 @@ def make_model(name: str, directory: Path) -> Path:
     from tokenizers.models import WordLevel  # noqa: PLC0415 - as above
 
     transformers.utils.logging.disable_progress_bar()
-    config = getattr(transformers, _ARCHITECTURES[name][0])(**_settings(name))
+    config = getattr(transformers, _ARCHITECTURES[name][0])(**{**_settings(name), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(MODELS.index(name))
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -13,7 +13,7 @@ from weightlane.sync.version.tensor_spec import kept_in_float32
 
 from ...engines.contract import STATE_PARTS
 from ..batches import BatchSpec
-from ..models import VOCABULARY
+from ..models import VOCABULARY, make_model
 from ..processes.team import Team
 from ..reference import Reference, checkpoint
 from .base import TeamMaker, TrainingConformanceBase, expect_equal, expect_same_change
@@ -123,6 +123,31 @@ class StateChecks(TrainingConformanceBase):
         team.all_fail(WeightlaneError, "load", directory=str(tmp_path))
         expect_equal(team.tensors(), weights, "the weights after what could not be loaded")
         team.step(BatchSpec())
+
+    def test_a_state_of_another_model_is_not_loaded(self, team: Team, first_model: Path, tmp_path: Path) -> None:
+        """A deeper, shallower, wider, narrower, or larger one: no weight of any rank changes, and the engine trains on."""
+        others = {
+            "deeper": {"num_hidden_layers": 4},
+            "wider": {"intermediate_size": 48},
+            "larger": {"vocab_size": VOCABULARY + 6},
+        }
+        own, states = str(tmp_path / "own"), {name: str(tmp_path / name) for name in others}
+
+        def refuse(state: str, what: str) -> None:
+            weights = team.tensors()
+            team.all_fail(ConfigError, "load", directory=state)
+            expect_equal(team.tensors(), weights, f"the weights of {what} after a state that does not fit")
+            team.step(BatchSpec())
+
+        team.setup(first_model)
+        team.all("save", directory=own)
+        for name, changes in others.items():
+            team.setup(make_model(self.models[0], tmp_path / "models" / name, **changes))
+            refuse(own, f"a {name} model")
+            team.all("save", directory=states[name])
+        team.setup(first_model)
+        for name, state in states.items():
+            refuse(state, f"a model whose state was of a {name} one")
 
     def test_state_that_is_away_comes_back_bit_for_bit(self, team: Team, first_model: Path) -> None:
         """Between two calls of a mini-batch everything moves away and back; meanwhile calls that need it are refused."""

@@ -21,6 +21,7 @@ from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from ..hf.stored_slices import misfit
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
 from .loading import model_class, weights_reader
@@ -116,6 +117,7 @@ def load_state(
     state["step"] = torch.tensor(0)
     try:
         known = FileSystemReader(directory).read_metadata().state_dict_metadata
+        _refuse_another_model(directory, known, tensors)
         # Saved with fewer ranks, there is no random state for this one: it keeps the seed's.
         state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
         load(state, checkpoint_id=directory)
@@ -132,6 +134,17 @@ def load_state(
     if device.type == "cuda" and f"cuda_{rank}" in state["random"]:
         torch.cuda.set_rng_state(state["random"][f"cuda_{rank}"])
     return int(state["step"])
+
+
+def _refuse_another_model(directory: Path, known: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ConfigError` unless the state holds exactly these weights: torch overlooks those that no rank asks for."""
+    held = {key.removeprefix(_MODEL): about.size for key, about in known.items() if key.startswith(_MODEL)}
+    if difference := misfit(held, {name: tensor.shape for name, tensor in tensors.items()}):
+        raise ConfigError(
+            f"the training state in {directory} does not fit this model: {difference}.",
+            part=PART,
+            hint="Check model and path.",
+        )
 
 
 def export_model(

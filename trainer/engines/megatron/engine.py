@@ -235,7 +235,7 @@ class MegatronEngine(AdaptedEngine):
             adapters = self._saved_adapters(directory)
             if whole := is_model_dir(directory, self.config.head, self._device):
                 load_model(directory, self._facts.shape, self._shapes, self._slices, self._device)
-            step = 0 if whole else load_state(directory, self._slices, self.rank, self._device)
+            step = 0 if whole else load_state(directory, self._shapes, self._slices, self.rank, self._device)
             self._step = step if optimizer else 0
             if not self._step:
                 forget_moments(self._slices)

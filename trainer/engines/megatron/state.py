@@ -23,7 +23,7 @@ from ...config import Head
 from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
-from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
+from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, misfit, shapes_in
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank, share_json
 from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
@@ -85,19 +85,12 @@ def _fitting_tensors(
         if name in held or not (model.valued and name.startswith(VALUE_HEAD))
     }
     held = {name: shape for name, shape in held.items() if not _is_extra_layer(name, shapes)}
-    for kind, names in (
-        ("missing keys", shapes.keys() - held.keys()),
-        ("unexpected keys", held.keys() - shapes.keys()),
-        ("mismatched shapes of", {name for name in shapes.keys() & held.keys() if shapes[name] != held[name]}),
-    ):
-        if names:
-            first = sorted(names)[:5]
-            raise ConfigError(
-                f"the weights in {model_dir} do not fit their config.json: {kind} {', '.join(first)}"
-                f"{' and more' if len(names) > len(first) else ''}.",
-                part="model",
-                hint="Fetch the model again, or repair its config.json.",
-            )
+    if difference := misfit(held, shapes):
+        raise ConfigError(
+            f"the weights in {model_dir} do not fit their config.json: {difference}.",
+            part="model",
+            hint="Fetch the model again, or repair its config.json.",
+        )
     return stored
 
 
@@ -153,28 +146,53 @@ def save_state(
         raise
 
 
-def load_state(directory: Path, slices: Sequence[WeightSlice], rank: int, device: torch.device) -> int:
-    """Fill weights and moments from what `save_state` wrote, restore this rank's random state, return the step. Collective."""
-    step = [0]
+def load_state(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Sequence[WeightSlice],
+    rank: int,
+    device: torch.device,
+) -> int:
+    """Fill weights and moments from what `save_state` wrote, restore this rank's random state, return the step. Collective.
+
+    Args:
+        directory: holds the state.
+        shapes: every tensor of the model's checkpoint.
+        slices: what to fill.
+        rank: this one.
+        device: where collectives work.
+
+    Raises `ConfigError`, with nothing filled on any rank, when the state is not one of a model with exactly these tensors.
+    """
+    wanted = [(f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds()]
+    found: list[tuple[int, dict[str, list[StoredSlice]]]] = []
+
+    def check() -> None:
+        about, stored = _state_tensors(directory)
+        held = {
+            key.split("|")[1]: _full_shape(pieces) for key, pieces in stored.items() if key.startswith(f"{WEIGHT}|")
+        }
+        difference = misfit(held, shapes)
+        with Shelf(stored) as shelf:
+            lacking = next((name for name, box, _ in wanted if not shelf.holds(name, box)), None)
+        if difference or lacking:
+            raise ConfigError(
+                f"the training state in {directory} does not fit this model: {difference or f'it lacks some of {lacking}'}.",
+                part=PART,
+                hint="Check model and path.",
+            )
+        found.append((int(about["step"]), stored))
 
     def read() -> None:
-        about, stored = _state_tensors(directory)
         with Shelf(stored) as shelf:
-            wanted = [(f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds()]
-            for name, box, _ in wanted:
-                if not shelf.holds(name, box):
-                    raise ConfigError(
-                        f"the training state in {directory} does not fit this model: it lacks some of {name}.",
-                        part=PART,
-                        hint="Check model and path.",
-                    )
             for name, box, into in wanted:
                 shelf.read(name, box, into)
-            _restore_random_state(directory, rank, device)
-        step[0] = int(about["step"])
+        _restore_random_state(directory, rank, device)
 
+    on_every_rank(check, device, PART)  # before any rank reads
+    ((step, stored),) = found
     on_every_rank(read, device, PART)
-    return step[0]
+    return step
 
 
 def export_model(
@@ -223,7 +241,7 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
         for key, slices in stored.items():
             kind, name = key.split("|")
             if kind == WEIGHT:
-                shape = tuple(map(max, zip(*(_end(piece.box) for piece in slices), strict=True)))
+                shape = _full_shape(slices)
                 exact = name in kept or name in adapters.merged_names
                 full[name] = torch.empty(shape, dtype=torch.float32 if exact else dtype)
                 shelf.read(key, Box.whole(shape), full[name])
@@ -232,8 +250,10 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
     _write_hf(directory, ExportedModel(model_dir, head, dtype, kept), full)
 
 
-def _end(box: Box) -> tuple[int, ...]:
-    return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
+def _full_shape(slices: Iterable[StoredSlice]) -> tuple[int, ...]:
+    """Shape of the tensor of which these are all slices."""
+    ends = (map(sum, zip(piece.box.starts, piece.box.shape, strict=True)) for piece in slices)
+    return tuple(map(max, zip(*ends, strict=True)))
 
 
 def _write_hf(directory: Path, about: ExportedModel, full: dict[str, torch.Tensor]) -> None:
