@@ -313,7 +313,7 @@ class Subscriber(Participant):
             ready = Ready(name=self.name, session=session.name, version=manifest.version)
             self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready))
         else:
-            self._staging.reserve(manifest, viewed=viewed)
+            self._staging.reserve(manifest, viewed=viewed, live=prepare_delta is not None)
         if session.relay_links:
             relay = Relay(session.relay_links, sent, deadline, stall_s, self.name, self.hooks)
         return StageRequest(manifest, sent, session, deadline, stall_s, viewed, stream, prepare_delta, relay)

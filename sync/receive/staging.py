@@ -82,11 +82,13 @@ class Staging:
     def _is_to_be_kept(self, viewed: ViewedVersion) -> bool:
         return bool(viewed.committed) and not 0 < self._limit < viewed.nbytes
 
-    def reserve(self, manifest: Manifest, *, viewed: bool = False) -> None:
+    def reserve(self, manifest: Manifest, *, viewed: bool = False, live: bool = False) -> None:
         """Make room for a version, which will be `viewed` or received. Drops an earlier version that is not committed.
 
-        Raises `StagingMemoryError` when the version needs more than the limit, or `CommitError` while an earlier version is
-        being loaded.
+        A delta is for the kept version, or for the `live` weights.
+
+        Raises `StagingMemoryError` when the version needs more than the limit, `DeltaBaseError` for a delta that needs more than
+        its base leaves of it, or `CommitError` while an earlier version is being loaded.
         """
         needed = 0 if viewed else _DELTA_FACTOR * manifest.wire_bytes if manifest.is_delta else manifest.total_bytes
         if self._limit and needed > self._limit:
@@ -103,13 +105,23 @@ class Staging:
                     part=self._part,
                     hint="Its commit outlived its deadline; the next version will be taken once it has ended.",
                 )
+            to_copy = self._viewed if self._viewed is not None and self._is_to_be_kept(self._viewed) else None
+            kept = to_copy.nbytes if to_copy else self._serving.data.numel()
+            is_too_much = 0 < self._limit < needed + kept
+            if is_too_much and manifest.is_delta and not live:
+                raise DeltaBaseError(
+                    f"version {manifest.version} is a delta that needs {needed / 2**20:.1f} MiB beside version"
+                    f" {manifest.base_version} of {kept / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",
+                    part=self._part,
+                    hint="The coordinator has the version sent in full then. Raise rollout.staging_limit_bytes for deltas.",
+                )
             self._incoming.manifest = None
             self._roll_back_delta()
-            if self._viewed is not None and self._viewed.committed is None:
-                self._viewed = None
+            if self._viewed is not None and (self._viewed.committed is None or is_too_much):
+                self._viewed = None  # also while `clean_up` copies it
             if viewed or manifest.is_delta:
                 self._incoming = self._empty()  # not filled by this version
-            if self._limit and needed + self._serving.data.numel() > self._limit:
+            if is_too_much:
                 self._serving = self._empty()
 
     def memory(self, manifest: Manifest) -> torch.Tensor:
@@ -245,25 +257,24 @@ class Staging:
             if viewed.committed is None or self._taken == version:
                 return False
             copied = self._is_to_be_kept(viewed) and self._taken is None and (keep or not viewed.manifest.identity)
+            memory = self._serving.data if copied and self._serving.data.numel() >= viewed.nbytes else None
             if copied:
-                self._serving.manifest = None
-        copied = copied and self._copy_into_serving(viewed)
+                self._serving = self._empty()  # frees memory that is too small before other memory is allocated
+        slot = self._copy_of(viewed, memory) if copied else None
         with self._lock:
-            if copied:
-                self._serving.manifest = viewed.manifest
-            self._viewed = None
+            if self._viewed is viewed:  # nobody needed the memory meanwhile
+                self._viewed = None
+                self._serving = self._serving if slot is None else slot
         return True
 
-    def _copy_into_serving(self, viewed: ViewedVersion) -> bool:
-        if self._serving.data.numel() < viewed.nbytes:
-            self._serving = self._empty()  # frees the old memory before the new memory is allocated
-            try:
-                self._serving = self._new_copy_slot(viewed.nbytes)
-            except (RuntimeError, MemoryError) as error:
-                _log.warning("%s: no memory to keep version %d for a rollback: %s", self._part, viewed.version, error)
-                return False
-        viewed.copy_to(self._serving.data)
-        return True
+    def _copy_of(self, viewed: ViewedVersion, memory: torch.Tensor | None) -> StagingSlot | None:
+        try:
+            data = self._new_copy_slot(viewed.nbytes).data if memory is None else memory
+        except (RuntimeError, MemoryError) as error:
+            _log.warning("%s: no memory to keep version %d for a rollback: %s", self._part, viewed.version, error)
+            return None
+        viewed.copy_to(data)
+        return StagingSlot(data, viewed.manifest)
 
     def drop(self) -> None:
         """Forget staged versions, unless they are being loaded. Keeps the version that serves."""

@@ -17,6 +17,7 @@ from weightlane.ckpt_engines import (
     CommitError,
     ConfigError,
     DeadlineExceededError,
+    DeltaBaseError,
     QuarantinedError,
 )
 from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
@@ -24,6 +25,8 @@ from weightlane.sync.receive.staged_version import ViewedVersion
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.manifest_message import DeltaSegment
 
 SPEC = TensorSpec("w", (16,), torch.float32)
 
@@ -92,6 +95,31 @@ def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> N
     staging.commit(2)
     assert staging.clean_up(2, keep=False), "no copy is kept where deltas go into the live weights"
     staged(staging, 3)
+    with pytest.raises(CommitError, match="not kept here"):
+        staging.take_previous(3)
+
+
+def test_what_is_kept_is_neither_dropped_for_its_own_delta_nor_half_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, copied = Staging("rollout-0/0", 100, torch.device("cpu")), ViewedVersion.copy_to
+    base = {"base_version": 1, "base_identity": "a/1", "segments": (DeltaSegment(0, Box((0,), (16,)), nbytes=16),)}
+    delta = Manifest(2, (SPEC,), 64, codec="delta", identity="a/2", **base)  # type: ignore[arg-type]
+    staged(staging, 1, identity="a/1")
+    staging.commit(1)
+    for _ in range(2):  # before its copy, and after
+        with pytest.raises(DeltaBaseError, match=r"a delta that needs 0\.0 MiB beside version 1"):
+            staging.reserve(delta)
+        assert staging.kept_identity("") == "a/1"
+        assert staging.clean_up(1)
+    staged(staging, 2, identity="b/2")
+    staging.commit(2)
+
+    def room_is_needed_meanwhile(viewed: ViewedVersion, stream: torch.Tensor) -> None:
+        staging.reserve(Manifest(3, (SPEC,), 64))
+        copied(viewed, stream)
+
+    monkeypatch.setattr(ViewedVersion, "copy_to", room_is_needed_meanwhile)
+    assert staging.clean_up(2)
+    assert staging.kept_identity("") == "", "memory beyond the limit, or a version without its bytes"
     with pytest.raises(CommitError, match="not kept here"):
         staging.take_previous(3)
 
