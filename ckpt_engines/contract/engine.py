@@ -86,8 +86,8 @@ class Topology:
 class WeightSender(ABC):
     """The sending half of an engine.
 
-    All calls come from one thread, except `close`, which may come from any thread at any time. Every call after `close` raises
-    `ClosedError`.
+    Calls come one at a time, from any thread: the one that connects is not the one that posts. `close` may come at any time.
+    Every call after `close` raises `ClosedError`.
     """
 
     @abstractmethod
@@ -132,7 +132,7 @@ class WeightSender(ABC):
 
 
 class WeightReceiver(ABC):
-    """The receiving half of an engine. Calls come from the same threads as those of `WeightSender`."""
+    """The receiving half of an engine. Calls come as those of `WeightSender` do."""
 
     @abstractmethod
     def address(self) -> Address:

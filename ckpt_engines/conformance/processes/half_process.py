@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -112,12 +113,11 @@ class HalfProcess:
         return address
 
     def connect(self, topology: dict[str, Any], deadline_s: float) -> None:
-        """Connect the half; `topology` has its key in hexadecimal."""
+        """Connect the half, in another thread than moves its data; `topology` has its key in hexadecimal."""
         key = bytes.fromhex(topology["key"])
-        self.link.connect(
-            Topology(topology["session"], topology["senders"], topology["receivers"], key=key),
-            Deadline.after(deadline_s),
-        )
+        told = Topology(topology["session"], topology["senders"], topology["receivers"], key=key)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self.link.connect, told, Deadline.after(deadline_s)).result()
 
     def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
         """Allocate buffers of these sizes, all at once, and describe them. ``intact``: no other one overwrote the buffer."""

@@ -78,6 +78,18 @@ def AddsATimeoutOfItsOwn(half: Half, flush: Call, deadline: Deadline, pending: i
     flush(Deadline.after(0.1), pending)
 
 
+@engine_with
+class IsBoundToTheThreadThatConnects(Sender):
+    """Finds its connections in a thread-local variable."""
+
+    own = threading.local()
+
+    def around(self, call: str, *arguments: Any) -> Any:
+        if call in {"connect", "post"}:
+            assert vars(self.own).setdefault("first call", call) == "connect", "connections of another thread"
+        return super().around(call, *arguments)
+
+
 class OneCallAtATime(Half):
     def __init__(self, real: Any) -> None:
         super().__init__(real)

@@ -71,6 +71,7 @@ DEFECTS: dict[str, dict[str, str]] = {
         "several_buckets_are_under_way_at_a_time[2]": "holds the bytes of bucket",
         "a_slow_receiver_gets_every_bucket": "holds the bytes of bucket",
     },
+    "IsBoundToTheThreadThatConnects": {"every_receiver_gets_every_byte[1]": "connections of another thread"},
     "Truncates": {"buckets_of_odd_sizes_arrive_to_their_last_byte": "was not written from byte"},
     "WaitsForEmptyBuckets": {"buckets_of_no_bytes_arrive": "ProtocolError"},
     "KeepsOldVersions": {"versions_follow_each_other_back_to_back": "holds the bytes of bucket 0 of version 1"},
