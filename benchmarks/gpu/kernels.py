@@ -65,15 +65,15 @@ def delta(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
     wire = encoded.to_bytes()
     patch = decode(wire, elements=numel, itemsize=2).to(device)
     target = old.clone()
-    patch.swap_(target)
+    patch.flip_(target)
     assert torch.equal(target, new), "the delta does not lead to the new weights"
-    patch.swap_(target)
+    patch.flip_(target)
     assert torch.equal(target, old), "the delta does not lead back"
     figures = {"delta: wire share": encoded.nbytes / new.nbytes}
     work: dict[str, Callable[[], object]] = {
         "encode": lambda: encode(old, new),
         "decode": lambda: decode(wire, elements=numel, itemsize=2).to(device),
-        "write": lambda: patch.swap_(target),
+        "write": lambda: patch.flip_(target),
     }
     if runtime.has_streams:
         work["compare and compact"] = lambda: cuda_kernels.count_changes(old, new).compact()
