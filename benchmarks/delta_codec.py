@@ -54,7 +54,7 @@ def row(old: torch.Tensor, density: float, rounds: int) -> dict[str, Any]:
     encoded.write_into(wire)
     patch = decode(wire, elements=new.numel(), itemsize=new.itemsize).to(old.device)
     target, copy = old.clone(), torch.empty_like(old)
-    patch.swap_(target)
+    patch.flip_(target)
     assert torch.equal(target.view(integers.dtype), integers), "the delta is wrong"
 
     def write() -> None:
@@ -66,7 +66,7 @@ def row(old: torch.Tensor, density: float, rounds: int) -> dict[str, Any]:
         return decode(wire, elements=new.numel(), itemsize=new.itemsize).to(old.device)
 
     memcpy_s, encode_s, decode_s, swap_s = measure(
-        rounds, lambda: copy.copy_(new), write, read, lambda: patch.swap_(target)
+        rounds, lambda: copy.copy_(new), write, read, lambda: patch.flip_(target)
     )
     return {
         "density": encoded.changed / encoded.elements,

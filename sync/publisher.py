@@ -272,7 +272,6 @@ class Publisher(Participant):
 
     def _committed(self, version: int) -> None:
         publication = self._queue.committed(version)
-        self._chooser.committed(version)
         session = self._queue.session
         if session is None or session.pipeline is None or not session.stores:
             return

@@ -19,7 +19,7 @@ import torch
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, numbered_device, runtime_of
 from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
-from weightlane.sync.codecs.quantised import QUANTISERS
+from weightlane.sync.codecs.quantised import block_fp8
 
 from .program import finish, options_of
 
@@ -65,15 +65,15 @@ def delta(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
     wire = encoded.to_bytes()
     patch = decode(wire, elements=numel, itemsize=2).to(device)
     target = old.clone()
-    patch.swap_(target)
+    patch.flip_(target)
     assert torch.equal(target, new), "the delta does not lead to the new weights"
-    patch.swap_(target)
+    patch.flip_(target)
     assert torch.equal(target, old), "the delta does not lead back"
     figures = {"delta: wire share": encoded.nbytes / new.nbytes}
     work: dict[str, Callable[[], object]] = {
         "encode": lambda: encode(old, new),
         "decode": lambda: decode(wire, elements=numel, itemsize=2).to(device),
-        "write": lambda: patch.swap_(target),
+        "write": lambda: patch.flip_(target),
     }
     if runtime.has_streams:
         work["compare and compact"] = lambda: cuda_kernels.count_changes(old, new).compact()
@@ -84,29 +84,28 @@ def delta(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
 
 def fp8(runtime: DeviceRuntime, mib: int) -> dict[str, Any]:
     """Figures of block fp8, of bf16 weights. Raises AssertionError when anything is not bit for bit what it has to be."""
-    quantiser = QUANTISERS["fp8"]
     rows = (mib << 19) // COLUMNS
     matrix = torch.randn(rows, COLUMNS, device=runtime.device).bfloat16()
-    scales = quantiser.scales_of(quantiser.magnitudes(matrix))
-    quantised = quantiser.quantise(matrix, scales)
+    scales = block_fp8.scales_of(block_fp8.magnitudes(matrix))
+    quantised = block_fp8.quantise(matrix, scales)
     restored = torch.empty_like(matrix)
-    quantiser.dequantise(quantised, scales, out=restored)
+    block_fp8.dequantise(quantised, scales, out=restored)
     some = min(rows, _COMPARED_NUMEL // COLUMNS)
     on_cpu = matrix[:some].cpu()
-    own_scales = quantiser.scales_of(quantiser.magnitudes(on_cpu))
-    own = quantiser.quantise(on_cpu, own_scales)
+    own_scales = block_fp8.scales_of(block_fp8.magnitudes(on_cpu))
+    own = block_fp8.quantise(on_cpu, own_scales)
     blocks = own_scales.shape[0] if some == rows or some % 128 == 0 else own_scales.shape[0] - 1
     whole = min(some, blocks * 128)
     assert torch.equal(scales[:blocks].cpu(), own_scales[:blocks]), "the device's scales are not the CPU's"
     assert torch.equal(quantised[:whole].cpu().view(torch.uint8), own[:whole].view(torch.uint8)), "nor are the elements"
     again = torch.empty(some, COLUMNS, dtype=torch.bfloat16)
-    quantiser.dequantise(own, own_scales, out=again)
+    block_fp8.dequantise(own, own_scales, out=again)
     assert torch.equal(restored[:whole].cpu(), again[:whole]), "nor is what they stand for"
     work: dict[str, Callable[[], object]] = {
-        "quantise": lambda: quantiser.quantise(
-            matrix, quantiser.scales_of(quantiser.magnitudes(matrix)), out=quantised
+        "quantise": lambda: block_fp8.quantise(
+            matrix, block_fp8.scales_of(block_fp8.magnitudes(matrix)), out=quantised
         ),
-        "restore": lambda: quantiser.dequantise(quantised, scales, out=restored),
+        "restore": lambda: block_fp8.dequantise(quantised, scales, out=restored),
     }
     return {f"fp8: {name}, GB/s": matrix.nbytes / median_s(runtime, piece) / 1e9 for name, piece in work.items()}
 

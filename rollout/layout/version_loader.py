@@ -83,8 +83,10 @@ class VersionLoader:
 
     @property
     def takes_deltas(self) -> bool:
-        """Whether changed elements can be written straight into the parameters: every weight is copied."""
-        return self._writer is not None and self._verdict is not None and self._verdict.method is WriteMethod.TRACED
+        """Whether changed elements can be written straight into the parameters: every weight is copied, and none is rounded."""
+        if self.plan is None or self._verdict is None or self._verdict.method is not WriteMethod.TRACED:
+            return False
+        return self.plan.keeps_sent_bits
 
     def live_delta(self, delta: IncomingDelta) -> LiveDelta:
         """Locate the elements of `delta` on this rank. Nothing is changed.

@@ -53,8 +53,8 @@ def planned_session(
     shares = holders.assign()
     quantised = "" if sync.quantise == "none" else sync.quantise
     if sync.quantise != "none":
-        wire_specs(holders.specs, sync.quantise)
-        shares = {name: quantised_placement(share, sync.quantise) for name, share in shares.items()}
+        wire_specs(holders.specs)
+        shares = {name: quantised_placement(share) for name, share in shares.items()}
     supply = Supply(shares, network.bucket_bytes, sync.integrity == "full", quantised)
     if facts.persistent:
         notes = [

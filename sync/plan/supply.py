@@ -10,7 +10,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError
 
-from ..codecs.quantised.quantisation import checked_scheme
+from ..codecs.quantised.quantisation import check_format
 from ..codecs.quantised.quantised_needs import needed_on_the_wire
 from ..config import Network
 from ..version.bucket_checksums import SessionMailbox
@@ -68,7 +68,10 @@ class Supply:
             for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
         ):
             return Placement(tuple(sent[spec.name] for spec in needed.specs), needed.boxes)
-        return needed_on_the_wire(needed, self.specs, checked_scheme(self.quantised)) if self.quantised else None
+        if not self.quantised:
+            return None
+        check_format(self.quantised)
+        return needed_on_the_wire(needed, self.specs)
 
     def to_plain(self) -> list[Any]:
         """The supply as JSON."""

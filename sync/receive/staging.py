@@ -16,7 +16,7 @@ from ..version.manifest import Manifest
 from .staged_version import StagingSlot, ViewedVersion, new_receive_memory
 
 _log = logging.getLogger(__name__)
-_DELTA_FACTOR = 4
+_DELTA_FACTOR = 8
 """Most memory to receive and decode a delta, in bytes per byte on the wire."""
 
 

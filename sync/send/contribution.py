@@ -63,9 +63,9 @@ class Contribution:
         """The slices that this rank sends."""
         quantised: QuantisedShards | None = None
         if quantise != "none":
-            quantised = QuantisedShards(own, quantise)
-            specs = wire_specs(specs, quantise)
-            shares = [quantised_placement(each, quantise) for each in shares]
+            quantised = QuantisedShards(own)
+            specs = wire_specs(specs)
+            shares = [quantised_placement(each) for each in shares]
             self.slices = quantised.slices
         self._shares = shares
         """The slices that each rank sends, in rank order."""

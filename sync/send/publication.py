@@ -40,8 +40,6 @@ class Publication:
     """The codec it is sent with."""
     slot: SnapshotSlot | None = None
     """The memory of its snapshot, once that has begun."""
-    began: float = 0.0
-    """When its snapshot began, `time.perf_counter()` seconds."""
     base: DeltaBase | None = None
     """The version that a delta applies to."""
     delta: RankDelta | None = None

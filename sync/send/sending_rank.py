@@ -53,7 +53,7 @@ class SendingRank:
         """The segments of the newest delta; grows."""
         self.buffers = PackingBuffers(engine, self.device)
         self.encoder = DeltaEncoder(contribution.slices, contribution.offsets)
-        self.chooser = CodecChooser(codec, contribution.numel, self.encoder.dense_bytes, full_every)
+        self.chooser = CodecChooser(codec, full_every)
 
     @property
     def traits(self) -> EngineTraits | None:

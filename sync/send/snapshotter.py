@@ -35,20 +35,16 @@ class Snapshotter:
             pass  # a thread that writes to the memory looked before whether its version is superseded
         slot = rank.slots.free()
         self._wait_for_receivers(slot)
-        base, density = rank.slots.base, None
-        if base is not None and rank.chooser.wants_density:
-            with snapshot.reading(publication.mark):
-                density = rank.encoder.sampled_density(base.slot.memory.data)
-        publication.choice = rank.chooser.choose(density, has_base=base is not None)
+        base, began = rank.slots.base, time.perf_counter()
+        publication.choice = rank.chooser.choose(has_base=base is not None)
         if contribution.replicated:  # while no parameter changes
             with snapshot.reading(publication.mark):
                 everything = not self._queue.proven
                 publication.digests = contribution.replicated.digests(publication.number, everything=everything)
-        publication.slot, publication.base, publication.began = slot, base, time.perf_counter()
+        publication.slot, publication.base = slot, base
         self._queue.begin(publication)
         snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.leftovers)
-        self._snapshot_s = seconds = time.perf_counter() - publication.began
-        rank.chooser.snapshot_taken(seconds)
+        self._snapshot_s = seconds = time.perf_counter() - began
         facts = {"seconds": seconds, "nbytes": snapshot.nbytes, "participant": rank.name}
         rank.hooks.snapshot_taken(version=publication.version, facts=facts)
 

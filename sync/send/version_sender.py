@@ -16,12 +16,14 @@ from ..control.tensor_lists import TensorLists, scope_of
 from ..version.manifest import CODEC_DELTA, Manifest
 from ..version.manifest_message import DeltaSegment
 from .agreement.deltas import DELTAS, all_segments, delta_to_plain
+from .agreement.densities import DENSITIES, change_from_plain, change_to_plain
 from .agreement.magnitudes import MAGNITUDES, magnitudes_from_plain, magnitudes_to_plain
 from .agreement.replicated_shards import DIGESTS, digests_from_plain
 from .publication import Publication
 from .send_session import SendRequest, SendSession
 from .sending_rank import SendingRank
 from .snapshot.progress import SourceBytes
+from .snapshot.slots import SnapshotSlot
 
 
 class VersionSender:
@@ -41,6 +43,8 @@ class VersionSender:
         """
         version = publication.version
         self._complete(publication, session, self._deadline())
+        if self._rank.chooser.asks_density:
+            self._agree_on_codec(publication, session)
         if publication.is_delta and publication.encoded_for != session.layout.layout_digest:
             self._encode(publication, session)
         if session.agreement is not None:
@@ -83,7 +87,9 @@ class VersionSender:
             publication.slot.exposed.add((session.name, go.version))
         nbytes = session.send(SendRequest(manifest, segments, source, go.receivers, go.stall_s))
         seconds = time.perf_counter() - started
-        self._rank.chooser.sent(go.version, go.codec, seconds)
+        self._rank.chooser.sent(go.codec)
+        if self._rank.chooser.asks_density:
+            self._note_change(publication, publication.slot)
         return Sent(
             name=self._rank.name,
             session=session.name,
@@ -125,6 +131,28 @@ class VersionSender:
             leftovers.quantise_cuts(parts, publication.slot.memory.data)
             publication.is_complete = True
 
+    def _agree_on_codec(self, publication: Publication, session: SendSession) -> None:
+        """Choose the codec as all trainer ranks do. A rank that sends its part in full makes all ranks do so."""
+        chooser = self._rank.chooser
+        mine = chooser.change(self._ours.numel) if publication.is_delta else None
+        changes = [mine]
+        if session.agreement is not None:
+            session.agreement.say(DENSITIES, publication.version, change_to_plain(mine))
+            said = session.agreement.hear(DENSITIES, publication.version, self._deadline(), publication.superseded)
+            changes = [change_from_plain(plain) for plain in said.values()]
+        choice = chooser.by_density(changes)
+        if publication.is_delta:
+            publication.choice = choice
+
+    def _note_change(self, publication: Publication, slot: SnapshotSlot) -> None:
+        """Note how much a version that was sent has changed. No snapshot begins before this thread has ended sending."""
+        delta, base = publication.delta, publication.base
+        if publication.is_delta and delta is not None:
+            self._rank.chooser.note_change(delta.changed, delta.elements)
+        elif base is not None:
+            compared = self._rank.encoder.sampled_changes(base.slot.memory.data, slot.memory.data)
+            self._rank.chooser.note_change(*compared)
+
     def _encode(self, publication: Publication, session: SendSession) -> None:
         """Compare the snapshot, as far as it is there, with the base. The version is sent in full if too much has changed."""
         assert publication.base is not None
@@ -134,7 +162,7 @@ class VersionSender:
             session.parts,
             publication.base.slot.memory.data,
             publication.slot.memory.data,
-            self._rank.chooser.capacity_bytes,
+            self._rank.encoder.capacity_bytes,
             lambda until: progress.wait(until, deadline),
             lambda: progress.done_bytes >= nbytes,
         )
@@ -144,7 +172,6 @@ class VersionSender:
         self._rank.delta_memory.grow(delta.nbytes)
         delta.write_into(self._rank.delta_memory.data[: delta.nbytes])
         publication.delta, publication.encoded_for = replace(delta, parts=()), session.layout.layout_digest
-        self._rank.chooser.encoded(time.perf_counter() - publication.began, delta.density)
 
     def _manifest_of(
         self, publication: Publication, session: SendSession, deadline: Deadline

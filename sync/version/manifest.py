@@ -77,7 +77,7 @@ class Manifest:
     segments: tuple[DeltaSegment, ...] = ()
     """The parts of a delta in the order of the wire; empty for the dense codec."""
     quantised: str = ""
-    """Format of linear weights, ``"fp8"`` or ``"int8"``; empty when none are quantised.
+    """Format of linear weights, ``"fp8"``; empty when none are quantised.
 
     See `weightlane.sync.codecs.quantised.quantisation`.
     """

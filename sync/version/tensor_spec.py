@@ -179,8 +179,6 @@ class LazyShard:
 
     spec: TensorSpec
     box: Box
-    differing: Callable[[torch.Tensor], float] | None = None
-    """Estimates the share of elements that changed since the given base (1-D); None where other shards tell enough."""
 
     @property
     def numel(self) -> int:

@@ -40,7 +40,7 @@ def test_every_tensor_of_every_rank_is_accounted_for(material: Material) -> None
 
 @pytest.mark.usefixtures("amx")
 def test_of_a_quantised_checkpoint_each_rank_needs_what_vllms_loading_reads(tmp_path: Path) -> None:
-    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / "fp8", "fp8")
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / "fp8")
     report = report_of("layout", str(model), "--tp", "2")
     assert (report["method"], report["quantization"], report["refusal"]) == ("reload", "fp8", "")
     assert report["union"]["unused"] == {}
@@ -113,7 +113,7 @@ def test_what_a_user_can_cause_is_one_line_and_exit_code_2(material: Material, t
 
 
 def test_a_format_in_which_versions_are_not_sent_is_named(tmp_path: Path) -> None:
-    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8", "fp8")
+    model = quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0), tmp_path / "fp8")
     config = json.loads((model / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [64, 64]
     (model / "config.json").write_text(json.dumps(config))

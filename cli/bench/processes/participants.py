@@ -182,12 +182,12 @@ class ReceivingSide:
         prepared: list[tuple[torch.Tensor, ...]] = []
         for segment, patch in delta.patches:
             part = delta.where(segment)
-            within, values = (part.to(self._runtime.device) for part in patch.positions_and_values())
-            target = self._live[part.spec.name].view(-1).view(values.dtype)
+            within, flips = (part.to(self._runtime.device) for part in patch.positions_and_flips())
+            target = self._live[part.spec.name].view(-1).view(flips.dtype)
             positions = positions_in(part.spec.shape, part.box, within)
             old = target.index_select(0, positions)
             offsets = narrow_offsets(positions, target.numel()) if target.is_cpu else positions
-            prepared.append((target, offsets, values, old))
+            prepared.append((target, offsets, old ^ flips, old))
         return prepared
 
     def close(self) -> None:

@@ -85,7 +85,7 @@ class WorkerMethods(Generic[Side]):
         """Return the CRC-32 of the present parameters; in the sender, of the parameters after quantising and restoring."""
         if self._index or quantise == "none":
             return self._payload.crc()
-        return restored_crc(self._workload.specs, self._payload, quantise)
+        return restored_crc(self._workload.specs, self._payload)
 
     # -- limits: plain copies -------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.codecs.quantised import QUANTISERS, Scheme
+from weightlane.sync.codecs.quantised import block_fp8
 from weightlane.sync.codecs.quantised.quantisation import is_quantised
 from weightlane.sync.version.tensor_spec import TensorSpec, dtype_of
 
@@ -132,22 +132,21 @@ class Payload:
         return [tensor.view(-1).view(_INTEGERS[tensor.dtype.itemsize]) for tensor in self.tensors.values()]
 
 
-def restored_crc(specs: Sequence[TensorSpec], payload: Payload, scheme: Scheme) -> int:
+def restored_crc(specs: Sequence[TensorSpec], payload: Payload) -> int:
     """Return the `Payload.crc` of `payload` after quantising and restoring."""
     crc = 0
     for spec in specs:
         tensor = payload.tensors[spec.name]
         if is_quantised(spec):
-            tensor = _restored(tensor, scheme)
+            tensor = _restored(tensor)
         crc = _crc(tensor.reshape(-1).view(torch.uint8).cpu(), crc)
         crc = zlib.crc32(bytes(_aligned(spec.nbytes) - spec.nbytes), crc)
     return crc
 
 
-def _restored(matrix: torch.Tensor, scheme: Scheme) -> torch.Tensor:
-    quantiser = QUANTISERS[scheme]
-    scales = quantiser.scales_of(quantiser.magnitudes(matrix))
-    return quantiser.dequantise(quantiser.quantise(matrix, scales), scales).to(matrix.dtype)
+def _restored(matrix: torch.Tensor) -> torch.Tensor:
+    scales = block_fp8.scales_of(block_fp8.magnitudes(matrix))
+    return block_fp8.dequantise(block_fp8.quantise(matrix, scales), scales).to(matrix.dtype)
 
 
 def _crc(data: torch.Tensor, so_far: int = 0) -> int:

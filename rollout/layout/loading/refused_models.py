@@ -9,7 +9,7 @@ import torch
 from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync.codecs.quantised import Scheme, quantization_config
+from weightlane.sync.codecs.quantised import quantization_config
 
 _PART = "rollout model"
 _DRAFTS_WITHOUT_WEIGHTS = frozenset({"ngram", "ngram_gpu", "suffix"})
@@ -99,12 +99,11 @@ def refuse_other_formats(model_config: Any) -> None:
     if model_config.quantization is None:
         return
     found = getattr(model_config.hf_config, "quantization_config", None)
-    if _scheme_of(found if isinstance(found, Mapping) else {}) is None:
+    if not _is_fp8_by_blocks(found if isinstance(found, Mapping) else {}):
         raise ConfigError(
             f"the replica quantizes its weights ({model_config.quantization}) in a format in which versions are not sent.",
             part=_PART,
-            hint="Start it from an unquantized checkpoint, from one in fp8 with weight_block_size [128, 128], or from one in int8"
-            " by channel (compressed-tensors).",
+            hint="Start it from an unquantized checkpoint, or from one in fp8 with weight_block_size [128, 128].",
         )
 
 
@@ -165,23 +164,7 @@ def first_line(cause: BaseException) -> str:
     return (told or [type(cause).__name__])[0].rstrip(".") + "."
 
 
-def _scheme_of(config: Mapping[str, Any]) -> Scheme | None:
-    """The value of `sync.quantise` that matches a checkpoint's ``quantization_config``; None if there is none."""
-    fp8, int8 = quantization_config("fp8", []), quantization_config("int8", [])
-    if config.get("quant_method") == fp8["quant_method"]:
-        alike = all(config.get(key) == fp8[key] for key in ("activation_scheme", "weight_block_size"))
-        return "fp8" if alike else None
-    if config.get("quant_method") == int8["quant_method"]:
-        groups = config.get("config_groups") or {}
-        wanted = int8["config_groups"]["group_0"]
-        alike = bool(groups) and all(
-            _has(group.get(part), wanted[part])
-            for group in groups.values()
-            for part in ("weights", "input_activations")
-        )
-        return "int8" if alike else None
-    return None
-
-
-def _has(found: Any, wanted: Mapping[str, Any]) -> bool:
-    return isinstance(found, Mapping) and all(found.get(key) == value for key, value in wanted.items())
+def _is_fp8_by_blocks(config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's ``quantization_config`` is that of versions with ``sync.quantise = "fp8"``."""
+    wanted = quantization_config([])
+    return all(config.get(key) == wanted[key] for key in ("quant_method", "activation_scheme", "weight_block_size"))

@@ -86,6 +86,17 @@ class CommitPlan:
         """The checkpoint tensors of a version, including those that this rank does not use."""
         return self.layout.sources
 
+    @property
+    def keeps_sent_bits(self) -> bool:
+        """Whether every live element tells the bits that were sent for it: no copy rounds."""
+        return all(
+            sent == live or (sent in (torch.bfloat16, torch.float16) and live is torch.float32)
+            for sent, live in (
+                (self.layout.sources[copy.source].dtype, self._storages[copy.target].dtype)
+                for copy in self.layout.copies
+            )
+        )
+
     def moved(self) -> bool:
         """Whether a parameter has moved to other memory, so that the layout must be traced again."""
         return any(

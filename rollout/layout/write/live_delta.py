@@ -11,6 +11,7 @@ from weightlane.ckpt_engines import CommitError
 from weightlane.ckpt_engines.runtime.host_copies import narrow_offsets, put_elements
 from weightlane.sync import IncomingDelta
 from weightlane.sync.version.box import positions_in
+from weightlane.sync.version.tensor_spec import TensorSpec
 
 from .commit_plan import CommitPlan, as_integers
 
@@ -41,7 +42,8 @@ class LiveDelta:
         left_out: Tensors that no rank reads.
 
     Raises:
-        CommitError: A tensor of the delta does not go by copies, or a parameter has moved to other memory.
+        CommitError: A tensor of the delta does not go by copies, a parameter has moved to other memory or has bits that were
+            not sent.
     """
 
     def __init__(
@@ -65,11 +67,11 @@ class LiveDelta:
             spec = part.spec
             if spec.name in left_out:
                 continue
-            positions, bits = patch.positions_and_values()
-            values = bits.view(spec.dtype)
+            positions, flips = patch.positions_and_flips()
             for found in plan.locate(spec.name, positions_in(spec.shape, part.box, positions)):
-                storage, new = as_integers(found.storage), as_integers(values[found.chosen].to(found.storage))
-                old, offsets = storage.index_select(0, found.offsets), found.offsets
+                storage, offsets = as_integers(found.storage), found.offsets
+                old = storage.index_select(0, offsets)
+                new = _flipped(old, flips.to(old.device)[found.chosen], spec, found.storage.dtype)
                 if storage.is_cpu:
                     offsets = narrow_offsets(offsets, storage.numel())
                 self._changed.append(_ChangedElements(storage, offsets, new, old))
@@ -108,6 +110,20 @@ class LiveDelta:
                 part=_PART,
             ) from cause
         self._written = not self._written
+
+
+def _flipped(old: torch.Tensor, flips: torch.Tensor, spec: TensorSpec, live: torch.dtype) -> torch.Tensor:
+    """The new bits of live elements, as integers. `CommitPlan.keeps_sent_bits` says that the old ones have what was sent."""
+    if live == spec.dtype:
+        return old ^ flips
+    sent = old.view(live).to(spec.dtype)
+    if not torch.equal(as_integers(sent.to(live)), old):  # a NaN
+        raise CommitError(
+            f"{spec.name} holds values in {live} that were not sent in {spec.dtype}.",
+            part=_PART,
+            hint="A delta needs the bits of the version before; the next full version has them again.",
+        )
+    return as_integers((as_integers(sent) ^ flips).view(spec.dtype).to(live))
 
 
 def _write(elements: _ChangedElements, values: torch.Tensor) -> None:

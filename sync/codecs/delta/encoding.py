@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -18,16 +20,14 @@ from ...version.manifest_message import DeltaSegment
 from ...version.packing import CopyTable
 from ...version.snapshot_slices import SnapshotSlice
 from ...version.strided_copy import StridedCopy
-from ...version.tensor_spec import LazyShard, LocalShard, Shard
+from ...version.tensor_spec import Shard
 from .format import Encoded, TooDense, encode
 from .format.raw import INTEGERS
 
-_RUNS, _RUN_NUMEL = 4096, 32
-"""Size of a density sample: this many runs of this many elements."""
-_SHORT_SHARD_NUMEL = 1024
-"""Elements sampled of a shard that is shorter than the distance between runs."""
-_SAMPLED_SHARDS = 128
-"""Limit for the shards of a sample: one of several small neighbours stands for all of them."""
+_WINDOWS, _WINDOW_NUMEL = 256, 512
+"""Size of a density sample: this many windows of at most this many elements."""
+_CAPACITY = 1 / 3
+"""Share of the dense bytes that a delta may take; longer ones are sent dense. Receivers need several times a delta's bytes."""
 _SEGMENT_NUMEL = 1 << 23
 """Limit for the elements of a segment, so that several threads encode a large tensor, and receivers decode it as it arrives."""
 _MOST_THREADS = 4
@@ -58,11 +58,6 @@ class RankDelta:
         """Bytes of all segments."""
         return sum(segment.nbytes for segment in self.segments)
 
-    @property
-    def density(self) -> float:
-        """Share of elements that changed."""
-        return self.changed / self.elements if self.elements else 0.0
-
     def write_into(self, memory: torch.Tensor) -> None:
         """Write the segments back to back into `memory`, 1-D uint8, `nbytes` long."""
         host = memory if memory.is_cpu else torch.empty(memory.numel(), dtype=torch.uint8)
@@ -88,8 +83,8 @@ class DeltaEncoder:
             if shard.numel
         ]
         self._elements = sum(shard.numel for shard in shards)
-        self.dense_bytes = sum(shard.nbytes for shard in shards)
-        """Bytes of all shards."""
+        self.capacity_bytes = int(_CAPACITY * sum(shard.nbytes for shard in shards))
+        """Limit for the bytes of a delta."""
         self._workers = min(_MOST_THREADS, usable_cpus())
         # Started for the first delta and kept, because every thread keeps memory for its comparisons.
         self._threads: DaemonThreads | None = None
@@ -182,38 +177,21 @@ class DeltaEncoder:
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    @torch.no_grad()
-    def sampled_density(self, base: torch.Tensor) -> float:
-        """Estimate the share of elements that differ between the live shards and the snapshot `base`.
-
-        The sample consists of short runs, because reading a run from memory costs as much as reading one element of it.
-        """
-        changed = spoken_for = 0.0
-        step = max(_RUN_NUMEL, self._elements // _RUNS)
-        for number, (place, shard) in enumerate(self._shards, start=1):
-            spoken_for += shard.numel
-            if spoken_for * _SAMPLED_SHARDS < self._elements and number < len(self._shards):
-                continue
-            old = base[place : place + shard.nbytes].view(shard.spec.dtype)
-            if isinstance(shard, LocalShard):
-                changed += spoken_for * _sampled(old, shard.data.detach().reshape(-1), step)
-            elif isinstance(shard, LazyShard) and shard.differing is not None:
-                changed += spoken_for * shard.differing(old)
-            else:
-                continue
-            spoken_for = 0.0
-        return changed / self._elements if self._elements else 0.0
-
-
-def _sampled(old: torch.Tensor, live: torch.Tensor, step: int) -> float:
-    """The share of elements that differ in runs that begin every `step` elements, or in the beginning of a short shard."""
-    runs, run = divmod(old.numel(), step)
-    runs, run = (runs, _RUN_NUMEL) if runs else (1, min(run, _SHORT_SHARD_NUMEL))
-    apart = step if runs > 1 else run
-    old, live = (every.as_strided((runs, run), (apart, 1)) for every in (old, live))
-    integers = INTEGERS[old.dtype.itemsize]
-    differ = live.to(old.device, old.dtype).contiguous().view(integers) != old.contiguous().view(integers)
-    return int(torch.count_nonzero(differ)) / differ.numel()
+    def sampled_changes(self, base: torch.Tensor, snapshot: torch.Tensor) -> tuple[int, int]:
+        """Compare windows of two snapshots at even distances. Returns how many elements differ, of how many."""
+        ends = list(accumulate(shard.numel for _, shard in self._shards))
+        compared, differ = 0, []
+        for number in range(_WINDOWS if ends else 0):
+            first = (2 * number + 1) * self._elements // (2 * _WINDOWS)
+            which = bisect_right(ends, first)
+            place, shard = self._shards[which]
+            width = shard.spec.dtype.itemsize
+            start = place + (shard.numel - (ends[which] - first)) * width
+            window = slice(start, start + min(_WINDOW_NUMEL, ends[which] - first) * width)
+            old, new = (memory[window].view(INTEGERS[width]) for memory in (base, snapshot))
+            differ.append(torch.count_nonzero(old != new))
+            compared += new.numel()
+        return int(torch.stack(differ).sum()) if differ else 0, compared
 
 
 def delta_manifest(

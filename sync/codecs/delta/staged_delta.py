@@ -92,7 +92,7 @@ class StagedDelta:
         return replace(self, patches=tuple((segment, patch.to(device)) for segment, patch in self.patches))
 
     def swap(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Exchange the changed elements of `tensors` with those of the patches.
+        """Flip the bits of `tensors` in which the two versions differ.
 
         This turns the base into the version; the same again rolls back.
 
@@ -104,7 +104,7 @@ class StagedDelta:
             _swap(patch, tensors[where.spec.name], where.box)
 
     def swap_staged(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Exchange as `swap` does, in the tensors of the stream."""
+        """Flip as `swap` does, in the tensors of the stream."""
         for segment, patch in self.patches:
             _swap(patch, tensors[self.manifest.specs[segment.tensor].name], segment.box)
 
@@ -115,12 +115,12 @@ def _changed_slice(manifest: Manifest, segment: DeltaSegment) -> TensorSlice:
 
 
 def _swap(patch: Patch, tensor: torch.Tensor, box: Box) -> None:
-    """Exchange the values of `patch` with the slice `box` of `tensor`."""
+    """Flip bits of the slice `box` of `tensor`."""
     rows = box.rows(tuple(tensor.shape))
     if rows is not None and rows[2] == 1:
-        patch.swap_(tensor.view(-1)[rows[0] : rows[0] + rows[1]])
+        patch.flip_(tensor.view(-1)[rows[0] : rows[0] + rows[1]])
         return
     part = tensor[box.index]
     packed = part.contiguous()
-    patch.swap_(packed)
+    patch.flip_(packed)
     part.copy_(packed)

@@ -1,30 +1,24 @@
-"""Quantisers on the trainer's side: fewer bytes, in formats that inference engines load as their own checkpoints.
-
-The scheme ``"fp8"`` has e4m3 elements with a scale for each 128 x 128 block (`block_fp8`), ``"int8"`` has int8 elements with a
-scale for each row (`channel_int8`).
+"""Quantising on the trainer's side: fp8 with a scale for each 128 x 128 block, as inference engines load it from checkpoints.
 
 >>> import torch
->>> from weightlane.sync.codecs.quantised import QUANTISERS
->>> fp8 = QUANTISERS["fp8"]
+>>> from weightlane.sync.codecs.quantised import block_fp8
 >>> weight = torch.linspace(-2, 2, 200 * 130).view(200, 130)
->>> scales = fp8.scales_of(fp8.magnitudes(weight))
->>> quantised = fp8.quantise(weight, scales)
+>>> scales = block_fp8.scales_of(block_fp8.magnitudes(weight))
+>>> quantised = block_fp8.quantise(weight, scales)
 >>> quantised.dtype, tuple(scales.shape)
 (torch.float8_e4m3fn, (2, 2))
->>> fp8.report(weight, quantised, scales).relative_rms < 0.03
+>>> block_fp8.error_of(weight, quantised, scales).relative_rms < 0.03
 True
 """
 
-from .checkpoint import DTYPES, QUANTISERS, Scheme, quantization_config, scale_name, scale_shape
+from . import block_fp8
+from .checkpoint import FP8, quantization_config, scale_name, scale_shape
 from .quantisation_error import QuantisationReport
-from .quantiser import Quantiser
 
 __all__ = [
-    "DTYPES",
-    "QUANTISERS",
+    "FP8",
     "QuantisationReport",
-    "Quantiser",
-    "Scheme",
+    "block_fp8",
     "quantization_config",
     "scale_name",
     "scale_shape",

@@ -17,7 +17,8 @@ from weightlane.ckpt_engines import ConfigError, ManifestError
 from ...version.box import Box
 from ...version.placement import Placement
 from ...version.tensor_spec import TensorSpec, dtype_name
-from .checkpoint import DTYPES, QUANTISERS, Scheme, scale_name, scale_shape
+from .block_fp8 import BLOCK, DTYPE
+from .checkpoint import FP8, scale_name, scale_shape
 
 _PART = "quantisation"
 _WEIGHT = ".weight"
@@ -39,7 +40,7 @@ class QuantisedPair:
     weight: TensorSpec
     """The elements."""
     scales: TensorSpec
-    """The scales, float32: for fp8 one for each block of 128 x 128, for int8 one for each row."""
+    """The scales, float32, one for each block of 128 x 128."""
 
 
 def is_quantised(spec: TensorSpec) -> bool:
@@ -55,25 +56,25 @@ def is_quantised(spec: TensorSpec) -> bool:
     )
 
 
-def pair_of(spec: TensorSpec, scheme: Scheme) -> QuantisedPair:
+def pair_of(spec: TensorSpec) -> QuantisedPair:
     """The elements and scales that a matrix becomes."""
     rows, columns = spec.shape
     return QuantisedPair(
-        TensorSpec(spec.name, spec.shape, DTYPES[scheme]),
-        TensorSpec(scale_name(spec.name, scheme), scale_shape((rows, columns), scheme), torch.float32),
+        TensorSpec(spec.name, spec.shape, DTYPE),
+        TensorSpec(scale_name(spec.name), scale_shape((rows, columns)), torch.float32),
     )
 
 
-def wire_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> list[TensorSpec]:
+def wire_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """The tensors of a quantised version; scales follow their elements. Raises `ConfigError` if there is nothing to quantise."""
     wire: list[TensorSpec] = []
     for spec in specs:
         if is_quantised(spec):
-            pair = pair_of(spec, scheme)
+            pair = pair_of(spec)
             wire += [pair.weight, pair.scales]
         else:
             wire.append(spec)
-    if not any(spec.dtype == DTYPES[scheme] for spec in wire):
+    if not any(spec.dtype == DTYPE for spec in wire):
         raise ConfigError(
             "no tensor of this checkpoint is the matrix of a linear layer.",
             part=_PART,
@@ -82,7 +83,7 @@ def wire_specs(specs: Iterable[TensorSpec], scheme: Scheme) -> list[TensorSpec]:
     return wire
 
 
-def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
+def quantised_placement(held: Placement) -> Placement:
     """The slices of a quantised version that a rank sends instead of `held`. For the scales see `scale_box`."""
 
     def wire() -> Iterator[tuple[TensorSpec, Box]]:
@@ -90,46 +91,42 @@ def quantised_placement(held: Placement, scheme: Scheme) -> Placement:
             if not is_quantised(spec):
                 yield from ((spec, box) for box in boxes)
                 continue
-            pair = pair_of(spec, scheme)
+            pair = pair_of(spec)
             for box in boxes:
                 yield pair.weight, box
-                yield pair.scales, scale_box(pair, box, scheme)
+                yield pair.scales, scale_box(box)
 
     return Placement.of(wire())
 
 
-def scale_box(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
+def scale_box(box: Box) -> Box:
     """The scales that belong to the sender of `box` of a matrix: those of the blocks whose first element is in `box`."""
-    return _blocks(box.starts, box.stops, pair, scheme)
+    return _blocks(box.starts, box.stops)
 
 
-def touched_blocks(pair: QuantisedPair, box: Box, scheme: Scheme) -> Box:
+def touched_blocks(box: Box) -> Box:
     """The scales of all elements of `box` of a matrix: those of the blocks that `box` touches."""
-    block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
-    starts = tuple(start // size * size for start, size in zip(box.starts, block, strict=True))
-    return _blocks(starts, box.stops if box.numel else starts, pair, scheme)
+    starts = tuple(start // BLOCK * BLOCK for start in box.starts)
+    return _blocks(starts, box.stops if box.numel else starts)
 
 
-def _blocks(starts: tuple[int, ...], stops: tuple[int, ...], pair: QuantisedPair, scheme: Scheme) -> Box:
+def _blocks(starts: tuple[int, ...], stops: tuple[int, ...]) -> Box:
     """The blocks whose first element lies between `starts` and `stops`."""
-    block = QUANTISERS[scheme].block_shape(pair.weight.shape[1])
-    firsts, lasts = (tuple(-(-at // size) for at, size in zip(edge, block, strict=True)) for edge in (starts, stops))
+    firsts, lasts = (tuple(-(-at // BLOCK) for at in edge) for edge in (starts, stops))
     return Box(firsts, tuple(last - first for first, last in zip(firsts, lasts, strict=True)))
 
 
-def checked_scheme(name: str) -> Scheme:
-    """The scheme with this name. Raises `ManifestError` for an unknown name."""
-    for known in DTYPES:
-        if known == name:
-            return known
-    raise ManifestError(
-        f"the version is quantised as {name[:40]!r}, which is not known here.",
-        part=_PART,
-        hint=f"Known: {', '.join(DTYPES)}. Run one release of weightlane on both sides.",
-    )
+def check_format(name: str) -> None:
+    """Raise `ManifestError` unless versions can be quantised in the format with this name."""
+    if name != FP8:
+        raise ManifestError(
+            f"the version is quantised as {name[:40]!r}, which is not known here.",
+            part=_PART,
+            hint=f"Known: {FP8}. Run one release of weightlane on both sides.",
+        )
 
 
-def quantised_pairs(specs: Iterable[TensorSpec], scheme: Scheme) -> dict[str, QuantisedPair]:
+def quantised_pairs(specs: Iterable[TensorSpec]) -> dict[str, QuantisedPair]:
     """The quantised matrices among the tensors of a version, by name.
 
     Raises:
@@ -138,24 +135,24 @@ def quantised_pairs(specs: Iterable[TensorSpec], scheme: Scheme) -> dict[str, Qu
     by_name: Mapping[str, TensorSpec] = {spec.name: spec for spec in specs}
     pairs: dict[str, QuantisedPair] = {}
     for name, spec in by_name.items():
-        if spec.dtype != DTYPES[scheme] or not name.endswith(_WEIGHT):
+        if spec.dtype != DTYPE or not name.endswith(_WEIGHT):
             continue
-        scales = by_name.get(scale_name(name, scheme))
+        scales = by_name.get(scale_name(name))
         if len(spec.shape) != _MATRIX:
             raise _unfit(f"{name} is quantised and has shape {list(spec.shape)}, so it is no matrix")
         if scales is None:
-            raise _unfit(f"{name} is quantised and its scales {scale_name(name, scheme)} are missing")
-        wanted = pair_of(spec, scheme).scales
+            raise _unfit(f"{name} is quantised and its scales {scale_name(name)} are missing")
+        wanted = pair_of(spec).scales
         if scales != wanted:
             raise _unfit(
                 f"{scales.name} is {dtype_name(scales.dtype)} of shape {list(scales.shape)},"
                 f" {name} of shape {list(spec.shape)} needs float32 of {list(wanted.shape)}"
             )
         pairs[name] = QuantisedPair(spec, scales)
-    suffix = scale_name(_WEIGHT, scheme)
+    suffix = scale_name(_WEIGHT)
     for name in by_name:
         if name.endswith(suffix) and name.removesuffix(suffix) + _WEIGHT not in pairs:
-            raise _unfit(f"{name} has no matrix in {dtype_name(DTYPES[scheme])} to scale")
+            raise _unfit(f"{name} has no matrix in {dtype_name(DTYPE)} to scale")
     return pairs
 
 

@@ -14,8 +14,8 @@ from ...version.expectation import Expectation
 from ...version.manifest import Manifest
 from ...version.sliced_tensors import LazyTensors, SlicedTensors, Slicing
 from ...version.tensor_spec import TensorSlice, TensorSpec
-from .checkpoint import DTYPES, QUANTISERS, Scheme
-from .quantisation import QuantisedPair, checked_scheme, quantised_pairs, touched_blocks
+from . import block_fp8
+from .quantisation import QuantisedPair, check_format, quantised_pairs, touched_blocks
 
 
 class RestorePlan:
@@ -26,12 +26,10 @@ class RestorePlan:
         expectation: The tensors of the receiver's model.
 
     Raises:
-        ManifestError: The scheme is unknown, or the version's tensors do not fit each other.
+        ManifestError: The format is unknown, or the version's tensors do not fit each other.
     """
 
     def __init__(self, manifest: Manifest, expectation: Expectation) -> None:
-        self.scheme: Scheme = "fp8"
-        """The scheme of restored matrices, if there are any."""
         self.pairs: dict[str, QuantisedPair] = {}
         """The matrices that are restored, by name."""
         self.specs = manifest.tensors
@@ -49,14 +47,14 @@ class RestorePlan:
             self._prepare(manifest, expectation)
 
     def _prepare(self, manifest: Manifest, expectation: Expectation) -> None:
-        scheme = checked_scheme(manifest.quantised)
-        pairs = quantised_pairs(manifest.tensors, scheme)
+        check_format(manifest.quantised)
+        pairs = quantised_pairs(manifest.tensors)
         if any(pair.scales.name in expectation.tensors for pair in pairs.values()):
             return  # the model itself is quantised
-        self.scheme, self.pairs = scheme, pairs
+        self.pairs = pairs
         scales = {pair.scales.name for pair in pairs.values()}
         own = expectation.own_names([spec.name for spec in manifest.tensors if spec.name not in scales])
-        dtypes = {name: _wanted_dtype(own.get(name, name), expectation, scheme) for name in pairs}
+        dtypes = {name: _wanted_dtype(own.get(name, name), expectation) for name in pairs}
         self.specs = tuple(
             TensorSpec(spec.name, spec.shape, dtypes.get(spec.name, spec.dtype))
             for spec in manifest.tensors
@@ -106,9 +104,9 @@ class RestoredTensors(LazyTensors):
         if pair is None:
             return staged
         out = torch.empty(staged.shape, dtype=region.spec.dtype, device=staged.device)
-        scales = self._scales(pair, touched_blocks(pair, region.box, self._plan.scheme), staged.device)
+        scales = self._scales(pair, touched_blocks(region.box), staged.device)
         row, column = region.box.starts
-        return QUANTISERS[self._plan.scheme].dequantise(staged, scales, at=(row, column), out=out)
+        return block_fp8.dequantise(staged, scales, at=(row, column), out=out)
 
     def _scales(self, pair: QuantisedPair, blocks: Box, device: torch.device) -> torch.Tensor:
         """The scales of `blocks`. Scales that did not arrive, because nothing here needs their elements, are NaN."""
@@ -138,11 +136,11 @@ def are_restored(tensors: Mapping[str, torch.Tensor]) -> bool:
     return isinstance(tensors.staged if isinstance(tensors, SlicedTensors) else tensors, RestoredTensors)
 
 
-def _wanted_dtype(name: str, expectation: Expectation, scheme: Scheme) -> torch.dtype:
+def _wanted_dtype(name: str, expectation: Expectation) -> torch.dtype:
     """The dtype in which the receiver loads a matrix."""
     expected = expectation.tensors.get(expectation.tied.get(name, name))
     if expected is None:  # refused later as unexpected
-        return DTYPES[scheme]
+        return block_fp8.DTYPE
     floats = [dtype for dtype in expected.dtypes if dtype.is_floating_point and dtype.itemsize > 1]
     if expectation.dtype in floats:
         return expectation.dtype

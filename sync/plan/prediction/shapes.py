@@ -122,7 +122,7 @@ def _quantised(weight: Weight) -> Iterator[Weight]:
     if not is_quantised(weight.spec):
         yield weight
         return
-    pair = pair_of(weight.spec, "fp8")
+    pair = pair_of(weight.spec)
     yield Weight(pair.weight, weight.cut, weight.layer, weight.expert, weight.units)
     yield Weight(pair.scales, weight.cut, weight.layer, weight.expert, weight.units, BLOCK, weight.spec)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -10,7 +10,8 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ...codecs.quantised import QUANTISERS, QuantisationReport, Quantiser, Scheme
+from ...codecs.quantised import QuantisationReport, block_fp8
+from ...codecs.quantised.block_fp8 import BLOCK
 from ...codecs.quantised.quantisation import QuantisedPair, scale_box, touched_blocks
 from ...version.box import Box, row_major_strides
 from ...version.tensor_spec import LocalShard
@@ -34,7 +35,6 @@ class QuantisedMatrix:
 
     shard: LocalShard
     pair: QuantisedPair
-    scheme: Scheme
     weight_offset: int
     """First byte of the elements."""
     scale_offset: int
@@ -46,14 +46,9 @@ class QuantisedMatrix:
         return self.pair.weight.name
 
     @property
-    def quantiser(self) -> Quantiser:
-        """The quantiser of its scheme."""
-        return QUANTISERS[self.scheme]
-
-    @property
     def _own(self) -> Box:
         """The scales that this rank sends."""
-        return scale_box(self.pair, self.shard.box, self.scheme)
+        return scale_box(self.shard.box)
 
     def data(self, box: Box) -> torch.Tensor:
         """The elements in `box`, as they are now."""
@@ -61,8 +56,8 @@ class QuantisedMatrix:
 
     def magnitudes(self, box: Box, data: torch.Tensor) -> Magnitudes:
         """The magnitudes of `data`, the elements in `box`."""
-        values = self.quantiser.magnitudes(data, at=corner(box), name=self.name)
-        return Magnitudes(self.name, touched_blocks(self.pair, box, self.scheme), values)
+        values = block_fp8.magnitudes(data, at=corner(box), name=self.name)
+        return Magnitudes(self.name, touched_blocks(box), values)
 
     def put(self, memory: torch.Tensor, box: Box, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         """Quantise `data`, the elements in `box`, into the snapshot, and copy the scales that this rank sends there, too.
@@ -71,11 +66,11 @@ class QuantisedMatrix:
         """
         at, out = corner(box), _elements_of(memory, self.weight_offset, self.pair.weight.dtype, self.shard.box, box)
         direct = out if out.device == data.device else None
-        quantised = self.quantiser.quantise(data, scales, at=at, name=self.name, out=direct)
+        quantised = block_fp8.quantise(data, scales, at=at, name=self.name, out=direct)
         if direct is None:
             out.copy_(quantised, non_blocking=True)
-        if (mine := scale_box(self.pair, box, self.scheme)).numel:
-            touched = touched_blocks(self.pair, box, self.scheme)
+        if (mine := scale_box(box)).numel:
+            touched = touched_blocks(box)
             into = _elements_of(memory, self.scale_offset, torch.float32, self._own, mine)
             into.copy_(scales[mine.within(touched).index], non_blocking=True)
         return quantised
@@ -83,7 +78,7 @@ class QuantisedMatrix:
     def first_byte(self, box: Box) -> int:
         """The first byte of the snapshot that `put` writes for `box`."""
         first = self.weight_offset + _number_in(self.shard.box, box) * self.pair.weight.dtype.itemsize
-        mine = scale_box(self.pair, box, self.scheme)
+        mine = scale_box(box)
         if not mine.numel:
             return first
         return min(first, self.scale_offset + _number_in(self._own, mine) * self.pair.scales.dtype.itemsize)
@@ -103,10 +98,10 @@ class CutBlocks:
 
         `largest` is the largest magnitude in each block of the matrix, float32 of the shape of its scales.
         """
-        matrix, touched = self.matrix, touched_blocks(self.matrix.pair, self.box, self.matrix.scheme)
-        scales = matrix.quantiser.scales_of(largest[touched.index].to(self.data.device))
+        matrix, touched = self.matrix, touched_blocks(self.box)
+        scales = block_fp8.scales_of(largest[touched.index].to(self.data.device))
         quantised = matrix.put(memory, self.box, self.data, scales)
-        return matrix.quantiser.report(self.data, quantised, scales, at=corner(self.box))
+        return block_fp8.error_of(self.data, quantised, scales, at=corner(self.box))
 
 
 def largest_magnitudes(parts: Iterable[Magnitudes], cuts: Iterable[CutBlocks]) -> dict[str, torch.Tensor]:
@@ -125,23 +120,18 @@ def largest_magnitudes(parts: Iterable[Magnitudes], cuts: Iterable[CutBlocks]) -
     return merged
 
 
-def block_of(pair: QuantisedPair, scheme: Scheme) -> tuple[int, int]:
-    """Rows and columns of one block of the matrix."""
-    return QUANTISERS[scheme].block_shape(pair.weight.shape[1])
-
-
-def regions_of(box: Box, pair: QuantisedPair, scheme: Scheme) -> Iterator[tuple[Box, bool]]:
-    """Cut a slice of a matrix at the borders of blocks: regions of whole blocks or of parts, and whether it is parts."""
-    sides = zip(box.starts, box.stops, block_of(pair, scheme), pair.weight.shape, strict=True)
+def regions_of(box: Box, matrix: Sequence[int]) -> Iterator[tuple[Box, bool]]:
+    """Cut a slice of a matrix of shape `matrix` at the borders of blocks. Yields regions, and if their blocks are divided."""
+    sides = zip(box.starts, box.stops, matrix, strict=True)
     rows, columns = (list(_runs(*side)) for side in sides)
     for (top, bottom, cut_above), (left, right, cut_beside) in product(rows, columns):
         yield Box((top, left), (bottom - top, right - left)), cut_above or cut_beside
 
 
-def _runs(start: int, stop: int, block: int, size: int) -> Iterator[tuple[int, int, bool]]:
+def _runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, bool]]:
     """Cut indices at the borders of blocks: a part of one, whole blocks, a part of another; and whether it is a part."""
-    first = min(stop, -(-start // block) * block)
-    last = stop if stop == size else max(first, stop // block * block)
+    first = min(stop, -(-start // BLOCK) * BLOCK)
+    last = stop if stop == size else max(first, stop // BLOCK * BLOCK)
     for begin, end, is_part in ((start, first, True), (first, last, False), (last, stop, True)):
         if begin < end:
             yield begin, end, is_part

@@ -3,22 +3,23 @@
 Blocks that lie whole in a shard are quantised straight from the live parameters. A block that a cut between two ranks divides
 has one scale, which depends on both ranks. Each rank copies its part of such a block as it is, so that parameters may change as
 soon as they were read, and quantises it when every rank has said its magnitudes (`Leftovers.cuts`). With blocks of 128 x 128
-that is at most 254 rows and 254 columns of each shard; where the rows of an int8 matrix are divided, it is all of the shard.
+that is at most 254 rows and 254 columns of each shard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
-from ...codecs.quantised import QUANTISERS, Scheme
-from ...codecs.quantised.quantisation import QuantisedPair, is_quantised, pair_of, scale_box
+from ...codecs.quantised import block_fp8
+from ...codecs.quantised.block_fp8 import BLOCK
+from ...codecs.quantised.quantisation import is_quantised, pair_of, scale_box
 from ...version.box import Box
 from ...version.tensor_spec import LazyShard, LocalShard, Shard
-from .quantised_blocks import CutBlocks, QuantisedMatrix, block_of, corner, regions_of
+from .quantised_blocks import CutBlocks, QuantisedMatrix, corner, regions_of
 from .snapshot import Snapshot, device_of
 from .steps import Copy, Leftovers, Milestone, copies
 
@@ -26,7 +27,7 @@ _Key = tuple[str, Box]
 _CHUNK_NUMEL = 4 << 20
 """Most elements of one step, so that waiting threads hear of progress within a large matrix."""
 _SAMPLED_ROWS = 16
-"""Rows of each step's elements whose error is computed: enough for an estimate at next to no cost."""
+"""Rows of each step's elements whose error is computed: enough for an estimate at next to no cost, in one row of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,10 @@ class _Quantise:
             leftovers.cuts.append(CutBlocks(matrix, box, data.clone()))
             leftovers.magnitudes.append(magnitudes)
             return
-        scales = matrix.quantiser.scales_of(magnitudes.values)
+        scales = block_fp8.scales_of(magnitudes.values)
         quantised = matrix.put(memory, box, data, scales)
         few = slice(0, _SAMPLED_ROWS)
-        height, _ = matrix.quantiser.block_shape(box.shape[1])
-        bands = slice(0, -(-_SAMPLED_ROWS // height))
-        leftovers.error += matrix.quantiser.report(data[few], quantised[few], scales[bands], at=corner(box))
+        leftovers.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
 
 
 class QuantisedShards:
@@ -59,22 +58,19 @@ class QuantisedShards:
 
     Args:
         shards: The shards of the live parameters.
-        scheme: How the matrices of linear layers are quantised.
     """
 
-    def __init__(self, shards: Sequence[LocalShard], scheme: Scheme) -> None:
+    def __init__(self, shards: Sequence[LocalShard]) -> None:
         self._shards = list(shards)
-        self._scheme = scheme
         self.slices: list[Shard] = []
         """The slices of the version's tensors that the rank sends."""
         for shard in shards:
             if not is_quantised(shard.spec):
                 self.slices.append(shard)
                 continue
-            pair = pair_of(shard.spec, scheme)
-            differing = _differing(shard, pair, scheme) if shard.numel else None
-            self.slices.append(LazyShard(pair.weight, shard.box, differing))
-            self.slices.append(LazyShard(pair.scales, scale_box(pair, shard.box, scheme)))
+            pair = pair_of(shard.spec)
+            self.slices.append(LazyShard(pair.weight, shard.box))
+            self.slices.append(LazyShard(pair.scales, scale_box(shard.box)))
         # A plan's stream has all slices of a tensor together: a snapshot that is read in place must be that stream.
         turns = {name: turn for turn, name in enumerate(dict.fromkeys(each.spec.name for each in self.slices))}
         self.slices.sort(key=lambda each: (turns[each.spec.name], each.box.starts))
@@ -89,7 +85,7 @@ class QuantisedShards:
         starts: list[tuple[int, Copy | _Quantise]] = [(copy.start, copy) for copy in copies(plain)]
         for shard in self._shards:
             if is_quantised(shard.spec):
-                starts += _steps(shard, first_bytes, self._scheme)
+                starts += _steps(shard, first_bytes)
         starts.sort(key=lambda step: step[0])
         nbytes = max((offset + each.nbytes for offset, each in zip(offsets, self.slices, strict=True)), default=0)
         # A step may write scales ahead of elements that an earlier step has not reached: bytes are final up to the first byte
@@ -114,47 +110,13 @@ def _key(each: Shard) -> _Key:
     return each.spec.name, each.box
 
 
-def _differing(shard: LocalShard, pair: QuantisedPair, scheme: Scheme) -> Callable[[torch.Tensor], float] | None:
-    """Quantise one block, or some rows, and compare it with the base: see `LazyShard.differing`.
-
-    None where every row of an int8 matrix is divided: the scales depend too much on other ranks.
-    """
-    quantiser, regions = QUANTISERS[scheme], list(regions_of(shard.box, pair, scheme))
-    whole = [box for box, is_cut in regions if not is_cut]
-    if scheme == "int8" and not whole:
-        return None
-    region = max(whole, key=lambda box: box.numel) if whole else regions[0][0]
-    sample = _middle(region, (_SAMPLED_ROWS, pair.weight.shape[1]) if scheme == "int8" else block_of(pair, scheme))
-    inside = sample.within(shard.box).index
-
-    def differing(old: torch.Tensor) -> float:
-        data = shard.data.detach()[inside]
-        scales = quantiser.scales_of(quantiser.magnitudes(data, at=corner(sample)))
-        new = quantiser.quantise(data, scales, at=corner(sample))
-        differ = new.to(old.device).view(torch.uint8) != old.view(shard.box.shape)[inside].contiguous().view(
-            torch.uint8
-        )
-        return int(torch.count_nonzero(differ)) / differ.numel()
-
-    return differing
-
-
-def _middle(box: Box, size: tuple[int, int]) -> Box:
-    """The middle one of the tiles of `box` that are `size` large."""
-    starts = tuple(
-        start + (count // most // 2) * most for start, count, most in zip(box.starts, box.shape, size, strict=True)
-    )
-    return Box(starts, tuple(min(most, stop - at) for at, stop, most in zip(starts, box.stops, size, strict=True)))
-
-
-def _steps(shard: LocalShard, first_bytes: Mapping[_Key, int], scheme: Scheme) -> Iterator[tuple[int, _Quantise]]:
+def _steps(shard: LocalShard, first_bytes: Mapping[_Key, int]) -> Iterator[tuple[int, _Quantise]]:
     """The first byte that each step writes, and the step; in the order of the elements."""
-    pair = pair_of(shard.spec, scheme)
-    own = scale_box(pair, shard.box, scheme)
-    matrix = QuantisedMatrix(shard, pair, scheme, first_bytes[_key(shard)], first_bytes[pair.scales.name, own])
-    height, _ = block_of(pair, scheme)
-    for region, is_cut in regions_of(shard.box, pair, scheme):
-        rows = max(_CHUNK_NUMEL // region.shape[1] // height, 1) * height
+    pair = pair_of(shard.spec)
+    own = scale_box(shard.box)
+    matrix = QuantisedMatrix(shard, pair, first_bytes[_key(shard)], first_bytes[pair.scales.name, own])
+    for region, is_cut in regions_of(shard.box, shard.spec.shape):
+        rows = max(_CHUNK_NUMEL // region.shape[1] // BLOCK, 1) * BLOCK
         for first in range(0, region.shape[0], rows):
             starts = (region.starts[0] + first, region.starts[1])
             box = Box(starts, (min(rows, region.shape[0] - first), region.shape[1]))

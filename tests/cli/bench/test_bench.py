@@ -153,7 +153,7 @@ def test_codecs_and_options_that_do_not_go_together_are_refused_before_a_process
 ) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"engines": ["shm", "shm"]}, "twice"),
-        ({"codecs": ["int8", "delta"]}, "after int8 the receivers hold rounded weights"),
+        ({"codecs": ["fp8", "delta"]}, "after fp8 the receivers hold rounded weights"),
         ({"options": {"shm": {"slot": 3}}}, "checkpoint_engine.options.slot"),
     ]
     for values, said in cases:

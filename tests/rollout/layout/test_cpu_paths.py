@@ -40,7 +40,7 @@ def test_every_path_takes_the_dimensions_of_the_zoo_and_of_tiny_models(tmp_path:
         make_mla_moe(tmp_path / "mla", seed=0),
         make_qwen3_moe(tmp_path / "moe", seed=0),
         *(make_architecture(kind, tmp_path / kind) for kind in ("mamba2", "mixtral")),
-        quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / "fp8", "fp8"),
+        quantised_copy(make_blocky_qwen3(tmp_path / "plain", seed=0, ranks=2), tmp_path / "fp8"),
     ]
     for model in models:
         assert misfits(transformers.AutoConfig.from_pretrained(model), load_tensors(model)) == [], model.name

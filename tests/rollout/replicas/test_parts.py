@@ -236,12 +236,12 @@ def test_models_and_adapters_that_cannot_be_served_are_refused_by_the_setting(tm
         for name, shape in (("self_attn.q_proj", (128, 64)), ("mlp.down_proj", (64, 128)))
     }
     assert max_rank(AdapterConfig(rank=9, alpha=1)) == 16
-    moe, int8 = make_qwen3_moe(tmp_path / "moe", seed=0), quantised_copy(dense, tmp_path / "int8", "int8")
+    moe, fp8 = make_qwen3_moe(tmp_path / "moe", seed=0), quantised_copy(dense, tmp_path / "fp8")
     for model, adapter, says in (
         (dense, {"rank": 513}, "trainer.lora.rank is 513"),
         (dense, {"rank": 2, "targets": ("q_prj",)}, "'q_prj'.*trainer.lora.targets names.*Did you mean 'q_proj'"),
         (moe, {"rank": 2}, "has experts.*trainer.lora.publish is adapter"),
-        (int8, {"rank": 2}, "is quantised.*trainer.lora.publish is adapter"),
+        (fp8, {"rank": 2}, "is quantised.*trainer.lora.publish is adapter"),
     ):
         with pytest.raises(ConfigError, match=f"(?s){says}"):
             adapted_layers(model, AdapterConfig.model_validate({"alpha": 1, **adapter}))

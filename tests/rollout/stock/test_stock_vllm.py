@@ -116,7 +116,7 @@ def test_a_quantised_model_takes_versions_in_its_own_format_and_no_others(
     """Bit for bit what vLLM holds that was started from the version's checkpoint; and it says the same."""
     offline = offline_with_amx
     plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed) for seed in range(2)]
-    quantised = [quantised_copy(model, tmp_path / f"{model.name}-fp8", "fp8") for model in plain]
+    quantised = [quantised_copy(model, tmp_path / f"{model.name}-fp8") for model in plain]
     offline.call("start", str(quantised[1]), "bfloat16", None)
     wanted = looks(offline)
     offline.call("start", str(quantised[0]), "bfloat16", "weightlane")

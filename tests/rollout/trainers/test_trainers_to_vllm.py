@@ -126,7 +126,7 @@ class ModelRun:
 
 def left_by_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantise and restore every projection by the reference quantiser. The trainer ranks' cuts divide its blocks."""
-    return {name: restored(tensor, "fp8") if "_proj" in name else tensor for name, tensor in weights.items()}
+    return {name: restored(tensor) if "_proj" in name else tensor for name, tensor in weights.items()}
 
 
 @pytest.mark.usefixtures("forked_answers")

@@ -6,16 +6,15 @@ import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import transformers
-from quantised_reference import reference_fp8, reference_int8, restored
+from quantised_reference import reference_fp8, restored
 from safetensors.torch import load_file, save_file
 
 from weightlane.sync.codecs.quantised import quantization_config, scale_name
 
-Quantise = Literal["fp8", "int8"]
 VOCAB = 320
 HIDDEN = 64
 LAYERS = 2
@@ -53,21 +52,20 @@ def copy_with(tensors: Mapping[str, torch.Tensor], model: Path, path: Path) -> P
     return path
 
 
-def quantised_copy(model: Path, path: Path, scheme: Quantise) -> Path:
-    """The checkpoint that `model` is in fp8 or int8, made without the package's quantisers."""
+def quantised_copy(model: Path, path: Path) -> Path:
+    """The checkpoint that `model` is in fp8, made without the package's quantisers."""
     tensors = load_tensors(model)
-    reference = reference_fp8 if scheme == "fp8" else reference_int8
     for name in [name for name in tensors if "_proj." in name]:
-        tensors[name], tensors[scale_name(name, scheme)] = reference(tensors[name])
+        tensors[name], tensors[scale_name(name)] = reference_fp8(tensors[name])
     config = json.loads((model / "config.json").read_text())
-    config["quantization_config"] = quantization_config(scheme, ["lm_head"])
+    config["quantization_config"] = quantization_config(["lm_head"])
     copy_with(tensors, model, path).joinpath("config.json").write_text(json.dumps(config))
     return path
 
 
-def left_of(tensors: Mapping[str, torch.Tensor], scheme: Quantise) -> dict[str, torch.Tensor]:
+def left_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantise and restore a checkpoint's projections with the reference quantiser; other tensors stay as they are."""
-    return {name: restored(tensor, scheme) if "_proj." in name else tensor for name, tensor in tensors.items()}
+    return {name: restored(tensor) if "_proj." in name else tensor for name, tensor in tensors.items()}
 
 
 def make_llama(

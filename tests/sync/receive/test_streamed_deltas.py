@@ -233,14 +233,14 @@ def test_a_delta_that_stops_half_way_leaves_no_base(monkeypatch: pytest.MonkeyPa
     parts = parts_to(2.0)
     delta = StagedDelta.of(IncomingDelta(delta_of(parts), iter(parts).__next__))
     patch_type = type(delta.patches[0][1])
-    swap, swapped = patch_type.swap_, []
+    swap, swapped = patch_type.flip_, []
 
     def fails(patch: Any, target: torch.Tensor) -> None:
         if swapped:
             raise MemoryError
         swapped.append(swap(patch, target))
 
-    monkeypatch.setattr(patch_type, "swap_", fails)
+    monkeypatch.setattr(patch_type, "flip_", fails)
     with pytest.raises(MemoryError):
         staging.apply(delta)
     monkeypatch.undo()

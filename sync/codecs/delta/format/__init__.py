@@ -7,25 +7,24 @@
 >>> new[::100] = 1.5
 >>> delta = encode(base, new)
 >>> delta.changed, f"{delta.nbytes / new.nbytes:.4f}"
-(1000, '0.0156')
+(1000, '0.0152')
 >>> patch = decode(delta.to_bytes(), elements=100_000, itemsize=2)
 >>> received = base.clone()
->>> patch.swap_(received)
+>>> patch.flip_(received)
 >>> torch.equal(received, new)
 True
->>> patch.swap_(received)  # rolls back
+>>> patch.flip_(received)  # rolls back
 >>> torch.equal(received, base)
 True
 """
 
 from .decoder import decode
 from .encoder import Encoded, TooDense, encode
-from .patch import Patch, ScatteredValues
+from .patch import Patch
 
 __all__ = [
     "Encoded",
     "Patch",
-    "ScatteredValues",
     "TooDense",
     "decode",
     "encode",

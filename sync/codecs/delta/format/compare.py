@@ -22,20 +22,13 @@ _ONE_STEP_FROM = 0.2
 """Share of changed 8-element words above which grouping the words no longer pays."""
 
 
-def changed_words(mask: Mask) -> Mask:
-    """For each group of eight entries of `mask` (length a multiple of 8) whether one is set."""
-    words: Mask = mask.view(np.uint64) != 0
-    return words
-
-
-def positions_in(mask: Mask, words: Mask | None = None) -> Positions:
+def positions_in(mask: Mask) -> Positions:
     """Indices of the set entries of `mask`, ascending.
 
     Args:
         mask: 1-D; the length is a multiple of 64 and at most 2**22.
-        words: The result of `changed_words`, if it is known.
     """
-    words = changed_words(mask) if words is None else words
+    words: Mask = mask.view(np.uint64) != 0
     share = np.count_nonzero(words) / max(words.size, 1)
     if share == 0:
         return np.empty(0, np.int64)

@@ -1,4 +1,4 @@
-"""Comparing, compacting and exchanging elements on a device, with Triton where it is installed, else with torch.
+"""Comparing, compacting and flipping elements on a device, with Triton where it is installed, else with torch.
 
 Finding changes takes two passes. The first counts the differing elements of each block, which tells where each block's part of
 the result begins. The second writes the result. The count alone tells whether a delta can pay.
@@ -27,22 +27,22 @@ class CountedChanges:
     total: int
 
     def compact(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Positions (int64, ascending) of the differing elements and the new elements there, on the device."""
+        """Positions (int64, ascending) of the differing elements and their flips, old XOR new, on the device."""
         if self.ends is None:
             positions = torch.ne(self.old, self.new).nonzero().squeeze(1)
-            return positions, self.new[positions]
+            return positions, self.old[positions] ^ self.new[positions]
         kernels = _kernels()
         assert kernels is not None
         positions = torch.empty(self.total, dtype=torch.int64, device=self.new.device)
-        values = torch.empty(self.total, dtype=self.new.dtype, device=self.new.device)
+        flips = torch.empty(self.total, dtype=self.new.dtype, device=self.new.device)
         if self.total:
             with runtime_of(
                 self.new.device
             ).current():  # Triton launches on the current device, wherever its arguments are
                 kernels.compact_kernel[(self.ends.numel(),)](
-                    self.old, self.new, self.ends, positions, values, self.new.numel(), BLOCK=kernels.BLOCK
+                    self.old, self.new, self.ends, positions, flips, self.new.numel(), BLOCK=kernels.BLOCK
                 )
-        return positions, values
+        return positions, flips
 
 
 def count_changes(old: torch.Tensor, new: torch.Tensor) -> CountedChanges:
@@ -59,18 +59,16 @@ def count_changes(old: torch.Tensor, new: torch.Tensor) -> CountedChanges:
     return CountedChanges(old, new, ends, int(ends[-1]) if programs else 0)
 
 
-def exchange(target: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Exchange the elements at `positions` (int32, each once) of `target` with `values`."""
+def flip(target: torch.Tensor, positions: torch.Tensor, flips: torch.Tensor) -> None:
+    """Flip bits of the elements at `positions` (int32, each once) of `target`."""
     kernels = _kernels()
     if kernels is None:
         at = positions.long()
-        old = target[at]
-        target[at] = values
-        values.copy_(old)
+        target[at] = target[at] ^ flips
     elif positions.numel():
         with runtime_of(target.device).current():
-            kernels.exchange_kernel[(-(-positions.numel() // kernels.BLOCK),)](
-                target, positions, values, positions.numel(), BLOCK=kernels.BLOCK
+            kernels.flip_kernel[(-(-positions.numel() // kernels.BLOCK),)](
+                target, positions, flips, positions.numel(), BLOCK=kernels.BLOCK
             )
 
 

@@ -2,35 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from . import cuda_kernels, elias_fano
-from .frame_changes import DeviceChanges, FrameChanges, HostChanges
-from .raw import PART, Bytes, Words, integer_view, words_of
-from .wire_format import (
-    BITMAP,
-    FORMAT,
-    FRAME,
-    FRAME_HEADER,
-    HEADER,
-    LOG_BLOCK,
-    LOG_FRAME_BLOCKS,
-    MAGIC,
-    SECTION_HEADER,
-    SPARSE,
-    UNCHANGED,
-    aligned,
-    choose_methods,
-    elements_in,
-    lengths_of_blocks,
-    runs_of,
-    shifts_of,
-)
+from . import compare, cuda_kernels, flips, gaps
+from .raw import PART, Bytes, Positions, Words, integer_view, words_of
+from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +64,19 @@ class TooDense:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Frame:
-    changed: int
-    nbytes: int
-    parts: tuple[Bytes, ...]
+_Changes = tuple[Positions, Words]
+"""Positions of the changed elements of a block, ascending, and the flips of these."""
+
+
+class _Scratch(threading.local):
+    """One mask per thread. It is kept because fresh memory costs more than the comparison."""
+
+    @cached_property
+    def mask(self) -> compare.Mask:
+        return np.empty(BLOCK, np.bool_)
+
+
+_SCRATCH = _Scratch()
 
 
 def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None = None) -> Encoded | TooDense:
@@ -109,65 +101,62 @@ def encode(old: torch.Tensor, new: torch.Tensor, *, capacity_bytes: int | None =
         )
     elements, itemsize = new.numel(), new.itemsize
     capacity = float("inf") if capacity_bytes is None else capacity_bytes
-    changes: HostChanges | DeviceChanges
+    changes_in: Callable[[int, int], _Changes]
     if new.device.type == "cpu":
-        changes = HostChanges(words_of(old), words_of(new))
+        changes_in = _on_host(words_of(old), words_of(new))
     else:
         counted = cuda_kernels.count_changes(integer_view(old), integer_view(new))
-        if counted.total * itemsize > capacity:
-            return TooDense(int(capacity), counted.total * itemsize, 1.0)
-        positions, values = counted.compact()
-        changes = DeviceChanges(positions.cpu().numpy(), words_of(values.cpu()))
-    frames: list[_Frame] = []
-    total = HEADER.size
-    for start in range(0, elements, FRAME):
-        stop = min(start + FRAME, elements)
-        frames.append(_encode_frame(changes.frame(start, stop), stop - start))
-        total += frames[-1].nbytes
+        if counted.total > capacity:  # each takes a byte at least
+            return TooDense(int(capacity), counted.total, 1.0)
+        positions, flipped = counted.compact()
+        changes_in = _on_device(positions.cpu().numpy(), words_of(flipped.cpu()))
+    parts: list[Bytes] = []
+    changed, total = 0, HEADER.size
+    for start in range(0, elements, BLOCK):
+        stop = min(start + BLOCK, elements)
+        changes = changes_in(start, stop)
+        block = _block(changes, stop - start)
+        changed += changes[0].size
+        total += sum(part.size for part in block)
+        parts += block
         if total > capacity:
             return TooDense(int(capacity), total, stop / elements)
     if total > capacity:
         return TooDense(int(capacity), total, 1.0)
-    changed = sum(frame.changed for frame in frames)
-    header = HEADER.pack(MAGIC, FORMAT, itemsize, LOG_BLOCK, LOG_FRAME_BLOCKS, elements, changed, total)
-    parts = (np.frombuffer(header, np.uint8), *(part for frame in frames for part in frame.parts))
-    return Encoded(elements, changed, total, parts)
+    header = HEADER.pack(MAGIC, FORMAT, itemsize, LOG_BLOCK, 0, elements, changed, total)
+    return Encoded(elements, changed, total, (np.frombuffer(header, np.uint8), *parts))
 
 
-def _encode_frame(changes: FrameChanges | None, elements: int) -> _Frame:
-    if changes is None:
-        header = np.frombuffer(FRAME_HEADER.pack(FRAME_HEADER.size, 0), np.uint8)
-        return _Frame(0, header.size, (header,))
-    methods = choose_methods(changes.counts, lengths_of_blocks(elements))
-    parts, changed = _padded(methods), int(changes.counts.sum())
-    for method in np.unique(methods).tolist():
-        if method != UNCHANGED:
-            places, values = _section(changes, method, methods, elements)
-            count = np.frombuffer(SECTION_HEADER.pack(values.size), np.uint8)
-            parts += [count, *_padded(*places), *_padded(values.view(np.uint8))]
-    nbytes = FRAME_HEADER.size + sum(part.size for part in parts)
-    header = np.frombuffer(FRAME_HEADER.pack(nbytes, changed), np.uint8)
-    return _Frame(changed, nbytes, (header, *parts))
+def _on_host(old: Words, new: Words) -> Callable[[int, int], _Changes]:
+    """Find the changes in elements [`start`, `stop`) in host memory."""
+
+    def changes_in(start: int, stop: int) -> _Changes:
+        before, after = old[start:stop], new[start:stop]
+        mask = _SCRATCH.mask[: -(-before.size // 64) * 64]
+        np.not_equal(before, after, out=mask[: before.size])
+        mask[before.size :] = False
+        positions = compare.positions_in(mask)
+        return positions, before.take(positions) ^ after.take(positions)
+
+    return changes_in
 
 
-def _section(changes: FrameChanges, method: int, methods: Bytes, elements: int) -> tuple[list[Bytes], Words]:
-    """Encode the places and values of the blocks with this method."""
-    runs = runs_of(methods, method, elements)
-    if method == BITMAP:
-        bits, values = changes.bitmap(runs)
-        return [bits], values
-    positions, values = changes.sparse(runs)
-    shifts = shifts_of(runs)
-    if shifts is not None:
-        # The section counts without the blocks of other methods; the shift is found by the block in the frame.
-        by_block = np.zeros(methods.size, np.int64)
-        by_block[methods == method] = shifts
-        positions = positions - by_block.take(positions >> LOG_BLOCK)
-    return elias_fano.encode(positions, elements_in(runs), elias_fano.LOW_BITS[method - SPARSE]), values
+def _on_device(positions: Positions, flipped: Words) -> Callable[[int, int], _Changes]:
+    """Find the changes in elements [`start`, `stop`) among all, which a device has found."""
+
+    def changes_in(start: int, stop: int) -> _Changes:
+        low, high = np.searchsorted(positions, (start, stop)).tolist()
+        return positions[low:high] - start, flipped[low:high]
+
+    return changes_in
 
 
-def _padded(*parts: Bytes) -> list[Bytes]:
-    """The parts, and the zeros that make their length a multiple of 8."""
-    size = sum(part.size for part in parts)
-    spare = aligned(size) - size
-    return [*parts, np.zeros(spare, np.uint8)] if spare else [*parts]
+def _block(changes: _Changes, elements: int) -> list[Bytes]:
+    positions, flipped = changes
+    if not positions.size:
+        return [np.frombuffer(BLOCK_HEADER.pack(0, 0, 0, 0, 0, 0), np.uint8)]
+    gap_bytes, places = gaps.encode(positions, elements)
+    flip_bytes, codes = flips.encode(flipped)
+    code = codes[0] if len(codes) == 1 else np.concatenate(codes)
+    header = BLOCK_HEADER.pack(positions.size, places.size, code.size, gap_bytes, flip_bytes, 0)
+    return [np.frombuffer(header, np.uint8), *padded(places), *padded(code)]

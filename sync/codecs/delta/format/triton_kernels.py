@@ -31,26 +31,24 @@ if AVAILABLE:
         tl.store(counts + block, tl.sum(differ.to(tl.int32), 0))
 
     @triton.jit
-    def compact_kernel(old, new, ends, positions, values, size, BLOCK: tl.constexpr):  # noqa: N803
-        """Write positions (int64) and new values of differing elements; `ends` is the running total of the counts."""
+    def compact_kernel(old, new, ends, positions, flips, size, BLOCK: tl.constexpr):  # noqa: N803
+        """Write positions (int64) and flips of differing elements; `ends` is the running total of the counts."""
         block = tl.program_id(0).to(tl.int64)
         at = block * BLOCK + tl.arange(0, BLOCK)
         inside = at < size
-        after = tl.load(new + at, mask=inside, other=0)
-        differ = tl.load(old + at, mask=inside, other=0) != after
+        flipped = tl.load(old + at, mask=inside, other=0) ^ tl.load(new + at, mask=inside, other=0)
+        differ = flipped != 0
         rank = tl.cumsum(differ.to(tl.int32), 0)
         first = tl.load(ends + block) - tl.sum(differ.to(tl.int32), 0)
         place = first + rank - 1
         tl.store(positions + place, at, mask=differ)
-        tl.store(values + place, after, mask=differ)
+        tl.store(flips + place, flipped, mask=differ)
 
     @triton.jit
-    def exchange_kernel(target, positions, values, size, BLOCK: tl.constexpr):  # noqa: N803
-        """Exchange the elements at positions (int32) with the values."""
+    def flip_kernel(target, positions, flips, size, BLOCK: tl.constexpr):  # noqa: N803
+        """Flip bits of the elements at positions (int32)."""
         entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         inside = entry < size
         at = tl.load(positions + entry, mask=inside, other=0).to(tl.int64)
-        value = tl.load(values + entry, mask=inside, other=0)
         before = tl.load(target + at, mask=inside, other=0)
-        tl.store(values + entry, before, mask=inside)
-        tl.store(target + at, value, mask=inside)
+        tl.store(target + at, before ^ tl.load(flips + entry, mask=inside, other=0), mask=inside)

@@ -32,7 +32,7 @@ def test_out_of_the_slices_that_it_asks_for_a_rank_loads_what_vllm_loads_from_th
 
 def test_so_does_a_quantised_rank(amx_process: Program, tmp_path: Path) -> None:
     plain = [make_blocky_qwen3(tmp_path / f"model{seed}", seed=seed, ranks=WORLD) for seed in range(2)]
-    check(amx_process, *(quantised_copy(model, tmp_path / f"{model.name}-fp8", "fp8") for model in plain))
+    check(amx_process, *(quantised_copy(model, tmp_path / f"{model.name}-fp8") for model in plain))
 
 
 def check(process: Program, first: Path, second: Path) -> None:

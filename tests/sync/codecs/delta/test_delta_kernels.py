@@ -16,9 +16,8 @@ from waiting import HANG_S
 
 from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode, encoder
 from weightlane.sync.codecs.delta.format.encoder import Encoded
-from weightlane.sync.codecs.delta.format.frame_changes import DeviceChanges
 from weightlane.sync.codecs.delta.format.raw import words_of
-from weightlane.sync.codecs.delta.format.wire_format import BLOCK, FRAME
+from weightlane.sync.codecs.delta.format.wire_format import BLOCK
 
 PROGRAM = str(Path(__file__).with_name("triton_program.py"))
 ASIDE = Path(sys.prefix) / "triton"
@@ -40,30 +39,25 @@ def test_the_programs_compile_for_gpus_and_are_exact(children: Any, tmp_path: Pa
 
 
 def test_a_device_without_triton_and_the_cpu_write_the_same_delta(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From positions and values that a device compacted, or from a mask: every method, more than one frame."""
+    """From positions and flips that a device compacted, or from a mask: gaps, bitmaps and no change."""
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)
-    numel = FRAME + 9 * BLOCK + 77
-    share = torch.tensor([0.001, 0.0, 0.4, 1.0, 0.01]).repeat(100).repeat_interleave(BLOCK)[:numel]
+    numel = 3 * BLOCK + 77
+    share = torch.tensor([0.001, 0.0, 0.4, 1.0]).repeat_interleave(BLOCK)[:numel]
     generator = torch.Generator().manual_seed(0)
     old = torch.randint(0, 2**15, (numel,), dtype=torch.int16, generator=generator)
     new = old ^ (torch.rand(numel, generator=generator) < share).short()
     direct = encode(old, new)
     assert isinstance(direct, Encoded)
-    positions, values = cuda_kernels.count_changes(old, new).compact()
-    changes = DeviceChanges(positions.numpy(), words_of(values))
-    at = 0
+    positions, flips = cuda_kernels.count_changes(old, new).compact()
+    changes_in = encoder._on_device(positions.numpy(), words_of(flips))
     parts = []
-    for start in range(0, numel, FRAME):
-        stop = min(start + FRAME, numel)
-        parts += encoder._encode_frame(changes.frame(start, stop), stop - start).parts
-    for mine, theirs in zip(parts, direct.parts[1:], strict=True):
-        assert mine.tobytes() == theirs.tobytes()
-        at += mine.size
-    assert at == direct.nbytes - direct.parts[0].size
+    for start in range(0, numel, BLOCK):
+        stop = min(start + BLOCK, numel)
+        parts += encoder._block(changes_in(start, stop), stop - start)
+    assert [part.tobytes() for part in parts] == [part.tobytes() for part in direct.parts[1:]]
     received = old.clone()
-    cuda_kernels.exchange(received, positions.int(), values)
+    cuda_kernels.flip(received, positions.int(), flips)
     assert torch.equal(received, new)
-    assert torch.equal(values, old[positions])
 
 
 @pytest.mark.gpu
@@ -71,7 +65,7 @@ def test_a_device_without_triton_and_the_cpu_write_the_same_delta(monkeypatch: p
 def test_on_a_gpu_the_delta_is_the_same_and_goes_in_and_out(dtype: torch.dtype) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    numel = FRAME + 3 * BLOCK + 5
+    numel = 3 * BLOCK + 5
     old = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     new = old.clone()
     new.view(torch.uint8).view(numel, -1)[torch.rand(numel) < 0.01, 0] ^= 1
@@ -81,7 +75,7 @@ def test_on_a_gpu_the_delta_is_the_same_and_goes_in_and_out(dtype: torch.dtype) 
     assert torch.equal(here.to_bytes(), there.to_bytes())
     patch = decode(there.to_bytes(), elements=numel, itemsize=dtype.itemsize).to("cuda")
     held = old.cuda()
-    patch.swap_(held)
+    patch.flip_(held)
     assert torch.equal(held.cpu().view(torch.uint8), new.view(torch.uint8))
-    patch.swap_(held)
+    patch.flip_(held)
     assert torch.equal(held.cpu().view(torch.uint8), old.view(torch.uint8))

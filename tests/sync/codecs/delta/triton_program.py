@@ -22,7 +22,7 @@ def changes(dtype: torch.dtype, numel: int, density: float) -> tuple[torch.Tenso
 
 
 def interpret() -> None:
-    """Both passes and the exchange against plain torch."""
+    """Both passes and the flipping against plain torch."""
     from weightlane.sync.codecs.delta.format import triton_kernels
 
     checked = 0
@@ -33,14 +33,13 @@ def interpret() -> None:
             assert counted.ends is not None, "the programs were not used"
             expected = (old != new).nonzero().squeeze(1)
             assert counted.total == expected.numel()
-            positions, values = counted.compact()
+            positions, flips = counted.compact()
             assert torch.equal(positions, expected)
-            assert torch.equal(values, new[expected])
+            assert torch.equal(flips, (old ^ new)[expected])
             target = old.clone()
-            cuda_kernels.exchange(target, positions.int(), values)
+            cuda_kernels.flip(target, positions.int(), flips)
             assert torch.equal(target, new)
-            assert torch.equal(values, old[expected])
-            cuda_kernels.exchange(target, positions.int(), values)
+            cuda_kernels.flip(target, positions.int(), flips)
             assert torch.equal(target, old)
             checked += 1
     print(f"{checked} cases")
@@ -57,11 +56,11 @@ def compile_for_gpus(capabilities: list[int]) -> None:
     block = {"BLOCK": triton_kernels.BLOCK}
     for number, capability in enumerate(capabilities):
         item = ("i16", "i64")[number % 2]
-        old_and_new, found = {"old": f"*{item}", "new": f"*{item}"}, {"positions": "*i32", "values": f"*{item}"}
+        old_and_new, found = {"old": f"*{item}", "new": f"*{item}"}, {"positions": "*i32", "flips": f"*{item}"}
         programs = [
             (triton_kernels.count_kernel, old_and_new | {"counts": "*i32"}),
             (triton_kernels.compact_kernel, old_and_new | {"ends": "*i64"} | found | {"positions": "*i64"}),
-            (triton_kernels.exchange_kernel, {"target": f"*{item}"} | found),
+            (triton_kernels.flip_kernel, {"target": f"*{item}"} | found),
         ]
         for kernel, pointers in programs:
             signature = {**pointers, "size": "i64", **dict.fromkeys(block, "constexpr")}

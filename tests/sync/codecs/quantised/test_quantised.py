@@ -1,4 +1,4 @@
-"""Quantisers: bit for bit what a naive loop over blocks gives, for any cut into shards."""
+"""The quantiser: bit for bit what a naive loop over blocks gives, for any cut into shards."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ import torch
 from bits import same
 from hypothesis import given
 from hypothesis import strategies as st
-from quantised_reference import REFERENCES, restored
+from quantised_reference import reference_fp8, restored
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
 from weightlane.sync.codecs.quantised import (
-    QUANTISERS,
     QuantisationReport,
-    Scheme,
     block_fp8,
     quantization_config,
     scale_name,
@@ -38,85 +36,71 @@ def weights(rows: int, columns: int, dtype: torch.dtype = torch.float32, seed: i
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_what_is_quantised_and_restored_is_what_the_reference_gives(scheme: Scheme, device: str) -> None:
+def test_what_is_quantised_and_restored_is_what_the_reference_gives(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    quantiser = QUANTISERS[scheme]
     for shape, dtype in itertools.product(SHAPES, SOURCES):
         matrix = weights(*shape, dtype)
-        scales = quantiser.scales_of(quantiser.magnitudes(matrix.to(device)))
-        quantised = quantiser.quantise(matrix.to(device), scales)
-        assert tuple(scales.shape) == scale_shape(shape, scheme)
+        scales = block_fp8.scales_of(block_fp8.magnitudes(matrix.to(device)))
+        quantised = block_fp8.quantise(matrix.to(device), scales)
+        assert tuple(scales.shape) == scale_shape(shape)
         assert quantised.shape == shape
-        if matrix.numel() or scheme == "int8":
-            expected, expected_scales = REFERENCES[scheme](matrix)
+        if matrix.numel():
+            expected, expected_scales = reference_fp8(matrix)
             assert same(scales.cpu(), expected_scales)
             assert same(quantised.cpu(), expected)
-            assert same(quantiser.dequantise(quantised, scales).cpu(), restored(matrix, scheme))
+            assert same(block_fp8.dequantise(quantised, scales).cpu(), restored(matrix))
             narrow = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            quantiser.dequantise(quantised, scales, out=narrow)
-            assert same(narrow.cpu(), restored(matrix, scheme).bfloat16())
+            block_fp8.dequantise(quantised, scales, out=narrow)
+            assert same(narrow.cpu(), restored(matrix).bfloat16())
 
 
 @given(st.tuples(*(st.integers(0, 300) for _ in range(2))), st.tuples(*(st.integers(1, 500) for _ in range(2))))
 def test_a_device_that_takes_many_blocks_at_once_gives_the_same_bits(
     at: tuple[int, int], shape: tuple[int, int]
 ) -> None:
-    matrix, fp8 = weights(*shape, torch.bfloat16), QUANTISERS["fp8"]
+    matrix = weights(*shape, torch.bfloat16)
     found = []
     for rows in ({"cpu": 1}, {"cpu": 2}, {}):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(block_fp8, "_BLOCK_ROWS", rows)
-            scales = fp8.scales_of(fp8.magnitudes(matrix, at=at))
-            quantised = fp8.quantise(matrix, scales, at=at)
-            found.append((scales, quantised, fp8.dequantise(quantised, scales, at=at)))
+            scales = block_fp8.scales_of(block_fp8.magnitudes(matrix, at=at))
+            quantised = block_fp8.quantise(matrix, scales, at=at)
+            found.append((scales, quantised, block_fp8.dequantise(quantised, scales, at=at)))
     for other in found[1:]:
         assert all(same(one, two) for one, two in zip(found[0], other, strict=True))
 
 
 def test_the_error_that_quantising_makes_is_reported() -> None:
     matrix = torch.randn(256, 256, generator=torch.Generator().manual_seed(0))
-    for quantiser, least, most in ((QUANTISERS["fp8"], 0.02, 0.03), (QUANTISERS["int8"], 0.004, 0.01)):
-        scales = quantiser.scales_of(quantiser.magnitudes(matrix))
-        quantised = quantiser.quantise(matrix, scales)
-        found = quantiser.report(matrix, quantised, scales)
-        error = quantiser.dequantise(quantised, scales) - matrix
-        assert found.max_abs == error.abs().max().item()
-        assert found.relative_rms == pytest.approx((error.norm() / matrix.norm()).item(), rel=1e-4)
-        assert least < found.relative_rms < most
+    scales = block_fp8.scales_of(block_fp8.magnitudes(matrix))
+    quantised = block_fp8.quantise(matrix, scales)
+    found = block_fp8.error_of(matrix, quantised, scales)
+    error = block_fp8.dequantise(quantised, scales) - matrix
+    assert found.max_abs == error.abs().max().item()
+    assert found.relative_rms == pytest.approx((error.norm() / matrix.norm()).item(), rel=1e-4)
+    assert 0.02 < found.relative_rms < 0.03
     assert QuantisationReport().relative_rms == 0.0
 
 
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
-def test_what_cannot_be_quantised_is_refused_by_name(scheme: Scheme) -> None:
-    quantiser = QUANTISERS[scheme]
+def test_what_cannot_be_quantised_is_refused_by_name() -> None:
     for dtype, bad in itertools.product(SOURCES, (float("inf"), float("-inf"), float("nan"))):
         matrix = weights(200, 150, dtype)
         matrix[170, 149] = bad
         with pytest.raises(ManifestError, match=r"model\.w holds inf or NaN"):
-            quantiser.magnitudes(matrix, name="model.w")
+            block_fp8.magnitudes(matrix, name="model.w")
     for wrong in (torch.zeros(3), torch.zeros(2, 2, 2), torch.zeros(2, 2, dtype=torch.int32)):
         with pytest.raises(ConfigError, match=r"model\.w has shape"):
-            quantiser.magnitudes(wrong, name="model.w")
+            block_fp8.magnitudes(wrong, name="model.w")
         with pytest.raises(ConfigError, match=r"model\.w has shape"):
-            quantiser.quantise(wrong, torch.ones(1), name="model.w")
-    shape = scale_shape((130, 4), scheme)
-    with pytest.raises(ConfigError, match=rf"scales of shape \({shape[0]}, 1\)"):
-        quantiser.quantise(torch.ones(130, 4), torch.ones(1, 1))
-    if scheme == "fp8":
-        with pytest.raises(ConfigError, match=r"scales of shape \(3, 1\)"):
-            quantiser.quantise(torch.ones(130, 4), torch.ones(2, 1), at=(127, 0))
+            block_fp8.quantise(wrong, torch.ones(1), name="model.w")
+    for at, blocks in ((0, 2), (127, 3)):
+        with pytest.raises(ConfigError, match=rf"scales of shape \({blocks}, 1\)"):
+            block_fp8.quantise(torch.ones(130, 4), torch.ones(1, 1), at=(at, 0))
 
 
-def test_names_and_configuration_are_those_of_the_checkpoint_formats() -> None:
-    assert scale_name("a.weight", "fp8") == "a.weight_scale_inv"
-    assert scale_name("a.weight", "int8") == "a.weight_scale"
-    fp8 = quantization_config("fp8", ["lm_head"])
+def test_names_and_configuration_are_those_of_the_checkpoint_format() -> None:
+    assert scale_name("a.weight") == "a.weight_scale_inv"
+    fp8 = quantization_config(["lm_head"])
     assert (fp8["quant_method"], fp8["weight_block_size"]) == ("fp8", [128, 128])
     assert fp8["modules_to_not_convert"] == ["lm_head"]
-    int8 = quantization_config("int8", ["lm_head"])
-    assert int8["quant_method"] == "compressed-tensors"
-    assert int8["ignore"] == ["lm_head"]
-    weights_scheme = int8["config_groups"]["group_0"]["weights"]
-    assert (weights_scheme["num_bits"], weights_scheme["strategy"]) == (8, "channel")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from direct_hop import EVERYTHING, LAYOUTS, Hop, MakeHop, columns, of_rank, rows, values
-from quantised_reference import REFERENCES, left_of, reference_fp8
+from quantised_reference import left_of, reference_fp8
 from stores import newest
 from waiting import HANG_S, wait_until
 
@@ -23,7 +23,6 @@ from weightlane.sync import (
     TensorSpec,
     read_version,
 )
-from weightlane.sync.codecs.quantised import Scheme
 from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
 from weightlane.sync.codecs.quantised.quantised_needs import needed_on_the_wire
 from weightlane.sync.codecs.quantised.restored import RestorePlan
@@ -54,7 +53,7 @@ def weights(version: int) -> dict[str, torch.Tensor]:
 
 def wanted(version: int) -> dict[str, torch.Tensor]:
     """Return a rollout's expected weights: unquantised tensors travel in bfloat16, the others are quantised from float32."""
-    return {name: tensor.bfloat16() for name, tensor in left_of(weights(version), "fp8").items()}
+    return {name: tensor.bfloat16() for name, tensor in left_of(weights(version)).items()}
 
 
 def published(run: Hop, version: int) -> SyncReport:
@@ -112,7 +111,7 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
 
 
 def fp8_manifest(*changed: TensorSpec, without: str = "") -> Manifest:
-    specs = {spec.name: spec for spec in (*wire_specs(SPECS.values(), "fp8"), *changed) if spec.name != without}
+    specs = {spec.name: spec for spec in (*wire_specs(SPECS.values()), *changed) if spec.name != without}
     return Manifest(3, tuple(specs.values()), 64, quantised="fp8")
 
 
@@ -140,7 +139,7 @@ def test_scales_that_do_not_fit_are_refused(changed: tuple[Any, ...] | None, say
 
 def test_a_version_that_cannot_be_restored_here_is_refused_before_the_first_byte(hop: MakeHop) -> None:
     plain = fp8_manifest().to_plain() | {"quantised": "nf4"}
-    with pytest.raises(ManifestError, match=r"quantised as 'nf4', which is not known here.*Known: fp8, int8"):
+    with pytest.raises(ManifestError, match=r"quantised as 'nf4', which is not known here.*Known: fp8"):
         RestorePlan(Manifest.from_plain(plain), expecting(BF16))
     assert {spec.dtype for spec in RestorePlan(fp8_manifest(), expecting(BF16, F32, dtype=F32)).specs} == {BF16, F32}
     with pytest.raises(ManifestError, match="the dtype to restore it to is not known"):
@@ -170,16 +169,15 @@ def test_weights_of_linear_layers_are_quantised_and_nothing_else(
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("scheme", ["fp8", "int8"])
 def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_once_read(
-    scheme: str, whole: bool, monkeypatch: pytest.MonkeyPatch
+    whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks of a large matrix, in a stream with the scales behind or ahead of all elements."""
     monkeypatch.setattr(quantised_snapshot, "_CHUNK_NUMEL", 1 << 16)
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
     full = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
-    ours = QuantisedShards([LocalShard.whole(spec, full[spec.name]) for spec in specs], scheme)
-    layout = Manifest(0, tuple(wire_specs(specs, scheme)), 1 << 20, whole_tensors=whole)
+    ours = QuantisedShards([LocalShard.whole(spec, full[spec.name]) for spec in specs])
+    layout = Manifest(0, tuple(wire_specs(specs)), 1 << 20, whole_tensors=whole)
     offsets = {entry.spec.name: entry.offset for entry in layout.entries}
     snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.slices])
     memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
@@ -194,9 +192,9 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     assert snapshot.ends["a.weight"] < snapshot.ends["b.weight"] == snapshot.read_end
     views = layout.views(memory)
     for spec in specs:
-        elements, scales = REFERENCES[scheme](full[spec.name])
+        elements, scales = reference_fp8(full[spec.name])
         assert torch.equal(views[spec.name].view(torch.uint8), elements.view(torch.uint8))
-        assert torch.equal(views[pair_of(spec, scheme).scales.name], scales)
+        assert torch.equal(views[pair_of(spec).scales.name], scales)
 
 
 # -- ranks that hold and need any slices ----------------------------------------------------------------------------------
@@ -216,14 +214,14 @@ ROWS2 = [of_rank(rows, 0, 2, SLICED), of_rank(rows, 1, 2, SLICED)]
 
 
 @pytest.mark.parametrize(
-    ("layout", "needs", "engine", "codec", "scheme"),
-    [("a mesh", ROWS2, "shm", "dense", "int8"), ("columns", TP2, "gloo", "delta", "fp8")],
+    ("layout", "needs", "engine", "codec"),
+    [("a mesh", ROWS2, "shm", "dense"), ("columns", TP2, "gloo", "delta")],
 )
 def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quantised(
-    hop: MakeHop, layout: str, needs: list[Placement | None], engine: str, codec: str, scheme: str
+    hop: MakeHop, layout: str, needs: list[Placement | None], engine: str, codec: str
 ) -> None:
     """Also as deltas, where what one rank has of a block changes the scale of what another has."""
-    run = hop(engine, *LAYOUTS[layout], needs, specs=SLICED, quantise=scheme, codec=codec, full_every=100)
+    run = hop(engine, *LAYOUTS[layout], needs, specs=SLICED, quantise="fp8", codec=codec, full_every=100)
     tensors = values(0, SLICED)
     for version in (1, 2):
         for tensor in tensors.values():
@@ -232,24 +230,23 @@ def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quanti
         run.publish(version)
         report = run.sync(version)
         assert report.codec == ("dense" if version == 1 else codec)
-        assert run.all_hold(left_of(tensors, scheme))
+        assert run.all_hold(left_of(tensors))
         assert report.quantisation is not None
-        assert 0.001 < report.quantisation.relative_rms < (0.04 if scheme == "fp8" else 0.01)
+        assert 0.001 < report.quantisation.relative_rms < 0.04
 
 
 def test_a_rollout_that_needs_the_quantised_tensors_gets_its_slices_of_them_and_no_more(hop: MakeHop) -> None:
-    scheme: Scheme = "fp8"
-    wire = {spec.name: spec for spec in wire_specs(SLICED.values(), scheme)}
-    asked = [needed_on_the_wire(needed, list(wire.values()), scheme) for needed in TP2]
+    wire = {spec.name: spec for spec in wire_specs(SLICED.values())}
+    asked = [needed_on_the_wire(needed, list(wire.values())) for needed in TP2]
     needs = [needed for needed in asked if needed is not None]
-    run = hop("gloo", *LAYOUTS["rows"], needs, specs=SLICED, rollout_specs=wire, quantise=scheme)
+    run = hop("gloo", *LAYOUTS["rows"], needs, specs=SLICED, rollout_specs=wire, quantise="fp8")
     tensors = values(1, SLICED)
     run.step(tensors)
     run.publish(1)
     report = run.sync(1)
     for name in ("q.weight", "o.weight"):
-        pair = pair_of(SLICED[name], scheme)
-        tensors |= dict(zip((pair.weight.name, pair.scales.name), REFERENCES[scheme](tensors[name]), strict=True))
+        pair = pair_of(SLICED[name])
+        tensors |= dict(zip((pair.weight.name, pair.scales.name), reference_fp8(tensors[name]), strict=True))
     assert run.all_hold(tensors)
     slices = len(run.publishers[0]._queue.session.layout.specs)  # up to 64 bytes each begin behind a gap
     assert report.sent_bytes <= sum(needed.nbytes for needed in needs) + 64 * slices
