@@ -212,11 +212,6 @@ class Subscriber(Participant):
     def _said_need(self) -> str:
         return PlanExchange(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
 
-    @property
-    def _can_relay(self) -> bool:
-        # In place there is memory for one bucket, to be relayed and written at once: the slower of the two would stop both.
-        return not self._in_place
-
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         session = message.session
         with self._turn:  # another session may have begun before this thread ran
@@ -234,7 +229,14 @@ class Subscriber(Participant):
         elif engine_links is not None:
             supply = exchange.supplied(deadline)
             needed = exchange.needed(message.needs, supply, deadline)
-            planned = SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
+            planned = SessionPlan(supply, needed, self._engine.capabilities)
+            if self._in_place and planned.relays:
+                # There is memory for one bucket, to be relayed and written at once: the slower of the two would stop both.
+                raise ManifestError(
+                    f"sync.relay is {supply.relay}, and a rollout that is written in place cannot relay.",
+                    part=self.name,
+                    hint='Set rollout.commit to "staged", or sync.relay to "off".',
+                )
             self._check_offered(planned.layout)
             engine_links.connect(self.rendezvous, session, planned, deadline)
             receive_session = ReceiveSession.by_plan(session, self.name, planned, engine_links)

@@ -146,7 +146,7 @@ class GatheredSendSession(SendSession):
     def _connect(self, rendezvous: Rendezvous, message: Connect, topology: Topology, deadline: Deadline) -> None:
         rank = self._rank
         if rank.number == 0:
-            supply = rank.contribution.supply(message.publishers, rank.network)
+            supply = rank.contribution.supply(message.publishers, rank.relay)
             PlanExchange(rendezvous.mailbox(f"plan/{self.name}")).supply(supply)
         self.parts = rank.contribution.parts(self.layout.regions)
         self._tables = rank.contribution.stored_tables(self.layout)
@@ -238,8 +238,8 @@ class DirectSendSession(SendSession):
 def _plan(rank: SendingRank, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
     """Make the session's plan, as every participant does."""
     exchange = PlanExchange(rendezvous.mailbox(f"plan/{message.session}"))
-    supply = rank.contribution.supply(message.publishers, rank.network)
+    supply = rank.contribution.supply(message.publishers, rank.relay)
     if rank.number == 0:
         exchange.supply(supply)
     needed = exchange.needed(message.needs, supply, deadline)
-    return SessionPlan(supply, needed, rank.engine.capabilities, may_relay=message.relays)
+    return SessionPlan(supply, needed, rank.engine.capabilities)
