@@ -316,8 +316,8 @@ class Subscriber(Participant):
             self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready))
         else:
             self._staging.reserve(manifest, viewed=viewed)
-        if session.relay_links:
-            relay = Relay(session.relay_links, sent, deadline, stall_s, self.name, self.hooks)
+        if session.relayed:
+            relay = Relay(session.relayed, sent, deadline, stall_s, self.name, self.hooks)
         return StageRequest(manifest, sent, session, deadline, stall_s, viewed, stream, prepare_delta, relay)
 
     def _check_base(self, manifest: Manifest, *, live: bool) -> None:

@@ -80,7 +80,9 @@ class ReceiveLoop:
             for link, stream in zip(links, self._device_streams, strict=False)
         ]
         if relay is not None:
-            tasks += [TransferTask(link.receivers, partial(relay.send, link)) for link in request.session.relay_links]
+            for lanes in request.session.relayed:
+                receivers = dict.fromkeys(name for to in lanes.values() for name in to.receivers)
+                tasks.append(TransferTask(list(receivers), partial(relay.send, lanes)))
         try:
             self._tasks.run(tasks, request.deadline)
         except Exception as error:

@@ -12,9 +12,9 @@ from weightlane.ckpt_engines import ReceiverLink
 from ..control.engine_links import EngineLinks
 from ..plan.links import PlannedLink
 from ..plan.session_plan import SessionPlan
+from ..send.pipeline import Destination, destinations_of
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
-from .relay import RelayLink, relay_links
 
 _EXTRA_PER_HOP = 0.2
 """Extra waiting time for each hop to the trainer, in shares of `stall_s`: a stalled sender then fails before its receiver."""
@@ -69,7 +69,7 @@ class ReceiveSession:
         stored_checksums: Checksums of versions in a store; None where each checksum arrives with its bucket.
         planned: The session's plan; None for one stream from one sender.
         lanes: Lanes for this rank, in the plan's order. They are the sections of the rank's own stream.
-        relay_links: The links through which this rank relays lanes.
+        relayed: The lanes that this rank relays on each of its sender links, with their destinations.
     """
 
     name: str
@@ -77,7 +77,7 @@ class ReceiveSession:
     stored_checksums: StoredChecksums | None = None
     planned: SessionPlan | None = None
     lanes: tuple[int, ...] = ()
-    relay_links: tuple[RelayLink, ...] = ()
+    relayed: tuple[Mapping[int, Destination], ...] = ()
 
     @classmethod
     def by_plan(cls, session: str, rank: str, planned: SessionPlan, engine_links: EngineLinks) -> ReceiveSession:
@@ -94,8 +94,8 @@ class ReceiveSession:
             }
             links.append(ReceiveLink(senders, link, lanes))
         own = sorted({lane for link in links for sent in link.lanes.values() for lane in sent})
-        relayed = relay_links(rank, planned, engine_links.senders)
-        return cls(session, tuple(links), None, planned, tuple(own), relayed)
+        relayed = destinations_of(rank, planned, engine_links.senders)
+        return cls(session, tuple(links), None, planned, tuple(own), tuple(relayed))
 
     @property
     def senders(self) -> list[BucketSender]:

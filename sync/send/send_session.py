@@ -26,7 +26,7 @@ from ..version.strided_copy import StridedCopy
 from .agreement.rank_agreement import RankAgreement
 from .bucket_source import BucketSource, SnapshotBuckets
 from .gather import GatheredBuckets, ShardGather
-from .pipeline import Destination, SendPipeline
+from .pipeline import Destination, SendPipeline, destinations_of
 from .sending_rank import SendingRank
 from .snapshot.progress import SourceBytes
 
@@ -200,11 +200,8 @@ class DirectSendSession(SendSession):
         self._links.connect(rendezvous, self.name, planned, deadline)
         self.pipeline = SendPipeline(list(self._links.senders.values()), rank.runtime, on_sent=rank.bucket_sent)
         self._table = CopyTable.of(self.parts, self.layout)
-        self._lanes = {
-            lane: Destination(self._links.senders[link.number], planned.routes[lane].next_after(rank.name))
-            for link in planned.sent_by(rank.name)
-            for lane in link.lanes[rank.name]
-        }
+        for lanes in destinations_of(rank.name, planned, self._links.senders):
+            self._lanes |= lanes
         return planned
 
     def send(self, version: SendRequest) -> int:
