@@ -41,7 +41,7 @@ from .plan.supply import PlanExchange
 from .receive.live_identity import LiveIdentity
 from .receive.live_stream import LiveStream
 from .receive.receive_loop import StageRequest
-from .receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
+from .receive.receive_session import ReceiveSession, Source
 from .receive.relay import Relay
 from .receive.staging import Staging, lacks_base
 from .receive.version_receiver import VersionReceiver
@@ -222,8 +222,7 @@ class Subscriber(Participant):
         if stored_link is not None:
             (sender,) = topology.senders
             checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{session}"))
-            link = ReceiveLink({sender: BucketSender(stored_link, sender)})
-            receive_session = ReceiveSession(session, (link,), checksums)
+            receive_session = ReceiveSession(session, (Source(stored_link, {sender: 1}),), checksums)
             self._check_offered(exchange.supplied(deadline).manifest)
             stored_link.connect(topology, deadline)
         elif engine_links is not None:
