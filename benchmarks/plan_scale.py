@@ -1,10 +1,9 @@
-"""Measures what transfer planning costs at scale, and predicts how long the planned transfers take.
+"""Measures what transfer planning costs at scale.
 
-    python -m benchmarks.plan_scale [--case NAME] [--rounds 3] [--gb-per-s 50] [--json FILE] [--markdown]
+    python -m benchmarks.plan_scale [--case NAME] [--rounds 3] [--json FILE] [--markdown]
 
-Synthetic placements of large models (`weightlane.sync.plan.prediction.shapes`), the real planner, one core. Each case runs in a
-process of its own, whose peak memory is the largest resident set, torch and the placements included. No weights, no transfer:
-seconds of transfers are predicted for the given network cards.
+Synthetic placements of large models (`weightlane.sync.plan.shapes`), the real planner, one core. Each case runs in a
+process of its own, whose peak memory is the largest resident set, torch and the placements included. No weights, no transfer.
 """
 
 from __future__ import annotations
@@ -20,31 +19,32 @@ from typing import Any
 import torch
 
 from benchmarks.command import Report, case_in_own_process, finish, options_of, say
-from weightlane.sync.plan import Network, plan_report, plan_transfer
-from weightlane.sync.plan.prediction.layouts import RolloutLayout, TrainerLayout
-from weightlane.sync.plan.prediction.shapes import Wire, shape_named, weights
+from weightlane.sync.config import Relay
+from weightlane.sync.plan import plan_transfer
+from weightlane.sync.plan.plan_report import plan_report
 from weightlane.sync.plan.send_assignment import assign_slices
+from weightlane.sync.plan.shapes.model_shapes import Wire, shape_named, weights
+from weightlane.sync.plan.shapes.parallel_layouts import RolloutLayout, TrainerLayout
 from weightlane.sync.version.placement import Placement
 
-CASES: dict[str, tuple[str, str, str, Wire, bool]] = {
-    "1t": ("1t", "pp8 ep32", "8x tp16 ep16", "bf16", False),
-    "1t-fp8": ("1t", "pp8 ep32", "8x tp16 ep16", "fp8", False),
-    "1t-64-replicas": ("1t", "pp8 ep32", "64x tp16 ep16", "bf16", True),
-    "235b": ("235b", "pp4 tp4 ep8 dp2", "4x tp8 ep8", "bf16", False),
-    "235b-fsdp": ("235b", "fsdp64", "8x tp8", "bf16", False),
-    "235b-relayed": ("235b", "pp4 tp4 ep8 dp2", "16x tp8 ep8", "bf16", True),
-    "30b": ("30b", "fsdp32", "8x tp2", "bf16", False),
-    "30b-fp8": ("30b", "pp2 tp2 ep8", "8x tp2", "fp8", False),
+CASES: dict[str, tuple[str, str, str, Wire, Relay]] = {
+    "1t": ("1t", "pp8 ep32", "8x tp16 ep16", "bf16", "off"),
+    "1t-fp8": ("1t", "pp8 ep32", "8x tp16 ep16", "fp8", "off"),
+    "1t-64-replicas": ("1t", "pp8 ep32", "64x tp16 ep16", "bf16", "chain"),
+    "235b": ("235b", "pp4 tp4 ep8 dp2", "4x tp8 ep8", "bf16", "off"),
+    "235b-fsdp": ("235b", "fsdp64", "8x tp8", "bf16", "off"),
+    "235b-relayed": ("235b", "pp4 tp4 ep8 dp2", "16x tp8 ep8", "bf16", "chain"),
+    "30b": ("30b", "fsdp32", "8x tp2", "bf16", "off"),
+    "30b-fp8": ("30b", "pp2 tp2 ep8", "8x tp2", "fp8", "off"),
 }
-"""Shape, trainer, rollout, type on the wire, and whether receivers may relay."""
+"""Shape, trainer, rollout, type on the wire, and how receivers relay."""
 MOST_S = 5.0
 MOST_MIB = 1024.0
 """Targets for planning the first case, `1t`: seconds of its fastest round, and peak memory of its process in MiB."""
-_LATENCY_S = 20e-6
 _TIMEOUT_S = 300.0
 
 
-def measure_case(name: str, rounds: int, bytes_per_s: float) -> dict[str, Any]:
+def measure_case(name: str, rounds: int) -> dict[str, Any]:
     """Plan a case so often, here, and explain the plan."""
     shape_name, trainer, rollout, wire, relay = CASES[name]
     shape = shape_named(shape_name)
@@ -62,15 +62,13 @@ def measure_case(name: str, rounds: int, bytes_per_s: float) -> dict[str, Any]:
         cpu_s.append(time.process_time() - ran)
         digests.add(plan.digest)
     peak_mib = _peak_mib()
-    network = Network(bytes_per_s, bytes_per_s, _LATENCY_S)
-    report = plan_report(held, needed, network, may_relay=relay, links=0)
+    report = plan_report(assign_slices(held), needed, relay=relay, links=0)
     return {
         "case": name,
         "shape": shape.name,
         "trainer": trainer,
         "rollout": rollout,
         "wire": wire,
-        "may_relay": relay,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
         "peak_mib": peak_mib,
@@ -90,16 +88,12 @@ def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def run(cases: list[str], rounds: int, bytes_per_s: float) -> Report:
+def run(cases: list[str], rounds: int) -> Report:
     """Every case in a process of its own, one after the other."""
     rows = []
     for case in cases:
         say(f"planning {case}")
-        rows.append(
-            case_in_own_process(
-                "plan_scale", case, ["--rounds", str(rounds), "--gb-per-s", str(bytes_per_s / 1e9)], _TIMEOUT_S
-            )
-        )
+        rows.append(case_in_own_process("plan_scale", case, ["--rounds", str(rounds)], _TIMEOUT_S))
     machine = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),
@@ -111,15 +105,13 @@ def run(cases: list[str], rounds: int, bytes_per_s: float) -> Report:
 
 _COLUMNS = (
     "model", "trainer to rollout", "ranks", "wire", "tensors", "cells", "lanes", "planning s (cpu)", "peak MiB", "GB per replica",
-    "busiest sender", "predicted s", "x busiest card", "one sender: streams, tree",
+    "busiest sender",
 )  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    predicted = row["predicted"]
-    direct = predicted["direct_s"]
-    relayed = row["routes"].get("chain", 0) + row["routes"].get("tree", 0)
+    relayed = row["relayed_lanes"]
     return [
         row["shape"],
         f"{row['trainer']} to {row['rollout']}",
@@ -131,10 +123,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         f"{min(row['wall_s']):.2f} ({min(row['cpu_s']):.2f})",
         f"{row['peak_mib']:.0f}",
         f"{max(row['replicas'].values()) / 1e9:.0f}",
-        f"{row['largest_share_over_mean']:.3f}",
-        f"{direct:.2f}",
-        f"{direct / predicted['bound_s']:.2f}",
-        f"{predicted['one_stream_per_replica_s'] / direct:.0f}x, {predicted['broadcast_tree_s'] / direct:.1f}x",
+        f"{row['busiest_sender']['over_mean']:.3f}",
     ]
 
 
@@ -162,16 +151,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table, write JSON if asked to."""
     parser = options_of(__doc__, rounds=3)
     parser.add_argument("--case", action="append", choices=list(CASES), help="only this one; repeatable")
-    parser.add_argument("--gb-per-s", type=float, default=50.0, help="of every network card")
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     parser.add_argument("--here", choices=list(CASES), help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.here:
-        print(json.dumps(measure_case(options.here, options.rounds, 1e9 * options.gb_per_s)))
+        print(json.dumps(measure_case(options.here, options.rounds)))
         return 0
     return finish(
         "plan_scale",
-        lambda: run(options.case or list(CASES), options.rounds, 1e9 * options.gb_per_s),
+        lambda: run(options.case or list(CASES), options.rounds),
         markdown if options.markdown else text,
         options.json,
     )

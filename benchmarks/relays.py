@@ -6,14 +6,14 @@ One trainer rank and some rollout replicas of one rank, each in a network namesp
 one's link is limited by tc (token bucket) to --rate-mbit in both directions. The same version goes over gloo in two ways, in
 turns:
 
-- *star*: the trainer rank sends to every replica itself (`sync.relays = "never"`).
-- *relays*: `sync.sender_gbps` and `sync.receiver_gbps` say what the links carry, and weightlane chooses the routes.
+- *star*: the trainer rank sends to every replica itself (`sync.relay = "off"`).
+- *relays*: replicas relay in a chain (`sync.relay = "chain"`).
 
 A round changes every element. Latency is from `publish` to the last replica's commit; then all replicas' weights are compared
-with the trainer's by checksum. Beside it stands what `weightlane plan` would predict, and the bound: what the busiest card of the
-planned route needs for its bytes alone. What each card has really sent is read from the interfaces: a bucket for all receivers
-is a broadcast of gloo, which is a tree of its own, so that the star's trainer sends less often than it has replicas. Plain TCP,
-before the first round and after the last, shows what the links carry.
+with the trainer's by checksum. Beside it stands the bound: what the busiest card of the planned route needs for its bytes alone.
+What each card has really sent is read from the interfaces: a bucket for all receivers is a broadcast of gloo, which is a tree of
+its own, so that the star's trainer sends less often than it has replicas. Plain TCP, before the first round and after the last,
+shows what the links carry.
 
 Linux only; it takes root and the programs ip and tc (Debian's iproute2). The namespaces have no names: they go with the last
 process in them, however the benchmark ends.
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+from weightlane.ckpt_engines import WeightlaneError
 from weightlane.cli.bench.contenders.weightlane_row import RowContender, RowFacts
 from weightlane.cli.bench.processes.participants import SENDER, sync_config
 from weightlane.cli.bench.processes.processes import Processes
@@ -40,10 +40,7 @@ from weightlane.cli.bench.report.bench_report import PHASES
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.bench.workload.workload import Workload, named_workload
 from weightlane.sync import SyncConfig, TensorSpec
-from weightlane.sync.plan import Network
-from weightlane.sync.plan.prediction.predict import predict
-from weightlane.sync.plan.session_plan import SessionPlan
-from weightlane.sync.plan.supply import Supply
+from weightlane.sync.plan.plan_report import plan_report
 from weightlane.sync.version.placement import Placement
 
 from .command import finish, options_of, say
@@ -73,39 +70,34 @@ class Way(RowFacts):
         return self.way
 
 
-def ways(host: str, *, rate_mbit: float, bucket_mib: float, integrity: str, timeout_s: float) -> tuple[Way, Way]:
+def ways(host: str, *, bucket_mib: float, integrity: str, timeout_s: float) -> tuple[Way, Way]:
     """Star and relays; `host` is where the coordinator listens."""
     base = sync_config(codec="dense", integrity=integrity, bucket_mib=bucket_mib, deadline_s=timeout_s)
-    speeds = {"sender_gbps": rate_mbit / 1000, "receiver_gbps": rate_mbit / 1000}
-    configs = {"star": {"relays": "never"}, "relays": {"relays": "auto"}}
+    relay = {"star": "off", "relays": "chain"}
     star, relays = (
         Way(
             ENGINE,
             "dense",
             integrity,
             {"interface": INTERFACE},
-            base.model_copy(update={"host": host} | speeds | more),
+            base.model_copy(update={"host": host, "relay": how}),
             name,
         )
-        for name, more in configs.items()
+        for name, how in relay.items()
     )
     return star, relays
 
 
-def planned(workload: Workload, receivers: int, config: SyncConfig, network: Network) -> dict[str, Any]:
-    """The route that a session with this configuration takes, and what it is predicted to need."""
+def planned(workload: Workload, receivers: int, config: SyncConfig, rate_mbit: float) -> dict[str, Any]:
+    """The route that a session with this configuration takes, and the seconds that its busiest card needs."""
     whole = Placement.whole(workload.specs)
-    supply = Supply({SENDER: whole}, config.bucket_bytes, config.integrity == "full", "", config.network)
     needed = {subscriber_name(number): whole for number in range(receivers)}
-    facts = CheckpointEngineRegistry().engine_class(ENGINE).capabilities
-    session = SessionPlan(supply, needed, facts, may_relay=True)
-    predicted = predict(session.plan, session.routes, network)
+    gbps = rate_mbit / 1000
+    report = plan_report({SENDER: whole}, needed, relay=config.relay, sender_gbps=gbps, receiver_gbps=gbps)
+    busiest = [report[f"busiest_{side}"] for side in ("sender", "receiver", "relay")]
     return {
-        "routes": sorted({route.kind for route in session.routes}),
-        "lanes": len(session.routes),
-        "depth": max(route.depth for route in session.routes),
-        "predicted_s": predicted.seconds,
-        "bound_s": predicted.bound_s,
+        "routes": ["star" if config.relay == "off" else config.relay],
+        "bound_s": max(most["seconds"] for most in busiest if most is not None),
     }
 
 
@@ -123,12 +115,8 @@ def run(
     """Measure both ways by turns; seconds, bytes by card, and whether every bit was right."""
     with limited_hosts(1 + receivers, rate_mbit) as hosts:
         trainer, *rollouts = hosts
-        facts = ways(
-            trainer.address, rate_mbit=rate_mbit, bucket_mib=bucket_mib, integrity=integrity, timeout_s=timeout_s
-        )
-        network = facts[1].config.network
-        assert network is not None, "speeds are said"
-        plans = {each.name: planned(workload, receivers, each.config, network) for each in facts}
+        facts = ways(trainer.address, bucket_mib=bucket_mib, integrity=integrity, timeout_s=timeout_s)
+        plans = {each.name: planned(workload, receivers, each.config, rate_mbit) for each in facts}
         raw = [_raw(hosts, rate_mbit)]
         say(f"the links carry {_rates(raw[0])}")
         with on(trainer), Processes(receivers, workload.flat_bytes) as processes, asyncio.Runner() as runner:
@@ -212,7 +200,7 @@ def text(report: dict[str, Any]) -> str:
     what = f"{payload / 1e6:.1f} MB from one trainer rank to {report['receivers']} replicas over {ENGINE}"
     how = f"buckets of {report['bucket_bytes'] / (1 << 20):g} MiB, integrity {report['integrity']}, {report['rounds']} rounds"
     head = (
-        f"{'way':7} {'route':6} {'hops':>5} {'latency s':>10} {'least':>7} {'most':>7} {'predicted':>10} {'bound':>7}"
+        f"{'way':7} {'route':6} {'latency s':>10} {'least':>7} {'most':>7} {'bound':>7}"
         f" {'sent s':>7} {'x sent':>7} {'payloads sent by trainer':>25} {'busiest replica':>16}"
     )
     lines = [
@@ -225,14 +213,12 @@ def text(report: dict[str, Any]) -> str:
     for name, row in report["rows"].items():
         latency, (trainer, *rollouts) = row["latency_s"], row["card_sent_bytes"]
         lines.append(
-            f"{name:7} {'+'.join(row['routes']):6} {row['depth']:5} {latency['median']:10.3f} {latency['min']:7.3f}"
-            f" {latency['max']:7.3f} {row['predicted_s']:10.3f} {row['bound_s']:7.3f} {row['busiest_card_s']:7.3f}"
+            f"{name:7} {'+'.join(row['routes']):6} {latency['median']:10.3f} {latency['min']:7.3f}"
+            f" {latency['max']:7.3f} {row['bound_s']:7.3f} {row['busiest_card_s']:7.3f}"
             f" {latency['median'] / row['busiest_card_s']:7.2f} {trainer / payload:25.2f} {max(rollouts) / payload:16.2f}"
             f"{'' if row['verified'] else '  NOT VERIFIED'}"
         )
-    lines.append(
-        "predicted and bound: of the planned route; sent: what the busiest card needs for what it has really sent"
-    )
+    lines.append("bound: of the planned route; sent: what the busiest card needs for what it has really sent")
     lines.append("what the latency consists of, in ms: " + ", ".join(PHASES))
     for name, row in report["rows"].items():
         lines.append(f"{name:7} " + " ".join(f"{1e3 * row['phases'][phase]['median']:8.0f}" for phase in PHASES))

@@ -23,8 +23,7 @@ COMMANDS = {
     "conformance --training": ("conformance", "hf"),
     "bench --plot": ("plot",),
 }
-"""Extras without which a command does nothing. ``check`` needs those of the command that its file is for, and ``plan`` of a known
-shape needs none."""
+"""Extras without which a command does nothing. ``check`` needs those of the command that its file is for."""
 
 _MODULES = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "protobuf": "google.protobuf"}
 """Modules of the distributions whose module is not called as they are."""

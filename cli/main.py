@@ -8,22 +8,25 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from .config.arguments import (
     AddressOption,
     ConfigArgument,
+    LinksOption,
     PlainOption,
+    ReceiverSpeedOption,
     ResumeOption,
+    SenderSpeedOption,
     SetOption,
     VersionOption,
     is_live,
     overrides_of,
     require_for,
 )
-from .config.toml_file import command_of, is_run, read_toml
+from .config.toml_file import command_of, read_toml
 from .exit_codes import FAILED, Commands, end_by_sigterm
 from .extras import names_training_engine, require
 
@@ -230,61 +233,54 @@ def layout(
 
 @app.command()
 def plan(
-    target: Annotated[
-        str,
-        typer.Argument(
-            metavar="CONFIG|SHAPE", help="TOML file of a run, or a known shape: 30b, 235b or 1t.", show_default=False
-        ),
-    ],
+    path: ConfigArgument,
     override: SetOption = None,
+    *,
+    sender_gbps: SenderSpeedOption = 0.0,
+    receiver_gbps: ReceiverSpeedOption = 0.0,
+    links: LinksOption = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Show the transfer plan of a run: bytes of its links, the busiest ranks, and their bytes over stated speeds."""
+    require("plan")
+    from .commands.plan import print_plan, run_report
+
+    report = run_report(path, override or [], sender_gbps=sender_gbps, receiver_gbps=receiver_gbps, links=links)
+    print_plan(report, as_json=as_json)
+
+
+@app.command()
+def plan_shape(
+    shape: Annotated[str, typer.Argument(help="A known model: 30b, 235b or 1t.", show_default=False)],
     *,
     trainer: Annotated[
         str,
-        typer.Option(metavar="LAYOUT", help="For a shape: trainer ranks, e.g. 'pp8 ep32', 'tp2 pp4 dp8' or 'fsdp64'."),
+        typer.Option(
+            metavar="LAYOUT",
+            help="Trainer ranks, such as 'tp2 pp4 dp8' or 'fsdp64'; empty: a usual layout.",
+        ),
     ] = "",
     rollout: Annotated[
-        str, typer.Option(metavar="LAYOUT", help="For a shape: rollout ranks, e.g. '8x tp16 ep16'.")
+        str, typer.Option(metavar="LAYOUT", help="Rollout ranks, such as '8x tp16 ep16'; empty: a usual layout.")
     ] = "",
-    wire: Annotated[str, typer.Option(help="For a shape: bf16 by default, or fp8 with its scales.")] = "",
-    gb_per_s: Annotated[float, typer.Option(help="Speed of every rank's network card in GB/s.")] = 50.0,
-    sender_gbps: Annotated[
-        float | None, typer.Option(help="Speed of a trainer rank's card in Gbit/s instead.", show_default=False)
-    ] = None,
-    receiver_gbps: Annotated[
-        float | None, typer.Option(help="Speed of a rollout rank's card in Gbit/s instead.", show_default=False)
-    ] = None,
-    latency_us: Annotated[float, typer.Option(help="Latency of a bucket in microseconds.")] = 20.0,
-    bucket_mib: Annotated[
-        float | None, typer.Option(help="Size of a bucket in MiB; by default sync.bucket_mib.", show_default=False)
-    ] = None,
-    cut: Annotated[
-        str, typer.Option(help="For a shape: exact by default, or shares if receivers view senders' memory.")
-    ] = "",
-    relay: Annotated[bool, typer.Option("--relay", help="Let receivers relay buckets to other receivers.")] = False,
-    links: Annotated[int, typer.Option(help="Number of busiest links to list.", min=0)] = 5,
+    wire: Annotated[
+        Literal["bf16", "fp8"], typer.Option(help="Type on the wire; fp8 is sent with its scales.")
+    ] = "bf16",
+    relay: Annotated[
+        Literal["off", "chain", "tree"], typer.Option(help="How rollout ranks relay, as with sync.relay.")
+    ] = "off",
+    sender_gbps: SenderSpeedOption = 0.0,
+    receiver_gbps: ReceiverSpeedOption = 0.0,
+    links: LinksOption = 5,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
-    """Show the transfer plan and its predicted duration, for a run or for a model with given layouts."""
-    of_run = is_run(target)
-    if of_run:
-        require("plan")
-    from .commands.plan import network_of, plan_of, print_plan
-    from .output import console
+    """Show the transfer plan of a large model with given layouts, from its shapes, without a run."""
+    from .commands.plan import print_plan, shape_report
 
-    report = plan_of(
-        target,
-        of_run,
-        override or [],
-        {"trainer": trainer, "rollout": rollout, "wire": wire, "cut": cut},
-        network_of(gb_per_s, sender_gbps, receiver_gbps, latency_us, bucket_mib),
-        keep_bucket=bucket_mib is not None,
-        relay=relay,
-        links=links,
+    report = shape_report(
+        shape, trainer, rollout, wire, relay, sender_gbps=sender_gbps, receiver_gbps=receiver_gbps, links=links
     )
-    if as_json:
-        typer.echo(json.dumps(report, indent=2))
-        return
-    print_plan(console(), report)
+    print_plan(report, as_json=as_json)
 
 
 @app.command()

@@ -1,13 +1,10 @@
-"""Settings of the sync from trainer to rollout: `CheckpointEngineConfig`, `SyncConfig` and the `Network` that they describe."""
+"""Settings of the sync from trainer to rollout: `CheckpointEngineConfig` and `SyncConfig`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-
-from weightlane.ckpt_engines import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
@@ -18,8 +15,8 @@ CodecPolicy = Literal["dense", "delta", "auto"]
 Quantise = Literal["none", "fp8"]
 """The type in which the weights of linear layers are sent."""
 
-Relays = Literal["auto", "never"]
-"""Whether rollout ranks relay buckets to one another."""
+Relay = Literal["off", "chain", "tree"]
+"""How rollout ranks relay buckets to one another."""
 
 DEFAULT_BUCKET_MIB = 32.0
 """Payload of a bucket in MiB, large enough that the notices of buckets take no noticeable share of a version's time."""
@@ -29,39 +26,6 @@ SILENCE_S = 20.0
 """Seconds of silence after which a host counts as gone; longer than a network takes to find another route."""
 _LEAST_SILENCE_S = 2.0
 """The kernel counts keep-alive probes in whole seconds."""
-
-BYTES_PER_GBIT = 1e9 / 8
-
-
-@dataclass(frozen=True, slots=True)
-class Network:
-    """The speed of links. Network cards are assumed to send and receive at full speed at the same time."""
-
-    sender_bytes_per_s: float
-    """Speed of a trainer rank's network card."""
-    receiver_bytes_per_s: float
-    """Speed of a rollout rank's network card."""
-    latency_s: float = 0.0
-    """Seconds from the sending of a bucket's last byte to its arrival."""
-    bucket_bytes: int = int(DEFAULT_BUCKET_MIB * MIB)
-
-    def __post_init__(self) -> None:
-        if (
-            self.sender_bytes_per_s <= 0
-            or self.receiver_bytes_per_s <= 0
-            or self.latency_s < 0
-            or self.bucket_bytes <= 0
-        ):
-            raise ConfigError(
-                "speeds and bucket sizes must be positive, and the latency not negative.",
-                part="plan",
-                hint="Give bytes per second, seconds and bytes.",
-            )
-
-    def fill_s(self, nbytes: int) -> float:
-        """Seconds by which a relay delays a stream of `nbytes`: the time of one bucket."""
-        slowest = min(self.sender_bytes_per_s, self.receiver_bytes_per_s)
-        return min(nbytes, self.bucket_bytes) / slowest + self.latency_s
 
 
 class CheckpointEngineConfig(BaseModel):
@@ -133,25 +97,11 @@ class SyncConfig(BaseModel):
         description="full: both sides compute a checksum of every bucket, and a version that differs is not committed."
         " off: the transport's own checks must suffice.",
     )
-    relays: Relays = Field(
-        "auto",
-        description="auto: where sender_gbps and receiver_gbps are given, and the engine allows it, rollout ranks relay buckets"
-        " to one another wherever that is predicted to be faster than sending to each. never: every trainer rank sends to"
-        " each rollout rank itself.",
-    )
-    sender_gbps: float = Field(
-        0.0, ge=0, description="Gbit/s that the network carries from a trainer rank, for choosing relays; 0: unknown."
-    )
-    receiver_gbps: float = Field(
-        0.0,
-        ge=0,
-        description="Gbit/s that the network carries to a rollout rank, and from it at the same time: its share of what its"
-        " host's card, and the memory behind it, can do. 0: unknown.",
-    )
-    latency_us: float = Field(
-        20.0,
-        ge=0,
-        description="Microseconds from the sending of a bucket's last byte to its arrival, for choosing relays.",
+    relay: Relay = Field(
+        "off",
+        description="off: every trainer rank sends to each rollout rank itself. chain: it sends to one of the ranks that need the"
+        " same slices, which relays every bucket to the next one. tree: every rank sends to two others. Relays are for trainer"
+        " ranks whose network cards are the bottleneck, and for engines that send between hosts.",
     )
     host: str = Field(
         "127.0.0.1",
@@ -168,24 +118,6 @@ class SyncConfig(BaseModel):
                 "must be one address of this machine that the other participants can reach, not a wildcard"
             )
         return host
-
-    @model_validator(mode="after")
-    def _speeds_of_both_sides(self) -> Self:
-        if bool(self.sender_gbps) != bool(self.receiver_gbps):
-            raise ValueError("sender_gbps and receiver_gbps must both be given, or neither")
-        return self
-
-    @property
-    def network(self) -> Network | None:
-        """The speed of links; None if it is unknown or relays are not allowed."""
-        if self.relays == "never" or not self.sender_gbps:
-            return None
-        return Network(
-            BYTES_PER_GBIT * self.sender_gbps,
-            BYTES_PER_GBIT * self.receiver_gbps,
-            self.latency_us / 1e6,
-            self.bucket_bytes,
-        )
 
     @property
     def silence_s(self) -> float:

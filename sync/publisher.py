@@ -25,7 +25,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
-from .config import CodecPolicy, Integrity, Network, Quantise
+from .config import CodecPolicy, Integrity, Quantise, Relay
 from .control.messages import Connect, EngineTraits, Full, Go, Message
 from .control.participant import JOIN_THREAD_S, Participant
 from .control.rendezvous import RendezvousAddress
@@ -72,8 +72,7 @@ class Publisher(Participant):
         quantise: How linear weights are quantised; see `SyncConfig`.
         codec: How versions are encoded; see `SyncConfig`.
         full_every: With deltas, at the latest every so many versions one is sent in full.
-        network: The speed of links, the same on every rank: rollout ranks then relay versions to one another where that is
-            predicted to be sooner. By default none relays.
+        relay: How rollout ranks relay versions to one another, the same on every rank; see `SyncConfig`.
         hooks: Observers; those of this process by default.
 
     Raises:
@@ -97,7 +96,7 @@ class Publisher(Participant):
         quantise: Quantise = "none",
         codec: CodecPolicy = "dense",
         full_every: int = 100,
-        network: Network | None = None,
+        relay: Relay = "off",
         hooks: RunHooks | None = None,
     ) -> None:
         shards = without_aliases(shards)
@@ -117,7 +116,7 @@ class Publisher(Participant):
             contribution,
             codec=codec,
             full_every=full_every,
-            network=network,
+            relay=relay,
             deadline_s=deadline_s,
             hooks=hooks or process_hooks(),
         )

@@ -41,7 +41,7 @@ from .plan.supply import PlanExchange
 from .receive.live_identity import LiveIdentity
 from .receive.live_stream import LiveStream
 from .receive.receive_loop import StageRequest
-from .receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
+from .receive.receive_session import ReceiveSession, Source
 from .receive.relay import Relay
 from .receive.staging import Staging, lacks_base
 from .receive.version_receiver import VersionReceiver
@@ -212,11 +212,6 @@ class Subscriber(Participant):
     def _said_need(self) -> str:
         return PlanExchange(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
 
-    @property
-    def _can_relay(self) -> bool:
-        # In place there is memory for one bucket, to be relayed and written at once: the slower of the two would stop both.
-        return not self._in_place
-
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         session = message.session
         with self._turn:  # another session may have begun before this thread ran
@@ -227,14 +222,20 @@ class Subscriber(Participant):
         if stored_link is not None:
             (sender,) = topology.senders
             checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{session}"))
-            link = ReceiveLink({sender: BucketSender(stored_link, sender)})
-            receive_session = ReceiveSession(session, (link,), checksums)
+            receive_session = ReceiveSession(session, (Source(stored_link, {sender: 1}),), checksums)
             self._check_offered(exchange.supplied(deadline).manifest)
             stored_link.connect(topology, deadline)
         elif engine_links is not None:
             supply = exchange.supplied(deadline)
             needed = exchange.needed(message.needs, supply, deadline)
-            planned = SessionPlan(supply, needed, self._engine.capabilities, may_relay=message.relays)
+            planned = SessionPlan(supply, needed, self._engine.capabilities)
+            if self._in_place and planned.relays:
+                # There is memory for one bucket, to be relayed and written at once: the slower of the two would stop both.
+                raise ManifestError(
+                    f"sync.relay is {supply.relay}, and a rollout that is written in place cannot relay.",
+                    part=self.name,
+                    hint='Set rollout.commit to "staged", or sync.relay to "off".',
+                )
             self._check_offered(planned.layout)
             engine_links.connect(self.rendezvous, session, planned, deadline)
             receive_session = ReceiveSession.by_plan(session, self.name, planned, engine_links)
@@ -314,8 +315,8 @@ class Subscriber(Participant):
             self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready))
         else:
             self._staging.reserve(manifest, viewed=viewed, live=prepare_delta is not None)
-        if session.relay_links:
-            relay = Relay(session.relay_links, sent, deadline, stall_s, self.name, self.hooks)
+        if session.relayed:
+            relay = Relay(session.relayed, sent, deadline, stall_s, self.name, self.hooks)
         return StageRequest(manifest, sent, session, deadline, stall_s, viewed, stream, prepare_delta, relay)
 
     def _check_base(self, manifest: Manifest, *, live: bool) -> None:

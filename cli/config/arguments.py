@@ -33,6 +33,14 @@ ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the la
 PlainOption = Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")]
 AddressOption = Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")]
 
+SenderSpeedOption = Annotated[
+    float, typer.Option(help="Gbit/s of a trainer rank's network card; 0: no seconds are shown.", min=0)
+]
+ReceiverSpeedOption = Annotated[
+    float, typer.Option(help="Gbit/s of a rollout rank's network card; 0: no seconds are shown.", min=0)
+]
+LinksOption = Annotated[int, typer.Option(help="Number of busiest links to list.", min=0)]
+
 
 def overrides_of(override: list[str] | None, address: str) -> list[str]:
     """Return all overrides of a run's configuration, and keep Python's warnings out of the run's display.

@@ -15,6 +15,7 @@ from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loo
 from weightlane.plugins.trackers import TRACKERS
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.sync.plan.routes import check_relay
 from weightlane.trainer.config import (
     AlgorithmConfig,
     CriticConfig,
@@ -209,7 +210,14 @@ def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
             part=_PART,
             hint='Set rollout.commit to "staged", or sync.quantise to "none".',
         )
+    if config.rollout.commit == "in_place" and config.sync.relay != "off":
+        raise ConfigError(
+            f"rollout.commit = in_place has no memory in which a rollout could relay (sync.relay = {config.sync.relay}).",
+            part=_PART,
+            hint='Set rollout.commit to "staged", or sync.relay to "off".',
+        )
     registry, engine = CheckpointEngineRegistry(), config.checkpoint_engine
+    check_relay(config.sync.relay, engine.backend, registry.engine_class(engine.backend).capabilities)
     if config.ray.address or not runs_here:  # this machine need not have the accelerators of the cluster
         registry.validate_options(engine.backend, engine.options)
     else:

@@ -52,14 +52,6 @@ def toml_value(text: str) -> Any:
         return text
 
 
-def is_run(target: str) -> bool:
-    """Whether `target` is the configuration of a run, and not the name of a shape. Raises `ConfigError` if that is missing."""
-    path = Path(target)
-    if path.suffix == ".toml":
-        existing(path)
-    return path.suffix == ".toml" or path.is_file()
-
-
 def command_of(sections: dict[str, Any]) -> str:
     """Return the command that a configuration with these `sections` is for: ``sft``, ``serve`` or ``train``."""
     return "sft" if "sft" in sections else "serve" if "service" in sections else "train"

@@ -91,8 +91,6 @@ class Connect(_SessionMessage):
     receivers: dict[str, dict[str, Any]]
     needs: dict[str, str] = {}
     """`Hello.need` of each receiver."""
-    relays: bool = False
-    """Whether `Hello.relays` holds for all receivers."""
     deadline_s: float
 
 
@@ -152,8 +150,6 @@ class Hello(_Reply):
     """Traits of the engine; only rank 0's publisher sends them."""
     need: str = ""
     """Mailbox key of the tensors that a rollout rank needs; see `weightlane.sync.plan.session_plan`."""
-    relays: bool = False
-    """Whether a rollout rank can relay buckets."""
 
 
 class Connected(_Reply):

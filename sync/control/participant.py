@@ -149,11 +149,6 @@ class Participant(ABC):
         """Put the tensors needed here into the session's mailbox. Returns the key; see `weightlane.sync.plan.session_plan`."""
         return ""
 
-    @property
-    def _can_relay(self) -> bool:
-        """Whether this participant can relay buckets to others."""
-        return False
-
     @abstractmethod
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
         """[connecting thread] Connect the transport half that `_open_half` has made; `_close_half` interrupts that.
@@ -236,7 +231,6 @@ class Participant(ABC):
                     address=address,
                     traits=traits,
                     need=self._said_need(),
-                    relays=self._can_relay,
                 )
             )
         elif isinstance(message, Abort):

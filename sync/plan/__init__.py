@@ -18,22 +18,15 @@
 Everything here is a pure function of plain data: no collectives, no files. Ranks have to agree only on their order.
 """
 
-from ..config import BYTES_PER_GBIT, Network
-from .prediction.plan_report import plan_report
-from .routes import plan_routes
 from .send_assignment import HolderMap, ReplicatedSlice, assign_slices
 from .transfer_plan import Cell, Lane, TransferPlan, plan_transfer
 
 __all__ = [
-    "BYTES_PER_GBIT",
     "Cell",
     "HolderMap",
     "Lane",
-    "Network",
     "ReplicatedSlice",
     "TransferPlan",
     "assign_slices",
-    "plan_report",
-    "plan_routes",
     "plan_transfer",
 ]

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from ..config import Network
-from .transfer_plan import Lane, TransferPlan
+from weightlane.ckpt_engines import Capabilities, ConfigError, Delivery
 
-Kind = Literal["star", "chain", "tree"]
-_FAN_OUTS = (1, 2, 3, 4)
-"""Fan-outs among which a relayed lane gets the fastest: 1 is a chain, the others are trees."""
+from ..config import Relay
+from .transfer_plan import TransferPlan
+
+_FAN_OUTS = {"chain": 1, "tree": 2}
+"""Number of ranks to which each rank sends a relayed lane."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The hops of one lane.
+    """The hops of one lane, with sender and receiver of each; a rank relays only what an earlier hop has brought."""
 
-    Attributes:
-        kind: ``"star"`` if the sender sends to every receiver; otherwise receivers relay each bucket when it has arrived.
-        hops: Sender and receiver of each hop; a rank relays only what an earlier hop has brought.
-        depth: Hops from the sender to the last receiver.
-    """
-
-    kind: Kind
     hops: tuple[tuple[str, str], ...]
-    depth: int
+
+    @property
+    def relayed(self) -> bool:
+        """Whether a receiver relays."""
+        return self.hops[-1][0] != self.hops[0][0]
 
     def next_after(self, name: str) -> tuple[str, ...]:
         """The ranks that a rank sends the lane to."""
@@ -42,88 +38,37 @@ class Route:
         return count
 
 
-def plan_routes(plan: TransferPlan, network: Network, *, may_relay: bool) -> tuple[Route, ...]:
+def plan_routes(plan: TransferPlan, relay: Relay) -> tuple[Route, ...]:
     """Plan a route for each lane, equal in every process.
 
-    No lane is relayed while no sender's network card is the bottleneck. A sender with more to send than the busiest receiver has
-    to receive has each of its lanes relayed, if that is faster: long lanes in a chain, short ones in a tree. (Relaying only
-    enough lanes to take the sender below the bottleneck was slower, because receivers wait while the sender sends the others to
-    everybody.) Lanes with the same receivers begin with another one each time, so that all relay about as much.
-
-    Args:
-        plan: The plan.
-        network: Speeds of the network cards.
-        may_relay: Whether receivers can send, which depends on the engine and on the memory of their hosts.
+    A lane with more receivers than the fan-out of `relay` is relayed. Lanes with the same receivers begin with different ones, so
+    that all relay about as much.
     """
-    if not may_relay:
-        return direct_routes(plan)
     turns: Counter[tuple[str, ...]] = Counter()
     routes = []
-    for lane, fan_out in zip(plan.lanes, _fan_outs(plan, network), strict=True):
-        if not fan_out:
-            routes.append(_star(lane))
-            continue
-        turn = turns[lane.receivers] % len(lane.receivers)
-        turns[lane.receivers] += 1
-        routes.append(_relayed(lane.sender, lane.receivers[turn:] + lane.receivers[:turn], fan_out))
+    for lane in plan.lanes:
+        receivers = lane.receivers
+        fan_out = _FAN_OUTS.get(relay, len(receivers))
+        if fan_out < len(receivers):
+            relays = (len(receivers) - 1) // fan_out  # the first ranks relay, and the next lane's are those behind them
+            first = turns[receivers] * relays % len(receivers)
+            turns[receivers] += 1
+            receivers = receivers[first:] + receivers[:first]
+        ranks = (lane.sender, *receivers)  # rank n receives from rank (n - 1) // fan_out, as in a heap
+        routes.append(Route(tuple((ranks[(n - 1) // fan_out], ranks[n]) for n in range(1, len(ranks)))))
     return tuple(routes)
 
 
-def direct_routes(plan: TransferPlan) -> tuple[Route, ...]:
-    """Routes without a relay."""
-    return tuple(map(_star, plan.lanes))
+def check_relay(relay: Relay, engine: str, facts: Capabilities) -> None:
+    """Raise `ConfigError` if receivers of the engine called `engine` cannot relay, or would only lose time by it.
 
-
-def _star(lane: Lane) -> Route:
-    return Route("star", tuple((lane.sender, receiver) for receiver in lane.receivers), 1)
-
-
-def _fan_outs(plan: TransferPlan, network: Network) -> list[int]:
-    """For each lane the number of receivers that each of its ranks sends to; 0 for a star."""
-    sent: Counter[str] = Counter()
-    once: Counter[str] = Counter()
-    received: Counter[str] = Counter()
-    own: dict[str, list[int]] = {}
-    for number, (lane, nbytes) in enumerate(zip(plan.lanes, plan.lane_bytes, strict=True)):
-        sent[lane.sender] += nbytes * len(lane.receivers)
-        once[lane.sender] += nbytes
-        own.setdefault(lane.sender, []).append(number)
-        for receiver in lane.receivers:
-            received[receiver] += nbytes
-    bound_s = max(
-        max(received.values(), default=0) / network.receiver_bytes_per_s,
-        max(once.values(), default=0) / network.sender_bytes_per_s,
-    )
-    fan_outs = [0] * len(plan.lanes)
-    for sender, lanes in own.items():
-        if sent[sender] / network.sender_bytes_per_s <= bound_s:
-            continue
-        for number in lanes:
-            receivers, nbytes = len(plan.lanes[number].receivers), plan.lane_bytes[number]
-            fan_out = min(_FAN_OUTS, key=lambda each: _relayed_s(nbytes, receivers, each, network))
-            star_s = receivers * nbytes / network.sender_bytes_per_s
-            if fan_out < receivers and _relayed_s(nbytes, receivers, fan_out, network) < star_s:
-                fan_outs[number] = fan_out
-    return fan_outs
-
-
-def _relayed_s(nbytes: int, receivers: int, fan_out: int, network: Network) -> float:
-    """Seconds for a relayed lane: each rank sends its bytes `fan_out` times, and buckets wait at every hop."""
-    sending_s = fan_out * nbytes / min(network.sender_bytes_per_s, network.receiver_bytes_per_s)
-    return sending_s + (_depth(receivers, fan_out) - 1) * fan_out * network.fill_s(nbytes)
-
-
-def _depth(receivers: int, fan_out: int) -> int:
-    """Hops to the last of `receivers` ranks."""
-    depth, reached, last = 0, 0, 1
-    while reached < receivers:
-        last *= fan_out
-        reached += last
-        depth += 1
-    return depth
-
-
-def _relayed(sender: str, receivers: Sequence[str], fan_out: int) -> Route:
-    ranks = (sender, *receivers)  # rank n receives from rank (n - 1) // fan_out, as in a heap
-    hops = tuple((ranks[(number - 1) // fan_out], ranks[number]) for number in range(1, len(ranks)))
-    return Route("chain" if fan_out == 1 else "tree", hops, _depth(len(receivers), fan_out))
+    Nothing can be relayed where a send reaches everybody, or buckets stay in a store or in their sender's memory. Within one host
+    memory is the bottleneck, not network cards.
+    """
+    elsewhere = facts.views or facts.persistent or facts.elastic or facts.same_host_only
+    if relay != "off" and (elsewhere or Delivery.POINT_TO_POINT not in facts.delivery):
+        raise ConfigError(
+            f"sync.relay is {relay}, and receivers of {engine} cannot relay.",
+            part="transfer plan",
+            hint='Set sync.relay to "off", or checkpoint_engine.backend to an engine between hosts, such as gloo or nixl.',
+        )

@@ -17,19 +17,9 @@ from ..version.placement import Placement
 from ..version.sliced_tensors import Slicing
 from ..version.tensor_spec import TensorSlice
 from .links import PlannedLink, collective_links, links_of
-from .routes import Route, direct_routes, plan_routes
+from .routes import Route, plan_routes
 from .supply import Supply
 from .transfer_plan import TransferPlan, plan_transfer
-
-
-def can_relay(facts: Capabilities) -> bool:
-    """Whether an engine's receivers can relay, and relaying can save time.
-
-    Nothing can be relayed where a send reaches everybody, or buckets stay in a store or in their sender's memory. Within one host
-    memory is the bottleneck, not network cards.
-    """
-    elsewhere = facts.views or facts.persistent or facts.elastic or facts.same_host_only
-    return Delivery.POINT_TO_POINT in facts.delivery and not elsewhere
 
 
 class SessionPlan:
@@ -39,12 +29,9 @@ class SessionPlan:
         supply: Everything that the trainer ranks send.
         needed: The slices that each rollout rank needs.
         facts: Capabilities of the engine.
-        may_relay: Whether every rollout rank could relay.
     """
 
-    def __init__(
-        self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities, *, may_relay: bool = False
-    ) -> None:
+    def __init__(self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> None:
         self.plan: TransferPlan = plan_transfer(supply.shares, needed, cut="shares" if facts.views else "exact")
         self.specs = self.plan.specs
         """Every tensor of the checkpoint, as it is sent."""
@@ -61,10 +48,8 @@ class SessionPlan:
             sections=tuple(len(lane.cells) for lane in self.plan.lanes),
         )
         """The manifest of dense versions. Every lane is a section of the stream."""
-        self.routes: tuple[Route, ...] = direct_routes(self.plan)
+        self.routes: tuple[Route, ...] = plan_routes(self.plan, supply.relay)
         """The route of each lane."""
-        if may_relay and supply.network is not None and can_relay(facts):
-            self.routes = plan_routes(self.plan, supply.network, may_relay=True)
         if facts.collective:
             self.links = collective_links(self.routes)
         else:
@@ -79,7 +64,7 @@ class SessionPlan:
     @property
     def relays(self) -> bool:
         """Whether a rank relays."""
-        return any(route.depth > 1 for route in self.routes)
+        return any(route.relayed for route in self.routes)
 
     def sent_by(self, name: str) -> list[PlannedLink]:
         """The links on which a rank sends."""

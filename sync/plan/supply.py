@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError
+from weightlane.ckpt_engines import Deadline, ProtocolError
 
 from ..codecs.quantised.quantisation import check_format
 from ..codecs.quantised.quantised_needs import needed_on_the_wire
-from ..config import Network
+from ..config import Relay
 from ..version.bucket_checksums import SessionMailbox
 from ..version.manifest import Manifest
 from ..version.placement import Placement
@@ -32,14 +31,14 @@ class Supply:
         bucket_bytes: Payload of a bucket.
         checksummed: See `Manifest`.
         quantised: See `Manifest`.
-        network: Speeds of the network cards, by which routes are chosen; None to have no lane relayed.
+        relay: How receivers relay lanes; see `SyncConfig`.
     """
 
     shares: Mapping[str, Placement]
     bucket_bytes: int
     checksummed: bool
     quantised: str
-    network: Network | None = None
+    relay: Relay = "off"
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -76,31 +75,23 @@ class Supply:
     def to_plain(self) -> list[Any]:
         """The supply as JSON."""
         shares = [[name, share.to_plain()] for name, share in self.shares.items()]
-        network = self.network
-        speeds = network and [network.sender_bytes_per_s, network.receiver_bytes_per_s, network.latency_s]
-        return [shares, self.bucket_bytes, self.checksummed, self.quantised, speeds]
+        return [shares, self.bucket_bytes, self.checksummed, self.quantised, self.relay]
 
     @classmethod
     def from_plain(cls, plain: Any) -> Supply:
         """Parse the message of trainer rank 0; raises `ProtocolError` for anything else."""
         match plain:
-            case [[*shares], int() as bucket_bytes, bool() as checksummed, str() as quantised, speeds]:
+            case [
+                [*shares],
+                int() as bucket_bytes,
+                bool() as checksummed,
+                str() as quantised,
+                ("off" | "chain" | "tree") as relay,
+            ]:
                 if all(isinstance(pair, list) and len(pair) == 2 for pair in shares):  # noqa: PLR2004 - name and share
                     pairs = [(str(name), Placement.from_plain(share)) for name, share in shares]
-                    return cls(dict(pairs), bucket_bytes, checksummed, quantised, _network(speeds, bucket_bytes))
+                    return cls(dict(pairs), bucket_bytes, checksummed, quantised, relay)
         raise ProtocolError("the message is no supply.", part=_PART)
-
-
-def _network(plain: Any, bucket_bytes: int) -> Network | None:
-    match plain:
-        case None:
-            return None
-        case [float() as sender, float() as receiver, float() as latency_s] if all(map(math.isfinite, plain)):
-            try:
-                return Network(sender, receiver, latency_s, bucket_bytes)
-            except ConfigError as error:
-                raise ProtocolError(f"not the speeds of a network: {error.message}", part=_PART) from error
-    raise ProtocolError("not the speeds of a network.", part=_PART)
 
 
 class PlanExchange:

@@ -3,7 +3,7 @@
 The `Subscriber` accepts a version on its control thread and hands a `StageRequest` to its staging thread, which calls the
 `VersionReceiver`. From there every bucket passes four steps:
 
-1. *Link*: the engine delivers the bucket through a `ReceiveLink` of the `ReceiveSession`.
+1. *Link*: the engine delivers the bucket through a `Source` of the `ReceiveSession`.
 2. *Receive loop*: the `ReceiveLoop` posts buckets ahead, waits for the oldest, verifies its checksum, and shows it to the
    `Relay`. Every link has its own thread (`TransferTasks`).
 3. *Sink*: a `BucketSink` names the memory for the bucket and takes the verified bucket: staging memory, views of the sender's

@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import torch
 
+from weightlane.ckpt_engines import ReceiverLink
+
 from ..codecs.delta.decoding import DeltaDecoding
 from .live_stream import LiveStream
-from .receive_session import BucketSender, ExpectedBucket
+from .receive_session import ExpectedBucket
 
 
 class BucketSink:
@@ -72,17 +74,20 @@ class DeltaBuckets(BucketSink):
 
 @dataclass(frozen=True)
 class LiveBuckets(BucketSink):
-    """Passes every bucket to a live stream. `buffers` have room for a bucket of each sender; without any, buckets are viewed."""
+    """Passes every bucket to a live stream.
+
+    `buffers` have room for a bucket of each sender on each link; without any, buckets are viewed.
+    """
 
     most_in_flight = 1
     """A sender's next bucket is received into the same buffer, so each must be written first."""
     needs_verified = True
     stream: LiveStream
-    buffers: Mapping[BucketSender, torch.Tensor]
+    buffers: Mapping[tuple[ReceiverLink, str], torch.Tensor]
 
     def memory_for(self, bucket: ExpectedBucket) -> torch.Tensor | None:
         """See `BucketSink.memory_for`."""
-        return self.buffers[bucket.sender][: bucket.nbytes] if self.buffers else None
+        return self.buffers[bucket.source.link, bucket.sender][: bucket.nbytes] if self.buffers else None
 
     def on_bucket(self, bucket: ExpectedBucket, data: torch.Tensor) -> None:
         """See `BucketSink.on_bucket`."""

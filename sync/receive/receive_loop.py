@@ -20,7 +20,7 @@ from ..version.bucket_checksums import checksum_of, checksum_of_bucket, compare,
 from ..version.manifest import Manifest
 from .bucket_sinks import BucketSink
 from .live_stream import LiveStream
-from .receive_session import ExpectedBucket, ReceiveLink, ReceiveSession
+from .receive_session import ExpectedBucket, ReceiveSession, Source
 from .relay import Relay
 from .transfer_tasks import TransferTask, TransferTasks
 
@@ -47,7 +47,7 @@ class StageRequest:
 
     def deadline_of(self, bucket: ExpectedBucket) -> Deadline:
         """The deadline for `bucket` to arrive."""
-        return self.deadline.within(bucket.sender.stall_s(self.stall_s))
+        return self.deadline.within(bucket.source.stall_s(bucket.sender, self.stall_s))
 
 
 class ReceiveLoop:
@@ -71,16 +71,18 @@ class ReceiveLoop:
         Returns when the sink has every bucket and the relay has sent every bucket. Raises `CorruptBucketError`,
         `DeadlineExceededError`, or the error of an engine, the relay or the sink.
         """
-        links, relay = request.session.links, request.relay
+        sources, relay = request.session.sources, request.relay
         checksums = _ChecksumCheck(request, wait_first=sink.needs_verified)
         transfer = _VersionTransfer(request, sink, checksums, self._name, self._runtime, self._hooks)
-        self._device_streams += [self._runtime.stream_for(self) for _ in links[len(self._device_streams) :]]
+        self._device_streams += [self._runtime.stream_for(self) for _ in sources[len(self._device_streams) :]]
         tasks = [
-            TransferTask(list(link.senders), partial(transfer.receive_link, link, stream))
-            for link, stream in zip(links, self._device_streams, strict=False)
+            TransferTask(list(source.hops), partial(transfer.receive_from, source, stream))
+            for source, stream in zip(sources, self._device_streams, strict=False)
         ]
         if relay is not None:
-            tasks += [TransferTask(link.receivers, partial(relay.send, link)) for link in request.session.relay_links]
+            for lanes in request.session.relayed:
+                receivers = dict.fromkeys(name for to in lanes.values() for name in to.receivers)
+                tasks.append(TransferTask(list(receivers), partial(relay.send, lanes)))
         try:
             self._tasks.run(tasks, request.deadline)
         except Exception as error:
@@ -112,14 +114,13 @@ class _VersionTransfer:
     runtime: DeviceRuntime
     hooks: RunHooks
 
-    def receive_link(self, link: ReceiveLink, device_stream: Any) -> None:
-        """Receive the buckets of `link`: post ahead while senders announce more, else wait for the oldest bucket."""
+    def receive_from(self, source: Source, device_stream: Any) -> None:
+        """Receive the buckets of `source`: post ahead while senders announce more, else wait for the oldest bucket."""
         in_flight: deque[_ReceivedBucket] = deque()
         request, most = self.request, self.sink.most_in_flight
         with self.runtime.on(device_stream):
-            for expected in request.session.expected_buckets(request.sent, request.manifest, link):
-                sender = expected.sender
-                while in_flight and (len(in_flight) >= most or not sender.link.announced(sender.name)):
+            for expected in request.session.expected_buckets(request.sent, request.manifest, source):
+                while in_flight and (len(in_flight) >= most or not source.link.announced(expected.sender)):
                     self._finish_oldest(in_flight)
                 if (memory := self.sink.memory_for(expected)) is None:
                     self._on_bucket(self._viewed(expected))
@@ -129,20 +130,20 @@ class _VersionTransfer:
                 self._finish_oldest(in_flight)
 
     def _viewed(self, expected: ExpectedBucket) -> _ReceivedBucket:
-        sender, started, version = expected.sender, time.perf_counter(), self.request.manifest.version
+        link, started, version = expected.source.link, time.perf_counter(), self.request.manifest.version
         deadline = self.request.deadline_of(expected)
-        data, checksum = sender.link.view(version, expected.sent_as, expected.nbytes, sender.name, deadline)
+        data, checksum = link.view(version, expected.sent_as, expected.nbytes, expected.sender, deadline)
         return _ReceivedBucket(expected, data, checksum, started)
 
     def _posted(self, expected: ExpectedBucket, memory: torch.Tensor) -> _ReceivedBucket:
-        sender, started, sent, index = expected.sender, time.perf_counter(), self.request.sent, expected.sent_as
+        link, started, sent, index = expected.source.link, time.perf_counter(), self.request.sent, expected.sent_as
         bucket = Bucket(sent.version, index, memory, self.runtime.recorded(), part=sent.part(index))
-        checksum = sender.link.post(bucket, sender.name, self.request.deadline_of(expected))
+        checksum = link.post(bucket, expected.sender, self.request.deadline_of(expected))
         return _ReceivedBucket(expected, memory, checksum, started)
 
     def _finish_oldest(self, in_flight: deque[_ReceivedBucket]) -> None:
         expected = in_flight[0].expected
-        expected.sender.link.flush(self.request.deadline_of(expected), len(in_flight) - 1)
+        expected.source.link.flush(self.request.deadline_of(expected), len(in_flight) - 1)
         self._on_bucket(in_flight.popleft())
 
     def _on_bucket(self, received: _ReceivedBucket) -> None:
@@ -186,7 +187,7 @@ class _ChecksumCheck:
             return
         index = expected.sent_as
         checksum = received.checksum if self._checksums is None else checksum_of_bucket(self._checksums, index)
-        verify(received.data, checksum, manifest.version, index, peer=expected.sender.name)
+        verify(received.data, checksum, manifest.version, index, peer=expected.sender)
 
     def verify_remaining(self) -> None:
         """Compare the buckets whose checksums were missing. Raises `CorruptBucketError` or `DeadlineExceededError`."""
@@ -195,4 +196,4 @@ class _ChecksumCheck:
         self._wait_for_stored()
         for expected, found in self._remaining:
             checksum = checksum_of_bucket(self._checksums or (), expected.sent_as)
-            compare(found, checksum, self._request.manifest.version, expected.sent_as, peer=expected.sender.name)
+            compare(found, checksum, self._request.manifest.version, expected.sent_as, peer=expected.sender)

@@ -12,33 +12,37 @@ from weightlane.ckpt_engines import ReceiverLink
 from ..control.engine_links import EngineLinks
 from ..plan.links import PlannedLink
 from ..plan.session_plan import SessionPlan
+from ..send.pipeline import Destination, destinations_of
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
-from .relay import RelayLink, relay_links
 
 _EXTRA_PER_HOP = 0.2
 """Extra waiting time for each hop to the trainer, in shares of `stall_s`: a stalled sender then fails before its receiver."""
 
 
 @dataclass(frozen=True, slots=True)
-class BucketSender:
-    """The participant `name` at the other end of a receiver link."""
+class Source:
+    """A receiver link, and the participants that send buckets to this rank on it. These arrive in order."""
 
     link: ReceiverLink
-    name: str
-    hops: int = 1
-    """Hops on the longest route from a trainer rank that ends with this sender and this rank."""
+    hops: Mapping[str, int]
+    """Hops on the longest route from a trainer rank that ends with a sender and this rank, by sender."""
+    lanes: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Lanes for this rank, by sender."""
+    planned: PlannedLink | None = None
+    """The link in the session's plan; None for one stream from one sender."""
 
-    def stall_s(self, stall_s: float) -> float:
-        """Longest time to wait for one bucket, in seconds, if the trainer's limit is `stall_s`."""
-        return stall_s * (1 + _EXTRA_PER_HOP * self.hops)
+    def stall_s(self, sender: str, stall_s: float) -> float:
+        """Longest time to wait for one bucket of `sender`, in seconds, if the trainer's limit is `stall_s`."""
+        return stall_s * (1 + _EXTRA_PER_HOP * self.hops[sender])
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedBucket:
     """A bucket that a receiver waits for."""
 
-    sender: BucketSender
+    source: Source
+    sender: str
     index: int
     """Index in this rank's own stream."""
     sent_as: int
@@ -48,59 +52,41 @@ class ExpectedBucket:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiveLink:
-    """One receiver link, with the senders of buckets for this rank by name. Its buckets arrive in order."""
-
-    senders: Mapping[str, BucketSender]
-    planned: PlannedLink | None = None
-    """The link in the session's plan; None for one stream from one sender."""
-    lanes: Mapping[str, frozenset[int]] = field(default_factory=dict)
-    """Lanes for this rank, by sender."""
-
-
 @dataclass(frozen=True)
 class ReceiveSession:
     """The receiving end of one rank in one session.
 
     Attributes:
         name: The session's name.
-        links: Links with buckets for this rank; they run at the same time.
+        sources: Links with buckets for this rank; they run at the same time.
         stored_checksums: Checksums of versions in a store; None where each checksum arrives with its bucket.
         planned: The session's plan; None for one stream from one sender.
         lanes: Lanes for this rank, in the plan's order. They are the sections of the rank's own stream.
-        relay_links: The links through which this rank relays lanes.
+        relayed: The lanes that this rank relays on each of its sender links, with their destinations.
     """
 
     name: str
-    links: tuple[ReceiveLink, ...]
+    sources: tuple[Source, ...]
     stored_checksums: StoredChecksums | None = None
     planned: SessionPlan | None = None
     lanes: tuple[int, ...] = ()
-    relay_links: tuple[RelayLink, ...] = ()
+    relayed: tuple[Mapping[int, Destination], ...] = ()
 
     @classmethod
     def by_plan(cls, session: str, rank: str, planned: SessionPlan, engine_links: EngineLinks) -> ReceiveSession:
         """The receiving end of participant `rank`, whose `engine_links` are connected."""
-        links = []
+        sources = []
         for link in planned.received_by(rank):
             lanes = {sender: frozenset(planned.lanes_to(rank, link, sender)) for sender in link.senders}
-            senders = {
-                name: BucketSender(
-                    engine_links.receivers[link.number], name, max(planned.routes[lane].hops_to(rank) for lane in sent)
-                )
-                for name, sent in lanes.items()
+            hops = {
+                sender: max(planned.routes[lane].hops_to(rank) for lane in sent)
+                for sender, sent in lanes.items()
                 if sent
             }
-            links.append(ReceiveLink(senders, link, lanes))
-        own = sorted({lane for link in links for sent in link.lanes.values() for lane in sent})
-        relayed = relay_links(rank, planned, engine_links.senders)
-        return cls(session, tuple(links), None, planned, tuple(own), relayed)
-
-    @property
-    def senders(self) -> list[BucketSender]:
-        """Every sender on every link."""
-        return [sender for link in self.links for sender in link.senders.values()]
+            sources.append(Source(engine_links.receivers[link.number], hops, lanes, link))
+        own = sorted({lane for source in sources for sent in source.lanes.values() for lane in sent})
+        relayed = destinations_of(rank, planned, engine_links.senders)
+        return cls(session, tuple(sources), None, planned, tuple(own), tuple(relayed))
 
     @cached_property
     def _own_layout(self) -> Manifest | None:
@@ -118,12 +104,12 @@ class ReceiveSession:
         # Tensors and slicing are shared between versions, so that what was computed from them holds for each.
         return sent, replace(sent.only(self.lanes), specs=self._own_layout.specs, slicing=self._own_layout.slicing)
 
-    def expected_buckets(self, sent: Manifest, own: Manifest, link: ReceiveLink) -> Iterator[ExpectedBucket]:
-        """The buckets of a version that arrive through `link`, in the order they are sent."""
-        if link.planned is None:
-            (sender,) = link.senders.values()
+    def expected_buckets(self, sent: Manifest, own: Manifest, source: Source) -> Iterator[ExpectedBucket]:
+        """The buckets of a version that arrive from `source`, in the order they are sent."""
+        if source.planned is None:
+            (sender,) = source.hops
             for index in range(own.bucket_count):
-                yield _expected(sender, own, index, index)
+                yield _expected(source, sender, own, index, index)
             return
         # The lanes for this rank are the sections of its own stream, bucket for bucket.
         own_index = {
@@ -131,11 +117,11 @@ class ReceiveSession:
             for section, lane in enumerate(self.lanes)
             for sent_as, index in zip(sent.buckets_of(lane), own.buckets_of(section), strict=True)
         }
-        for turn in link.planned.turns(sent):
-            if turn.lane in link.lanes[turn.sender]:
-                yield _expected(link.senders[turn.sender], own, own_index[turn.sent_as], turn.sent_as)
+        for turn in source.planned.turns(sent):
+            if turn.lane in source.lanes[turn.sender]:
+                yield _expected(source, turn.sender, own, own_index[turn.sent_as], turn.sent_as)
 
 
-def _expected(sender: BucketSender, own: Manifest, index: int, sent_as: int) -> ExpectedBucket:
+def _expected(source: Source, sender: str, own: Manifest, index: int, sent_as: int) -> ExpectedBucket:
     start, stop = own.window(index)
-    return ExpectedBucket(sender, index, sent_as, start, stop - start)
+    return ExpectedBucket(source, sender, index, sent_as, start, stop - start)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 
 import torch
 
-from weightlane.ckpt_engines import Bucket, Deadline, SenderLink, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines import Bucket, Deadline, WeightlaneError, as_weightlane_error
 from weightlane.plugins import RunHooks
 
-from ..plan.session_plan import SessionPlan
 from ..send.pipeline import BucketsInFlight, Destination
 from ..version.manifest import Manifest
 
@@ -19,30 +17,10 @@ _MOST_IN_FLIGHT = 8
 """Most buckets posted to a link at a time, as many as are received ahead. They are sent from where they are, without a copy."""
 
 
-@dataclass(frozen=True, slots=True)
-class RelayLink:
-    """A sender link of a rollout rank, and the destinations of its lanes in sending order."""
-
-    receivers: tuple[str, ...]
-    lanes: Mapping[int, Destination]
-
-
-def relay_links(rank: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> tuple[RelayLink, ...]:
-    """The links through which participant `rank` relays; `senders` are its connected sender links by number."""
-    return tuple(
-        RelayLink(
-            link.receivers,
-            {
-                lane: Destination(senders[link.number], planned.routes[lane].next_after(rank))
-                for lane in link.lanes[rank]
-            },
-        )
-        for link in planned.sent_by(rank)
-    )
-
-
 class Relay:
     """Relays one version, whose `manifest` is as sent, from participant `rank`; one bucket may take `stall_s` seconds.
+
+    `links` are the destinations of the lanes that it relays on each link, from `destinations_of`.
 
     Receiving threads call `on_bucket`, which never waits. A thread for each link runs `send`, which keeps the order of the
     lanes. A slow receiver therefore delays only the receivers behind it, and no two ranks wait for each other.
@@ -50,7 +28,7 @@ class Relay:
 
     def __init__(
         self,
-        links: Sequence[RelayLink],
+        links: Iterable[Mapping[int, Destination]],
         manifest: Manifest,
         deadline: Deadline,
         stall_s: float,
@@ -62,7 +40,7 @@ class Relay:
         self._stall_s = stall_s
         self._rank = rank
         self._hooks = hooks
-        self._relayed = {index for link in links for lane in link.lanes for index in manifest.buckets_of(lane)}
+        self._relayed = {index for lanes in links for lane in lanes for index in manifest.buckets_of(lane)}
         self._changed = threading.Condition()
         self._ready: dict[int, tuple[torch.Tensor, str]] = {}
         """Verified buckets that wait to be sent, with their checksums, by index in the version as sent."""
@@ -81,10 +59,10 @@ class Relay:
             self._error = self._error or as_weightlane_error(error, self._rank)
             self._changed.notify_all()
 
-    def send(self, link: RelayLink) -> None:
-        """Send every bucket of the lanes of `link`. Raises the engine's error, or the one passed to `give_up`."""
+    def send(self, lanes: Mapping[int, Destination]) -> None:
+        """Send every bucket of the `lanes` of one link. Raises the engine's error, or the one passed to `give_up`."""
         in_flight = BucketsInFlight(self._deadline, self._stall_s, self._on_sent)
-        for lane, destination in link.lanes.items():
+        for lane, destination in lanes.items():
             for index in self._manifest.buckets_of(lane):
                 while in_flight and (len(in_flight) >= _MOST_IN_FLIGHT or not self._is_ready(index)):
                     in_flight.end_oldest()

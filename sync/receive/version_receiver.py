@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import Deadline
+from weightlane.ckpt_engines import Deadline, ReceiverLink
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 from weightlane.plugins import RunHooks
 
@@ -17,7 +17,7 @@ from ..codecs.delta.staged_delta import StagedDelta
 from .bucket_sinks import DeltaBuckets, LiveBuckets, StagedBuckets, ViewedBuckets
 from .live_identity import LiveIdentity
 from .receive_loop import ReceiveLoop, StageRequest
-from .receive_session import BucketSender, ReceiveSession
+from .receive_session import ReceiveSession
 from .staged_version import ViewedVersion, new_receive_memory
 from .staging import Staging
 
@@ -97,9 +97,10 @@ class VersionReceiver:
             raise
         return decoding.result()
 
-    def _buffers(self, request: StageRequest) -> dict[BucketSender, torch.Tensor]:
+    def _buffers(self, request: StageRequest) -> dict[tuple[ReceiverLink, str], torch.Tensor]:
         """One buffer for each sender and link: an engine that can only broadcast has several links between two ranks."""
-        senders, nbytes = request.session.senders, request.manifest.largest_bucket_bytes
+        senders = [(source.link, sender) for source in request.session.sources for sender in source.hops]
+        nbytes = request.manifest.largest_bucket_bytes
         if self._live_buffer.numel() < nbytes * len(senders):
             self.free_buffer()  # before the new memory is allocated
             self._live_buffer = new_receive_memory(nbytes * len(senders), self._device, self._live)
@@ -113,8 +114,8 @@ class VersionReceiver:
     def release(self, version: int) -> None:
         """Tell the senders of a viewed `version` that their memory is free. Raises the engine's error."""
         session = self._viewed.pop(version, None)
-        for sender in session.senders if session is not None else ():
-            sender.link.release(version, Deadline.after(_RELEASE_S))
+        for source in session.sources if session is not None else ():
+            source.link.release(version, Deadline.after(_RELEASE_S))
 
     def free_buffer(self) -> None:
         """Free the memory kept between versions."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from weightlane.ckpt_engines import ManifestError
 
 from ..codecs.quantised.quantisation import quantised_placement, wire_specs
-from ..config import Network, Quantise
+from ..config import Quantise, Relay
 from ..plan import HolderMap
 from ..plan.supply import Supply
 from ..version.manifest import Manifest
@@ -92,10 +92,10 @@ class Contribution:
         """Whether there is one trainer rank."""
         return len(self._shares) == 1
 
-    def supply(self, publishers: Sequence[str], network: Network | None) -> Supply:
-        """The slices that all `publishers` send, for the session's plan; `network` as in `Supply`."""
+    def supply(self, publishers: Sequence[str], relay: Relay) -> Supply:
+        """The slices that all `publishers` send, for the session's plan; `relay` as in `Supply`."""
         shares = dict(zip(publishers, self._shares, strict=True))
-        return Supply(shares, self.bucket_bytes, self._checksummed, self.scheme, network)
+        return Supply(shares, self.bucket_bytes, self._checksummed, self.scheme, relay)
 
     def parts(self, regions: Sequence[TensorSlice]) -> list[SnapshotSlice]:
         """The parts of this rank's snapshot that belong in a stream of `regions`."""

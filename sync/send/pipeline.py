@@ -15,6 +15,7 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 
+from ..plan.session_plan import SessionPlan
 from ..version.bucket_checksums import CHECKSUMS_FILE, StoredChecksums, checksum_of, checksums_document
 from ..version.manifest import Manifest
 from ..version.safetensors_files import version_files
@@ -36,6 +37,20 @@ class Destination:
 
     link: SenderLink
     receivers: Sequence[str]
+
+
+def destinations_of(rank: str, planned: SessionPlan, senders: Mapping[int, SenderLink]) -> list[dict[int, Destination]]:
+    """For each link on which `rank` sends, the destination of each lane, in the order in which it sends them.
+
+    Args:
+        rank: A trainer rank, or a rollout rank that relays.
+        planned: The session's plan.
+        senders: The rank's connected sender links, by number.
+    """
+    return [
+        {lane: Destination(senders[link.number], planned.routes[lane].next_after(rank)) for lane in link.lanes[rank]}
+        for link in planned.sent_by(rank)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

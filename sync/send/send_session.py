@@ -26,7 +26,7 @@ from ..version.strided_copy import StridedCopy
 from .agreement.rank_agreement import RankAgreement
 from .bucket_source import BucketSource, SnapshotBuckets
 from .gather import GatheredBuckets, ShardGather
-from .pipeline import Destination, SendPipeline
+from .pipeline import Destination, SendPipeline, destinations_of
 from .sending_rank import SendingRank
 from .snapshot.progress import SourceBytes
 
@@ -146,7 +146,7 @@ class GatheredSendSession(SendSession):
     def _connect(self, rendezvous: Rendezvous, message: Connect, topology: Topology, deadline: Deadline) -> None:
         rank = self._rank
         if rank.number == 0:
-            supply = rank.contribution.supply(message.publishers, rank.network)
+            supply = rank.contribution.supply(message.publishers, rank.relay)
             PlanExchange(rendezvous.mailbox(f"plan/{self.name}")).supply(supply)
         self.parts = rank.contribution.parts(self.layout.regions)
         self._tables = rank.contribution.stored_tables(self.layout)
@@ -200,11 +200,8 @@ class DirectSendSession(SendSession):
         self._links.connect(rendezvous, self.name, planned, deadline)
         self.pipeline = SendPipeline(list(self._links.senders.values()), rank.runtime, on_sent=rank.bucket_sent)
         self._table = CopyTable.of(self.parts, self.layout)
-        self._lanes = {
-            lane: Destination(self._links.senders[link.number], planned.routes[lane].next_after(rank.name))
-            for link in planned.sent_by(rank.name)
-            for lane in link.lanes[rank.name]
-        }
+        for lanes in destinations_of(rank.name, planned, self._links.senders):
+            self._lanes |= lanes
         return planned
 
     def send(self, version: SendRequest) -> int:
@@ -238,8 +235,8 @@ class DirectSendSession(SendSession):
 def _plan(rank: SendingRank, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
     """Make the session's plan, as every participant does."""
     exchange = PlanExchange(rendezvous.mailbox(f"plan/{message.session}"))
-    supply = rank.contribution.supply(message.publishers, rank.network)
+    supply = rank.contribution.supply(message.publishers, rank.relay)
     if rank.number == 0:
         exchange.supply(supply)
     needed = exchange.needed(message.needs, supply, deadline)
-    return SessionPlan(supply, needed, rank.engine.capabilities, may_relay=message.relays)
+    return SessionPlan(supply, needed, rank.engine.capabilities)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from weightlane.ckpt_engines import CheckpointEngine, Delivery
+from weightlane.ckpt_engines.contract.engine import engine_label
 from weightlane.ckpt_engines.links.buffer_device import buffer_device
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.plugins import RunHooks
 
 from ..codecs.codec_choice import CodecChooser
 from ..codecs.delta.encoding import DeltaEncoder
-from ..config import CodecPolicy, Network
+from ..config import CodecPolicy, Relay
 from ..control.messages import EngineTraits
+from ..plan.routes import check_relay
 from .contribution import Contribution
 from .snapshot.send_memory import PackingBuffers, SendMemory
 from .snapshot.slots import SnapshotSlots
@@ -22,7 +22,7 @@ class SendingRank:
     """One trainer rank's engine, contribution, codec and memory. For the arguments see `Publisher`.
 
     Raises:
-        ConfigError: The engine cannot carry the parameters' memory.
+        ConfigError: The engine cannot carry the parameters' memory, or its receivers cannot relay.
         StorageError: There is no room for a snapshot.
     """
 
@@ -34,14 +34,14 @@ class SendingRank:
         *,
         codec: CodecPolicy,
         full_every: int,
-        network: Network | None,
+        relay: Relay,
         deadline_s: float,
         hooks: RunHooks,
     ) -> None:
         self.name, self.engine, self.contribution, self.hooks = name, engine, contribution, hooks
         self.number, self.deadline_s = contribution.rank, deadline_s
-        # The routes depend on the network, and rollout ranks know only the buckets that are sent.
-        self.network = network and replace(network, bucket_bytes=contribution.bucket_bytes)
+        check_relay(relay, engine_label(engine), engine.capabilities)
+        self.relay = relay
         self.device = buffer_device(engine, contribution.device, name)
         """Where buckets and snapshots are."""
         self.runtime = runtime_of(self.device)

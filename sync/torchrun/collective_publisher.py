@@ -97,7 +97,7 @@ class CollectivePublisher:
                 quantise=config.quantise,
                 codec=config.codec,
                 full_every=config.full_every,
-                network=config.network,
+                relay=config.relay,
             )
 
         def connect() -> None:

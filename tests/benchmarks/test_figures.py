@@ -50,7 +50,7 @@ def test_a_plan_that_moves_more_than_is_needed_is_not_verified(
 ) -> None:
     shape_named, explained = plan_scale.shape_named, plan_scale.plan_report
     monkeypatch.setattr(plan_scale, "shape_named", lambda name: dataclasses.replace(shape_named(name), layers=1))
-    row = plan_scale.measure_case("30b", 2, 50e9)
+    row = plan_scale.measure_case("30b", 2)
     assert row["verified"]
     assert len(row["wall_s"]) == len(row["cpu_s"]) == 2
     report = {"rows": [row], "verified": True}
@@ -61,7 +61,7 @@ def test_a_plan_that_moves_more_than_is_needed_is_not_verified(
         return report | {"crossing_bytes": report["crossing_bytes"] + 1}
 
     monkeypatch.setattr(plan_scale, "plan_report", one_byte_more)
-    assert not plan_scale.measure_case("30b", 1, 50e9)["verified"]
+    assert not plan_scale.measure_case("30b", 1)["verified"]
     assert "NOT VERIFIED" in plan_scale.text(report | {"verified": False})
 
 

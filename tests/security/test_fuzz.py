@@ -64,7 +64,7 @@ def parse_placement(plain: Any) -> None:
 PLAIN: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "manifest": (MANIFEST, parse_manifest),
     "placement": (PLACEMENT, parse_placement),
-    "what trainer ranks send": ([[["trainer-0", PLACEMENT]], 1 << 20, True, "", [1e9, 2e9, 0.0]], Supply.from_plain),
+    "what trainer ranks send": ([[["trainer-0", PLACEMENT]], 1 << 20, True, "", "chain"], Supply.from_plain),
     "rendezvous address": ({"host": "h", "port": 5, "secret": "s"}, RendezvousAddress.from_plain),
     "error": (ERROR, error_from_wire),
     "error text": (ERROR, lambda plain: failure_from_text(f"weightlane-error:{json.dumps({'error': plain})}", part="p")),

@@ -154,7 +154,7 @@ class RankWorker:
             quantise=sync.quantise,
             codec=sync.codec,
             full_every=sync.full_every,
-            network=sync.network,
+            relay=sync.relay,
         )
 
     def publish(self, role: str, version: int, adapter: str | None = None) -> float:

@@ -92,7 +92,7 @@ class SendingSide:
             codec=settings.codec,
             integrity=settings.integrity,
             quantise=settings.quantise,
-            network=settings.network,
+            relay=settings.relay,
         )
 
     def publish(self, version: int, step_s: float) -> dict[str, float]:

@@ -182,7 +182,6 @@ class Session:
             receivers=self._receivers,
             # In the roster's order, not in that of answers: the same ranks make the same plan in every session.
             needs={name: hello.need for name, hello in hellos.items()},
-            relays=all(hello.relays for hello in hellos.values()),
             deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
         )
         self._queue.post_all(names, message)

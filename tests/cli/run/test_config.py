@@ -63,6 +63,8 @@ def minimal(tmp_path: Path) -> Path:
             ConfigError,
             ["in_place cannot restore weights that are sent as fp8", "sync.quantise"],
         ),
+        ("rollout.commit=in_place sync.relay=tree", ConfigError, ["in_place has no memory", "(sync.relay = tree)"]),
+        ("sync.relay=chain", ConfigError, ["sync.relay is chain, and receivers of shm cannot relay."]),
     ],
 )
 def test_a_bad_value_is_named_with_what_would_be_right(

@@ -15,6 +15,7 @@ from waiting import NEVER_S
 
 from weightlane.ckpt_engines import (
     Bucket,
+    ConfigError,
     CorruptBucketError,
     Deadline,
     DeadlineExceededError,
@@ -30,14 +31,11 @@ from weightlane.sync import Manifest, Outcome, ReplicaState, TensorSpec
 from weightlane.sync.control.coordinator.blame import blame
 from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
-from weightlane.sync.plan import Network
 from weightlane.sync.receive.bucket_sinks import StagedBuckets
 from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
-from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
+from weightlane.sync.receive.receive_session import ReceiveSession, Source
 from weightlane.sync.version.bucket_checksums import checksum_of
 
-SLOW_SENDERS = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)
-"""Network in which the trainers' sends take longest, by far."""
 TOLERANT = PATIENT | {"quorum": 0.5}
 
 
@@ -64,9 +62,7 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
     hop: MakeHop, engine: str, codec: str
 ) -> None:
     moved = Bytes()
-    # Trainers, like rollouts, go by the buckets that are sent, whatever size of bucket the network was stated for.
-    links = Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9)
-    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=moved.hooks, network=links)
+    run = hop(engine, *LAYOUTS["one rank"], [EVERYTHING] * 3, codec=codec, hooks=moved.hooks, relay="chain")
     for version in (1, 2):
         moved.sent.clear()
         moved.received.clear()
@@ -81,14 +77,14 @@ def test_down_a_chain_a_trainer_sends_its_bytes_once_and_every_replica_has_them_
 
 def test_lanes_of_slices_that_cross_one_another_on_their_routes_all_arrive(hop: MakeHop) -> None:
     moved = Bytes()
-    run = hop("gloo", *LAYOUTS["interleaved"], [*TP2, *TP2], codec="delta", network=SLOW_SENDERS, hooks=moved.hooks)
+    run = hop("gloo", *LAYOUTS["interleaved"], [*TP2, *TP2], codec="delta", relay="chain", hooks=moved.hooks)
     for version in (1, 2):
         run.serve(version)
     assert len([name for name in moved.sent if name.startswith("rollout")]) > 1, "several of them relay"
 
 
 def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_it(make_run: MakeRun) -> None:
-    run = make_run("gloo", replicas=3, trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
+    run = make_run("gloo", replicas=3, trainer={"relay": "chain"}, sync=TOLERANT)
     run.serve(1)
     run.rank(1).call("die_at", 2)
     run.publish_next(2)
@@ -109,14 +105,24 @@ def test_a_relay_that_is_killed_is_named_and_the_others_get_the_version_without_
     assert {name for name, state in states.items() if state is ReplicaState.SERVING} == committed
 
 
-def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(make_run: MakeRun) -> None:
-    run = make_run("gloo", trainer={"network": SLOW_SENDERS}, sync=TOLERANT)
+@pytest.mark.parametrize(
+    ("rollout", "says"),
+    [
+        ({"shapes": {"head": [40, 24]}}, "head has shape"),
+        ({"commit": "in_place"}, 'Set rollout.commit to "staged", or sync.relay to "off".'),
+    ],
+)
+def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(
+    make_run: MakeRun, rollout: dict[str, Any], says: str
+) -> None:
+    run = make_run("gloo", trainer={"relay": "chain"}, sync=TOLERANT)
     run.serve(1)
-    odd = run.add_replica(shapes={"head": [40, 24]})
+    odd = run.add_replica(**rollout)
     for version in (2, 3):
         run.publish_next(version)
         report = run.sync(version)
         assert isinstance(report.replicas[odd.name].error, ManifestError)
+        assert says in str(report.replicas[odd.name].error)
         assert len(report.failures) == (version == 2), "asked once"
     run.coordinator.remove(odd.name)
     late = [run.add_replica(), run.add_replica()]
@@ -125,6 +131,11 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(m
     run.publish_next(4)
     assert run.outcomes(4) == {replica.name: "committed" for replica in [run.replicas[0], *late]}
     assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(4)] * 3
+
+
+def test_an_engine_whose_receivers_cannot_relay_is_refused(hop: MakeHop) -> None:
+    with pytest.raises(ConfigError, match="receivers of shm cannot relay"):
+        hop("shm", *LAYOUTS["one rank"], [EVERYTHING], relay="tree")
 
 
 def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
@@ -155,7 +166,7 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
 
     carrier: Any = Carrier()
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, checksummed=True)
-    receiving = ReceiveSession("s", (ReceiveLink({"trainer-0": BucketSender(carrier, "trainer-0")}),))
+    receiving = ReceiveSession("s", (Source(carrier, {"trainer-0": 1}),))
     request = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relay=carrier)
     loop, sink = ReceiveLoop("r1/0", HOST, RunHooks()), StagedBuckets(torch.empty(64, dtype=torch.uint8))
     carrier.damage = 1

@@ -21,7 +21,7 @@ from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 from weightlane.sync.control.hub.frames import COORDINATOR
 from weightlane.sync.control.messages import Failed, Message, Open, Staged
-from weightlane.sync.receive.receive_session import BucketSender, ReceiveLink, ReceiveSession
+from weightlane.sync.receive.receive_session import ReceiveSession, Source
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.bucket_checksums import checksum_of
@@ -114,7 +114,7 @@ class Rollout:
 
     def offer(self, line: Line) -> None:
         manifest = line.manifest
-        self.subscriber._receive_session = ReceiveSession("", (ReceiveLink({"t-0": BucketSender(line, "t-0")}),))  # type: ignore[arg-type]
+        self.subscriber._receive_session = ReceiveSession("", (Source(line, {"t-0": 1}),))  # type: ignore[arg-type]
         times = {"deadline_s": HANG_S, "stall_s": HANG_S}
         self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_plain(), **times))
 

@@ -18,7 +18,6 @@ from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import 
 from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.runtime.devices import runtime_of
-from weightlane.sync.plan import Network
 from weightlane.sync.plan.links import PlannedLink
 from weightlane.sync.plan.session_plan import SessionPlan
 from weightlane.sync.plan.supply import Supply
@@ -47,13 +46,12 @@ def plans(draw: st.DrawFn) -> SessionPlan:
     """Draw a session plan for some trainer ranks and some rollout ranks, with or without relays."""
     trainers = draw(st.integers(1, 3))
     cuts = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2))
-    network = draw(st.sampled_from([None, Network(1e6, 1e9, bucket_bytes=64), Network(1e9, 1e9, bucket_bytes=64)]))
     held = {f"trainer-{rank}": share for rank, share in enumerate(shares(trainers))}
     needed = {
         f"rollout-{number}/{rank}": share for number, cut in enumerate(cuts) for rank, share in enumerate(shares(cut))
     }
-    supply = Supply(held, draw(st.sampled_from([256, 4096])), False, "", network)
-    return SessionPlan(supply, needed, FACTS, may_relay=True)
+    relay = draw(st.sampled_from(["off", "chain", "tree"]))
+    return SessionPlan(Supply(held, draw(st.sampled_from([256, 4096])), False, "", relay), needed, FACTS)
 
 
 def members(link: PlannedLink) -> list[str]:
@@ -132,7 +130,7 @@ def post_all(plan: SessionPlan, link: PlannedLink, connected: Mapping[str, Any],
 def test_two_senders_share_one_communicator_and_take_turns() -> None:
     """Two trainer ranks have half of every tensor each, and two rollout ranks need all of them."""
     whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
-    supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "", None)
+    supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "")
     plan = SessionPlan(supply, whole, FACTS)
     (link,) = plan.links
     assert link.senders == ("trainer-0", "trainer-1")

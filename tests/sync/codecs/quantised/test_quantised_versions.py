@@ -26,7 +26,6 @@ from weightlane.sync import (
 from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
 from weightlane.sync.codecs.quantised.quantised_needs import needed_on_the_wire
 from weightlane.sync.codecs.quantised.restored import RestorePlan
-from weightlane.sync.plan import Network
 from weightlane.sync.send.snapshot import quantised_snapshot
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.quantised_snapshot import QuantisedShards
@@ -64,17 +63,11 @@ def published(run: Hop, version: int) -> SyncReport:
     return run.sync(version)
 
 
-@pytest.mark.parametrize(
-    ("engine", "trainers", "network"),
-    [
-        ("gloo", 2, Network(sender_bytes_per_s=1e8, receiver_bytes_per_s=1e9, bucket_bytes=8192)),
-        ("filesystem", 3, None),
-    ],
-)
+@pytest.mark.parametrize(("engine", "trainers", "relay"), [("gloo", 2, "chain"), ("filesystem", 3, "off")])
 def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a_store_and_a_rollback_keep(
-    hop: MakeHop, tmp_path: Path, engine: str, trainers: int, network: Network | None
+    hop: MakeHop, tmp_path: Path, engine: str, trainers: int, relay: str
 ) -> None:
-    run = hop(engine, rows, trainers, [EVERYTHING] * 3, specs=SPECS, quantise="fp8", network=network)
+    run = hop(engine, rows, trainers, [EVERYTHING] * 3, specs=SPECS, quantise="fp8", relay=relay)
     for version in (1, 2):
         report = published(run, version)
         assert run.all_hold(wanted(version))

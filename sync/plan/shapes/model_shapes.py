@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal
 
 import torch
 
@@ -89,15 +89,7 @@ SHAPES: dict[str, ModelShape] = {
         latent=LatentAttentionShape(1536, 512, 128, 64, 128),
     ),
 }
-"""Known models by their name in ``weightlane plan``. ``1t`` has the sizes of Kimi K2."""
-
-
-def wire_named(name: str) -> Wire:
-    """The format on the wire with this name. Raises `ConfigError` for an unknown name."""
-    for known in get_args(Wire):
-        if name == known:
-            return cast("Wire", known)
-    raise ConfigError(f"{name!r} is no type on the wire.", part="plan", hint=f"Known: {', '.join(get_args(Wire))}.")
+"""Known models by their name in ``weightlane plan-shape``. ``1t`` has the sizes of Kimi K2."""
 
 
 def shape_named(name: str) -> ModelShape:
@@ -108,7 +100,7 @@ def shape_named(name: str) -> ModelShape:
         raise ConfigError(
             f"{name!r} is no shape that is known.",
             part="plan",
-            hint=f"Known: {', '.join(SHAPES)}. The configuration of a run is a file that is there, or ends with .toml.",
+            hint=f"Known: {', '.join(SHAPES)}. The plan of a run: weightlane plan CONFIG.",
         ) from None
 
 

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import ConfigError
 from ...version.box import Box
 from ...version.placement import Placement
 from ...version.tensor_spec import TensorSpec
-from .shapes import ModelShape, Weight
+from .model_shapes import ModelShape, Weight
 
 _PART = "plan"
 _WORD = re.compile(r"([a-z]+)(\d+)|(\d+)(x)")
@@ -28,7 +28,7 @@ USUAL: dict[str, tuple[str, str]] = {
     "235b": ("pp4 tp4 ep8 dp2", "4x tp8 ep8"),
     "1t": ("pp8 ep32", "8x tp16 ep16"),
 }
-"""Usual layouts of trainer and rollout ranks for each model of `weightlane.sync.plan.prediction.shapes.SHAPES`."""
+"""Usual layouts of trainer and rollout ranks for each model of `weightlane.sync.plan.shapes.model_shapes.SHAPES`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,228 @@
+"""Reports of transfer plans in plain data: bytes of each link, the busiest ranks, and their bytes over stated speeds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any, Literal, TypedDict, Unpack
+
+from weightlane.ckpt_engines import Capabilities
+
+from ..codecs.quantised.quantisation import quantised_placement, wire_specs
+from ..config import Relay, SyncConfig
+from ..version.placement import Placement
+from ..version.tensor_spec import TensorSpec, dtype_name
+from .receiver_groups import replica_of
+from .routes import plan_routes
+from .send_assignment import HolderMap
+from .supply import Supply
+from .transfer_plan import TransferPlan, plan_transfer
+
+STORE = "the store"
+"""Name of the store at the end of a link."""
+
+
+class Shown(TypedDict, total=False):
+    """Options of a report; see `traffic_report`."""
+
+    links: int
+    sender_gbps: float
+    receiver_gbps: float
+
+
+def configured_report(
+    held: Mapping[str, Placement],
+    needed: Mapping[str, Placement | None],
+    facts: Capabilities,
+    sync: SyncConfig,
+    **shown: Unpack[Shown],
+) -> dict[str, Any]:
+    """Plan as the participants of a session do, and report the plan.
+
+    Args:
+        held: The slices that each trainer rank will hold, by name, in rank order.
+        needed: The slices that each rollout rank will need, by name; None for whole tensors.
+        facts: Capabilities of the engine.
+        sync: The user's configuration.
+        shown: See `traffic_report`.
+
+    Returns:
+        The result of `plan_report`, or of `store_report` for an engine that stores; and ``notes``, sentences about what the
+        figures leave out.
+
+    Raises:
+        ManifestError: The ranks together do not hold every element, or disagree about a tensor.
+        ConfigError: Nothing can be quantised, or not as it is sharded.
+    """
+    holders = HolderMap.of(held)
+    shares = holders.assign()
+    quantised = "" if sync.quantise == "none" else sync.quantise
+    if sync.quantise != "none":
+        wire_specs(holders.specs)
+        shares = {name: quantised_placement(share) for name, share in shares.items()}
+    notes = []
+    if sync.codec != "dense":
+        notes.append(f"the figures are for dense versions; with sync.codec = {sync.codec} most are shorter")
+    if quantised:
+        notes.append(f"weights are sent as {quantised}, with their scales")
+    if facts.persistent:
+        notes.append("the first trainer rank gathers whole tensors and writes them; every rollout rank reads them all")
+        return store_report(shares, needed, **shown) | {"notes": notes}
+    supply = Supply(shares, sync.bucket_bytes, sync.integrity == "full", quantised)
+    on_the_wire = {
+        name: (None if need is None else supply.on_the_wire(need)) or supply.whole for name, need in needed.items()
+    }
+    if facts.views:
+        notes.append("every rollout rank can read the memory of every trainer rank, and copies the slices it needs")
+    if mismatch := _first_mismatch(needed, supply):
+        notes.append(f"rollout ranks get whole tensors: they expect {mismatch}")
+    cut: Literal["exact", "shares"] = "shares" if facts.views else "exact"
+    return plan_report(shares, on_the_wire, cut=cut, relay=sync.relay, **shown) | {"notes": notes}
+
+
+def plan_report(
+    shares: Mapping[str, Placement],
+    needed: Mapping[str, Placement],
+    *,
+    cut: Literal["exact", "shares"] = "exact",
+    relay: Relay = "off",
+    **shown: Unpack[Shown],
+) -> dict[str, Any]:
+    """Plan a transfer, and report the plan.
+
+    Args:
+        shares: The slices that each trainer rank sends, from `assign_slices`.
+        needed: The slices that each rollout rank needs, on the wire.
+        cut: See `plan_transfer`.
+        relay: See `SyncConfig`.
+        shown: See `traffic_report`.
+
+    Returns:
+        Sizes of the plan, ``minimum_bytes``, the least that rollout ranks must receive, and the result of `traffic_report`.
+
+    Raises:
+        ManifestError: See `plan_transfer`.
+    """
+    plan = plan_transfer(shares, needed, cut=cut)
+    routes = plan_routes(plan, relay)
+    links: Counter[tuple[str, str]] = Counter()
+    for route, nbytes in zip(routes, plan.lane_bytes, strict=True):
+        for hop in route.hops:
+            links[hop] += nbytes
+    return {
+        "digest": plan.digest,
+        "tensors": len(plan.specs),
+        "payload_bytes": sum(spec.nbytes for spec in plan.specs),
+        "cut": cut,
+        "relay": relay,
+        "lanes": len(plan.lanes),
+        "relayed_lanes": sum(route.relayed for route in routes),
+        "cells": sum(len(lane.cells) for lane in plan.lanes),
+        "minimum_bytes": _needed_bytes(plan, needed),
+        **traffic_report(links, shares, needed, **shown),
+    }
+
+
+def store_report(shares: Mapping[str, Placement], receivers: Collection[str], **shown: Unpack[Shown]) -> dict[str, Any]:
+    """Report the traffic of an engine that stores: one trainer rank gathers and writes, and every rollout rank reads.
+
+    Args:
+        shares: The slices that each trainer rank contributes, by name; the first rank gathers.
+        receivers: The rollout ranks, each of which reads everything.
+        shown: See `traffic_report`.
+    """
+    specs = {spec.name: spec for share in shares.values() for spec in share.specs}.values()
+    payload = sum(spec.nbytes for spec in specs)
+    leader, *others = shares
+    links = {(name, leader): shares[name].nbytes for name in others}
+    links |= {(leader, STORE): payload, **{(STORE, name): payload for name in receivers}}
+    return {
+        "gathered_by": leader,
+        "tensors": len(specs),
+        "payload_bytes": payload,
+        **traffic_report(links, shares, receivers, **shown),
+    }
+
+
+def traffic_report(
+    traffic: Mapping[tuple[str, str], int],
+    senders: Collection[str],
+    receivers: Collection[str],
+    *,
+    links: int = 10,
+    sender_gbps: float = 0.0,
+    receiver_gbps: float = 0.0,
+) -> dict[str, Any]:
+    """Report the traffic of one version.
+
+    Args:
+        traffic: Bytes by sending and receiving rank.
+        senders: All trainer ranks.
+        receivers: All rollout ranks.
+        links: Number of busiest links to list.
+        sender_gbps: Speed of a trainer rank's network card in Gbit/s; 0 if it is unknown.
+        receiver_gbps: Speed of a rollout rank's network card in Gbit/s in each direction; 0 if it is unknown.
+
+    Returns:
+        Bytes over all links and by replica, the busiest links, and the busiest trainer rank, rollout rank and relay. Each of
+        these has its bytes, their ratio to the mean, and ``seconds``, the bytes over the card's speed: no version is faster.
+    """
+    sent: Counter[str] = Counter()
+    received: Counter[str] = Counter()
+    for (sender, receiver), nbytes in traffic.items():
+        sent[sender] += nbytes
+        received[receiver] += nbytes
+    replicas: Counter[str] = Counter()
+    for name in receivers:
+        replicas[replica_of(name)] += received[name]
+    ordered = sorted(traffic.items(), key=lambda link: (-link[1], link[0]))[:links]
+    return {
+        "trainer_ranks": len(senders),
+        "rollout_ranks": len(receivers),
+        "replicas": dict(replicas),
+        "crossing_bytes": sum(traffic.values()),
+        "busiest_sender": _busiest(sent, senders, sender_gbps),
+        "busiest_receiver": _busiest(received, receivers, receiver_gbps),
+        "busiest_relay": _busiest(sent, receivers, receiver_gbps),
+        "links": [{"from": sender, "to": receiver, "bytes": nbytes} for (sender, receiver), nbytes in ordered],
+    }
+
+
+def _busiest(nbytes: Mapping[str, int], ranks: Collection[str], gbps: float) -> dict[str, Any] | None:
+    """The rank of `ranks` with most bytes; None where no rank has any."""
+    name = max(ranks, key=lambda each: nbytes.get(each, 0))
+    if not (most := nbytes.get(name, 0)):
+        return None
+    mean = sum(nbytes.get(each, 0) for each in ranks) / len(ranks)
+    return {"rank": name, "bytes": most, "over_mean": most / mean, "seconds": 8e-9 * most / gbps if gbps else None}
+
+
+def _needed_bytes(plan: TransferPlan, needed: Mapping[str, Placement]) -> int:
+    """The least that must reach all rollout ranks, in the dtypes of the wire."""
+    itemsize = {spec.name: spec.dtype.itemsize for spec in plan.specs}
+    ranks = Counter(map(id, needed.values()))
+    placements = {id(placement): placement for placement in needed.values()}
+    return sum(
+        ranks[key] * sum(itemsize[spec.name] * box.numel for spec, box in placement.slices)
+        for key, placement in placements.items()
+    )
+
+
+def _first_mismatch(needed: Mapping[str, Placement | None], supply: Supply) -> str:
+    """The first tensor that a rank expects and that is sent otherwise, in words; empty when there is none."""
+    sent = {spec.name: spec for spec in supply.specs}
+    for need in needed.values():
+        if need is None or supply.on_the_wire(need) is not None:
+            continue
+        expected = {spec.name: spec for spec in need.named_as(sent.keys()).specs}
+        name = next(name for name in [*sent, *expected] if sent.get(name) != expected.get(name))
+        if name not in expected:
+            return f"no {name}, which is sent"
+        if name not in sent:
+            return f"{name}, which is not sent"
+        return f"{name} as {_looks(expected[name])}, which is sent as {_looks(sent[name])}"
+    return ""
+
+
+def _looks(spec: TensorSpec) -> str:
+    return f"{dtype_name(spec.dtype)} of shape {list(spec.shape)}"

@@ -1,0 +1,1 @@
+"""Shapes of known models and common parallel layouts, for plans without a run."""
