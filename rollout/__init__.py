@@ -1,7 +1,8 @@
 """Rollout: vLLM replicas that generate without a break and take over new weights between two decode steps.
 
-`replicas` has the three kinds of replicas, `commit` puts a version into service, `vllm` runs inside vLLM's processes, `layout`
-finds out where weights go, and `vllm_internals` names and replaces parts of vLLM.
+`replicas` has the three kinds of replicas, `commit` puts a version into service, `vllm` runs inside vLLM's processes, and
+`layout` finds out where weights go. `vllm_surface` names the internals of vLLM that are used, and `vllm_cpu` works around bugs of
+its CPU build.
 
 Importing this package needs neither vLLM nor Ray; starting a replica does.
 

@@ -47,7 +47,7 @@ def find_refusal(config: dict[str, Any], model_dir: str) -> str:
 
 def _check_adapter(vllm_config: Any, adapter: AdapterConfig) -> str:
     """Wrap the model for adapters, on the meta device, and raise `ConfigError` for layers that vLLM wraps no module for."""
-    from ..vllm_internals.internals import (  # noqa: PLC0415 - as above
+    from ..vllm_surface import (  # noqa: PLC0415 - as above
         LoRAModelRunnerMixin,
         initialize_model,
         set_default_torch_dtype,

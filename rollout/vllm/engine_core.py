@@ -27,7 +27,7 @@ from weightlane.ckpt_engines import Deadline, as_weightlane_error
 
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from ..commit.transfer_calls import WholeCommit, validated
-from ..vllm_internals.internals import EngineCore, EngineCoreRequestType
+from ..vllm_surface import EngineCore, EngineCoreRequestType
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."

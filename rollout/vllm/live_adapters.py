@@ -24,7 +24,6 @@ from vllm.logger import init_logger
 from weightlane.ckpt_engines import CommitError, ConfigError, WeightlaneError
 from weightlane.sync import Subscriber
 
-from ..commit.rank_group import RankGroup
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..config import AdapterConfig
 from ..layout.loading.adapter_tensors import (
@@ -34,7 +33,8 @@ from ..layout.loading.adapter_tensors import (
     announced_tensors,
 )
 from ..layout.rank_model import RankModel
-from ..vllm_internals.internals import LoRAModel, PEFTHelper
+from ..rank_group import RankGroup
+from ..vllm_surface import LoRAModel, PEFTHelper
 
 logger = init_logger("vllm.weightlane")
 

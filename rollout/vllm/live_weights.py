@@ -19,12 +19,12 @@ from weightlane.ckpt_engines import (
 from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
-from ..commit.rank_group import RankGroup
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..layout import SourceSpec
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..layout.write.live_delta import LiveDelta
+from ..rank_group import RankGroup
 
 logger = init_logger("vllm.weightlane")
 

@@ -20,8 +20,7 @@ import torch
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError, error_from_wire
 
 from ..layout.loading.model_errors import described_failure, failed_layer, model_error
-from ..vllm_internals.cpu_linear import BACKEND
-from ..vllm_internals.internals import WorkerWrapperBase
+from ..vllm_surface import BACKEND, WorkerWrapperBase
 from .watchdog import WATCH_ENV
 
 _STEPS = {

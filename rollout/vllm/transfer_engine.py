@@ -40,7 +40,6 @@ from vllm.distributed.weight_transfer.base import (
 from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, WeightlaneError
 from weightlane.sync import Subscriber
 
-from ..commit.rank_group import RankGroup
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError
 from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
 from ..layout import SourceSpec
@@ -48,7 +47,8 @@ from ..layout.loading.expectation import checkpoint_specs, expectation_of_config
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
-from ..vllm_internals.internals import check_internals, get_tp_group, set_current_vllm_config
+from ..rank_group import RankGroup
+from ..vllm_surface import check_internals, get_tp_group, set_current_vllm_config
 from .live_adapters import LiveAdapters
 from .live_weights import LiveWeights
 

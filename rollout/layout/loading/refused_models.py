@@ -23,8 +23,8 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
     """
     refuse_configuration(vllm_config)
     if device.type == "cpu":
-        from ...vllm_internals.cpu_experts import computes_from_parameters  # noqa: PLC0415 - registers an operator
-        from ...vllm_internals.internals import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
+        from ...vllm_cpu.experts import computes_from_parameters  # noqa: PLC0415 - registers an operator
+        from ...vllm_surface import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
 
         packed = [
             name

@@ -15,7 +15,7 @@ from weightlane.sync.version.box import Box
 from ...config import RolloutConfig
 from ..loading.expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
-from ..verdict import WriteMethod
+from ..write_method import WriteKind
 from .needs_cache import remembered
 from .rank_layouts import checked_config, rank_layouts
 
@@ -106,12 +106,12 @@ def find_needs(
         dtype_found = dtype_name(config.model_config.dtype)
         sent = checkpoint_specs(model, config.model_config.dtype)
         ranks = rank_layouts(config, sent, tied=expectation_of_config(config.model_config).tied)
-        reloads = [rank.verdict.summary for rank in ranks if rank.verdict.method is WriteMethod.RELOAD]
+        reloads = [rank.method.summary for rank in ranks if rank.method.kind is WriteKind.RELOAD]
         if reloads:
             why = f"versions go through vLLM's own loading: {reloads[0]}"
         else:
             unread: dict[str, list[Box]] = {name: [] for name in sent if name not in ranks[0].layout.sources}
-            needed = [needed_placement(needed_boxes(rank.verdict.layout) | unread, sent).to_plain() for rank in ranks]
+            needed = [needed_placement(needed_boxes(rank.method.layout) | unread, sent).to_plain() for rank in ranks]
     except WeightlaneError:
         raise
     except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; workers then load versions without copies

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.config import LoadConfig
 
-from ...vllm_internals.internals import BaseModelLoader, set_current_vllm_config
+from ...vllm_surface import BaseModelLoader, set_current_vllm_config
 from ..loading.derived import StaleView
 from ..rank_model import RankModel
 from .layer_outputs import PatternedMemory

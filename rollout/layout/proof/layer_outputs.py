@@ -42,7 +42,7 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
     Raises:
         Exception: The error of the forward pass.
     """
-    from ...vllm_internals.internals import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
+    from ...vllm_surface import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
 
     checksums: dict[str, str] = {}
     hooks = []
@@ -72,7 +72,7 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
 
 def _pooled(rank: RankModel, hidden: torch.Tensor) -> Iterator[tuple[str, Any]]:
     """Results of a pooling model for the hidden states of one sequence, by task."""
-    from ...vllm_internals.internals import PoolingMetadata, PoolingParams, PoolingStates  # noqa: PLC0415 - as above
+    from ...vllm_surface import PoolingMetadata, PoolingParams, PoolingStates  # noqa: PLC0415 - as above
 
     pooler: Any = rank.model.pooler
     lengths, tokens = torch.tensor([len(hidden)]), torch.arange(len(hidden), device=rank.device)[None]

@@ -18,14 +18,14 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import LivePart
 from weightlane.sync.version.box import Box
 
-from ...commit.rank_group import RankGroup
+from ...rank_group import RankGroup
 from ..loading.derived import StaleView
 from ..loading.model_errors import described_failure
 from ..map.layout_map import SourceSpec
 from ..rank_model import RankModel
 from ..trace.loading_reads import OnlyRead
-from ..verdict import Verdict
 from ..write.version_writer import VersionWriter
+from ..write_method import WriteMethod
 from .device_room import room_beside
 from .fresh_model import FreshModel, fresh_model
 from .layer_outputs import output_checksums
@@ -73,25 +73,25 @@ class Rehearsal:
         self.stale_views: Sequence[StaleView] = ()
         """Views that a load of their layer leaves stale; known after `first_mismatch`."""
 
-    def first_mismatch(self, verdict: Verdict, read: Mapping[str, list[Box]] | None) -> str | None:
-        """Compare models written as `verdict` says with ordinary loads. Returns the first rank's mismatch, or None.
+    def first_mismatch(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
+        """Compare models written as `method` says with ordinary loads. Returns the first rank's mismatch, or None.
 
         Args:
-            verdict: How the versions are written.
+            method: How the versions are written.
             read: The boxes of each tensor that are sent; None if tensors are sent whole.
         """
         with ExitStack() as room:
             beside = room_beside(self._rank.model, self._rank.device, may_move=self._may_move)
             mismatch = self._on_all_ranks(lambda: room.enter_context(beside))
             # No second model is left when `_compare` returns: the first one may need its memory.
-            return mismatch if mismatch is not None else self._compare(verdict, read)
+            return mismatch if mismatch is not None else self._compare(method, read)
 
-    def _compare(self, verdict: Verdict, read: Mapping[str, list[Box]] | None) -> str | None:
+    def _compare(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
         if self._second_state is None and (mismatch := self._on_all_ranks(self._load_second)) is not None:
             return mismatch
         built: list[FreshModel] = []
         mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._first)))
-        return mismatch if mismatch is not None else self._write_and_compare(built[0], verdict, read)
+        return mismatch if mismatch is not None else self._write_and_compare(built[0], method, read)
 
     def _load_second(self) -> None:
         fresh = fresh_model(self._rank, self._second)
@@ -114,7 +114,7 @@ class Rehearsal:
         }
 
     def _write_and_compare(
-        self, fresh: FreshModel, verdict: Verdict, read: Mapping[str, list[Box]] | None
+        self, fresh: FreshModel, method: WriteMethod, read: Mapping[str, list[Box]] | None
     ) -> str | None:
         assert self._second_state is not None, "loaded before"
         second, first = self._second_state, {}
@@ -128,7 +128,7 @@ class Rehearsal:
             )
             if (name := _first_difference(live, built)) is not None:
                 raise _MismatchError(f"{name} has another layout in memory than in a model loaded with other values")
-            writers.append(VersionWriter(fresh.rank, verdict, self._signature, self.stale_views))
+            writers.append(VersionWriter(fresh.rank, method, self._signature, self.stale_views))
 
         def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
             chosen = values.only(self._signature)

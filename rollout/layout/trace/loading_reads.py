@@ -88,7 +88,7 @@ class OnlyRead(Mapping[str, torch.Tensor]):
 @contextmanager
 def _parameters_before_processing(model: torch.nn.Module) -> Iterator[None]:
     """Inside, every layer has the parameters that its loading fills, on the meta device."""
-    from ...vllm_internals.internals import get_layerwise_info, restore_layer_on_meta  # noqa: PLC0415 - in a worker only
+    from ...vllm_surface import get_layerwise_info, restore_layer_on_meta  # noqa: PLC0415 - in a worker only
 
     # Torch changes these sets in place when buffers are replaced.
     unsaved = [(layer, set(layer._non_persistent_buffers_set)) for layer in model.modules()]

@@ -14,11 +14,11 @@ import torch
 from layout_models import bits, random_bits
 from tiny_models import copy_with
 
-from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.layout import Refusal, VersionLoader
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.offline.rank_models import engine_config
-from weightlane.rollout.layout.verdict import whole_reload
+from weightlane.rollout.layout.write_method import full_reload
+from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.plan.supply import Supply
 from weightlane.sync.version.sliced_tensors import Slicing
@@ -122,8 +122,8 @@ def forced(way: str) -> Iterator[None]:
     if way != "reload":
         yield
         return
-    judged = whole_reload([Refusal("the model", "the test wants it")])
-    with mock.patch.object(loader_module, "judge", return_value=judged):
+    chosen = full_reload([Refusal("the model", "the test wants it")])
+    with mock.patch.object(loader_module, "choose_write_method", return_value=chosen):
         yield
 
 

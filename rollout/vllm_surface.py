@@ -1,4 +1,4 @@
-"""The internals of vLLM that weightlane imports, by name.
+"""The surface of vLLM that weightlane uses: the internals that it imports, by name, checked before a replica serves.
 
 Attributes and methods that it reads of them are not listed here. vLLM promises none of them. A release that lacks one is
 refused before a replica serves, by an error with the missing name; vLLM itself starts as if weightlane were not installed.
@@ -12,6 +12,9 @@ import importlib.metadata
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
+
+BACKEND = "weightlane"
+"""The name of weightlane's weight-transfer engine in vLLM's configuration."""
 
 _MODULES = {
     # Reloads of a live model, layer by layer.
