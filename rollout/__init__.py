@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .commit.records import CommitReport, Completion, RolloutStats
     from .config import RolloutConfig
+    from .replicas.local_replica import LocalReplica
     from .replicas.ray_actor import RolloutReplica, start_replicas
     from .replicas.server_replica import ServerReplica
-    from .replicas.worker import RolloutWorker
 
 _HOME = {
     "CommitReport": "commit.records",
@@ -37,7 +37,7 @@ _HOME = {
     "RolloutConfig": "config",
     "RolloutReplica": "replicas.ray_actor",
     "RolloutStats": "commit.records",
-    "RolloutWorker": "replicas.worker",
+    "LocalReplica": "replicas.local_replica",
     "ServerReplica": "replicas.server_replica",
     "start_replicas": "replicas.ray_actor",
 }
@@ -45,10 +45,10 @@ _HOME = {
 __all__ = [
     "CommitReport",
     "Completion",
+    "LocalReplica",
     "RolloutConfig",
     "RolloutReplica",
     "RolloutStats",
-    "RolloutWorker",
     "ServerReplica",
     "start_replicas",
 ]

@@ -24,7 +24,7 @@ _MODULES = {
     ),
     "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info",),
     "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
-    # A second model beside the one that serves, and its outputs.
+    # A second model next to the one that serves, and its outputs.
     "vllm.config": ("get_current_vllm_config_or_none", "set_current_vllm_config"),
     "vllm.distributed": ("parallel_state",),
     "vllm.distributed.parallel_state": ("get_tp_group",),
@@ -40,7 +40,7 @@ _MODULES = {
     "vllm.v1.engine.core": ("EngineCore",),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
-    # Adapters that come from no files, and models that can have some.
+    # Adapters without files, and models that can have some.
     "vllm.model_executor.models": ("supports_lora",),
     "vllm.lora.lora_model": ("LoRAModel",),
     "vllm.lora.peft_helper": ("PEFTHelper",),

@@ -98,7 +98,7 @@ class VersionLoader:
         return LiveDelta(self.plan, delta, self._writer.renew_derived, self._left_out)
 
     def needed(self) -> Placement | None:
-        """The slices that this rank needs of versions with the learned signature; None if it needs all tensors whole."""
+        """The slices that this rank needs of versions with the learned signature; None if it needs all tensors completely."""
         boxes = self._read_as_sent() if self.plan is None else needed_boxes(self.plan.layout)
         if boxes is None:
             return None

@@ -60,7 +60,7 @@ class WriteMethod:
 
 
 def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap]) -> WriteMethod:
-    """Apply the rule to this rank's `layout`, inside vLLM's current config.
+    """Choose how versions are written on this rank, inside vLLM's current config.
 
     Args:
         model: The live model.
@@ -109,7 +109,7 @@ def untraceable(cause: Exception) -> Refusal:
 
 
 def full_reload(reasons: Iterable[Refusal]) -> WriteMethod:
-    """The method that every tensor goes through vLLM's own loading."""
+    """The method by which every tensor goes through vLLM's own loading."""
     return WriteMethod(WriteKind.RELOAD, LayoutMap({}, {}), (), frozenset(), tuple(reasons))
 
 

@@ -32,7 +32,7 @@ def check_replica(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
         What could not be found out without weights, and why; empty if nothing.
     """
     asked = {"config": config.model_dump(mode="json"), "model_dir": str(model_dir.resolve())}
-    what = f"what vLLM says of {model_dir}"
+    what = f"the check of {model_dir} by vLLM"
     unknown: str = ask_process(__name__, asked, part=_PART, what=what, timeout_s=timeout_s)
     return unknown
 
@@ -65,7 +65,7 @@ def _check_adapter(vllm_config: Any, adapter: AdapterConfig) -> str:
         except WeightlaneError:
             raise
         except Exception as cause:  # noqa: BLE001 - a model may compute with numbers while it is made
-            return f"layers that vLLM has adapters beside: {type(cause).__name__}: {str(cause)[:200]}"
+            return f"layers that vLLM has adapters for: {type(cause).__name__}: {str(cause)[:200]}"
         manager = model.lora_manager
         names = adapter_expectation(layers, adapter.rank, model_config.dtype).tensors
         refuse_unknown_layers(manager, model, names, peft_settings(manager, adapter, layers), _PART)

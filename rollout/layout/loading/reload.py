@@ -80,7 +80,7 @@ def load_version(
 def _conditions_of_start(model_config: Any) -> Iterator[None]:
     """Inside, torch's default dtype is the one of vLLM's start, since some layers use it while they are loaded.
 
-    vLLM's warning about layers that have nothing to load, such as rotary embeddings, is kept out of the log.
+    vLLM's warning about layers that have nothing to load, such as rotary embeddings, is left out of the log.
     """
     from ...vllm_surface import set_default_torch_dtype  # noqa: PLC0415 - only in a vLLM worker
 

@@ -43,7 +43,7 @@ def layout_report(
 
     Returns:
         Plain data: ``model``, ``architecture``, ``dtype``, ``quantization`` (vLLM's name for it, or nothing),
-        ``tensor_parallel``, ``expert_parallel``, ``method`` (a `WriteKind`), ``refusal`` (why a worker takes no versions of
+        ``tensor_parallel``, ``expert_parallel``, ``method`` (a `WriteKind`), ``refusal`` (why a replica takes no versions of
         this model, or nothing), ``not_rehearsed`` (why, or nothing), ``tied``, ``unread`` (further tensors of the files,
         which no rank reads), ``union`` (over ranks: ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``,
         ``method``, ``tensors``, ``copies``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of

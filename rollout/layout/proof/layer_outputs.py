@@ -113,9 +113,9 @@ class PatternedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result.is_floating_point() and result.is_contiguous():
                 pattern = (torch.arange(_PATTERN, device=result.device) * 0.125 - 0.75).to(result.dtype)
                 flat = result.view(-1)
-                whole = flat.numel() // _PATTERN * _PATTERN
-                flat[:whole].view(-1, _PATTERN).copy_(pattern)
-                flat[whole:].copy_(pattern[: flat.numel() - whole])
+                repeated = flat.numel() // _PATTERN * _PATTERN
+                flat[:repeated].view(-1, _PATTERN).copy_(pattern)
+                flat[repeated:].copy_(pattern[: flat.numel() - repeated])
             else:
                 result.zero_()
         return result

@@ -1,4 +1,4 @@
-"""Proves, before any version is written, that versions are written right: on a second model, beside ordinary loads.
+"""Proves, before any version is written, that versions are written right: on a second model, compared with ordinary loads.
 
 Two made-up versions, which differ in every element, are each loaded into a fresh model by vLLM's ordinary loading. One of these
 models then gets the other version, and its own again, by the write method under test. Every parameter, buffer and other tensor
@@ -26,7 +26,7 @@ from ..rank_model import RankModel
 from ..trace.loading_reads import OnlyRead
 from ..write.version_writer import VersionWriter
 from ..write_method import WriteMethod
-from .device_room import room_beside
+from .device_room import room_for_second
 from .fresh_model import FreshModel, fresh_model
 from .layer_outputs import output_checksums
 from .made_up_values import MadeUpValues
@@ -35,7 +35,7 @@ from .model_tensors import tensor_checksums, tensor_placements
 _RUNS = 3
 """Runs into which a rehearsed tensor is cut, so that some of them end within a row."""
 _OUTPUT = "output of "
-_MOST_TOLD = 300
+_MOST_SHOWN = 300
 """Most characters of an error of vLLM's."""
 
 
@@ -74,15 +74,15 @@ class Rehearsal:
         """Views that a load of their layer leaves stale; known after `first_mismatch`."""
 
     def first_mismatch(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
-        """Compare models written as `method` says with ordinary loads. Returns the first rank's mismatch, or None.
+        """Compare models written by `method` with ordinary loads. Returns the first rank's mismatch, or None.
 
         Args:
             method: How the versions are written.
-            read: The boxes of each tensor that are sent; None if tensors are sent whole.
+            read: The boxes of each tensor that are sent; None if complete tensors are sent.
         """
         with ExitStack() as room:
-            beside = room_beside(self._rank.model, self._rank.device, may_move=self._may_move)
-            mismatch = self._on_all_ranks(lambda: room.enter_context(beside))
+            second = room_for_second(self._rank.model, self._rank.device, may_move=self._may_move)
+            mismatch = self._on_all_ranks(lambda: room.enter_context(second))
             # No second model is left when `_compare` returns: the first one may need its memory.
             return mismatch if mismatch is not None else self._compare(method, read)
 
@@ -108,7 +108,7 @@ class Rehearsal:
         try:
             computed = output_checksums(fresh.rank) if self._computes else {}
         except Exception as cause:
-            raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_told(cause)}") from cause
+            raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_described(cause)}") from cause
         return tensor_checksums(fresh.rank.model) | {
             f"{_OUTPUT}{layer}": checksum for layer, checksum in computed.items()
         }
@@ -161,17 +161,17 @@ class Rehearsal:
         except WeightlaneError as error:
             reason = error.message
         except Exception as cause:  # noqa: BLE001 - other ranks wait; without a comparison there is no proof
-            reason = f"it cannot be compared with an ordinary load: {_told(cause)}"
+            reason = f"it cannot be compared with an ordinary load: {_described(cause)}"
         return next((fact for fact in self._group.gather(reason) if fact), None)
 
 
 class _MismatchError(Exception):
-    """A written version differs from an ordinary load, or the two cannot be compared."""
+    """Raised when a written version differs from an ordinary load, or cannot be compared with one."""
 
 
-def _told(cause: Exception) -> str:
+def _described(cause: Exception) -> str:
     """The layer and the error, as part of a sentence."""
-    return described_failure(cause)[:_MOST_TOLD].rstrip(".")
+    return described_failure(cause)[:_MOST_SHOWN].rstrip(".")
 
 
 def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

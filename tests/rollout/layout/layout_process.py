@@ -50,7 +50,7 @@ from weightlane.sync import LivePart, Manifest, Placement, TensorSpec, check_cov
 
 
 def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: str = "") -> dict[str, Any]:
-    """Commit versions to a model that vLLM has loaded, and lay each beside what vLLM makes of its files.
+    """Commit versions to a model that vLLM has loaded, and compare each with what vLLM makes of its files.
 
     Args:
         path: The checkpoint that it starts from.
@@ -346,21 +346,21 @@ def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
 def with_broken_layer(path: str, ending: str, step: str, kind: str) -> dict[str, str]:
     """Return the refusals of a report and of a worker if a layer raises an error; see `broken_layer`."""
     config = engine_config(path, tensor_parallel=1, dtype="float32")
-    told = {"report": "", "worker": ""}
+    errors = {"report": "", "replica": ""}
     with as_rank(config, 0):
         model = loaded(config)
     with broken_layer(ending, step, kind):
         try:
-            told["report"] = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
+            errors["report"] = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
         except WeightlaneError as error:
-            told["report"] = f"{type(error).__name__}: {error}"
+            errors["report"] = f"{type(error).__name__}: {error}"
         with as_rank(config, 0):
             loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
             try:
                 committed(loader, tensors_of(path, "float32"), RankGroup(None))
             except WeightlaneError as error:
-                told["worker"] = f"{type(error).__name__}: {error}"
-    return told
+                errors["replica"] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from weightlane.sync.version.sliced_tensors import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint in `dtype`, but those that it has in float32 beside others of that type."""
+    """The tensors of a checkpoint in `dtype`, but those that it has in float32 next to others of that type."""
     from safetensors.torch import load_file
 
     tensors = load_file(Path(path) / "model.safetensors")
@@ -43,7 +43,7 @@ def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter, buffer, and tensor that a layer or what vLLM gave it keeps beside them."""
+    """The bytes of every parameter, buffer, and tensor that a layer, or an object of vLLM's inside it, holds besides."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""The parts of a rollout worker that need no engine."""
+"""The parts of a replica that need no engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_t
 
 def test_importing_rollout_and_its_worker_needs_neither_vllm_nor_ray() -> None:
     code = (
-        "import sys, weightlane.rollout as r; r.RolloutWorker, r.RolloutReplica, r.start_replicas\n"
+        "import sys, weightlane.rollout as r; r.LocalReplica, r.RolloutReplica, r.start_replicas\n"
         "import weightlane.rollout.vllm.plugin\n"
         "sys.exit(', '.join({'vllm', 'ray', 'transformers'} & set(sys.modules)) or None)"
     )
@@ -262,7 +262,7 @@ def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypa
         with pytest.raises(ConfigError, match=says) as checked:
             check_replica(config, model)
         with pytest.raises(ConfigError, match=f"^{re.escape(str(checked.value))}$"):
-            asyncio.run(rollout.RolloutWorker("rollout-0", config, model).start())
+            asyncio.run(rollout.LocalReplica("rollout-0", config, model).start())
     assert check_replica(RolloutConfig.model_validate(adapter), qwen3) == ""
 
 
