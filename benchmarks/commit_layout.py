@@ -40,9 +40,9 @@ class CommitWorker:
         from vllm.config import set_current_vllm_config
         from vllm.distributed.parallel_state import get_tp_group
 
-        from weightlane.rollout.commit.rank_group import RankGroup
         from weightlane.rollout.layout import VersionLoader
         from weightlane.rollout.layout.rank_model import RankModel
+        from weightlane.rollout.rank_group import RankGroup
 
         self._group = RankGroup(get_tp_group().cpu_group)
         stream = torch.empty(sum(torch.Size(shape).numel() for _, shape in specs), dtype=torch.bfloat16)
@@ -62,7 +62,7 @@ class CommitWorker:
             way = self._loader.write(self._version)
         plan = self._loader.plan
         if plan is None:
-            raise RuntimeError(f"versions are not copied: {self._loader.verdict}")
+            raise RuntimeError(f"versions are not copied: {self._loader.method}")
         self._from = torch.ones(plan.layout.bytes_copied, dtype=torch.uint8)
         self._to = torch.zeros_like(self._from)
         return {

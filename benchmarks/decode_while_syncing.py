@@ -39,7 +39,7 @@ from weightlane.cli.bench.processes.participants import CoordinatingSide, sync_c
 from weightlane.cli.bench.processes.processes import Processes, Worker
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.bench.workload.workload import Workload, named_workload
-from weightlane.rollout import RolloutConfig, RolloutWorker
+from weightlane.rollout import LocalReplica, RolloutConfig
 from weightlane.sync import Outcome
 
 from .command import finish, options_of, say
@@ -117,7 +117,7 @@ class Measured:
 
     def __init__(
         self,
-        worker: RolloutWorker,
+        worker: LocalReplica,
         sender: Worker,
         directory: Path,
         timeout_s: float,
@@ -280,7 +280,7 @@ async def measure(
         threads_per_rank=threads,
         extra_engine_args={"worker_extension_cls": f"{_MODULE}.Checks"},
     )
-    worker = RolloutWorker("rollout-0", config, model)
+    worker = LocalReplica("rollout-0", config, model)
     with tempfile.TemporaryDirectory() as directory, Processes(0, 1) as processes:
         sender = processes.sender
         await asyncio.to_thread(sender.call, "prepare", workload.to_plain(), 0, 1, timeout_s=options.deadline_s)

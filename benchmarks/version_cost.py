@@ -32,7 +32,7 @@ from typing import Any
 from weightlane.cli.bench.processes.processes import Processes
 from weightlane.cli.bench.report.machine import this_machine
 from weightlane.cli.bench.workload.workload import named_workload
-from weightlane.rollout import RolloutConfig, RolloutWorker
+from weightlane.rollout import LocalReplica, RolloutConfig
 
 from .command import finish, options_of, say
 from .decode_while_syncing import DENSITY, Carried, Checks, Measured
@@ -104,7 +104,7 @@ async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, l
         kv_cache_memory_bytes=64 << 20,
         extra_engine_args={"worker_extension_cls": "benchmarks.version_cost.Reloads"},
     )
-    worker = RolloutWorker("rollout-0", config, model)
+    worker = LocalReplica("rollout-0", config, model)
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as directory, Processes(0, 1) as processes:
         call = processes.sender.call
         await asyncio.to_thread(call, "prepare", workload.to_plain(), 0, 1, timeout_s=options.deadline_s)

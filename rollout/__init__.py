@@ -1,7 +1,8 @@
 """Rollout: vLLM replicas that generate without a break and take over new weights between two decode steps.
 
-`replicas` has the three kinds of replicas, `commit` puts a version into service, `vllm` runs inside vLLM's processes, `layout`
-finds out where weights go, and `vllm_internals` names and replaces parts of vLLM.
+`replicas` has the three kinds of replicas, `commit` puts a version into service, `vllm` runs inside vLLM's processes, and
+`layout` finds out where weights go. `vllm_surface` names the internals of vLLM that are used, and `vllm_cpu` works around bugs of
+its CPU build.
 
 Importing this package needs neither vLLM nor Ray; starting a replica does.
 
@@ -26,9 +27,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .commit.records import CommitReport, Completion, RolloutStats
     from .config import RolloutConfig
+    from .replicas.local_replica import LocalReplica
     from .replicas.ray_actor import RolloutReplica, start_replicas
     from .replicas.server_replica import ServerReplica
-    from .replicas.worker import RolloutWorker
 
 _HOME = {
     "CommitReport": "commit.records",
@@ -36,7 +37,7 @@ _HOME = {
     "RolloutConfig": "config",
     "RolloutReplica": "replicas.ray_actor",
     "RolloutStats": "commit.records",
-    "RolloutWorker": "replicas.worker",
+    "LocalReplica": "replicas.local_replica",
     "ServerReplica": "replicas.server_replica",
     "start_replicas": "replicas.ray_actor",
 }
@@ -44,10 +45,10 @@ _HOME = {
 __all__ = [
     "CommitReport",
     "Completion",
+    "LocalReplica",
     "RolloutConfig",
     "RolloutReplica",
     "RolloutStats",
-    "RolloutWorker",
     "ServerReplica",
     "start_replicas",
 ]

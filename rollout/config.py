@@ -13,7 +13,7 @@ GPU_SHARE = 0.9
 
 
 class AdapterConfig(BaseModel):
-    """The low-rank adapter that versions are, where they are no weights; a run takes it from trainer.lora."""
+    """A low-rank adapter that is sent as a version instead of weights; a run takes it from trainer.lora."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,12 +30,12 @@ class RolloutConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    replicas: int = Field(1, ge=1, description="Number of rollout replicas, each a whole copy of the model.")
+    replicas: int = Field(1, ge=1, description="Number of rollout replicas, each a complete copy of the model.")
     tensor_parallel: int = Field(1, ge=1, description="Rollout ranks (worker processes) that share one replica.")
     expert_parallel: bool = Field(
         False,
         description=(
-            "Divide the experts of a mixture of experts between the tensor_parallel ranks by number, each whole on one rank,"
+            "Divide the experts of a mixture of experts between the tensor_parallel ranks by number, each completely on one rank,"
             " instead of giving every rank a slice of every expert. The rest of the model is divided as without this option."
         ),
     )
@@ -50,7 +50,7 @@ class RolloutConfig(BaseModel):
         None,
         gt=0.0,
         le=1.0,
-        description="Share of a device's memory vLLM may use, without staging; none: the rest beside staging, at most 0.9.",
+        description="Share of a device's memory vLLM may use, without staging; none: what staging leaves, at most 0.9.",
     )
     kv_cache_memory_bytes: int | None = Field(
         None,
@@ -97,7 +97,7 @@ class RolloutConfig(BaseModel):
     )
     adapter: AdapterConfig | None = Field(
         None,
-        description="Versions are a low-rank adapter beside the weights of model.path, instead of weights. A run fills it in from"
+        description="Versions are a low-rank adapter for the weights of model.path, instead of weights. A run fills it in from"
         " trainer.lora where trainer.lora.publish is adapter.",
     )
     adapter_slots: int = Field(

@@ -3,8 +3,9 @@
 The steps of a commit, from the side of the loop:
 
 1. The coordinator reports that every rank of a replica has staged a version.
-2. `commit.commit_version` makes one ``update_weights`` call to the replica's vLLM engine, with a `transfer_calls.WholeCommit`.
+2. `commit_call.commit_version` makes one ``update_weights`` call to the replica's engine, with a `transfer_calls.EngineCommit`.
 3. vLLM's engine core pauses, lets every rank replace its parameters, and resumes: see `weightlane.rollout.vllm`.
-4. If a rank fails, `rank_group` makes all ranks agree on one error. `remote_failure` carries the error through vLLM's RPC.
+4. If a rank fails, all ranks agree on one error (`weightlane.rollout.rank_group`), which `remote_failure` carries through vLLM's
+   RPC.
 5. `token_clock` measures how long requests waited for their next token, and `records` reports it.
 """

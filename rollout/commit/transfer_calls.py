@@ -54,10 +54,10 @@ class UpdateRequest(BaseModel):
     )
     announced: AdapterConfig | None = Field(
         None,
-        description="The adapter that the version is; none: one of the rank, alpha and targets of all that travels.",
+        description="The adapter that the version is; none: the adapter of the connection, with its rank, alpha and targets.",
     )
     in_use: frozenset[int] = Field(
-        frozenset(), description="Ids of adapters that stay beside it; all others are dropped."
+        frozenset(), description="Ids of other adapters that stay loaded; all others are dropped."
     )
 
     @model_validator(mode="after")
@@ -67,8 +67,8 @@ class UpdateRequest(BaseModel):
         return self
 
 
-class WholeCommit(BaseModel):
-    """The field ``whole`` of an update that makes a whole commit in one call.
+class EngineCommit(BaseModel):
+    """The field ``engine_commit`` of an update: the engine core then makes the complete commit in one call.
 
     vLLM's engine core reads it and does not pass it to the ranks: see `weightlane.rollout.vllm.engine_core`.
     """
@@ -77,12 +77,12 @@ class WholeCommit(BaseModel):
 
     weight_version: str = Field(min_length=1, description="The version that later tokens carry.")
     caches: Literal["recompute", "keep"] = Field(
-        "recompute", description="Whether key/value caches are recomputed or kept: see RolloutConfig.kv_on_commit."
+        "recompute", description="Whether key/value caches are recomputed or retained: see RolloutConfig.kv_on_commit."
     )
     within_s: float = Field(
         60.0, gt=0.0, description="Seconds after which the client has given up, so that the engine must not resume."
     )
-    sound: bool = Field(
+    trusted: bool = Field(
         True,
         description="Whether the current weights may serve on if they are still in place after a failure.",
     )

@@ -4,7 +4,7 @@ The steps from a staged version to live parameters:
 
 1. `trace_loading` watches the model's own ``load_weights`` load tensors without data. The result is a `LayoutMap`: strided copies
    from checkpoint tensors into parameters, and refusals of everything that is no copy. This takes milliseconds.
-2. `judge` turns the layouts of all ranks into a `Verdict`: which tensors are copied, and which go through vLLM's own loading.
+2. `choose_write_method` decides from the layouts of all ranks which tensors are copied, and which go through vLLM's own loading.
 3. ``proof.rehearsal`` writes made-up versions into a second model, and compares it with an ordinary load bit for bit.
 4. `needed_boxes` tells which slices of the checkpoint tensors this rank asks the trainer for.
 5. `CommitPlan` looks up the live memory of every copy once. Each commit then only copies staged tensors into the parameters.
@@ -19,9 +19,9 @@ The steps from a staged version to live parameters:
 In a vLLM worker, inside vLLM's current config::
 
     layout = trace_loading(model, {"lm_head.weight": SourceSpec((300, 64), torch.bfloat16), ...})
-    verdict = judge(model, layout, [layout])  # layouts of all tensor-parallel ranks
-    needed_boxes(verdict.layout)  # the parts of the tensors that this rank uses
-    CommitPlan(verdict.layout, model).commit(tensors)
+    method = choose_write_method(model, layout, [layout])  # layouts of all tensor-parallel ranks
+    needed_boxes(method.layout)  # the parts of the tensors that this rank uses
+    CommitPlan(method.layout, model).commit(tensors)
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from typing import TYPE_CHECKING, Any
 from .map.layout_map import Constant, LayoutCopy, LayoutMap, Refusal, SourceSpec, TargetSpec
 from .map.needs import needed_boxes
 from .trace.trace import trace_loading
-from .verdict import Verdict, WriteMethod, judge
 from .write.commit_plan import CommitPlan, LiveElements
+from .write_method import WriteKind, WriteMethod, choose_write_method
 
 if TYPE_CHECKING:
     from .version_loader import VersionLoader
@@ -47,10 +47,10 @@ __all__ = [
     "Refusal",
     "SourceSpec",
     "TargetSpec",
-    "Verdict",
     "VersionLoader",
+    "WriteKind",
     "WriteMethod",
-    "judge",
+    "choose_write_method",
     "needed_boxes",
     "trace_loading",
 ]

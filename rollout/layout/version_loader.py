@@ -19,7 +19,7 @@ from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, Sli
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
 
-from ..commit.rank_group import RankGroup
+from ..rank_group import RankGroup
 from .loading.derived import StaleView
 from .loading.model_errors import hint_for
 from .map.layout_map import LayoutMap, Refusal, SourceSpec
@@ -28,10 +28,10 @@ from .proof.rehearsal import Rehearsal
 from .rank_model import RankModel
 from .trace.loading_reads import read_by_loading, unread_by_loading
 from .trace.trace import trace_loading
-from .verdict import Verdict, WriteMethod, judge, untraceable, whole_reload
 from .write.commit_plan import CommitPlan
 from .write.live_delta import LiveDelta
 from .write.version_writer import VersionWriter
+from .write_method import WriteKind, WriteMethod, choose_write_method, full_reload, untraceable
 
 logger = init_logger("vllm.weightlane")
 
@@ -59,22 +59,22 @@ class VersionLoader:
         """Tensors of versions of this signature that are not written: no rank reads them."""
         self._computes = computes
         self._signature: _Signature = {}
-        self._verdict: Verdict | None = None
+        self._method: WriteMethod | None = None
         self._writer: VersionWriter | None = None
         """None until writing versions with this signature is proven to be right."""
-        self._proven: tuple[_Signature, Verdict, Verdict] | None = None
-        """The last rehearsed signature, its verdict by `judge`, and the verdict that was proven to be right."""
+        self._proven: tuple[_Signature, WriteMethod, WriteMethod] | None = None
+        """The last rehearsed signature, the method that `choose_write_method` chose, and the one that was proven to be right."""
         self._stale_views: Sequence[StaleView] = ()
         self._names: Mapping[str, str] = {}
         """The checkpoint's name of each tensor of the signature that has another one."""
         self._read: dict[str, list[Box]] | None = None
-        """The boxes that a whole reload reads, by the checkpoint's names; None if versions are copied, or if a reload needs whole
+        """The boxes that a full reload reads, by the checkpoint's names; None if versions are copied, or if a reload needs whole
         tensors."""
 
     @property
-    def verdict(self) -> Verdict | None:
-        """The verdict on versions of the last learned signature; None before `learn`."""
-        return self._verdict
+    def method(self) -> WriteMethod | None:
+        """How versions of the last learned signature are written; None before `learn`."""
+        return self._method
 
     @property
     def plan(self) -> CommitPlan | None:
@@ -84,7 +84,7 @@ class VersionLoader:
     @property
     def takes_deltas(self) -> bool:
         """Whether changed elements can be written straight into the parameters: every weight is copied, and none is rounded."""
-        if self.plan is None or self._verdict is None or self._verdict.method is not WriteMethod.TRACED:
+        if self.plan is None or self._method is None or self._method.kind is not WriteKind.TRACED:
             return False
         return self.plan.keeps_sent_bits
 
@@ -100,7 +100,7 @@ class VersionLoader:
         return LiveDelta(self.plan, delta, self._writer.renew_derived, self._left_out)
 
     def needed(self) -> Placement | None:
-        """The slices that this rank needs of versions with the learned signature; None if it needs all tensors whole."""
+        """The slices that this rank needs of versions with the learned signature; None if it needs all tensors completely."""
         boxes = self._read_as_sent() if self.plan is None else needed_boxes(self.plan.layout)
         if boxes is None:
             return None
@@ -119,7 +119,7 @@ class VersionLoader:
         signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
         self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> WriteMethod:
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> WriteKind:
         """Replace every weight of the model, in place, by `tensors` of the learned signature (Hugging Face names).
 
         On a CUDA device the copies are queued on the current stream when this returns.
@@ -129,20 +129,20 @@ class VersionLoader:
                 version was loaded completely.
         """
         assert self._writer is not None, "learned"
-        assert self._verdict is not None, "as above"
+        assert self._method is not None, "as above"
         self._writer.write(tensors)
-        return self._verdict.method
+        return self._method.kind
 
-    def write_arriving(self, arriving: Iterator[LivePart]) -> WriteMethod:
+    def write_arriving(self, arriving: Iterator[LivePart]) -> WriteKind:
         """Replace every weight by a version of which a few consecutive elements arrive at a time.
 
         Raises:
             WeightlaneError: The error that `arriving` raised, or `CommitError` as from `write`.
         """
         assert self._writer is not None, "learned"
-        assert self._verdict is not None, "as above"
+        assert self._method is not None, "as above"
         self._writer.write_arriving(run for run in arriving if run.name not in self._left_out)
-        return self._verdict.method
+        return self._method.kind
 
     def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
         """Find out how versions with `signature` are written, and prove that this is right, unless that is known.
@@ -186,13 +186,11 @@ class VersionLoader:
             logger.info("weightlane: parameters have moved to other memory, %s traces loading again", self._rank.part)
         received = _needed_slices(self.needed(), self.expectation)
         self._signature, self._names, self._writer = dict(signature), names, None
-        judged = self._judged(group)
-        proven = self._known_proof(judged)
+        chosen = self._choose(group)
+        proven = self._known_proof(chosen)
         proven_everywhere = all(group.gather(proven is not None))
-        self._verdict = proven if proven_everywhere and proven is not None else self._prove(judged, group)
-        self._writer = VersionWriter(
-            self._rank, self._verdict, self._signature, self._stale_views, self._read_as_sent()
-        )
+        self._method = proven if proven_everywhere and proven is not None else self._prove(chosen, group)
+        self._writer = VersionWriter(self._rank, self._method, self._signature, self._stale_views, self._read_as_sent())
         if any(group.gather(sliced and _needed_slices(self.needed(), self.expectation) != received)):
             raise CommitError(
                 "slices of a version were received, and others are needed: parameters have moved to other memory, or the"
@@ -218,8 +216,8 @@ class VersionLoader:
         self.expectation = self._of_files
         self._optional = {name: spec for name, spec in self._optional.items() if name in self._of_files.tied}
 
-    def _judged(self, group: RankGroup) -> Verdict:
-        """Trace loading on every rank, and judge the layouts. The verdict is a whole reload on all ranks or on none."""
+    def _choose(self, group: RankGroup) -> WriteMethod:
+        """Trace loading on every rank, and choose a write method: a full reload on all ranks or on none."""
         began = time.perf_counter()
         layout: LayoutMap | None = None
         fact: dict[str, Any] = {}
@@ -231,54 +229,54 @@ class VersionLoader:
         facts = group.gather(fact)
         errors = [fact["error"] for fact in facts if "error" in fact]
         if errors or layout is None:
-            verdict = whole_reload([Refusal("the model", error) for error in errors])
+            method = full_reload([Refusal("the model", error) for error in errors])
         else:
             layouts = [LayoutMap.from_plain(fact["layout"]) for fact in facts]
-            verdict = judge(self._rank.model, layout, layouts)
-        if verdict.method is WriteMethod.RELOAD:
-            logger.warning("weightlane: versions go through vLLM's own loading: %s", verdict.summary)
-        elif verdict.method is WriteMethod.MIXED:
-            layers = ", ".join(verdict.modules)
+            method = choose_write_method(self._rank.model, layout, layouts)
+        if method.kind is WriteKind.RELOAD:
+            logger.warning("weightlane: versions go through vLLM's own loading: %s", method.summary)
+        elif method.kind is WriteKind.MIXED:
+            layers = ", ".join(method.reloaded_layers)
             logger.warning(
-                "weightlane: %s go through vLLM's own loading, the rest is copied: %s", layers, verdict.summary
+                "weightlane: %s go through vLLM's own loading, the rest is copied: %s", layers, method.summary
             )
         # Ranks must not differ in which tensors vLLM's own loading gets.
-        reloads = group.gather(verdict.summary if verdict.method is WriteMethod.RELOAD else None)
+        reloads = group.gather(method.summary if method.kind is WriteKind.RELOAD else None)
         reason = next((summary for summary in reloads if summary), None)
-        if reason is not None and verdict.method is not WriteMethod.RELOAD:
-            verdict = whole_reload([Refusal("the model", reason)])
+        if reason is not None and method.kind is not WriteKind.RELOAD:
+            method = full_reload([Refusal("the model", reason)])
         logger.info(
             "weightlane: %s: %d copies of %.1f MB, traced in %.3f s",
-            verdict.method,
-            len(verdict.layout.copies),
-            verdict.layout.bytes_copied / 1e6,
+            method.kind,
+            len(method.layout.copies),
+            method.layout.bytes_copied / 1e6,
             time.perf_counter() - began,
         )
-        return verdict
+        return method
 
-    def _known_proof(self, verdict: Verdict) -> Verdict | None:
-        """The proven verdict on versions that differ from the rehearsed ones only in dtypes and names.
+    def _known_proof(self, method: WriteMethod) -> WriteMethod | None:
+        """The proven method for versions that differ from the rehearsed ones only in dtypes and names.
 
         The copies are those that were proven, and convert dtypes as vLLM's own loading does. Where the rehearsal replaced
         copies by a reload, versions are reloaded again.
         """
         if self._proven is None:
             return None
-        signature, judged, proven = self._proven
-        shapes, methods = (
+        signature, chosen, proven = self._proven
+        shapes, choices = (
             [{self._own(name): spec.shape for name, spec in each.items()} for each in (signature, self._signature)],
             [
-                (each.method, each.modules, each.derived, each.layout.comparable(self._names))
-                for each in (judged, verdict)
+                (each.kind, each.reloaded_layers, each.derived, each.layout.comparable(self._names))
+                for each in (chosen, method)
             ],
         )
-        if shapes[0] != shapes[1] or methods[0] != methods[1]:
+        if shapes[0] != shapes[1] or choices[0] != choices[1]:
             return None
-        return verdict if proven is judged else proven
+        return method if proven is chosen else proven
 
-    def _prove(self, judged: Verdict, group: RankGroup) -> Verdict:
-        """Rehearse `judged`, then a whole reload; returns the first verdict that is right. Raises `ConfigError` if none is."""
-        began, verdict = time.perf_counter(), judged
+    def _prove(self, chosen: WriteMethod, group: RankGroup) -> WriteMethod:
+        """Rehearse `chosen`, then a full reload; returns the first method that is right. Raises `ConfigError` if none is."""
+        began, method = time.perf_counter(), chosen
         before_serving = self._proven is None
         rehearsal = Rehearsal(
             self._rank,
@@ -290,16 +288,16 @@ class VersionLoader:
             tied=self.expectation.tied,
         )
         while True:
-            read = self._read_by_loading() if verdict.method is WriteMethod.RELOAD else None
-            mismatch = rehearsal.first_mismatch(verdict, read)
+            read = self._read_by_loading() if method.kind is WriteKind.RELOAD else None
+            mismatch = rehearsal.first_mismatch(method, read)
             if mismatch is not None and any(group.gather(read is not None)):
                 logger.warning("weightlane: %s needs every tensor whole: %s", self._rank.part, mismatch)
                 read = None
-                mismatch = rehearsal.first_mismatch(verdict, None)
-            if mismatch is None or verdict.method is WriteMethod.RELOAD:
+                mismatch = rehearsal.first_mismatch(method, None)
+            if mismatch is None or method.kind is WriteKind.RELOAD:
                 break
             logger.warning("weightlane: versions go through vLLM's own loading: %s", mismatch)
-            verdict = whole_reload([*verdict.reasons, Refusal("the model", mismatch)])
+            method = full_reload([*method.reasons, Refusal("the model", mismatch)])
         if mismatch is not None:
             raise ConfigError(
                 f"new versions of this model would not be right: {mismatch}.",
@@ -309,13 +307,13 @@ class VersionLoader:
             )
         self._read = None if read is None else {self._own(name): boxes for name, boxes in read.items()}
         self._stale_views = rehearsal.stale_views
-        self._proven = self._signature, judged, verdict
+        self._proven = self._signature, chosen, method
         logger.info(
             "weightlane: a rehearsed version equals an ordinary load (%s), shown in %.3f s",
-            verdict.method,
+            method.kind,
             time.perf_counter() - began,
         )
-        return verdict
+        return method
 
     def _read_by_loading(self) -> dict[str, list[Box]] | None:
         try:

@@ -1,1 +1,1 @@
-"""Rollout replicas: vLLM in this process (`worker`), in a Ray actor (`ray_actor`), or in its HTTP server (`server_replica`)."""
+"""Rollout replicas: vLLM in this process (`local_replica`), in a Ray actor (`ray_actor`), in a server (`server_replica`)."""

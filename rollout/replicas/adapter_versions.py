@@ -18,12 +18,12 @@ class AdapterVersion:
     """A version that the ranks of a replica have loaded."""
 
     id: int
-    """vLLM's id of the adapter; 0 for the model's weights alone. No two commits of a replica have the same, so that cached blocks
+    """vLLM's id of the adapter; 0 for no adapter. No two commits of a replica have the same, so that cached blocks
     of one are never taken for those of another."""
     version: int
 
     def request(self) -> Any:
-        """VLLM's ``LoRARequest`` for a request that computes with this version; None for the weights alone."""
+        """VLLM's ``LoRARequest`` for a request that computes with this version; None for the weights without an adapter."""
         from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow to import
 
         if not self.id:
@@ -34,7 +34,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    """The adapter that a version will be, and the versions that requests may name beside it."""
+    """The adapter that a version will be, and the other versions that requests may then still name."""
 
     adapter: AdapterConfig
     keep: frozenset[int]
@@ -49,8 +49,8 @@ class AdapterVersions:
 
     Args:
         part: The replica's name.
-        adapter: The adapter that versions are as they travel; None where versions are weights.
-        base: The version of the model's weights, which all adapters are beside.
+        adapter: The adapter that versions are sent as; None where versions are weights.
+        base: The version of the model's weights, which all adapters are for.
     """
 
     def __init__(self, part: str, adapter: AdapterConfig | None, base: int) -> None:
@@ -107,7 +107,7 @@ class AdapterVersions:
         return self._serving
 
     def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int], layers: Collection[str]) -> None:
-        """Note what `version` will be, in place of an earlier announcement. `layers` are those whose A and B travel.
+        """Note what `version` will be, in place of an earlier announcement. `layers` are those whose A and B are sent.
 
         Raises:
             ConfigError: No version can be that adapter, or the version has been committed.
@@ -142,9 +142,9 @@ class AdapterVersions:
         """
         announcement = self._announced.get(version)
         made = AdapterVersion(next(self._ids), version)
-        kept = frozenset() if announcement is None else announcement.keep
+        keep = frozenset() if announcement is None else announcement.keep
         self._undo = self._named
-        self._named = {number: each for number, each in self._named.items() if number in kept and number != version}
+        self._named = {number: each for number, each in self._named.items() if number in keep and number != version}
         fields = self._fields(made.id, in_flight)
         return made, fields if announcement is None else {**fields, "announced": announcement.adapter.model_dump()}
 
@@ -180,7 +180,7 @@ class AdapterVersions:
         self._named = self._undo
 
     def _fields(self, serving: int, in_flight: Iterable[int]) -> dict[str, Any]:
-        kept = {*(used for used in in_flight if used), *(each.id for each in self._named.values())}
+        loaded = {*(used for used in in_flight if used), *(each.id for each in self._named.values())}
         if self._serving is not None:
-            kept.add(self._serving.id)
-        return {"adapter": serving, "in_use": sorted(kept)}
+            loaded.add(self._serving.id)
+        return {"adapter": serving, "in_use": sorted(loaded)}

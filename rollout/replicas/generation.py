@@ -90,7 +90,7 @@ async def generate(
         params: See `Sampling.params`.
         cache_salt: Requests share cached prefixes only with requests of the same salt; empty for no salt.
         clock: Gets the arrival of every token.
-        adapter: The adapter that the request computes with from its first token to its last; None for the weights alone.
+        adapter: The adapter that the request computes with from its first token to its last; None for no adapter.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
     if cache_salt:

@@ -1,4 +1,4 @@
-"""`Observed`: what one replica tells its process's observers of commits and generations."""
+"""`Observed`: calls the observers of this process for one replica's commits and generations."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Observed:
         """Reports of commits, which wait for tokens."""
 
     def generated(self, completion: Completion, prompt_tokens: int, seconds: float) -> None:
-        """Tell of a completion; `seconds` is the time from its request to its last token."""
+        """Report a completion; `seconds` is the time from its request to its last token."""
         self._hooks.generation_finished(
             facts={
                 "replica": self._replica,
@@ -44,13 +44,13 @@ class Observed:
         )
 
     def committed(self, report: CommitReport, began: float) -> None:
-        """Tell of a commit that began at `began` (``time.perf_counter``), once requests in flight have tokens again."""
+        """Report a commit that began at `began` (``time.perf_counter``), once requests in flight have tokens again."""
         reporting = asyncio.create_task(self._report(report, began))
         self._reports.add(reporting)
         reporting.add_done_callback(self._reports.discard)
 
     async def drained(self) -> None:
-        """Wait until every commit has been told of."""
+        """Wait until the observers have been called for every commit."""
         await asyncio.gather(*self._reports, return_exceptions=True)
 
     async def _report(self, report: CommitReport, began: float) -> None:

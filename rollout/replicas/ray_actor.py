@@ -1,4 +1,4 @@
-"""`RolloutReplica`: a `RolloutWorker` in its own Ray actor, on this machine or another."""
+"""`RolloutReplica`: a `LocalReplica` in its own Ray actor, on this machine or another."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from weightlane.ckpt_engines import (
 from ..commit.records import CommitReport, Completion, RolloutStats
 from ..config import AdapterConfig, RolloutConfig
 from ..vllm.environment import child_environment
-from .worker import RolloutWorker
+from .local_replica import LocalReplica
 
 _GRACE_S = 15.0
-"""Seconds by which a call may exceed the worker's own deadline: for the transport, and the worker's clean-up."""
+"""Seconds by which a call may exceed the replica's own deadline: for the transport, and the replica's clean-up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,30 +37,30 @@ class _Outcome:
 
 
 class ReplicaActor:
-    """The Ray actor: a `RolloutWorker` whose errors are returned instead of raised."""
+    """The Ray actor: a `LocalReplica` whose errors are returned instead of raised."""
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str, initial_version: int) -> None:
-        self._worker = RolloutWorker(name, config, model_dir, initial_version)
+        self._replica = LocalReplica(name, config, model_dir, initial_version)
 
     async def start(self) -> _Outcome:
         """Start the engine; returns this process's id, the engine's dtype, and its longest sequence."""
         return await self._outcome(self._start())
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> _Outcome:
-        """Call one of the worker's coroutine methods."""
-        return await self._outcome(getattr(self._worker, method)(*args, **kwargs))
+        """Call one of the replica's coroutine methods."""
+        return await self._outcome(getattr(self._replica, method)(*args, **kwargs))
 
     async def quarantine(self, error: dict[str, str]) -> _Outcome:
-        """See `RolloutWorker.quarantine`; `error` is plain data."""
-        return await self._outcome(self._worker.quarantine(error_from_wire(error)))
+        """See `LocalReplica.quarantine`; `error` is plain data."""
+        return await self._outcome(self._replica.quarantine(error_from_wire(error)))
 
     async def stats(self) -> RolloutStats:
-        """The worker's running totals."""
-        return self._worker.stats()
+        """The replica's running totals."""
+        return self._replica.stats()
 
     async def _start(self) -> tuple[int, str, int]:
-        await self._worker.start()
-        return os.getpid(), self._worker.dtype, self._worker.max_model_len
+        await self._replica.start()
+        return os.getpid(), self._replica.dtype, self._replica.max_model_len
 
     async def _outcome(self, call: Coroutine[Any, Any, Any]) -> _Outcome:
         try:
@@ -68,13 +68,13 @@ class ReplicaActor:
         except Exception as error:  # noqa: BLE001 - the caller raises it
             if isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
-            return _Outcome(error=as_weightlane_error(error, self._worker.name).to_wire())
+            return _Outcome(error=as_weightlane_error(error, self._replica.name).to_wire())
 
 
 class RolloutReplica:
     """The loop's handle of one replica. Every method but `watch` ends by a deadline.
 
-    Each method raises the errors of the `RolloutWorker` method of the same name, `WorkerDiedError` if the actor is gone, and
+    Each method raises the errors of the `LocalReplica` method of the same name, `WorkerDiedError` if the actor is gone, and
     `DeadlineExceededError` if the actor does not answer.
     """
 
@@ -122,17 +122,17 @@ class RolloutReplica:
     async def connect(
         self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None
     ) -> None:
-        """See `RolloutWorker.connect`."""
+        """See `LocalReplica.connect`."""
         await self._call("connect", self.config.connect_timeout_s, dict(rendezvous), backend, dict(options or {}))
 
     async def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int] = ()) -> None:
-        """See `RolloutWorker.announce`."""
+        """See `LocalReplica.announce`."""
         await self._call("announce", _GRACE_S, version, adapter, tuple(keep))
 
     async def generate(
         self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any
     ) -> Completion:
-        """See `RolloutWorker.generate`."""
+        """See `LocalReplica.generate`."""
         limit_s = self.config.request_timeout_s
         completion: Completion = await self._call(
             "generate", limit_s, request_id, list(prompt_ids), max_new_tokens, **options
@@ -140,7 +140,7 @@ class RolloutReplica:
         return completion
 
     async def generate_group(self, prompt_ids: Sequence[int], **options: Any) -> list[Completion | WeightlaneError]:
-        """See `RolloutWorker.generate_group`."""
+        """See `LocalReplica.generate_group`."""
         limit_s = self.config.request_timeout_s
         answers: list[Completion | WeightlaneError]
         answers = await self._call("generate_group", limit_s, list(prompt_ids), **options)
@@ -149,23 +149,23 @@ class RolloutReplica:
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when the actor's process or its engine dies. The one call without a deadline."""
         await self._call("watch", math.inf)
-        raise AssertionError("a worker's watch() never returns")
+        raise AssertionError("watch() never returns")
 
     async def commit(self, version: int) -> CommitReport:
-        """See `RolloutWorker.commit`."""
+        """See `LocalReplica.commit`."""
         report: CommitReport = await self._call("commit", self.config.commit_timeout_s, version)
         return report
 
     async def rollback(self, version: int) -> None:
-        """See `RolloutWorker.rollback`."""
+        """See `LocalReplica.rollback`."""
         await self._call("rollback", self.config.commit_timeout_s, version)
 
     async def quarantine(self, error: WeightlaneError) -> None:
-        """See `RolloutWorker.quarantine`."""
+        """See `LocalReplica.quarantine`."""
         await self._answer(self._actor.quarantine.remote(error.to_wire()), _GRACE_S, "quarantine")
 
     async def stats(self) -> RolloutStats:
-        """See `RolloutWorker.stats`."""
+        """See `LocalReplica.stats`."""
         stats: RolloutStats = await self._answer(self._actor.stats.remote(), _GRACE_S, "stats")
         return stats
 
@@ -179,7 +179,7 @@ class RolloutReplica:
             ray.kill(self._actor, no_restart=True)
 
     async def _call(self, method: str, limit_s: float, *args: Any, **kwargs: Any) -> Any:
-        """Call one of the worker's coroutine methods, whose own deadline is `limit_s` seconds."""
+        """Call one of the replica's coroutine methods, whose own deadline is `limit_s` seconds."""
         return await self._answer(self._actor.call.remote(method, *args, **kwargs), limit_s, method)
 
     async def _answer(self, call: Any, limit_s: float, method: str) -> Any:

@@ -9,12 +9,12 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError
 
 _SEEDS = 1 << 63
-"""Seeds are smaller: torch takes 64 signed bits, and ends vLLM's engine over a larger one."""
+"""Seeds are below this: torch takes 64 signed bits, and a larger seed ends vLLM's engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Options of one request: see `RolloutWorker.generate`."""
+    """Options of one request: see `LocalReplica.generate`."""
 
     max_new_tokens: int
     temperature: float = 1.0

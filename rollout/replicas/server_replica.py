@@ -29,8 +29,8 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitMode, CommitReport
 
-from ..commit.commit import ENGINE_SHARE, quarantined, untouched
-from ..commit.transfer_calls import WholeCommit
+from ..commit.commit_call import ENGINE_SHARE, quarantined, untouched
+from ..commit.transfer_calls import EngineCommit
 from .server_calls import CallFailedError, ServerCalls
 
 _log = logging.getLogger(__name__)
@@ -160,7 +160,7 @@ class ServerReplica:
         """Serve the version before `version` again, on every rank from the same step on. Does nothing if it serves already.
 
         Raises:
-            CommitError: The version before is not kept; `version` serves on.
+            CommitError: The version before is no longer available; `version` serves on.
             WeightlaneError: As `commit`.
         """
         if self.serving and (self.version is None or self.version < version):
@@ -190,13 +190,13 @@ class ServerReplica:
     async def _update(self, update: Mapping[str, int], serves: int) -> CommitReport:
         """Make `update` in one call. The server names its weights version `serves` from then on."""
         deadline = Deadline.after(self._commit_timeout_s)
-        whole = WholeCommit(
-            weight_version=str(serves), within_s=ENGINE_SHARE * self._commit_timeout_s, sound=self.serving
+        options = EngineCommit(
+            weight_version=str(serves), within_s=ENGINE_SHARE * self._commit_timeout_s, trusted=self.serving
         )
         async with self._control, self._calls() as server:
             began = time.monotonic()
             try:
-                info = {**update, "whole": whole.model_dump()}
+                info = {**update, "engine_commit": options.model_dump()}
                 await server.post("update_weights", deadline, {"update_info": info})
             except asyncio.CancelledError:
                 self.serving = False

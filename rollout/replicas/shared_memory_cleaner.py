@@ -42,11 +42,11 @@ class SharedMemoryCleaner:
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_WAIT_S)  # it has forked the cleaner
         before = segments_of_trees([os.getpid()])  # of other engines in this process
-        self._tell({"watched": os.getpid(), "before": sorted(map(str, before))})
+        self._send({"watched": os.getpid(), "before": sorted(map(str, before))})
 
     def settle(self, segments: Iterable[Path]) -> None:
         """Say which segments are the replica's: these and no other ones are removed."""
-        self._tell({"segments": sorted(map(str, segments))})
+        self._send({"segments": sorted(map(str, segments))})
 
     def close(self) -> None:
         """Let the cleaner remove the segments now. Idempotent, never raises, ends within seconds."""
@@ -58,7 +58,7 @@ class SharedMemoryCleaner:
             select.select([self._process.stdout], [], [], _WAIT_S)
             self._process.stdout.close()
 
-    def _tell(self, message: dict[str, object]) -> None:
+    def _send(self, message: dict[str, object]) -> None:
         assert self._process.stdin is not None
         with suppress(OSError):  # a cleaner that was killed costs names, not the replica
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -73,11 +73,11 @@ def main() -> None:
     before: set[str] = set()
     watched, rest = 0, b""
     while True:
-        told = select.select([0], [], [], _POLL_S if watched else None)[0]
-        piece = os.read(0, 1 << 16) if told else b""
+        readable = select.select([0], [], [], _POLL_S if watched else None)[0]
+        piece = os.read(0, 1 << 16) if readable else b""
         if watched and not piece:
             segments |= {str(each) for each in segments_of_trees([watched])} - before
-        if told and not piece:
+        if readable and not piece:
             break
         *lines, rest = (rest + piece).split(b"\n")
         for line in lines:

@@ -69,7 +69,7 @@ class VllmEngine:
         return self._engine
 
     async def start(self, version: int) -> None:
-        """Load the model and start serving it as `version`. Raises as `RolloutWorker.start`."""
+        """Load the model and start serving it as `version`. Raises as `LocalReplica.start`."""
         if not self.model_dir.is_dir():
             raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
         try:
@@ -139,7 +139,7 @@ class VllmEngine:
         options = {"tokenizer_mode": model.tokenizer_mode, "trust_remote_code": model.trust_remote_code}
         try:
             tokenizer = await asyncio.to_thread(get_tokenizer, model.tokenizer, **options)
-            # Where there are no files, transformers makes one that knows special tokens alone.
+            # Where there are no files, transformers makes one that knows special tokens only.
             missing = "its files are missing" if len(tokenizer) <= len(tokenizer.all_special_ids) else ""
         except Exception as cause:  # noqa: BLE001 - it runs code of other packages, and of the model
             missing = str(cause)
@@ -152,7 +152,7 @@ class VllmEngine:
         processor.tokenizer = tokenizer
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:
-        """Call ``update_weights``; see `weightlane.rollout.commit.commit.Engine`."""
+        """Call ``update_weights``; see `weightlane.rollout.commit.commit_call.Engine`."""
         figures: dict[str, float]
         (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
         return figures

@@ -32,7 +32,7 @@ def check_replica(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
         What could not be found out without weights, and why; empty if nothing.
     """
     asked = {"config": config.model_dump(mode="json"), "model_dir": str(model_dir.resolve())}
-    what = f"what vLLM says of {model_dir}"
+    what = f"the check of {model_dir} by vLLM"
     unknown: str = ask_process(__name__, asked, part=_PART, what=what, timeout_s=timeout_s)
     return unknown
 
@@ -47,7 +47,7 @@ def find_refusal(config: dict[str, Any], model_dir: str) -> str:
 
 def _check_adapter(vllm_config: Any, adapter: AdapterConfig) -> str:
     """Wrap the model for adapters, on the meta device, and raise `ConfigError` for layers that vLLM wraps no module for."""
-    from ..vllm_internals.internals import (  # noqa: PLC0415 - as above
+    from ..vllm_surface import (  # noqa: PLC0415 - as above
         LoRAModelRunnerMixin,
         initialize_model,
         set_default_torch_dtype,
@@ -65,7 +65,7 @@ def _check_adapter(vllm_config: Any, adapter: AdapterConfig) -> str:
         except WeightlaneError:
             raise
         except Exception as cause:  # noqa: BLE001 - a model may compute with numbers while it is made
-            return f"layers that vLLM has adapters beside: {type(cause).__name__}: {str(cause)[:200]}"
+            return f"layers that vLLM has adapters for: {type(cause).__name__}: {str(cause)[:200]}"
         manager = model.lora_manager
         names = adapter_expectation(layers, adapter.rank, model_config.dtype).tensors
         refuse_unknown_layers(manager, model, names, peft_settings(manager, adapter, layers), _PART)

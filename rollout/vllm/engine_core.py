@@ -1,15 +1,15 @@
-"""A whole commit in one call: vLLM's engine core pauses, replaces the weights and resumes, between two decode steps.
+"""A complete commit in one call: vLLM's engine core pauses, replaces the weights and resumes, between two decode steps.
 
 The engine core is the process that schedules decode steps and calls the workers. Once `install` has run there, an
-``update_weights`` with a field ``whole`` does everything that a commit needs::
+``update_weights`` with a field ``engine_commit`` does everything that a commit needs::
 
-    update_weights({"version": 7, "whole": {"weight_version": "7", "caches": "recompute", "within_s": 54.0}})
+    update_weights({"version": 7, "engine_commit": {"weight_version": "7", "caches": "recompute", "within_s": 54.0}})
 
 The call pauses scheduling, lets the step in progress end, drops caches if asked to, replaces the weights of all ranks, marks
 later tokens with ``weight_version``, and resumes. A client would need one call for each of these, and nothing is decoded while a
 call waits. A client that dies in the middle does not leave the engine paused.
 
-After a failure the engine resumes if the old weights are in place on every rank and ``sound`` says that they may serve. Otherwise
+After a failure the engine resumes if the old weights are in place on every rank and ``trusted`` is set. Otherwise
 it stays paused until a version has been committed. It also stays paused if the update took longer than ``within_s``, because the
 client has given up by then.
 """
@@ -26,15 +26,15 @@ from typing import Any
 from weightlane.ckpt_engines import Deadline, as_weightlane_error
 
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
-from ..commit.transfer_calls import WholeCommit, validated
-from ..vllm_internals.internals import EngineCore, EngineCoreRequestType
+from ..commit.transfer_calls import EngineCommit, validated
+from ..vllm_surface import EngineCore, EngineCoreRequestType
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."
 
 
 def install() -> None:
-    """Make vLLM's engine core in this process, if there will be one, understand ``update_weights`` with ``whole``."""
+    """Make vLLM's engine core in this process, if there will be one, understand ``update_weights`` with ``engine_commit``."""
     plain = EngineCore.collective_rpc
 
     @functools.wraps(plain)
@@ -46,7 +46,7 @@ def install() -> None:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         update = (kwargs or {}).get("update_info")
-        if method == "update_weights" and isinstance(update, Mapping) and "whole" in update:
+        if method == "update_weights" and isinstance(update, Mapping) and "engine_commit" in update:
             return commit_in_core(core, update)
         return plain(core, method, timeout, args, kwargs)
 
@@ -64,25 +64,25 @@ def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:
     """
     began = time.monotonic()
     try:
-        whole = validated(WholeCommit, update["whole"])
+        options = validated(EngineCommit, update["engine_commit"])
     except Exception as error:
         raise _failure(error, intact=True) from error
-    ranks_update = {name: value for name, value in update.items() if name != "whole"}
+    ranks_update = {name: value for name, value in update.items() if name != "engine_commit"}
     if "adapter" in ranks_update:
         # Also where a client gave up a request, and this engine has not dropped it yet.
         begun = [request.lora_request for request in core.scheduler.requests.values()]
         used = {lora.lora_int_id for lora in begun if lora is not None}
         ranks_update["in_use"] = sorted(used.union(ranks_update.get("in_use", ())))
-    deadline = Deadline.after(whole.within_s)
+    deadline = Deadline.after(options.within_s)
     paused = core.pause_scheduler(mode="keep", clear_cache=False)
     if paused is None:
-        return _commit_paused(core, ranks_update, whole, deadline, began)
+        return _commit_paused(core, ranks_update, options, deadline, began)
     answer: Future[list[dict[str, float]]] = Future()
 
     def commit(done: Future[None]) -> None:
         try:
             done.result()
-            answer.set_result(_commit_paused(core, ranks_update, whole, deadline, began))
+            answer.set_result(_commit_paused(core, ranks_update, options, deadline, began))
         except Exception as error:  # noqa: BLE001 - the error is the answer
             answer.set_exception(error)
         # The core would now wait for a client's message, although its requests can continue.
@@ -93,24 +93,24 @@ def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:
 
 
 def _commit_paused(
-    core: Any, update: Mapping[str, Any], whole: WholeCommit, deadline: Deadline, began: float
+    core: Any, update: Mapping[str, Any], options: EngineCommit, deadline: Deadline, began: float
 ) -> list[dict[str, float]]:
     """Replace the weights while the engine is paused, and resume."""
     touched = False
     try:
         deadline.check("the decode step in progress to end", part=_PART, hint=_HINT)
-        if whole.caches == "recompute":
+        if options.caches == "recompute":
             _drop_caches(core)
         loading = time.monotonic()
         touched = True
         core.model_executor.collective_rpc(update_rank, args=(update,))
     except Exception as error:
         intact = not touched or failure_from_text(str(error), part=_PART).intact
-        if intact and whole.sound:
+        if intact and options.trusted:
             core.resume_scheduler()
         raise error if touched else _failure(error, intact=True) from error
     loaded = time.monotonic()
-    core.set_weight_version(whole.weight_version)
+    core.set_weight_version(options.weight_version)
     if deadline.expired:
         late = deadline.error("all ranks to replace their weights", part=_PART, hint=_HINT)
         raise _failure(late, intact=False)

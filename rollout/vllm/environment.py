@@ -20,7 +20,7 @@ from ..layout.loading.refused_models import (
     refuse_indivisible,
     refuse_other_versions,
 )
-from ..vllm_internals.cpu_linear import BACKEND
+from ..vllm_surface import BACKEND
 from .watchdog import WATCH_ENV
 
 _PART = "rollout"
@@ -66,7 +66,7 @@ def replica_config(config: RolloutConfig, model_dir: Path) -> tuple[Any, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs  # noqa: PLC0415 - after the environment
     from vllm.usage.usage_lib import UsageContext  # noqa: PLC0415
 
-    from ..vllm_internals.internals import supports_lora  # noqa: PLC0415
+    from ..vllm_surface import supports_lora  # noqa: PLC0415
 
     named = engine_arguments(config, model_dir, on_cpu=on_cpu)
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}

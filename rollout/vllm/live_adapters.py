@@ -1,4 +1,4 @@
-"""`LiveAdapters`: the versions of an adapter that one rank has beside its model. All ranks of a replica have the same ones.
+"""`LiveAdapters`: the versions of an adapter that one rank has loaded. All ranks of a replica have the same ones.
 
 A version is a vLLM adapter with an id of its own, so a commit changes nothing that a request computes with: it adds the new one,
 and then drops those that nothing uses any more. vLLM 0.32 does the rest, by its source:
@@ -24,7 +24,6 @@ from vllm.logger import init_logger
 from weightlane.ckpt_engines import CommitError, ConfigError, WeightlaneError
 from weightlane.sync import Subscriber
 
-from ..commit.rank_group import RankGroup
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..config import AdapterConfig
 from ..layout.loading.adapter_tensors import (
@@ -34,7 +33,8 @@ from ..layout.loading.adapter_tensors import (
     announced_tensors,
 )
 from ..layout.rank_model import RankModel
-from ..vllm_internals.internals import LoRAModel, PEFTHelper
+from ..rank_group import RankGroup
+from ..vllm_surface import LoRAModel, PEFTHelper
 
 logger = init_logger("vllm.weightlane")
 
@@ -45,15 +45,15 @@ class LiveAdapters:
     Args:
         rank: The rank with its model, which vLLM has wrapped for adapters.
         group: The ranks.
-        adapter: The adapter that versions are. An announced version is one of at most this rank, padded with zeros.
+        adapter: The adapter that versions are sent as. An announced version is one of at most this rank, padded with zeros.
 
     Raises:
-        ConfigError: The model has a layer that vLLM cannot put this adapter beside.
+        ConfigError: The model has a layer for which vLLM has no such adapter.
     """
 
     in_place = False
     intact = True
-    """A failed update leaves every adapter that was there as it was."""
+    """Whether the adapters are those of complete versions; always, since a failed update changes none."""
 
     def __init__(self, rank: RankModel, group: RankGroup, adapter: AdapterConfig) -> None:
         self.adapter = adapter
@@ -86,13 +86,13 @@ class LiveAdapters:
                 raise ConfigError(
                     "versions of this replica are adapters, and the update names none.",
                     part=self._part,
-                    hint="Only weightlane's own replicas take adapters: RolloutWorker or RolloutReplica.",
+                    hint="Only weightlane's own replicas take adapters: LocalReplica or RolloutReplica.",
                 )
             if request.version is not None:
                 made.append(self._adapter(request.adapter, request.version, subscriber, request.announced))
             elif request.adapter and request.adapter not in self._ids:
                 raise CommitError(
-                    f"version {request.rollback_of} cannot be rolled back: the adapter before it is not kept.",
+                    f"version {request.rollback_of} cannot be rolled back: the adapter before it is no longer loaded.",
                     part=self._part,
                 )
             requests.append(request)
@@ -154,7 +154,7 @@ def refuse_unknown_layers(manager: Any, model: torch.nn.Module, names: Iterable[
     """Refuse layers that vLLM wraps no module for: it would leave their tensors out without a word.
 
     Args:
-        manager: vLLM's manager of the adapters beside `model`.
+        manager: vLLM's manager of the adapters of `model`.
         model: The model, wrapped for adapters.
         names: The tensors of a version.
         peft: The `peft_settings` of the adapter.
@@ -168,7 +168,7 @@ def refuse_unknown_layers(manager: Any, model: torch.nn.Module, names: Iterable[
     known = {*manager.modules, *(name for packed in manager.packed_modules.values() for name in packed)}
     if missing := sorted(asked.keys() - known):
         raise ConfigError(
-            f"vLLM has no adapters beside {missing[0]}"
+            f"vLLM has no adapters for {missing[0]}"
             + (f" and {len(missing) - 1} more layers of this model." if missing[1:] else " of this model."),
             part=part,
             hint='Leave such layers out of trainer.lora.targets, or set trainer.lora.publish to "merged".',

@@ -19,12 +19,12 @@ from weightlane.ckpt_engines import (
 from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
-from ..commit.rank_group import RankGroup
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..layout import SourceSpec
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..layout.write.live_delta import LiveDelta
+from ..rank_group import RankGroup
 
 logger = init_logger("vllm.weightlane")
 
@@ -72,7 +72,7 @@ class LiveWeights:
         return self.loader.expectation
 
     def needed(self) -> Placement | None:
-        """The slices that this rank needs of a version; None if it needs all tensors whole."""
+        """The slices that this rank needs of a version; None if it needs all tensors completely."""
         return self.loader.needed()
 
     def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
@@ -121,7 +121,9 @@ class LiveWeights:
             return  # The load of `version` failed, and was rolled back.
         if self._version != version:
             newer = "the weights" if self._version is None else f"version {self._version}"
-            raise CommitError(f"version {version} cannot be rolled back, {newer} came after it.", part=self._part)
+            raise CommitError(
+                f"version {version} cannot be rolled back, {newer} was committed after it.", part=self._part
+            )
         if self.in_place and self._undo is None:
             raise CommitError(
                 f"version {version} cannot be rolled back, it was written in place.",
@@ -195,7 +197,7 @@ class LiveWeights:
         return None
 
     def _replace(self, change: _Change, subscriber: Subscriber) -> WeightlaneError | None:
-        """Load `change.tensors` on every rank. If that fails, the version before is restored if it is kept."""
+        """Load `change.tensors` on every rank. If that fails, the version before is restored if it is still staged."""
         error = self._run(lambda: self.loader.learn_for(change.tensors, self._group))
         if error is not None:
             return error
@@ -208,7 +210,7 @@ class LiveWeights:
             logger.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
             return None
         if change.before is None:
-            return self._mixture(error, "No earlier version is kept.")
+            return self._mixture(error, "No earlier version is staged.")
         self._release(change, subscriber)
         previous = _Change()
         second = self._run(lambda: self._take_previous(previous, change.version, version, subscriber))
@@ -231,12 +233,12 @@ class LiveWeights:
         if change.version != wanted:
             served = "the checkpoint" if wanted is None else f"version {wanted}"
             raise CommitError(
-                f"{served} served before version {version}, and version {change.version} is kept.", part=self._part
+                f"{served} served before version {version}, and version {change.version} is staged.", part=self._part
             )
 
     def _load(self, tensors: Mapping[str, torch.Tensor], subscriber: Subscriber) -> None:
         self.loader.write(tensors)
-        # Tensors that arrive quantised are restored whole: one changed scale changes every element of its block.
+        # Tensors that arrive quantised are restored completely: one changed scale changes every element of its block.
         takes_deltas = self.loader.takes_deltas and not are_restored(tensors)
         subscriber.prepare_delta = self.loader.live_delta if takes_deltas else None
         if self._device.type != "cpu":

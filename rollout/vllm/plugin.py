@@ -5,10 +5,7 @@ vLLM calls `register` in every vLLM process before the model is built, in some p
 
 from __future__ import annotations
 
-from ..vllm_internals import internals as vllm_internals
-from ..vllm_internals.cpu_adapters import skip_tokens_without_adapter
-from ..vllm_internals.cpu_linear import BACKEND, ask_for_amx, keep_linear_parameters_live
-from ..vllm_internals.cpu_rotary import rotate_every_head
+from .. import vllm_cpu, vllm_surface
 from .watchdog import watch_parent
 
 
@@ -16,13 +13,13 @@ def register() -> None:
     """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it.
 
     Never raises, since a vLLM that does not use weightlane must start anyway. A vLLM that does use it is refused when it
-    connects; see `weightlane.rollout.vllm_internals.internals`.
+    connects; see `weightlane.rollout.vllm_surface`.
     """
     watch_parent()
     try:
         _register()
     except Exception as error:  # noqa: BLE001 - an unknown vLLM may raise anything
-        vllm_internals.failures.append(error)
+        vllm_surface.failures.append(error)
 
 
 def _register() -> None:
@@ -33,19 +30,11 @@ def _register() -> None:
 
     try:
         WeightTransferEngineFactory.register_engine(
-            BACKEND, "weightlane.rollout.vllm.transfer_engine", "WeightlaneTransferEngine"
+            vllm_surface.BACKEND, "weightlane.rollout.vllm.transfer_engine", "WeightlaneTransferEngine"
         )
     except ValueError:  # Registered by an earlier call in this process.
         return
     engine_core.install()
     start_failures.install()
     if current_platform.is_cpu():
-        from ..vllm_internals.cpu_experts import keep_expert_parameters_live  # noqa: PLC0415 - registers an operator
-        from ..vllm_internals.cpu_latent_attention import keep_latent_attention_live  # noqa: PLC0415 - on CPU only
-
-        keep_linear_parameters_live()
-        keep_expert_parameters_live()
-        keep_latent_attention_live()
-        rotate_every_head()
-        skip_tokens_without_adapter()
-        ask_for_amx()
+        vllm_cpu.install()

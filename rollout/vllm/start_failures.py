@@ -20,8 +20,7 @@ import torch
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError, error_from_wire
 
 from ..layout.loading.model_errors import described_failure, failed_layer, model_error
-from ..vllm_internals.cpu_linear import BACKEND
-from ..vllm_internals.internals import WorkerWrapperBase
+from ..vllm_surface import BACKEND, WorkerWrapperBase
 from .watchdog import WATCH_ENV
 
 _STEPS = {
@@ -35,7 +34,7 @@ _MOST_BYTES = 1 << 20
 
 
 def install() -> None:
-    """Let vLLM's workers in this process tell why they cannot start, if a replica of weightlane starts them."""
+    """Let vLLM's workers in this process report why they cannot start, if a replica of weightlane starts them."""
     plain = WorkerWrapperBase.init_device
 
     @functools.wraps(plain)
@@ -45,13 +44,13 @@ def install() -> None:
         if WATCH_ENV in os.environ and transfer is not None and transfer.backend == BACKEND:
             for method, action in _STEPS.items():
                 if hasattr(wrapper.worker, method):
-                    setattr(wrapper.worker, method, _telling(getattr(wrapper.worker, method), action, wrapper))
+                    setattr(wrapper.worker, method, _reporting(getattr(wrapper.worker, method), action, wrapper))
 
     WorkerWrapperBase.init_device = init_device
 
 
 def take_failure(vllm_config: Any) -> WeightlaneError | None:
-    """The first error that a process of this engine has told; None if none has. Removes the file."""
+    """The first error that a process of this engine has reported; None if none has. Removes the file."""
     path = _file(vllm_config)
     try:
         if path.lstat().st_uid != os.geteuid():
@@ -65,8 +64,8 @@ def take_failure(vllm_config: Any) -> WeightlaneError | None:
             path.unlink()
 
 
-def _telling(step: Callable[..., Any], action: str, wrapper: Any) -> Callable[..., Any]:
-    """`step`, whose exceptions are told before they are raised."""
+def _reporting(step: Callable[..., Any], action: str, wrapper: Any) -> Callable[..., Any]:
+    """`step`, whose exceptions are reported before they are raised."""
 
     @functools.wraps(step)
     def telling(*args: Any, **kwargs: Any) -> Any:
@@ -74,7 +73,7 @@ def _telling(step: Callable[..., Any], action: str, wrapper: Any) -> Callable[..
             return step(*args, **kwargs)
         except Exception as cause:
             with suppress(OSError):
-                _tell(wrapper.vllm_config, _error_of(cause, action, f"rollout rank {wrapper.global_rank}"))
+                _report(wrapper.vllm_config, _error_of(cause, action, f"rollout rank {wrapper.global_rank}"))
             raise
 
     return telling
@@ -99,7 +98,7 @@ def _was_distributed(cause: Exception) -> bool:
     return False
 
 
-def _tell(vllm_config: Any, error: WeightlaneError) -> None:
+def _report(vllm_config: Any, error: WeightlaneError) -> None:
     """Write the file, unless another process has: the first error is the cause of later ones."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(_file(vllm_config), flags, 0o600), "w") as file:
@@ -107,5 +106,5 @@ def _tell(vllm_config: Any, error: WeightlaneError) -> None:
 
 
 def _file(vllm_config: Any) -> Path:
-    """A name that only processes of one engine know: those inherit the variable, and get vLLM's config."""
+    """Path of the file for an error. Only processes of one engine know it: they inherit the variable, and get vLLM's config."""
     return Path(tempfile.gettempdir()) / f"weightlane-start-{os.environ[WATCH_ENV]}-{vllm_config.instance_id}.json"

@@ -1,12 +1,12 @@
 """`WeightlaneTransferEngine`: vLLM's weight-transfer engine ``weightlane``, one in each worker process.
 
 Versions are staged by a `weightlane.sync.Subscriber` on its own thread while the worker generates. vLLM's weight-transfer calls
-therefore carry only control messages, and one call makes a whole commit::
+therefore carry only control messages, and one call makes a complete commit::
 
     init_weight_transfer_engine({"rendezvous": {...}, "replica": "rollout-0", "backend": "shm", "options": {}, ...})
-    update_weights({"version": 7, "whole": {"weight_version": "7"}})
+    update_weights({"version": 7, "engine_commit": {"weight_version": "7"}})
 
-vLLM's engine core reads ``whole`` (see `weightlane.rollout.vllm.engine_core`), pauses, passes the rest to the ranks, and resumes.
+vLLM's engine core reads ``engine_commit``, pauses, passes the rest to the ranks, and resumes: see `engine_core`.
 A client can also make these steps itself::
 
     pause_generation(mode="keep", clear_cache=True)
@@ -19,7 +19,7 @@ With ``"commit": "in_place"`` nothing is staged: ``update_weights`` itself recei
 other into the parameters. A failure before the first write leaves the old weights in place, a later one leaves a mixture.
 
 Any client can make these calls, including an HTTP client of a stock server. A failed ``update_weights`` raises; its text says
-whether the old weights are in place, bit for bit, on every rank. After a failure without ``whole`` the client calls
+whether the old weights are in place, bit for bit, on every rank. After a failure without ``engine_commit`` the client calls
 ``finish_weight_update`` once, without a version, and ignores the result: vLLM keeps the session open in the ranks that did not
 raise.
 """
@@ -40,7 +40,6 @@ from vllm.distributed.weight_transfer.base import (
 from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, WeightlaneError
 from weightlane.sync import Subscriber
 
-from ..commit.rank_group import RankGroup
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError
 from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
 from ..layout import SourceSpec
@@ -48,7 +47,8 @@ from ..layout.loading.expectation import checkpoint_specs, expectation_of_config
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
-from ..vllm_internals.internals import check_internals, get_tp_group, set_current_vllm_config
+from ..rank_group import RankGroup
+from ..vllm_surface import check_internals, get_tp_group, set_current_vllm_config
 from .live_adapters import LiveAdapters
 from .live_weights import LiveWeights
 
@@ -190,7 +190,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         return request
 
     def _refuse_second(self, fields: Mapping[str, Any]) -> None:
-        """Raise `ReplicaTakenError` where this rank follows another publisher that lives, and is not told to leave it."""
+        """Raise `ReplicaTakenError` if this rank follows another publisher that lives, unless `fields` take it over."""
         follows = self._subscriber is not None and not self._subscriber.run_over
         if follows and fields.get("rendezvous") != self._publisher and fields.get("take_over") is not True:
             where = f"{self._publisher.get('host')}:{self._publisher.get('port')}"

@@ -14,7 +14,7 @@ import time
 from .shared_memory import mapped_segments, unlink
 
 WATCH_ENV = "WEIGHTLANE_PARENT_WATCH"
-"""Set by the rollout worker to its own process id; vLLM children inherit it. Without it nothing is watched."""
+"""Set by the local replica to its own process id; vLLM children inherit it. Without it nothing is watched."""
 
 POLL_S = 0.5
 """Seconds between two looks at the parent's id: the memory of a killed replica is soon needed by the next one."""
@@ -22,7 +22,7 @@ _THREAD_NAME = "weightlane-parent-watch"
 
 
 def watch_parent() -> bool:
-    """Start to watch the parent if this is a child process of a rollout worker's engine; returns whether it is watched.
+    """Start to watch the parent if this is a child process of a local replica's engine; returns whether it is watched.
 
     A second call does nothing: vLLM loads plugins more than once.
     """

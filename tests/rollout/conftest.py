@@ -18,14 +18,14 @@ fork_server.install()
 
 if TYPE_CHECKING:
     from named_adapters import NamedAdapters
-    from running_worker import Setup
+    from running_replica import Setup
 
 
 HERE = Path(__file__).parent
 _shared = {folder: ExitStack() for folder in (HERE, HERE / "adapters", HERE / "commit")}
 """Resources that the tests of a folder share, closed after the last of them.
 
-pytest would keep session fixtures until the session ends, beside the tests of other folders. The ranks of an idle engine still
+pytest would keep session fixtures until the session ends, during the tests of other folders. The ranks of an idle engine still
 look for work, which takes two CPU seconds a minute.
 """
 
@@ -47,21 +47,21 @@ def process() -> Program:
 
 @pytest.fixture
 def setup(engine: Setup) -> Iterator[Setup]:
-    """A running worker to which a trainer publishes dense versions through shared memory, unless the test changes that."""
-    config, trainer = engine.worker.config, engine.trainer
+    """A running replica to which a trainer publishes dense versions through shared memory, unless the test changes that."""
+    config, trainer = engine.replica.config, engine.trainer
     yield engine
-    engine.worker.config = config
+    engine.replica.config = config
     if engine.trainer is not trainer:
         engine.connect()
 
 
 @pytest.fixture(scope="session")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Setup:
-    """A running worker of two ranks that starts from model 0. The vocabulary needs padding rows.
+    """A running replica of two ranks that starts from model 0. The vocabulary needs padding rows.
 
     Shared by modules, because it takes long to start; the last test of the last module that uses it kills a rank.
     """
-    from running_worker import running
+    from running_replica import running
     from tiny_models import make_qwen3
 
     from weightlane.rollout.vllm.shared_memory import segments_of_trees
@@ -94,14 +94,14 @@ def fresh_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[NamedAdapt
     replica = _shared[HERE / "adapters"].enter_context(serving(tmp_path_factory.mktemp("adapters")))
 
     async def ask() -> list[Any]:
-        calls = (replica.worker.generate("r", [0, 7, 14], 8, greedy=True, adapter=adapter) for adapter in (0, None, 1))
+        calls = (replica.local.generate("r", [0, 7, 14], 8, greedy=True, adapter=adapter) for adapter in (0, None, 1))
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        return [*answers, replica.worker.stats().serving, await replica.loaded()]
+        return [*answers, replica.local.stats().serving, await replica.loaded()]
 
     async def ask_twice() -> list[list[Any]]:
         before = await ask()
         version = await replica.publish(replica.make(2, 1.0))
-        await replica.worker.rollback(version)
+        await replica.local.rollback(version)
         return [before, await ask()]
 
     return replica, replica.run(ask_twice())

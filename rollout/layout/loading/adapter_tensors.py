@@ -1,4 +1,4 @@
-"""The layers that a low-rank adapter is beside, the tensors of a version of it, and models that cannot have one.
+"""The layers that a low-rank adapter is for, the tensors of a version of it, and models that cannot have one.
 
 Only headers of the checkpoint's files are read.
 """
@@ -36,7 +36,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapted_layers(model: str | os.PathLike[str], adapter: AdapterConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every layer that an adapter is beside, by its Hugging Face name.
+    """Outputs and inputs of every layer that an adapter is for, by its Hugging Face name.
 
     Args:
         model: Checkpoint directory.
@@ -78,27 +78,27 @@ def adapter_expectation(layers: dict[str, tuple[int, int]], rank: int, dtype: to
     return Expectation(tensors)
 
 
-def announced_layers(layers: Collection[str], travels: AdapterConfig, announced: AdapterConfig) -> frozenset[str]:
-    """The layers that an announced adapter is beside.
+def announced_layers(layers: Collection[str], sent: AdapterConfig, announced: AdapterConfig) -> frozenset[str]:
+    """The layers that an announced adapter is for.
 
     Args:
-        layers: The layers whose A and B travel: the names of `adapted_layers` for `travels`.
-        travels: The adapter that every version is as it is sent.
-        announced: The adapter that one version is; no targets: all that travel.
+        layers: The layers whose A and B are sent: the names of `adapted_layers` for `sent`.
+        sent: The adapter that every version is sent as.
+        announced: The adapter that one version is; no targets: all that are sent.
 
     Raises:
-        ConfigError: `announced` has a higher rank, or is beside layers that do not travel.
+        ConfigError: `announced` has a higher rank, or is for layers that are not sent.
     """
-    if announced.rank > travels.rank:
+    if announced.rank > sent.rank:
         raise ConfigError(
-            f"the announced adapter has rank {announced.rank}, and versions have {travels.rank}.",
+            f"the announced adapter has rank {announced.rank}, and versions have {sent.rank}.",
             part=_PART,
             hint="Set trainer.lora.rank to the highest rank of any adapter.",
         )
     known = {_leaf(module) for module in layers}
     if unknown := sorted(set(announced.targets) - known):
         raise ConfigError(
-            f"the announced adapter is beside {unknown[0]!r}, and versions are not.",
+            f"the announced adapter is for {unknown[0]!r}, and versions are not.",
             part=_PART,
             hint=f"Versions have {', '.join(sorted(known))}: see trainer.lora.targets.",
         )
@@ -106,13 +106,13 @@ def announced_layers(layers: Collection[str], travels: AdapterConfig, announced:
 
 
 def announced_tensors(
-    tensors: Mapping[str, torch.Tensor], beside: Collection[str], rank: int
+    tensors: Mapping[str, torch.Tensor], adapted: Collection[str], rank: int
 ) -> dict[str, torch.Tensor]:
     """The tensors of an announced adapter: views of those of a version, which is padded with zeros.
 
     Args:
-        tensors: A of shape [rank that travels, inputs] and B of shape [outputs, rank that travels] by PEFT's names.
-        beside: The layers that the adapter is beside.
+        tensors: A of shape [rank that is sent, inputs] and B of shape [outputs, rank that is sent] by PEFT's names.
+        adapted: The layers that the adapter is for.
         rank: The adapter's rank: as many rows of A and columns of B are its own.
 
     Raises:
@@ -122,15 +122,15 @@ def announced_tensors(
     for name, tensor in tensors.items():
         module, _, matrix = name.removesuffix(".weight").removeprefix(_PREFIX).rpartition(".")
         dim = 0 if matrix == "lora_A" else 1
-        kept = rank if module in beside else 0
-        if tensor.narrow(dim, kept, tensor.shape[dim] - kept).any():
+        size = rank if module in adapted else 0
+        if tensor.narrow(dim, size, tensor.shape[dim] - size).any():
             raise CommitError(
                 f"{name} is not zero where the announced adapter has nothing.",
                 part=_PART,
                 hint="Announce the rank and the targets of the adapter that is published.",
             )
-        if kept:
-            own[name] = tensor.narrow(dim, 0, kept)
+        if size:
+            own[name] = tensor.narrow(dim, 0, size)
     return own
 
 
@@ -171,7 +171,7 @@ def _refuse_model(directory: Path) -> None:
     if any(section.get("quantization_config") for section in sections):
         reason = "is quantised, which changes what an adapter is added to"
     if any((section.get(key) or 0) > 1 for section in sections for key in _EXPERTS):
-        reason = "has experts, beside which a version can have no adapter"
+        reason = "has experts, for which a version can have no adapter"
     if reason:
         raise ConfigError(f"{directory} {reason}, but {PUBLISH} is adapter.", part=_PART, hint=MERGED)
 

@@ -30,7 +30,7 @@ class StaleView:
 
 def made_after_loading(model: torch.nn.Module) -> set[str]:
     """Full names of the parameters that did not exist when the model was loaded."""
-    from ...vllm_internals.internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
+    from ...vllm_surface import get_layerwise_info  # noqa: PLC0415 - in a worker only
 
     return {
         f"{prefix}.{name}".lstrip(".")
@@ -42,7 +42,7 @@ def made_after_loading(model: torch.nn.Module) -> set[str]:
 
 def derives(layer: torch.nn.Module) -> bool:
     """Whether vLLM lets `layer` derive tensors from other layers after loading."""
-    from ...vllm_internals.internals import is_deferred_attention_layer  # noqa: PLC0415 - as above
+    from ...vllm_surface import is_deferred_attention_layer  # noqa: PLC0415 - as above
 
     return bool(is_deferred_attention_layer(layer))
 

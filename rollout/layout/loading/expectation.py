@@ -55,9 +55,9 @@ def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_em
     directory = _directory(model)
     on_disk = stored_tensors(model)
     castable = _castable(on_disk)
-    kept = kept_in_float32({name: stored for name, (_, stored) in on_disk.items()})
+    in_float32 = kept_in_float32({name: stored for name, (_, stored) in on_disk.items()})
     tensors = {
-        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in castable - kept else {stored}))
+        name: ExpectedTensor(shape, frozenset({stored, dtype} if name in castable - in_float32 else {stored}))
         for name, (shape, stored) in on_disk.items()
     }
     if not tensors:

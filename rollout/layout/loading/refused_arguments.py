@@ -1,4 +1,4 @@
-"""Arguments of a replica that vLLM would refuse for a model, found by ``config.json`` alone, without vLLM.
+"""Arguments of a replica that vLLM would refuse for a model, found in ``config.json``, without vLLM.
 
 vLLM itself refuses more: see `weightlane.rollout.vllm.checked_replica`.
 """
@@ -21,7 +21,7 @@ _EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_exp
 
 
 def refuse_arguments(config: RolloutConfig, model_dir: Path) -> None:
-    """Raise `ConfigError` for a length or a division between ranks that the model in `model_dir` has not.
+    """Raise `ConfigError` for a length or a division between ranks that the model in `model_dir` does not support.
 
     Says nothing where arguments of vLLM's own change the model (``rollout.extra_engine_args``), and of a ``config.json`` that is
     not read here: vLLM reads both.
@@ -30,8 +30,8 @@ def refuse_arguments(config: RolloutConfig, model_dir: Path) -> None:
     if "hf_overrides" in extra or "model" in extra:
         return
     try:
-        whole = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-        model = whole.get("text_config") or whole
+        hf_config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+        model = hf_config.get("text_config") or hf_config
         ranks = int(extra.get("tensor_parallel_size", config.tensor_parallel))
         length = int(extra.get("max_model_len", config.max_model_len) or 0)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
@@ -51,7 +51,7 @@ def refuse_arguments(config: RolloutConfig, model_dir: Path) -> None:
             "rollout.expert_parallel is true, and the model has no experts.", part=_PART, hint="Leave it out."
         )
     longest = _longest(model)
-    if longest is not None and length > max(longest, int(whole.get("model_max_length") or 0)):
+    if longest is not None and length > max(longest, int(hf_config.get("model_max_length") or 0)):
         raise ConfigError(
             f"rollout.max_model_len is {length}, and the model has {longest} positions (max_position_embeddings).",
             part=_PART,
@@ -60,7 +60,7 @@ def refuse_arguments(config: RolloutConfig, model_dir: Path) -> None:
 
 
 def _longest(model: Mapping[str, Any]) -> int | None:
-    """The most positions that vLLM allows; None where it scales them, by rules of its own, or was told to allow any number."""
+    """The most positions that vLLM allows; None where it scales them, by rules of its own, or is set to allow any number."""
     found = model.get("max_position_embeddings")
     if not isinstance(found, int) or os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "0") not in ("", "0"):
         return None

@@ -23,8 +23,8 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
     """
     refuse_configuration(vllm_config)
     if device.type == "cpu":
-        from ...vllm_internals.cpu_experts import computes_from_parameters  # noqa: PLC0415 - registers an operator
-        from ...vllm_internals.internals import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
+        from ...vllm_cpu.experts import computes_from_parameters  # noqa: PLC0415 - registers an operator
+        from ...vllm_surface import RoutedExperts  # noqa: PLC0415 - only in a vLLM worker
 
         packed = [
             name
@@ -41,7 +41,7 @@ def refuse_unsupported(model: torch.nn.Module, vllm_config: Any, device: torch.d
 
 
 def refuse_configuration(vllm_config: Any) -> None:
-    """`refuse_unsupported`, as far as the configuration of the replica tells."""
+    """`refuse_unsupported`, as far as it follows from the configuration of the replica."""
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1 or parallel.data_parallel_size > 1:
         raise ConfigError(
@@ -81,8 +81,8 @@ def refuse_other_versions(vllm_config: Any, *, adapter: bool) -> None:
     enabled = getattr(vllm_config, "lora_config", None) is not None
     if enabled and not adapter:
         raise ConfigError(
-            "a replica with LoRA adapters (enable_lora) takes no versions of weights: adapters stay as they are beside weights"
-            " that change under them.",
+            "a replica with LoRA adapters (enable_lora) takes no versions of weights: adapters stay as they are while the weights"
+            " change under them.",
             part=_PART,
             hint="Start vLLM without it.",
         )
@@ -139,7 +139,7 @@ def refuse_indivisible(vllm_config: Any, *, part: str) -> None:
         raise ConfigError(
             f"experts with {inner} hidden units cannot each be divided between {ranks} ranks.",
             part=part,
-            hint="Set rollout.expert_parallel (--ep), which gives every rank some whole experts.",
+            hint="Set rollout.expert_parallel (--ep), which gives every rank some complete experts.",
         )
 
 
@@ -160,8 +160,8 @@ def first_line(cause: BaseException) -> str:
         where, said = ".".join(map(str, first["loc"])), str(first["msg"]).removeprefix("Value error, ")
         cause = ValueError(f"{where}: {said}" if where else said)
     lines = [line.strip() for line in str(cause).splitlines()]
-    told = [line for line in lines if line]
-    return (told or [type(cause).__name__])[0].rstrip(".") + "."
+    informative = [line for line in lines if line]
+    return (informative or [type(cause).__name__])[0].rstrip(".") + "."
 
 
 def _is_fp8_by_blocks(config: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ between two decode steps.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,66 +31,44 @@ class _SomeLayers:
 
 
 def load_version(
-    model: torch.nn.Module, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]], *, part: str
+    model: torch.nn.Module,
+    model_config: Any,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    part: str,
+    layers: Collection[str] | None = None,
 ) -> None:
-    """Replace every weight of `model` by `tensors` (pairs of Hugging Face name and tensor of full shape), in place.
+    """Load `tensors` into `model`, in place.
 
     vLLM takes one tensor after the other and keeps it until its layer is complete. Nothing refers to a tensor afterwards.
 
+    Args:
+        model: The live model.
+        model_config: vLLM's configuration of it.
+        tensors: Pairs of Hugging Face name and tensor of full shape.
+        part: Name of this rank for errors.
+        layers: The layers to load, without layers inside of them. They must be all that `tensors` are loaded into, and `tensors`
+            all that they are made of. None loads the whole model.
+
     Raises:
-        CommitError: The model is now partly old and partly new: it must not serve until a version was loaded completely. The
-            next load starts from a sound state.
+        CommitError: The layers are now partly old and partly new: the model must not serve until a version was loaded completely.
+            The next load does not depend on what this one left.
     """
+    from ...vllm_surface import finalize_layerwise_reload, initialize_layerwise_reload  # noqa: PLC0415 - loads vLLM
+
     # Taken before the reload, which separates tied parameters while it runs.
-    names = {name for name, _ in model.named_parameters()} - made_after_loading(model)
-    _reload(model, model, model_config, tensors, names, part)
-
-
-def reload_layers(
-    model: torch.nn.Module,
-    model_config: Any,
-    tensors: Mapping[str, torch.Tensor],
-    *,
-    modules: Collection[str],
-    sources: Collection[str],
-    part: str,
-) -> None:
-    """Load the layers `modules`, without layers inside of them, from the checkpoint tensors `sources`.
-
-    `modules` must contain every layer that `sources` are loaded into, and `sources` every tensor that `modules` are made of.
-
-    Raises:
-        CommitError: The layers are partly old and partly new. The next load starts from a sound state.
-    """
-    layers = {name: model.get_submodule(name) for name in modules}
-    names = {
-        f"{name}.{inner}".lstrip(".")
-        for name, layer in layers.items()
-        for inner, tensor in layer._parameters.items()
-        if tensor is not None
-    }
-    some = _SomeLayers(list(layers.values()))
-    _reload(model, some, model_config, ((name, tensors[name]) for name in tensors if name in sources), names, part)
-
-
-def _reload(
-    model: Any, layers: Any, model_config: Any, tensors: Iterable[tuple[str, torch.Tensor]], names: set[str], part: str
-) -> None:
-    """Reload `layers` of `model`, whose parameters have the full names `names`."""
-    from ...vllm_internals.internals import (  # noqa: PLC0415 - loads vLLM
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-    )
-
+    names = {name for name, _ in model.named_parameters() if layers is None or name.rpartition(".")[0] in layers}
+    names -= made_after_loading(model)
+    reloaded = model if layers is None else _SomeLayers([model.get_submodule(name) for name in layers])
     with torch.no_grad(), _conditions_of_start(model_config):
         try:
-            initialize_layerwise_reload(layers)
-            loaded = model.load_weights(tensors)
+            initialize_layerwise_reload(reloaded)
+            loaded = model.load_weights(tensors)  # type: ignore[operator]
         except Exception as cause:
             raise CommitError(f"loading stopped half-way: {type(cause).__name__}: {cause}.", part=part) from cause
         finally:
             # Also after a failure, which leaves layers without storage: the next step, or the next commit, would crash.
-            finalize_layerwise_reload(layers, model_config)
+            finalize_layerwise_reload(reloaded, model_config)
     if loaded is not None and (missing := sorted(names - loaded)):
         raise CommitError(
             f"loading stopped half-way: {len(missing)} parameters were not replaced, among them {', '.join(missing[:3])}.",
@@ -102,9 +80,9 @@ def _reload(
 def _conditions_of_start(model_config: Any) -> Iterator[None]:
     """Inside, torch's default dtype is the one of vLLM's start, since some layers use it while they are loaded.
 
-    vLLM's warning about layers that have nothing to load, such as rotary embeddings, is kept out of the log.
+    vLLM's warning about layers that have nothing to load, such as rotary embeddings, is left out of the log.
     """
-    from ...vllm_internals.internals import set_default_torch_dtype  # noqa: PLC0415 - only in a vLLM worker
+    from ...vllm_surface import set_default_torch_dtype  # noqa: PLC0415 - only in a vLLM worker
 
     logger = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
     level = logger.level

@@ -120,13 +120,13 @@ def blocks_between(copy: LayoutCopy, start: int, stop: int) -> Iterator[tuple[tu
         step, length = copy.source_strides[axis], copy.shape[axis]
         first = max(0, -(-(low - reach[depth + 1]) // step))  # the first index with anything in it
         last = min(length - 1, (high - 1) // step)
-        whole = max(first, -(-low // step)), min(last, (high - 1 - reach[depth + 1]) // step)
+        inner = max(first, -(-low // step)), min(last, (high - 1 - reach[depth + 1]) // step)
         index = first
         while index <= last:
-            if whole[0] <= index <= whole[1]:
-                shape[axis], indices[axis] = whole[1] - index + 1, index
+            if inner[0] <= index <= inner[1]:
+                shape[axis], indices[axis] = inner[1] - index + 1, index
                 yield from inside(len(order), 0, 1)
-                index = whole[1] + 1
+                index = inner[1] + 1
             else:
                 shape[axis], indices[axis] = 1, index
                 yield from inside(depth + 1, low - index * step, high - index * step)

@@ -32,10 +32,10 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     """The parts of checkpoint tensors that a rank with this layout reads.
 
     The boxes are exact for ranges of rows, columns, heads and experts, for several ranges in one tensor, and for interleaved
-    tensors that one rank reads whole. A copy with more than a few gaps gets boxes that contain the gaps.
+    tensors that one rank reads completely. A copy with more than a few gaps gets boxes that contain the gaps.
 
     Args:
-        layout: A layout. Tensors that are refused, or from which something is computed, are needed whole.
+        layout: A layout. Tensors that are refused, or from which something is computed, are needed completely.
 
     Returns:
         Disjoint boxes in ascending order for every tensor of ``layout.sources``. Every element that a copy reads is in one box.
@@ -44,12 +44,12 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     blocks: dict[str, set[Block]] = defaultdict(set)
     for copy in layout.copies:
         blocks[copy.source].add(source_block(copy))
-    whole = {refusal.tensor for refusal in layout.refused_sources} | {source for source, _ in layout.feeds}
+    complete = {refusal.tensor for refusal in layout.refused_sources} | {source for source, _ in layout.feeds}
     # Layers are alike, and so are experts: most tensors are cut like one before.
     known: dict[tuple[tuple[int, ...], frozenset[Block]], list[Box]] = {}
     result: dict[str, list[Box]] = {}
     for name, spec in layout.sources.items():
-        key = spec.shape, frozenset([elements_of(spec.shape)] if name in whole else blocks.get(name, ()))
+        key = spec.shape, frozenset([elements_of(spec.shape)] if name in complete else blocks.get(name, ()))
         if (boxes := known.get(key)) is None:
             boxes = known[key] = _boxes(*key)
         result[name] = list(boxes)
@@ -57,7 +57,7 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
 
 
 def needed_placement(boxes: Mapping[str, list[Box]], sent: Mapping[str, SourceSpec]) -> Placement:
-    """The slices of `sent`, the tensors of a version, that a rank needs: its `boxes`, and tensors without boxes whole."""
+    """The slices of `sent`, the tensors of a version, that a rank needs: its `boxes`, and tensors without boxes completely."""
     return Placement.of_boxes(
         (TensorSpec(name, spec.shape, spec.dtype), boxes[name] if name in boxes else [Box.whole(spec.shape)])
         for name, spec in sent.items()

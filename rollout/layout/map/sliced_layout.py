@@ -1,4 +1,4 @@
-"""Rewrites a layout for a version that is received as slices: the same copies, read from the slices instead of whole tensors."""
+"""Rewrites a layout for a version that is received as slices: the same copies, which read the slices."""
 
 from __future__ import annotations
 
@@ -111,18 +111,18 @@ def _from_slice(copy: LayoutCopy, first: list[int], steps: list[_Step], name: st
         list(_in_range(by_axis[axis], first[axis], box.starts[axis], box.stops[axis])) for axis in range(len(inside))
     ]
     for chosen in itertools.product(*choices):
-        kept = [step for _, _, each in chosen for step in each]
+        inner = [step for _, _, each in chosen for step in each]
         offset = sum(
             (at - start) * stride for (at, _, _), start, stride in zip(chosen, box.starts, inside, strict=True)
         )
         yield LayoutCopy(
             name,
             offset,
-            tuple(step.stride * inside[step.axis] for step in kept) or (1,),
+            tuple(step.stride * inside[step.axis] for step in inner) or (1,),
             copy.target,
             copy.target_offset + sum(moved for _, moved, _ in chosen),
-            tuple(step.target for step in kept) or (1,),
-            tuple(step.length for step in kept) or (1,),
+            tuple(step.target for step in inner) or (1,),
+            tuple(step.length for step in inner) or (1,),
         )
 
 

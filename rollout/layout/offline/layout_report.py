@@ -12,7 +12,7 @@ from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_proces
 
 from ..loading.expectation import checkpoint_specs, expectation_of_config
 from ..map.coverage import target_coverage, unused_elements
-from ..verdict import WriteMethod
+from ..write_method import WriteKind
 from .rank_layouts import RankLayout, checked_config, rank_layouts, rehearsed
 
 _PART = "layout"
@@ -31,7 +31,7 @@ def layout_report(
 ) -> dict[str, Any]:
     """Find out where the tensors of `model` go, in a separate process that needs vLLM and no GPU.
 
-    The verdict is that of a worker: versions are rehearsed beside ordinary loads if the models fit into free memory. If not,
+    The method is that of a replica: versions are rehearsed against ordinary loads if the models fit into free memory. If not,
     nothing is loaded, and ``not_rehearsed`` says so.
 
     Args:
@@ -43,7 +43,7 @@ def layout_report(
 
     Returns:
         Plain data: ``model``, ``architecture``, ``dtype``, ``quantization`` (vLLM's name for it, or nothing),
-        ``tensor_parallel``, ``expert_parallel``, ``method`` (a `WriteMethod`), ``refusal`` (why a worker takes no versions of
+        ``tensor_parallel``, ``expert_parallel``, ``method`` (a `WriteKind`), ``refusal`` (why a replica takes no versions of
         this model, or nothing), ``not_rehearsed`` (why, or nothing), ``tied``, ``unread`` (further tensors of the files,
         which no rank reads), ``union`` (over ranks: ``tensors``, ``elements``, ``unused``) and ``ranks``, each with ``rank``,
         ``method``, ``tensors``, ``copies``, ``bytes``, ``needed_elements`` (of the checkpoint), ``experts`` (for each kind of
@@ -86,7 +86,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
             ranks, refusal = rehearsed(config, stored, ranks, tied=expectation.tied)
     sources = ranks[0].layout.sources
     layouts = [rank.layout for rank in ranks]
-    methods = {rank.verdict.method for rank in ranks}
+    kinds = {rank.method.kind for rank in ranks}
     excused = {source for layout in layouts for source, _ in layout.feeds}
     excused |= {refusal.tensor for layout in layouts for refusal in layout.refused_sources}
     unused = {name: count for name, count in unused_elements(layouts).items() if name not in excused}
@@ -102,7 +102,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
         "quantization": config.model_config.quantization or "",
         "tensor_parallel": tensor_parallel,
         "expert_parallel": expert_parallel,
-        "method": next(method for method in reversed(WriteMethod) if method in methods),
+        "method": next(kind for kind in reversed(WriteKind) if kind in kinds),
         "refusal": refusal or "",
         "not_rehearsed": not_rehearsed,
         "tied": sorted(expectation.tied),
@@ -115,7 +115,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
         "ranks": [
             {
                 "rank": number,
-                "method": rank.verdict.method,
+                "method": rank.method.kind,
                 "tensors": len({copy.source for copy in rank.layout.copies}),
                 "copies": len(rank.layout.copies),
                 "bytes": rank.layout.bytes_copied,
@@ -124,8 +124,8 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
                 "parameters": len(rank.layout.targets),
                 "constants": len(rank.layout.constants),
                 "constant_elements": sum(counts.constant for counts in target_coverage(rank.layout).values()),
-                "reloaded": list(rank.verdict.modules),
-                "refused": [{"tensor": reason.tensor, "why": reason.why} for reason in rank.verdict.reasons],
+                "reloaded": list(rank.method.reloaded_layers),
+                "refused": [{"tensor": reason.tensor, "why": reason.why} for reason in rank.method.reasons],
                 "learned_s": rank.learned_s,
             }
             for number, rank in enumerate(ranks)

@@ -1,6 +1,6 @@
 """A cache on disk of the slices that ranks need, so that planning the same model again need not start vLLM again.
 
-Only plans use the cache. A worker traces its own model, which takes a fraction of a second, and rehearses the result, so that a
+Only plans use the cache. A replica traces its own model, which takes a fraction of a second, and rehearses the result, so that a
 wrong cache file cannot affect a weight.
 
 JSON files lie in ``$XDG_CACHE_HOME/weightlane/layouts`` (``~/.cache`` if that is not set). The name of a file is a digest of
@@ -30,7 +30,7 @@ from ..loading.expectation import checkpoint_files, stored_tensors
 CACHE_ENV = "WEIGHTLANE_LAYOUT_CACHE"
 """Environment variable that turns the cache off when it is ``off``."""
 MOST_FILES = 32
-"""Most files that are kept: a user plans for a few models at a time."""
+"""Most files in the cache: a user plans for a few models at a time."""
 MOST_BYTES = 64 << 20
 """Most bytes of one file, and of all files together: a cache must not fill a home directory."""
 
@@ -116,23 +116,23 @@ def _read(path: Path, key: str) -> Any:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_size > MOST_BYTES:
             raise ValueError("not a file of this user, or too large")
-        kept = json.loads(file.read(MOST_BYTES))
-    if kept["key"] != key or kept["digest"] != _digest(kept["answer"]):
+        entry = json.loads(file.read(MOST_BYTES))
+    if entry["key"] != key or entry["digest"] != _digest(entry["answer"]):
         raise ValueError("the file was changed")
-    return kept["answer"]
+    return entry["answer"]
 
 
 def _write(path: Path, key: str, answer: Any) -> None:
     """Write the answer to a file that appears complete or not at all."""
-    kept = json.dumps({"key": key, "digest": _digest(answer), "answer": answer}).encode()
-    if len(kept) > MOST_BYTES:
+    entry = json.dumps({"key": key, "digest": _digest(answer), "answer": answer}).encode()
+    if len(entry) > MOST_BYTES:
         return
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent)
     partial = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(kept)
+            file.write(entry)
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from weightlane.sync.version.box import Box
 from ...config import RolloutConfig
 from ..loading.expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
-from ..verdict import WriteMethod
+from ..write_method import WriteKind
 from .needs_cache import remembered
 from .rank_layouts import checked_config, rank_layouts
 
@@ -27,21 +27,21 @@ class PlannedNeeds:
     """The needs of one replica; all replicas of a run are alike."""
 
     ranks: tuple[Placement | None, ...]
-    """The slices that each rank asks for; None for whole tensors."""
+    """The slices that each rank asks for; None for complete tensors."""
     dtype: str = ""
     """The dtype that the replica computes in; empty if it could not be found out."""
     why_whole: str = ""
-    """The reason why ranks ask for whole tensors; empty if they ask for slices."""
+    """The reason why ranks ask for complete tensors; empty if they ask for slices."""
 
 
 class _UntracedError(Exception):
-    """Ranks will ask for whole tensors. The arguments are the reason and the dtype that the ranks compute in."""
+    """Raised when ranks will ask for complete tensors. The arguments are the reason and the dtype that the ranks compute in."""
 
 
 def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 600.0) -> PlannedNeeds:
-    """Trace loading without weights in a separate process, as workers do at their start, or read the `needs_cache`.
+    """Trace loading without weights in a separate process, as replicas do at their start, or read the `needs_cache`.
 
-    A worker also rehearses what it traced. If copies are not right, it asks for other slices, or takes no versions.
+    A replica also rehearses what it traced. If copies are not right, it asks for other slices, or takes no versions.
 
     Args:
         config: The run's rollout section.
@@ -54,9 +54,9 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
     everything = (None,) * config.tensor_parallel
     reason = "rollout.commit is in_place" if config.commit == "in_place" else ""
     reason = "an adapter is small (trainer.lora.publish)" if config.adapter is not None else reason
-    whole = PlannedNeeds(everything, config.dtype, reason)
+    unsliced = PlannedNeeds(everything, config.dtype, reason)
     if reason and config.dtype != "auto":
-        return whole
+        return unsliced
     asked = {
         "model": str(model_dir.resolve()),
         "tensor_parallel": config.tensor_parallel,
@@ -84,7 +84,7 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
     except _UntracedError as error:
         why, dtype = error.args
         return PlannedNeeds(everything, dtype, why)
-    return replace(whole, dtype=needs.dtype) if reason else needs
+    return replace(unsliced, dtype=needs.dtype) if reason else needs
 
 
 def find_needs(
@@ -106,15 +106,15 @@ def find_needs(
         dtype_found = dtype_name(config.model_config.dtype)
         sent = checkpoint_specs(model, config.model_config.dtype)
         ranks = rank_layouts(config, sent, tied=expectation_of_config(config.model_config).tied)
-        reloads = [rank.verdict.summary for rank in ranks if rank.verdict.method is WriteMethod.RELOAD]
+        reloads = [rank.method.summary for rank in ranks if rank.method.kind is WriteKind.RELOAD]
         if reloads:
             why = f"versions go through vLLM's own loading: {reloads[0]}"
         else:
             unread: dict[str, list[Box]] = {name: [] for name in sent if name not in ranks[0].layout.sources}
-            needed = [needed_placement(needed_boxes(rank.verdict.layout) | unread, sent).to_plain() for rank in ranks]
+            needed = [needed_placement(needed_boxes(rank.method.layout) | unread, sent).to_plain() for rank in ranks]
     except WeightlaneError:
         raise
-    except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; workers then load versions without copies
+    except Exception as cause:  # noqa: BLE001 - a model's loader may raise anything; replicas then load versions without copies
         why = f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}"
     return {"dtype": dtype_found, "ranks": needed, "why": why}
 

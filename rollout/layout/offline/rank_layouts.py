@@ -12,7 +12,7 @@ import torch
 
 from weightlane.sync.version.box import Box
 
-from ...commit.rank_group import RankGroup
+from ...rank_group import RankGroup
 from ..loading.expectation import expectation_of
 from ..loading.refused_models import refuse_other_formats, refuse_unsupported
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec
@@ -21,7 +21,7 @@ from ..proof.rehearsal import Rehearsal
 from ..rank_model import RankModel
 from ..trace.loading_reads import read_by_loading, unread_by_loading
 from ..trace.trace import trace_loading
-from ..verdict import Verdict, WriteMethod, judge, untraceable, whole_reload
+from ..write_method import WriteKind, WriteMethod, choose_write_method, full_reload, untraceable
 from .rank_models import engine_config, model_of_rank, quiet_vllm
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class RankLayout:
 
     layout: LayoutMap
     """The layout as it was traced; without targets if tracing failed."""
-    verdict: Verdict
+    method: WriteMethod
     needed: dict[str, list[Box]]
     """The boxes of each tensor that the rank reads."""
     experts: list[dict[str, Any]]
@@ -66,7 +66,7 @@ def checked_config(
 def rank_layouts(
     config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str], require_all: bool = False
 ) -> list[RankLayout]:
-    """Trace and judge the loading of a version on every rank of `config`, in rank order. All ranks reload, or none.
+    """Trace loading, and choose a write method, on every rank of `config`, in rank order. All ranks reload, or none.
 
     The version has the tensors that some rank reads: they are the sources of the layouts.
 
@@ -106,11 +106,11 @@ def rank_layouts(
     found = []
     for rank, (layout, experts, learned_s, nbytes) in zip(ranks, traced, strict=True):
         with model_of_rank(config, rank) as built:
-            verdict = whole_reload(dict.fromkeys(untraced)) if untraced else judge(built, layout, layouts)
-            needed = _read(built, sources) if verdict.method is WriteMethod.RELOAD else needed_boxes(layout)
-            found.append(RankLayout(layout, verdict, needed, experts, learned_s, nbytes))
-    why = next((rank.verdict.summary for rank in found if rank.verdict.method is WriteMethod.RELOAD), None)
-    if why is None or all(rank.verdict.method is WriteMethod.RELOAD for rank in found):
+            method = full_reload(dict.fromkeys(untraced)) if untraced else choose_write_method(built, layout, layouts)
+            needed = _read(built, sources) if method.kind is WriteKind.RELOAD else needed_boxes(layout)
+            found.append(RankLayout(layout, method, needed, experts, learned_s, nbytes))
+    why = next((rank.method.summary for rank in found if rank.method.kind is WriteKind.RELOAD), None)
+    if why is None or all(rank.method.kind is WriteKind.RELOAD for rank in found):
         return found
     return _reloaded(config, sources, found, why)
 
@@ -118,7 +118,7 @@ def rank_layouts(
 def rehearsed(
     config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout], *, tied: Mapping[str, str]
 ) -> tuple[list[RankLayout], str | None]:
-    """Rehearse the verdicts of `ranks` as workers do. Returns the proven ones, and the mismatch if no write method is right.
+    """Rehearse the methods of `ranks` as replicas do. Returns the proven ones, and the mismatch if no write method is right.
 
     The rehearsal needs memory for two models of a rank. Ranks are rehearsed one by one; all others seem to compute the same.
 
@@ -132,7 +132,7 @@ def rehearsed(
     optional = {name: spec for name, spec in sources.items() if name not in ranks[0].layout.sources}
     sources = ranks[0].layout.sources
     while True:
-        reloads = found[0].verdict.method is WriteMethod.RELOAD
+        reloads = found[0].method.kind is WriteKind.RELOAD
         mismatch = _first_mismatch(config, found, optional, tied)
         if mismatch is not None and reloads:
             whole = {name: [Box.whole(spec.shape)] for name, spec in sources.items()}
@@ -153,8 +153,8 @@ def _first_mismatch(
             rehearsal = Rehearsal(
                 this_rank, rank.layout.sources, RankGroup(None), computes=True, optional=optional, tied=tied
             )
-            read = rank.needed if rank.verdict.method is WriteMethod.RELOAD else None
-            if (mismatch := rehearsal.first_mismatch(rank.verdict, read)) is not None:
+            read = rank.needed if rank.method.kind is WriteKind.RELOAD else None
+            if (mismatch := rehearsal.first_mismatch(rank.method, read)) is not None:
                 return mismatch
     return None
 
@@ -162,14 +162,14 @@ def _first_mismatch(
 def _reloaded(
     config: Any, sources: Mapping[str, SourceSpec], ranks: Sequence[RankLayout], why: str
 ) -> list[RankLayout]:
-    """`ranks` with the verdict that every tensor goes through vLLM's own loading."""
+    """`ranks` with the method by which every tensor goes through vLLM's own loading."""
     found = []
     for number, rank in enumerate(ranks):
-        verdict = rank.verdict
-        if verdict.method is not WriteMethod.RELOAD:
-            verdict = whole_reload([*verdict.reasons, Refusal("the model", why)])
+        method = rank.method
+        if method.kind is not WriteKind.RELOAD:
+            method = full_reload([*method.reasons, Refusal("the model", why)])
         with model_of_rank(config, number) as built:
-            found.append(replace(rank, verdict=verdict, needed=_read(built, sources)))
+            found.append(replace(rank, method=method, needed=_read(built, sources)))
     return found
 
 
@@ -184,7 +184,7 @@ def _read(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str
 
 def _experts_of(model: torch.nn.Module) -> list[dict[str, Any]]:
     """The experts of a rank's model: ``held``, their numbers, and ``of``, their total, once for all layers with the same ones."""
-    from ...vllm_internals.internals import RoutedExperts  # noqa: PLC0415 - in a process that runs vLLM
+    from ...vllm_surface import RoutedExperts  # noqa: PLC0415 - in a process that runs vLLM
 
     found: list[dict[str, Any]] = []
     for layer in model.modules():

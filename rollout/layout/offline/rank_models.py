@@ -17,7 +17,7 @@ import torch
 
 from weightlane.ckpt_engines import WeightlaneError
 
-from ...vllm_internals.cpu_linear import BACKEND
+from ...vllm_surface import BACKEND
 from ..loading.model_errors import model_error
 from ..loading.refused_models import refusal_by_vllm, refuse_indivisible
 
@@ -72,7 +72,7 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
     Raises:
         ConfigError: The model cannot be built.
     """
-    from ...vllm_internals.internals import (  # noqa: PLC0415 - loads vLLM
+    from ...vllm_surface import (  # noqa: PLC0415 - loads vLLM
         initialize_model,
         process_weights_after_loading,
         set_default_torch_dtype,
@@ -94,7 +94,7 @@ def model_of_rank(config: Any, rank: int) -> Iterator[torch.nn.Module]:
 @contextmanager
 def as_rank(config: Any, rank: int) -> Iterator[None]:
     """Inside, vLLM takes this process for rank `rank` of `config`."""
-    from ...vllm_internals.internals import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
+    from ...vllm_surface import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
 
     _join_group_of_one(config)
     world = config.parallel_config.tensor_parallel_size
@@ -160,7 +160,7 @@ def _claimed(group: Any, rank: int, world: int) -> Any:
 
 
 def _join_group_of_one(config: Any) -> None:
-    from ...vllm_internals.internals import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
+    from ...vllm_surface import parallel_state, set_current_vllm_config  # noqa: PLC0415 - slow to import
 
     with set_current_vllm_config(config):
         if parallel_state.model_parallel_is_initialized():

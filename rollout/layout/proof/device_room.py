@@ -17,7 +17,7 @@ _ROOM = 1.3
 
 
 @contextmanager
-def room_beside(model: torch.nn.Module, device: torch.device, *, may_move: bool) -> Iterator[None]:
+def room_for_second(model: torch.nn.Module, device: torch.device, *, may_move: bool) -> Iterator[None]:
     """Inside, `device` has memory for a second model. The weights of `model` wait in host memory if they `may_move`.
 
     Raises:
@@ -35,7 +35,7 @@ def room_beside(model: torch.nn.Module, device: torch.device, *, may_move: bool)
         return
     if not may_move:
         raise ConfigError(
-            f"a second model of {nbytes / 1e9:.1f} GB has no room on {device} beside this one, which serves.",
+            f"a second model of {nbytes / 1e9:.1f} GB has no room on {device} next to this one, which serves.",
             part="rehearsal",
             hint="The trainer sends other tensors or dtypes than when the replica was started; send those again.",
         )
@@ -56,17 +56,17 @@ def set_aside(storages: list[torch.UntypedStorage]) -> Iterator[None]:
         RuntimeError: The host has no room for the bytes; nothing has changed.
         LostWeightsError: The bytes could not be restored.
     """
-    kept = []
+    moved = []
     for storage in storages:
         values = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-        kept.append((storage, storage.nbytes(), values.copy_(storage)))
+        moved.append((storage, storage.nbytes(), values.copy_(storage)))
     try:
-        for storage, _, _ in kept:
+        for storage, _, _ in moved:
             storage.resize_(0)
         yield
     finally:
         try:
-            for storage, nbytes, values in kept:
+            for storage, nbytes, values in moved:
                 storage.resize_(nbytes)
                 storage.copy_(values)
         except Exception as cause:

@@ -1,4 +1,4 @@
-"""Builds a second model and loads it by vLLM's ordinary start-up code: the reference for every other way to write weights."""
+"""Builds a second model and loads it by vLLM's ordinary start-up code: the reference for every other method to write weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from vllm.config import LoadConfig
 
-from ...vllm_internals.internals import BaseModelLoader, set_current_vllm_config
+from ...vllm_surface import BaseModelLoader, set_current_vllm_config
 from ..loading.derived import StaleView
 from ..rank_model import RankModel
 from .layer_outputs import PatternedMemory
@@ -26,7 +26,7 @@ class _Loader(BaseModelLoader):  # type: ignore[misc]  # vLLM is untyped to us
         self.views: list[StaleView] = []
 
     def download_model(self, model_config: Any) -> None:
-        """Nothing to download."""
+        """Do nothing: the values are given."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         """Load the values as vLLM's own loaders load files."""

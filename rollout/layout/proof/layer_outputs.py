@@ -42,7 +42,7 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
     Raises:
         Exception: The error of the forward pass.
     """
-    from ...vllm_internals.internals import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
+    from ...vllm_surface import set_forward_context  # noqa: PLC0415 - only in a vLLM worker
 
     checksums: dict[str, str] = {}
     hooks = []
@@ -72,7 +72,7 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
 
 def _pooled(rank: RankModel, hidden: torch.Tensor) -> Iterator[tuple[str, Any]]:
     """Results of a pooling model for the hidden states of one sequence, by task."""
-    from ...vllm_internals.internals import PoolingMetadata, PoolingParams, PoolingStates  # noqa: PLC0415 - as above
+    from ...vllm_surface import PoolingMetadata, PoolingParams, PoolingStates  # noqa: PLC0415 - as above
 
     pooler: Any = rank.model.pooler
     lengths, tokens = torch.tensor([len(hidden)]), torch.arange(len(hidden), device=rank.device)[None]
@@ -113,9 +113,9 @@ class PatternedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if result.is_floating_point() and result.is_contiguous():
                 pattern = (torch.arange(_PATTERN, device=result.device) * 0.125 - 0.75).to(result.dtype)
                 flat = result.view(-1)
-                whole = flat.numel() // _PATTERN * _PATTERN
-                flat[:whole].view(-1, _PATTERN).copy_(pattern)
-                flat[whole:].copy_(pattern[: flat.numel() - whole])
+                repeated = flat.numel() // _PATTERN * _PATTERN
+                flat[:repeated].view(-1, _PATTERN).copy_(pattern)
+                flat[repeated:].copy_(pattern[: flat.numel() - repeated])
             else:
                 result.zero_()
         return result

@@ -19,7 +19,7 @@ _MANTISSA = 0x7F
 
 
 class MadeUpValues(LazyTensors):
-    """A version whose values depend on name, position and `seed` alone; each tensor is made on access.
+    """A version whose values depend on name, position and `seed` only; each tensor is made on access.
 
     Every element differs between two seeds, also after a cast to bfloat16. Tensors that are called a scale are positive.
 

@@ -1,4 +1,4 @@
-"""Proves, before any version is written, that versions are written right: on a second model, beside ordinary loads.
+"""Proves, before any version is written, that versions are written right: on a second model, compared with ordinary loads.
 
 Two made-up versions, which differ in every element, are each loaded into a fresh model by vLLM's ordinary loading. One of these
 models then gets the other version, and its own again, by the write method under test. Every parameter, buffer and other tensor
@@ -18,15 +18,15 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import LivePart
 from weightlane.sync.version.box import Box
 
-from ...commit.rank_group import RankGroup
+from ...rank_group import RankGroup
 from ..loading.derived import StaleView
 from ..loading.model_errors import described_failure
 from ..map.layout_map import SourceSpec
 from ..rank_model import RankModel
 from ..trace.loading_reads import OnlyRead
-from ..verdict import Verdict
 from ..write.version_writer import VersionWriter
-from .device_room import room_beside
+from ..write_method import WriteMethod
+from .device_room import room_for_second
 from .fresh_model import FreshModel, fresh_model
 from .layer_outputs import output_checksums
 from .made_up_values import MadeUpValues
@@ -35,7 +35,7 @@ from .model_tensors import tensor_checksums, tensor_placements
 _RUNS = 3
 """Runs into which a rehearsed tensor is cut, so that some of them end within a row."""
 _OUTPUT = "output of "
-_MOST_TOLD = 300
+_MOST_SHOWN = 300
 """Most characters of an error of vLLM's."""
 
 
@@ -73,25 +73,25 @@ class Rehearsal:
         self.stale_views: Sequence[StaleView] = ()
         """Views that a load of their layer leaves stale; known after `first_mismatch`."""
 
-    def first_mismatch(self, verdict: Verdict, read: Mapping[str, list[Box]] | None) -> str | None:
-        """Compare models written as `verdict` says with ordinary loads. Returns the first rank's mismatch, or None.
+    def first_mismatch(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
+        """Compare models written by `method` with ordinary loads. Returns the first rank's mismatch, or None.
 
         Args:
-            verdict: How the versions are written.
-            read: The boxes of each tensor that are sent; None if tensors are sent whole.
+            method: How the versions are written.
+            read: The boxes of each tensor that are sent; None if complete tensors are sent.
         """
         with ExitStack() as room:
-            beside = room_beside(self._rank.model, self._rank.device, may_move=self._may_move)
-            mismatch = self._on_all_ranks(lambda: room.enter_context(beside))
+            second = room_for_second(self._rank.model, self._rank.device, may_move=self._may_move)
+            mismatch = self._on_all_ranks(lambda: room.enter_context(second))
             # No second model is left when `_compare` returns: the first one may need its memory.
-            return mismatch if mismatch is not None else self._compare(verdict, read)
+            return mismatch if mismatch is not None else self._compare(method, read)
 
-    def _compare(self, verdict: Verdict, read: Mapping[str, list[Box]] | None) -> str | None:
+    def _compare(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
         if self._second_state is None and (mismatch := self._on_all_ranks(self._load_second)) is not None:
             return mismatch
         built: list[FreshModel] = []
         mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._first)))
-        return mismatch if mismatch is not None else self._write_and_compare(built[0], verdict, read)
+        return mismatch if mismatch is not None else self._write_and_compare(built[0], method, read)
 
     def _load_second(self) -> None:
         fresh = fresh_model(self._rank, self._second)
@@ -108,13 +108,13 @@ class Rehearsal:
         try:
             computed = output_checksums(fresh.rank) if self._computes else {}
         except Exception as cause:
-            raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_told(cause)}") from cause
+            raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_described(cause)}") from cause
         return tensor_checksums(fresh.rank.model) | {
             f"{_OUTPUT}{layer}": checksum for layer, checksum in computed.items()
         }
 
     def _write_and_compare(
-        self, fresh: FreshModel, verdict: Verdict, read: Mapping[str, list[Box]] | None
+        self, fresh: FreshModel, method: WriteMethod, read: Mapping[str, list[Box]] | None
     ) -> str | None:
         assert self._second_state is not None, "loaded before"
         second, first = self._second_state, {}
@@ -128,7 +128,7 @@ class Rehearsal:
             )
             if (name := _first_difference(live, built)) is not None:
                 raise _MismatchError(f"{name} has another layout in memory than in a model loaded with other values")
-            writers.append(VersionWriter(fresh.rank, verdict, self._signature, self.stale_views))
+            writers.append(VersionWriter(fresh.rank, method, self._signature, self.stale_views))
 
         def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
             chosen = values.only(self._signature)
@@ -161,17 +161,17 @@ class Rehearsal:
         except WeightlaneError as error:
             reason = error.message
         except Exception as cause:  # noqa: BLE001 - other ranks wait; without a comparison there is no proof
-            reason = f"it cannot be compared with an ordinary load: {_told(cause)}"
+            reason = f"it cannot be compared with an ordinary load: {_described(cause)}"
         return next((fact for fact in self._group.gather(reason) if fact), None)
 
 
 class _MismatchError(Exception):
-    """A written version differs from an ordinary load, or the two cannot be compared."""
+    """Raised when a written version differs from an ordinary load, or cannot be compared with one."""
 
 
-def _told(cause: Exception) -> str:
+def _described(cause: Exception) -> str:
     """The layer and the error, as part of a sentence."""
-    return described_failure(cause)[:_MOST_TOLD].rstrip(".")
+    return described_failure(cause)[:_MOST_SHOWN].rstrip(".")
 
 
 def _first_difference(one: Mapping[str, str], other: Mapping[str, str]) -> str | None:

@@ -2,7 +2,7 @@
 
 Quantised layers are an example: a loaded weight is packed for its kernel, and copies cannot fill it. vLLM's reload temporarily
 restores the parameters that loading fills. Here these parameters are restored without data, and loading is traced into them. The
-trace tells what a rank needs for a reload.
+trace shows what a rank needs for a reload.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .trace import trace_loading
 def read_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> dict[str, list[Box]]:
     """The disjoint boxes of `sources` that loading reads on this rank. The model is unchanged when this returns.
 
-    Tensors that cannot be traced count as read whole. Runs inside vLLM's current config, as a load does.
+    Tensors that cannot be traced count as read completely. Runs inside vLLM's current config, as a load does.
 
     Raises:
         CommitError: Some parameter was not filled.
@@ -37,9 +37,9 @@ def read_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -
     with _parameters_before_processing(model):
         layout = trace_loading(model, sources)
     # Parameters that a layer drops once it is loaded, such as scales of an unquantised cache, need not be in a checkpoint.
-    kept = {name for name, _ in model.named_parameters()} - {refusal.tensor for refusal in layout.refused_targets}
+    loaded = {name for name, _ in model.named_parameters()} - {refusal.tensor for refusal in layout.refused_targets}
     for target, counts in target_coverage(layout).items():
-        if counts.unmapped and target in kept:
+        if counts.unmapped and target in loaded:
             raise CommitError(f"{counts.unmapped} elements of {target} are not loaded", part="layout")
     return needed_boxes(layout)
 
@@ -62,20 +62,20 @@ class OnlyRead(Mapping[str, torch.Tensor]):
 
     Args:
         tensors: The values; each may be made on access.
-        boxes: The boxes of each tensor, see `read_by_loading`. A tensor that is missing here is whole.
+        boxes: The boxes of each tensor, see `read_by_loading`. A tensor that is missing here is given completely.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, list[Box]]) -> None:
         self._tensors, self._boxes = tensors, boxes
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        whole = self._tensors[name]
+        tensor = self._tensors[name]
         if name not in self._boxes:
-            return whole
-        partial = torch.empty_like(whole, memory_format=torch.contiguous_format)
+            return tensor
+        partial = torch.empty_like(tensor, memory_format=torch.contiguous_format)
         raw_bytes(partial).fill_(0xFF)
         for box in self._boxes[name]:
-            partial[box.index].copy_(whole[box.index])
+            partial[box.index].copy_(tensor[box.index])
         return partial
 
     def __iter__(self) -> Iterator[str]:
@@ -88,7 +88,7 @@ class OnlyRead(Mapping[str, torch.Tensor]):
 @contextmanager
 def _parameters_before_processing(model: torch.nn.Module) -> Iterator[None]:
     """Inside, every layer has the parameters that its loading fills, on the meta device."""
-    from ...vllm_internals.internals import get_layerwise_info, restore_layer_on_meta  # noqa: PLC0415 - in a worker only
+    from ...vllm_surface import get_layerwise_info, restore_layer_on_meta  # noqa: PLC0415 - in a worker only
 
     # Torch changes these sets in place when buffers are replaced.
     unsaved = [(layer, set(layer._non_persistent_buffers_set)) for layer in model.modules()]

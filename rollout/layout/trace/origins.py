@@ -1,7 +1,7 @@
 """`Origins`: follows, while a model loads, which checkpoint elements every tensor holds.
 
-A view never changes a tensor's storage, so that the storage says which checkpoint tensor a view belongs to, and its offset and
-strides say which elements. An operator that makes a new storage either only moves elements (clone, cat, index, ...) or computes
+A view never changes a tensor's storage, so that the storage identifies the checkpoint tensor of a view, and its offset and
+strides the elements. An operator that makes a new storage either only moves elements (clone, cat, index, ...) or computes
 values. Moved elements are followed by doing the same to element numbers; computed values are only known by their sources.
 """
 

@@ -144,8 +144,8 @@ class CopyRecorder:
                 self._copies += [simplified_copy(name, start, target, offset, dims) for start, offset, dims in runs]
 
     def _lasting_constants(self) -> list[Constant]:
-        """The constants that no copy covers whole. Refuses targets in which a constant overwrites a copy."""
-        kept: list[Constant] = []
+        """The constants that no copy covers completely. Refuses targets in which a constant overwrites a copy."""
+        remaining: list[Constant] = []
         for before, constant in self._constants:
             block = (constant.offset, constant.strides, constant.shape)
             copies = [
@@ -162,5 +162,5 @@ class CopyRecorder:
                 if at >= before:
                     cover.add(each)
             if not bool(cover.view(block).all()):
-                kept.append(constant)
-        return kept
+                remaining.append(constant)
+        return remaining

@@ -53,7 +53,7 @@ class _LiveCopy:
 class CommitPlan:
     """Commits versions into one rank's parameters.
 
-    The parameters are looked up once, by the constructor: `moved` says whether the plan is out of date. Not thread-safe.
+    The parameters are looked up once, by the constructor: `moved` shows whether the plan is out of date. Not thread-safe.
 
     Args:
         layout: An accepted layout of `model`.

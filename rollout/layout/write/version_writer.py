@@ -1,4 +1,4 @@
-"""`VersionWriter`: writes versions into one model, by the write method that its verdict chose."""
+"""`VersionWriter`: writes versions into one model by the chosen write method."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import SelectedTensors, Slicing
 
 from ..loading.derived import StaleView, renew_derived, stale_views_renewed
-from ..loading.reload import load_version, reload_layers
+from ..loading.reload import load_version
 from ..map.layout_map import SourceSpec
 from ..map.sliced_layout import sliced_layout
 from ..rank_model import RankModel
-from ..verdict import Verdict, WriteMethod
+from ..write_method import WriteKind, WriteMethod
 from .commit_plan import CommitPlan
 
 
@@ -28,23 +28,23 @@ class VersionWriter:
 
     Args:
         rank: The rank with its model.
-        verdict: The verdict on versions of these tensors.
+        method: How versions are written.
         signature: Shapes and dtypes of the versions' tensors.
         stale_views: Views that a load of their layer leaves stale.
-        read: The boxes of each tensor that a whole reload reads; None if it needs whole tensors.
+        read: The boxes of each tensor that a full reload reads; None if it needs whole tensors.
     """
 
     def __init__(
         self,
         rank: RankModel,
-        verdict: Verdict,
+        method: WriteMethod,
         signature: Mapping[str, SourceSpec],
         stale_views: Sequence[StaleView],
         read: Mapping[str, list[Box]] | None = None,
     ) -> None:
-        self._rank, self._verdict, self._signature, self._stale_views = rank, verdict, signature, stale_views
+        self._rank, self._method, self._signature, self._stale_views = rank, method, signature, stale_views
         self._read = read
-        self.plan = None if verdict.method is WriteMethod.RELOAD else CommitPlan(verdict.layout, rank.model)
+        self.plan = None if method.kind is WriteKind.RELOAD else CommitPlan(method.layout, rank.model)
         """The copies of a version; None if no tensor is copied."""
         self._sliced: tuple[Slicing, CommitPlan] | None = None
         """The copies of versions that are received in the same slices as the last one."""
@@ -89,31 +89,24 @@ class VersionWriter:
         self.plan.fill()
         assembled: dict[str, torch.Tensor] = {}
         for run in arriving:
-            if run.name in self._verdict.sources:
+            if run.name in self._method.reloaded_sources:
                 self._assemble(run, assembled)
                 continue
             self.plan.write_elements(run.name, run.start, run.values)
             if self._rank.device.type != "cpu":
                 torch.accelerator.synchronize(self._rank.device)  # The next bucket overwrites the memory of `run`.
-        for name in self._verdict.sources - assembled.keys():
+        for name in self._method.reloaded_sources - assembled.keys():
             assembled[name] = torch.empty(self._signature[name].shape, dtype=self._signature[name].dtype)
         self._finish_copies(assembled)
 
     def renew_derived(self) -> None:
         """Recompute the tensors that layers derive from parameters."""
-        renew_derived(self._rank.model, self._verdict.derived, self._rank.config.model_config)
+        renew_derived(self._rank.model, self._method.derived, self._rank.config.model_config)
 
     def _finish_copies(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        if self._verdict.modules:
-            with stale_views_renewed(self._rank.model, self._stale_views):
-                reload_layers(
-                    self._rank.model,
-                    self._rank.config.model_config,
-                    tensors,
-                    modules=self._verdict.modules,
-                    sources=self._verdict.sources,
-                    part=self._rank.part,
-                )
+        if self._method.reloaded_layers:
+            reloaded = ((name, tensors[name]) for name in tensors if name in self._method.reloaded_sources)
+            self._reload(reloaded, self._method.reloaded_layers)
         self.renew_derived()
 
     def _check_arrived(self, tensors: SlicedTensors) -> None:
@@ -135,9 +128,11 @@ class VersionWriter:
         staged, sources = tensors.staged, known[1].sources
         known[1].commit(staged if all(name in staged for name in sources) else SelectedTensors(tensors, sources))
 
-    def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        with stale_views_renewed(self._rank.model, self._stale_views):
-            load_version(self._rank.model, self._rank.config.model_config, tensors, part=self._rank.part)
+    def _reload(self, tensors: Iterator[tuple[str, torch.Tensor]], layers: Sequence[str] | None = None) -> None:
+        """Load `tensors` into `layers` by vLLM's own loading; None for the whole model."""
+        model, config = self._rank.model, self._rank.config.model_config
+        with stale_views_renewed(model, self._stale_views):
+            load_version(model, config, tensors, part=self._rank.part, layers=layers)
 
     def _reload_arriving(self, arriving: Iterator[LivePart]) -> None:
         """Give vLLM's own loading each tensor as soon as it is complete."""
@@ -169,7 +164,7 @@ class VersionWriter:
 
     def _assemble(self, run: LivePart, assembled: dict[str, torch.Tensor]) -> None:
         """Copy the elements of `run` into their tensor in `assembled`."""
-        if (whole := assembled.get(run.name)) is None:
+        if (tensor := assembled.get(run.name)) is None:
             spec = self._signature[run.name]
-            whole = assembled[run.name] = torch.empty(spec.shape, dtype=spec.dtype, device=self._rank.device)
-        whole.view(-1)[run.start : run.start + run.values.numel()].copy_(run.values)
+            tensor = assembled[run.name] = torch.empty(spec.shape, dtype=spec.dtype, device=self._rank.device)
+        tensor.view(-1)[run.start : run.start + run.values.numel()].copy_(run.values)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from named_adapters import ALPHA, RANK, NamedAdapters
-from running_worker import PROMPT, slow_steps
+from running_replica import PROMPT, slow_steps
 from safetensors.torch import load_file
 from tiny_models import is_greedy
 from trainer_ranks import Trainers
@@ -57,9 +57,9 @@ class Folder:
 
     async def check_served(self, replica: NamedAdapters, version: int) -> None:
         """New requests compute with a version, which is in the slots bit for bit what vLLM loads from PEFT's files."""
-        assert replica.worker.version == version
+        assert replica.local.version == version
         await replica.check_slot(self.peft(version))
-        completion = await replica.worker.generate("fresh", PROMPT, 16, greedy=True)
+        completion = await replica.local.generate("fresh", PROMPT, 16, greedy=True)
         assert completion.versions == [version] * 16
         assert is_greedy(self.merged(version), PROMPT, completion.token_ids)
 
@@ -70,14 +70,14 @@ class Folder:
 def test_a_version_is_in_every_slot_what_vllm_loads_from_pefts_files_and_decodes_as_the_merged_weights(
     trainers: Trainers, fresh_adapters: tuple[NamedAdapters, Any], tmp_path: Path, layout: str
 ) -> None:
-    """Over every engine and codec; and no weight of the model travels."""
+    """Over every engine and codec; and no weight of the model is sent."""
     replica, _ = fresh_adapters
     trainers.call("setup", str(replica.model), {"lora": LORA, **LAYOUTS[layout]})
     folder = Folder(trainers, tmp_path, replica.newest)
 
     async def publish_all() -> None:
         for engine, codec in (("gloo", "dense"), ("filesystem", "delta")):
-            async with trainers.publishing([replica.worker], engine, tmp_path / "store", codec=codec) as coordinator:
+            async with trainers.publishing([replica.local], engine, tmp_path / "store", codec=codec) as coordinator:
                 for _ in range(1 if codec == "dense" else 2):
                     version = folder.make()
                     report = await coordinator.sync(version)
@@ -95,7 +95,7 @@ def test_a_rank_that_cannot_take_a_version_leaves_the_one_before_in_service_bit_
 ) -> None:
     replica, _ = fresh_adapters
     trainers.call("setup", str(replica.model), {"lora": LORA})
-    worker, folder = replica.worker, Folder(trainers, tmp_path, replica.newest)
+    worker, folder = replica.local, Folder(trainers, tmp_path, replica.newest)
 
     async def fail() -> None:
         async with trainers.publishing([worker], "shm") as coordinator:

@@ -115,7 +115,7 @@ def test_where_versions_are_weights_none_is_announced_or_named() -> None:
 
 
 def travelling(rank: int) -> dict[str, torch.Tensor]:
-    """A and B as they travel, of rank 8: the first layer has an adapter of `rank`, and the second one has none."""
+    """A and B as they are sent, of rank 8: the first layer has an adapter of `rank`, and the second one has none."""
     tensors = {}
     for layer in LAYERS:
         for matrix in "AB":

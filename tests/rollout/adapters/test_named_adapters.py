@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from named_adapters import PREFIX, RANK, SLOTS, VOCAB, Adapter, NamedAdapters
-from running_worker import slow_steps
+from running_replica import slow_steps
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, SyncAbortedError, UntouchedError
@@ -52,7 +52,7 @@ async def publish_all(replica: NamedAdapters, adapters: list[Adapter]) -> list[i
 
 async def decode_each(replica: NamedAdapters, versions: list[int], count: int) -> list[Completion]:
     """At once, with the model's own weights first."""
-    calls = [replica.worker.generate("r", PROMPT, count, greedy=True, adapter=each) for each in (0, *versions)]
+    calls = [replica.local.generate("r", PROMPT, count, greedy=True, adapter=each) for each in (0, *versions)]
     return await asyncio.gather(*calls)
 
 
@@ -96,34 +96,34 @@ def test_a_version_that_is_not_kept_or_rolled_back_is_dropped_but_for_requests_i
 ) -> None:
     async def decode(version: int) -> asyncio.Task[Completion]:
         """A request that has some of its tokens."""
-        flying = asyncio.create_task(replica.worker.generate("r", PROMPT, 60, greedy=True, adapter=version))
-        wanted = replica.worker.clock.tokens + 5
-        while replica.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
+        flying = asyncio.create_task(replica.local.generate("r", PROMPT, 60, greedy=True, adapter=version))
+        wanted = replica.local.clock.tokens + 5
+        while replica.local.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
             await asyncio.sleep(0.01)
         return flying
 
     async def drop() -> Completion:
         first, second = await publish_all(replica, adapters[:2])
-        async with slow_steps(replica.worker):
+        async with slow_steps(replica.local):
             flying = await decode(first)
             third = await replica.publish(adapters[2], keep=[second])
             assert not flying.done()
         for version in (second, third):
-            await replica.worker.generate("r", PROMPT, 2, adapter=version)
+            await replica.local.generate("r", PROMPT, 2, adapter=version)
         with pytest.raises(ConfigError, match=f"adapter {first} is not loaded; loaded are {second}, {third}"):
-            await replica.worker.generate("r", PROMPT, 2, adapter=first)
+            await replica.local.generate("r", PROMPT, 2, adapter=first)
         ended = await flying
         fourth = await replica.publish(adapters[3], keep=[second])
         assert len(await replica.loaded()) == 3, "the kept one, the newest, and the one before for a rollback"
-        async with slow_steps(replica.worker):
+        async with slow_steps(replica.local):
             flying = await decode(fourth)
-            await replica.worker.rollback(fourth)
+            await replica.local.rollback(fourth)
             assert not flying.done()
         assert is_greedy(adapters[3].merged, PROMPT, (await flying).token_ids)
         with pytest.raises(ConfigError, match=f"loaded are {second}, {third}\\."):
-            await replica.worker.generate("r", PROMPT, 2, adapter=fourth)
+            await replica.local.generate("r", PROMPT, 2, adapter=fourth)
         await replica.check_slot(adapters[2].files, third)
-        newest = await replica.worker.generate("r", PROMPT, 20, greedy=True)
+        newest = await replica.local.generate("r", PROMPT, 20, greedy=True)
         assert newest.versions == [third] * 20
         assert is_greedy(adapters[2].merged, PROMPT, newest.token_ids)
         return ended
@@ -149,7 +149,7 @@ def test_requests_that_race_with_commits_have_their_adapter_or_a_typed_error_and
             await asyncio.sleep(0)
             for version in numbers.sample(sorted(published)[-4:], min(2, len(published))):
                 try:
-                    completion = await replica.worker.generate("r", PROMPT, 4, greedy=True, adapter=version)
+                    completion = await replica.local.generate("r", PROMPT, 4, greedy=True, adapter=version)
                 except ConfigError:
                     refused += 1
                     continue
@@ -178,12 +178,12 @@ def test_a_wrong_announcement_is_refused_and_leaves_every_version_as_it_was(
         loaded = await replica.loaded()
         for wrong, says in (
             (AdapterConfig(rank=RANK + 1, alpha=1.0), r"rank 9, and versions have 8.*trainer\.lora\.rank"),
-            (AdapterConfig(rank=2, alpha=1.0, targets=("lm_head",)), "beside 'lm_head', and versions are not"),
+            (AdapterConfig(rank=2, alpha=1.0, targets=("lm_head",)), "for 'lm_head', and versions are not"),
         ):
             with pytest.raises(ConfigError, match=says):
-                await replica.worker.announce(version + 1, wrong)
+                await replica.local.announce(version + 1, wrong)
         with pytest.raises(ConfigError, match=f"announced after version {version} was committed"):
-            await replica.worker.announce(version, four.config)
+            await replica.local.announce(version, four.config)
         for adapter, wrong in (
             (four, AdapterConfig(rank=3, alpha=6.0)),
             (two, AdapterConfig(rank=2, alpha=4.0, targets=("q_proj", "v_proj"))),
@@ -192,7 +192,7 @@ def test_a_wrong_announcement_is_refused_and_leaves_every_version_as_it_was(
                 await replica.publish(adapter, announced=wrong)
             assert type(raised.value.reason) is UntouchedError
         assert await replica.loaded() == loaded
-        completion = await replica.worker.generate("r", PROMPT, 20, greedy=True, adapter=version)
+        completion = await replica.local.generate("r", PROMPT, 20, greedy=True, adapter=version)
         assert is_greedy(four.merged, PROMPT, completion.token_ids)
 
     replica.run(announce())
@@ -231,7 +231,7 @@ def test_log_probabilities_of_a_prompt_are_those_of_the_model_also_where_its_blo
         version = await replica.publish(weak)
         await decode_each(replica, [version], 2)  # the whole prompt is in the cache now
         calls = [
-            replica.worker.generate("r", PROMPT, 3, adapter=each, prompt_logprobs=count, temperature=0.5, top_k=2)
+            replica.local.generate("r", PROMPT, 3, adapter=each, prompt_logprobs=count, temperature=0.5, top_k=2)
             for each in (version, 0)
             for count in (5, 0)
         ]
@@ -260,7 +260,7 @@ def test_tokens_are_drawn_from_the_distribution_whose_log_probabilities_are_give
         version = await replica.publish(adapters[0])
 
         async def one(seed: int) -> Completion:
-            return await replica.worker.generate(
+            return await replica.local.generate(
                 "r", PROMPT, 60, temperature=1.6, top_k=12, top_p=0.7, seed=seed, adapter=version, top_logprobs=15
             )
 
@@ -295,7 +295,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string_also_one_
     first = next(count for count in range(31) if stop in " ".join(f"w{word}" for word in words[:count]))
 
     async def sample(seed: int, **options: Any) -> list[int]:
-        call = replica.worker.generate("r", PROMPT, 60, temperature=2.0, seed=seed, adapter=0, **options)
+        call = replica.local.generate("r", PROMPT, 60, temperature=2.0, seed=seed, adapter=0, **options)
         return (await call).token_ids
 
     async def stop_there() -> Completion:
@@ -304,7 +304,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string_also_one_
         seed = next(seed for seed, tokens in drawn.items() if token in tokens)
         stopped = await sample(seed, stop_strings=["none", f"w{token}"])
         assert stopped == drawn[seed][: drawn[seed].index(token) + 1]
-        return await replica.worker.generate("r", PROMPT, 30, greedy=True, adapter=0, stop_strings=[stop])
+        return await replica.local.generate("r", PROMPT, 30, greedy=True, adapter=0, stop_strings=[stop])
 
     completion = replica.run(stop_there())
     assert completion.token_ids == words[:first]
@@ -333,9 +333,9 @@ def test_a_request_that_would_end_the_engine_is_refused_and_others_are_served(re
     async def refuse() -> Completion:
         for prompt, options, says in wrong:
             with pytest.raises(ConfigError, match=says):
-                await replica.worker.generate("r", prompt, 4, **{"adapter": 0, **options})
+                await replica.local.generate("r", prompt, 4, **{"adapter": 0, **options})
         largest: dict[str, Any] = {"top_k": 1 << 40, "seed": (1 << 63) - 1, "top_logprobs": 20, "prompt_logprobs": 20}
-        await replica.worker.generate("r", PROMPT[:1], 4, adapter=0, **largest)
-        return await replica.worker.generate("r", PROMPT, 16, greedy=True, adapter=0)
+        await replica.local.generate("r", PROMPT[:1], 4, adapter=0, **largest)
+        return await replica.local.generate("r", PROMPT, 16, greedy=True, adapter=0)
 
     assert replica.run(refuse()).token_ids == greedy_tokens(replica.model, PROMPT, 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from publishing import served_by
-from running_worker import Setup
+from running_replica import Setup
 
 from weightlane.ckpt_engines import QuarantinedError, SyncAbortedError
 
@@ -26,10 +26,10 @@ def test_deltas_are_scattered_into_live_parameters_and_taken_back_bit_for_bit(se
     served, held = setup.trainer.version, live(setup)
     setup.check(held)
 
-    other.refuses_after = served_by(setup.worker)
+    other.refuses_after = served_by(setup.replica)
     with pytest.raises(SyncAbortedError, match="not with me"):
         setup.nudge()
-    assert setup.worker.version == served
+    assert setup.replica.version == served
     setup.check(held)
 
     other.refuses_after = None
@@ -50,6 +50,6 @@ def test_a_delta_that_fails_on_one_rank_is_undone_on_all_and_one_that_cannot_be_
     with pytest.raises(SyncAbortedError, match=r"mixture.*on purpose") as raised:
         setup.nudge()
     assert isinstance(raised.value.reason, QuarantinedError)
-    assert not setup.worker.stats().serving
+    assert not setup.replica.stats().serving
     setup.nudge()
     setup.check(live(setup))

@@ -15,7 +15,7 @@ from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailur
 
 pytestmark = pytest.mark.vllm
 
-UPDATE = {"version": 7, "whole": {"weight_version": "7"}}
+UPDATE = {"version": 7, "engine_commit": {"weight_version": "7"}}
 
 
 class Core:
@@ -77,7 +77,7 @@ def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(commit_
     assert core.done == ["pause", "drop prefixes", "drop encodings", "exchange", "stamp 7", "resume"]
     assert 0.0 <= figures["load_s"] <= figures["blocked_s"]
     kept = Core()
-    commit_in_core(kept, {"version": 7, "whole": {"weight_version": "7", "caches": "keep"}})
+    commit_in_core(kept, {"version": 7, "engine_commit": {"weight_version": "7", "caches": "keep"}})
     assert kept.done == ["pause", "exchange", "stamp 7", "resume"]
 
 
@@ -93,13 +93,13 @@ def test_a_step_under_way_ends_first_and_the_core_is_woken_after(commit_in_core:
 
 
 @pytest.mark.parametrize(
-    ("intact", "sound", "resumes"), [(True, True, True), (True, False, False), (False, True, False)]
+    ("intact", "trusted", "resumes"), [(True, True, True), (True, False, False), (False, True, False)]
 )
 def test_after_a_failure_only_sound_weights_that_are_in_place_serve_on(
-    intact: bool, sound: bool, resumes: bool, commit_in_core: Callable[..., Any]
+    intact: bool, trusted: bool, resumes: bool, commit_in_core: Callable[..., Any]
 ) -> None:
     failure = RuntimeError(str(RemoteFailureError(RemoteFailure(CommitError("on purpose"), intact))))
-    update = {"version": 7, "whole": {"weight_version": "7", "sound": sound}}
+    update = {"version": 7, "engine_commit": {"weight_version": "7", "trusted": trusted}}
     core, waiting = Core(failing(failure)), Core(failing(failure))
     with pytest.raises(RuntimeError, match="on purpose"):
         commit_in_core(core, update)
@@ -124,7 +124,7 @@ def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_
     assert core.done == ["pause", "resume"]
     untouched = Core()
     with pytest.raises(RemoteFailureError, match="weight_version") as refused:
-        commit_in_core(untouched, {"version": 7, "whole": {}})
+        commit_in_core(untouched, {"version": 7, "engine_commit": {}})
     assert isinstance(refused.value.failure.error, ConfigError)
     assert untouched.done == []
 

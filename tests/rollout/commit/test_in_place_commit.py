@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from running_worker import PROMPT, Setup
+from running_replica import PROMPT, Setup
 from tiny_models import check_switch
 
 from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAbortedError
@@ -17,9 +17,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 @pytest.fixture
 def in_place(setup: Setup) -> Setup:
-    """The worker takes versions in place, for one test."""
+    """The replica takes versions in place, for one test."""
     changed = {"commit": "in_place", "staging_limit_bytes": 1 << 20}
-    setup.worker.config = setup.worker.config.model_copy(update=changed)
+    setup.replica.config = setup.replica.config.model_copy(update=changed)
     setup.connect("gloo")
     return setup
 
@@ -29,8 +29,8 @@ def test_parameters_are_those_of_the_version_nothing_is_staged_and_requests_in_f
     assert in_place.probe("probe_poison_staging") == [0] * in_place.world
     in_place.check(1)
     report, completions = in_place.sync_in_flight(2)
-    assert 0 < in_place.worker.report.load_s < in_place.worker.report.blocked_s
-    assert report.rollout_blocked_s == in_place.worker.report.blocked_s, "the whole pause"
+    assert 0 < in_place.replica.report.load_s < in_place.replica.report.blocked_s
+    assert report.rollout_blocked_s == in_place.replica.report.blocked_s, "the whole pause"
     for prompt, completion in completions:
         assert completion.versions[0] == old
         check_switch(completion, prompt, *in_place.models[1:])
@@ -53,7 +53,7 @@ def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_o
     in_place.probe("probe_hold", "write_elements", str(tmp_path), 2)
 
     async def leave_meanwhile() -> SyncAbortedError:
-        flying = asyncio.create_task(in_place.worker.generate("r", PROMPT, 900))
+        flying = asyncio.create_task(in_place.replica.generate("r", PROMPT, 900))
         await in_place.tokens(10)
         syncing = asyncio.create_task(in_place.trainer.sync(in_place.models[2]))
         await in_place.held(tmp_path)
@@ -69,10 +69,10 @@ def test_a_trainer_that_leaves_half_way_ends_requests_and_leaves_a_mixture_out_o
     in_place.probe("probe_hold", "write_elements", "")
     assert isinstance(aborted.reason, PeerLostError), aborted
     assert in_place.trainer.states == {"rollout-0": ReplicaState.QUARANTINED}
-    assert not in_place.worker.stats().serving
+    assert not in_place.replica.stats().serving
     with pytest.raises(QuarantinedError, match="a mixture of two versions"):
         in_place.greedy(PROMPT)
     in_place.connect("gloo")
-    assert not in_place.worker.stats().serving, "only a version makes it serve again"
+    assert not in_place.replica.stats().serving, "only a version makes it serve again"
     in_place.serve(2)
     in_place.check(2)

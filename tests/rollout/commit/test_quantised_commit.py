@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from running_worker import PROMPT, Setup, running
+from running_replica import PROMPT, Setup, running
 from tiny_models import left_of, load_tensors, make_blocky_qwen3, quantised_copy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]

@@ -7,7 +7,7 @@ from itertools import groupby
 
 import pytest
 from publishing import served_by
-from running_worker import PROMPT, Setup, slow_steps
+from running_replica import PROMPT, Setup, slow_steps
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import QuarantinedError, StorageError, SyncAbortedError, UntouchedError
@@ -31,20 +31,20 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
     old = setup.serve(1, kv_on_commit)
 
     async def it_has_generated(version: int) -> None:
-        await served_by(setup.worker)(version)
+        await served_by(setup.replica)(version)
         await setup.tokens(5)
 
     async def sync_in_vain() -> Completion:
         other.refuses_after = it_has_generated
-        async with slow_steps(setup.worker):
-            flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 80, greedy=True))
+        async with slow_steps(setup.replica):
+            flying = asyncio.create_task(setup.replica.generate("r", PROMPT, 80, greedy=True))
             await setup.tokens(5)
             with pytest.raises(SyncAbortedError, match="not with me"):
                 await setup.trainer.sync(setup.models[2])
         return await flying
 
     flown = setup.run(sync_in_vain())
-    assert setup.worker.version == old
+    assert setup.replica.version == old
     assert set(setup.trainer.states.values()) == {ReplicaState.SERVING}
     setup.check(1)
 
@@ -72,8 +72,8 @@ def test_a_load_that_fails_half_way_on_one_rank_is_undone_by_the_same_call(setup
     setup.probe("probe_fail_loading", 1, 9, 1)
 
     async def fail_meanwhile() -> Completion:
-        async with slow_steps(setup.worker):
-            flying = asyncio.create_task(setup.worker.generate("r", PROMPT, 60, greedy=True))
+        async with slow_steps(setup.replica):
+            flying = asyncio.create_task(setup.replica.generate("r", PROMPT, 60, greedy=True))
             await setup.tokens(5)
             with pytest.raises(SyncAbortedError, match=r"rollout rank 1.*was restored.*on purpose") as raised:
                 await setup.trainer.sync(setup.models[2])
@@ -82,7 +82,7 @@ def test_a_load_that_fails_half_way_on_one_rank_is_undone_by_the_same_call(setup
 
     flown = setup.run(fail_meanwhile())
     assert setup.trainer.states == {"rollout-0": ReplicaState.SERVING}
-    assert setup.worker.version == old
+    assert setup.replica.version == old
     setup.check(1)
     assert set(flown.versions) == {old}
     assert is_greedy(setup.models[1], PROMPT, flown.token_ids)
@@ -95,7 +95,7 @@ def test_what_cannot_be_undone_serves_nobody_until_a_whole_version_commits(setup
     setup.probe("probe_fail_loading", 0, 9, 2)
 
     async def fail_meanwhile() -> None:
-        flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+        flying = asyncio.create_task(setup.replica.generate("r", [1, 2], 900))
         await setup.tokens(10)
         with pytest.raises(SyncAbortedError, match=r"mixture.*rollout rank 0.*on purpose") as raised:
             await setup.trainer.sync(setup.models[2])
@@ -104,15 +104,15 @@ def test_what_cannot_be_undone_serves_nobody_until_a_whole_version_commits(setup
             await flying
 
     setup.run(fail_meanwhile())
-    assert not setup.worker.stats().serving
+    assert not setup.replica.stats().serving
     assert setup.trainer.states == {"rollout-0": ReplicaState.QUARANTINED}
     with pytest.raises(QuarantinedError, match=r"mixture.*serves again after the next commit"):
         setup.greedy([1, 2])
     with pytest.raises(QuarantinedError, match=r"earlier commit failed half-way|not staged"):
-        setup.run(setup.worker.commit(777))
+        setup.run(setup.replica.commit(777))
     with pytest.raises(QuarantinedError):
-        setup.run(setup.worker.rollback(setup.worker.version))
-    assert not setup.worker.stats().serving
+        setup.run(setup.replica.rollback(setup.replica.version))
+    assert not setup.replica.stats().serving
     setup.serve(2)
     setup.check(2)
 
@@ -121,16 +121,16 @@ def test_a_quarantined_replica_ends_what_is_in_flight_and_refuses_more_with_the_
     setup.serve(1)
 
     async def quarantine_meanwhile() -> None:
-        flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+        flying = asyncio.create_task(setup.replica.generate("r", [1, 2], 900))
         await setup.tokens(10)
-        await setup.worker.quarantine(StorageError("the disk is full.", part="disk"))
+        await setup.replica.quarantine(StorageError("the disk is full.", part="disk"))
         with pytest.raises(QuarantinedError, match="disk is full"):
             await flying
         with pytest.raises(QuarantinedError, match="disk is full"):
-            await setup.worker.generate("r", [1, 2], 4)
+            await setup.replica.generate("r", [1, 2], 4)
 
     setup.run(quarantine_meanwhile())
-    assert not setup.worker.stats().serving
-    assert setup.worker.stats().in_flight == 0
+    assert not setup.replica.stats().serving
+    assert setup.replica.stats().in_flight == 0
     setup.serve(2)
     setup.check(2)

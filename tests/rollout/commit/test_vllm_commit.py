@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from json_program import Program
-from running_worker import Setup, slow_steps
+from running_replica import Setup, slow_steps
 from tiny_models import check_switch, greedy_tokens, is_greedy, load_tensors
 
 from weightlane.ckpt_engines import (
@@ -42,10 +42,10 @@ def test_every_version_is_copied_bit_for_bit_and_decodes_as_in_transformers_even
 def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say(setup: Setup) -> None:
     old = setup.serve(1)
     _, completions = setup.sync_in_flight(2)
-    report = setup.worker.report
+    report = setup.replica.report
     assert report.in_flight == 4
     assert 0.0 < report.load_s < report.blocked_s
-    assert setup.worker.stats().commit_gaps_s[report.version] > 0.0
+    assert setup.replica.stats().commit_gaps_s[report.version] > 0.0
     for prompt, completion in completions:
         assert completion.versions[0] == old
         check_switch(completion, prompt, *setup.models[1:])
@@ -68,11 +68,11 @@ def test_keep_spares_caches_in_flight_but_gives_new_requests_none_of_them(setup:
     old = setup.serve(1, "keep")
 
     async def sync_meanwhile() -> tuple[Completion, Completion]:
-        async with slow_steps(setup.worker):
-            long = asyncio.create_task(setup.worker.generate("long", prompt, 60, greedy=True))
+        async with slow_steps(setup.replica):
+            long = asyncio.create_task(setup.replica.generate("long", prompt, 60, greedy=True))
             await setup.tokens(5)
             await setup.trainer.sync(setup.models[2])
-        new = await setup.worker.generate("new", prompt, 16, greedy=True)
+        new = await setup.replica.generate("new", prompt, 16, greedy=True)
         return await long, new
 
     long, new = setup.run(sync_meanwhile())
@@ -90,33 +90,33 @@ def test_only_the_given_stop_tokens_end_a_completion_and_stop_strings_need_the_m
     free = setup.greedy([9, 9], 32)
     stop = free.token_ids[5]
     first = free.token_ids.index(stop)
-    stopped = setup.run(setup.worker.generate("r", [9, 9], 32, greedy=True, stop_ids=[stop]))
+    stopped = setup.run(setup.replica.generate("r", [9, 9], 32, greedy=True, stop_ids=[stop]))
     assert stopped.token_ids == free.token_ids[: first + 1]
     assert stopped.finish_reason == "stop"
     with pytest.raises(ConfigError, match="stop strings need the model's tokenizer: its files are missing"):
-        setup.run(setup.worker.generate("r", [9, 9], 32, stop_strings=["w5"]))
+        setup.run(setup.replica.generate("r", [9, 9], 32, stop_strings=["w5"]))
 
 
 def test_a_version_that_is_not_staged_and_bad_fields_are_refused_by_name_and_change_nothing(setup: Setup) -> None:
     version = setup.serve(2)
     with pytest.raises(CommitError, match="not staged"):
-        setup.run(setup.worker.commit(777))
+        setup.run(setup.replica.commit(777))
     with pytest.raises(CommitError, match="not kept"):
-        setup.run(setup.worker.rollback(version))  # everybody serves it
-    setup.run(setup.worker.rollback(version + 1))  # which it has never taken
-    assert setup.worker.version == version
+        setup.run(setup.replica.rollback(version))  # everybody serves it
+    setup.run(setup.replica.rollback(version + 1))  # which it has never taken
+    assert setup.replica.version == version
     with pytest.raises(UntouchedError, match=r"ConfigError: .*version"):
-        setup.run(setup.worker.commit(-1))
+        setup.run(setup.replica.commit(-1))
     with pytest.raises(ConfigError, match="2000"):
         setup.greedy([1] * 2000)
     with pytest.raises(ConfigError, match="temperature"):
-        setup.run(setup.worker.generate("r", [1], 4, temperature=-1.0))
+        setup.run(setup.replica.generate("r", [1], 4, temperature=-1.0))
     with pytest.raises(ConfigError, match="backend"):
-        setup.run(setup.worker.connect({}, ""))
+        setup.run(setup.replica.connect({}, ""))
     setup.check(2)
     # A refused connect leaves no subscriber, so nothing can be committed until the next one.
     with pytest.raises(WeightlaneError, match="before this rank was connected"):
-        setup.run(setup.worker.commit(1))
+        setup.run(setup.replica.commit(1))
     setup.connect()
     setup.serve(1)
     setup.check(1)
@@ -128,8 +128,8 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
 ) -> None:
     setup.serve(1)
     setup.probe("probe_hold", "commit", str(tmp_path))
-    patient = setup.worker.config
-    setup.worker.config = patient.model_copy(update={"commit_timeout_s": 1234.0})
+    patient = setup.replica.config
+    setup.replica.config = patient.model_copy(update={"commit_timeout_s": 1234.0})
     timeouts: list[asyncio.Timeout] = []
     timeout = asyncio.timeout
 
@@ -149,7 +149,7 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
             syncing.cancel()
         else:
             timeouts[-1].reschedule(asyncio.get_running_loop().time())
-        while setup.worker.stats().serving:  # noqa: ASYNC110 - a commit that may go on earlier could end in time
+        while setup.replica.stats().serving:  # noqa: ASYNC110 - a commit that may go on earlier could end in time
             await asyncio.sleep(0.001)
         (tmp_path / "go").touch()
         await syncing
@@ -161,8 +161,8 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
         with pytest.raises(SyncAbortedError, match="not replaced within") as raised:
             setup.run(give_up_meanwhile())
         assert isinstance(raised.value.reason, QuarantinedError)
-    setup.worker.config = patient
-    assert not setup.worker.stats().serving
+    setup.replica.config = patient
+    assert not setup.replica.stats().serving
     with pytest.raises(QuarantinedError, match="serves again after the next commit"):
         setup.greedy([1, 2])
     setup.probe("probe_hold", "commit", "")
@@ -194,7 +194,7 @@ def test_a_killed_rank_ends_requests_and_commits_with_an_error_that_names_the_re
     *_, pid = setup.probe("probe_process")
 
     async def kill_meanwhile() -> None:
-        flying = asyncio.create_task(setup.worker.generate("r", [1, 2], 900))
+        flying = asyncio.create_task(setup.replica.generate("r", [1, 2], 900))
         await setup.tokens(1)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(WorkerDiedError, match="rollout-0"):
@@ -202,7 +202,7 @@ def test_a_killed_rank_ends_requests_and_commits_with_an_error_that_names_the_re
 
     setup.run(kill_meanwhile())
     with pytest.raises(WorkerDiedError, match="rollout-0"):
-        setup.run(setup.worker.commit(778))
+        setup.run(setup.replica.commit(778))
     with pytest.raises(WorkerDiedError, match="rollout-0"):
         setup.greedy([1, 2])
-    assert not setup.worker.stats().serving
+    assert not setup.replica.stats().serving

@@ -35,7 +35,6 @@ from loaded_models import (
 from rank_needs import needs, rank_layout, slices_of_reloads  # noqa: F401 - tests call them by these names
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of_config
@@ -44,13 +43,14 @@ from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.rank_model import RankModel
-from weightlane.rollout.layout.verdict import judge
 from weightlane.rollout.layout.write.version_writer import VersionWriter
+from weightlane.rollout.layout.write_method import choose_write_method
+from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import LivePart, Manifest, Placement, TensorSpec, check_coverage
 
 
 def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: str = "") -> dict[str, Any]:
-    """Commit versions to a model that vLLM has loaded, and lay each beside what vLLM makes of its files.
+    """Commit versions to a model that vLLM has loaded, and compare each with what vLLM makes of its files.
 
     Args:
         path: The checkpoint that it starts from.
@@ -100,10 +100,10 @@ def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: 
                     return answer | {"refused": str(error)}
                 wrong = differing(state(model), wanted[number])
                 answer["after"] += [name for name in wrong if name not in unwritten]
-        verdict, plan = loader.verdict, loader.plan
-        assert verdict is not None
+        method, plan = loader.method, loader.plan
+        assert method is not None
         answer["sparse"] = []
-        if plan is not None and verdict.method == "traced":
+        if plan is not None and method.kind == "traced":
             third = {name: tensor.clone() for name, tensor in versions[2].items()}
             for name in plan.sources:
                 flat, new = third[name].view(-1), random_bits((third[name].numel(),), third[name].dtype, seed=len(name))
@@ -113,9 +113,9 @@ def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: 
             made = ordinary(stored(third, Path(folder) / "third"), config)
             answer["sparse"] = [name for name in differing(state(model), made) if name not in unwritten]
         return answer | {
-            "reloaded": list(verdict.modules),
-            "summary": verdict.summary,
-            "copies": len(verdict.layout.copies),
+            "reloaded": list(method.reloaded_layers),
+            "summary": method.summary,
+            "copies": len(method.layout.copies),
         }
 
 
@@ -160,11 +160,11 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str,
         second = other(first, seed=2000)
         for tensors in (second, first, second):
             way = loader.write_arriving(arriving(tensors, bucket_bytes))
-        assert loader.verdict is not None
+        assert loader.method is not None
         return {
             "way": way,
-            "reloaded": list(loader.verdict.modules),
-            "why": loader.verdict.summary,
+            "reloaded": list(loader.method.reloaded_layers),
+            "why": loader.method.summary,
             "after_learning": after_learning,
             "after": differing(state(model), ordinary(written(second, path, Path(folder) / "second", dtype), config)),
         }
@@ -227,17 +227,17 @@ def rehearsed_badly(path: str) -> str | None:
     with as_rank(config, 0), mock.patch.object(rehearsal_module, "VersionWriter", Sloppy):
         model = loaded(config)
         layout = trace_loading(model, specs)
-        verdict = judge(model, layout, [layout])
+        method = choose_write_method(model, layout, [layout])
         alone = RankGroup(None)
         rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone, computes=True)
-        return rehearsal.first_mismatch(verdict, None)
+        return rehearsal.first_mismatch(method, None)
 
 
 def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
     """Largest differences of our experts from vLLM's CPU kernel, and of one rank's from the sum of two ranks'."""
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 
-    from weightlane.rollout.vllm_internals.cpu_experts import _experts
+    from weightlane.rollout.vllm_cpu.experts import _experts
 
     generator = torch.Generator().manual_seed(3)
 
@@ -346,21 +346,21 @@ def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
 def with_broken_layer(path: str, ending: str, step: str, kind: str) -> dict[str, str]:
     """Return the refusals of a report and of a worker if a layer raises an error; see `broken_layer`."""
     config = engine_config(path, tensor_parallel=1, dtype="float32")
-    told = {"report": "", "worker": ""}
+    errors = {"report": "", "replica": ""}
     with as_rank(config, 0):
         model = loaded(config)
     with broken_layer(ending, step, kind):
         try:
-            told["report"] = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
+            errors["report"] = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
         except WeightlaneError as error:
-            told["report"] = f"{type(error).__name__}: {error}"
+            errors["report"] = f"{type(error).__name__}: {error}"
         with as_rank(config, 0):
             loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
             try:
                 committed(loader, tensors_of(path, "float32"), RankGroup(None))
             except WeightlaneError as error:
-                told["worker"] = f"{type(error).__name__}: {error}"
-    return told
+                errors["replica"] = f"{type(error).__name__}: {error}"
+    return errors
 
 
 def main() -> None:

@@ -14,18 +14,18 @@ import torch
 from layout_models import bits, random_bits
 from tiny_models import copy_with
 
-from weightlane.rollout.commit.rank_group import RankGroup
 from weightlane.rollout.layout import Refusal, VersionLoader
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.offline.rank_models import engine_config
-from weightlane.rollout.layout.verdict import whole_reload
+from weightlane.rollout.layout.write_method import full_reload
+from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.plan.supply import Supply
 from weightlane.sync.version.sliced_tensors import Slicing
 
 
 def tensors_of(path: str, dtype: str) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint in `dtype`, but those that it has in float32 beside others of that type."""
+    """The tensors of a checkpoint in `dtype`, but those that it has in float32 next to others of that type."""
     from safetensors.torch import load_file
 
     tensors = load_file(Path(path) / "model.safetensors")
@@ -43,7 +43,7 @@ def other(tensors: dict[str, torch.Tensor], seed: int) -> dict[str, torch.Tensor
 
 
 def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The bytes of every parameter, buffer, and tensor that a layer or what vLLM gave it keeps beside them."""
+    """The bytes of every parameter, buffer, and tensor that a layer, or an object of vLLM's inside it, holds besides."""
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
         kept = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -122,8 +122,8 @@ def forced(way: str) -> Iterator[None]:
     if way != "reload":
         yield
         return
-    judged = whole_reload([Refusal("the model", "the test wants it")])
-    with mock.patch.object(loader_module, "judge", return_value=judged):
+    chosen = full_reload([Refusal("the model", "the test wants it")])
+    with mock.patch.object(loader_module, "choose_write_method", return_value=chosen):
         yield
 
 

@@ -18,14 +18,14 @@ from installed import install
 from json_program import Program
 from layout_models import bits, random_bits
 from pydantic import ValidationError
-from running_worker import probed_worker, started
+from running_replica import probed_replica, started
 from tiny_models import make_architecture, make_llama, make_qwen3, make_qwen3_moe
 from zoo_kind import make
 from zoo_models import KINDS
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.rollout import RolloutConfig, RolloutWorker
-from weightlane.rollout.layout.proof.device_room import room_beside, set_aside
+from weightlane.rollout import LocalReplica, RolloutConfig
+from weightlane.rollout.layout.proof.device_room import room_for_second, set_aside
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 EXP = "A: loading reads it back (exp)"
@@ -45,7 +45,7 @@ def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "
     ("kind", "dtype"),
     [
         ("qwen3-tied", "float32"),  # tied embeddings
-        ("bloom", "float32"),  # queries, keys and values of a head beside each other
+        ("bloom", "float32"),  # queries, keys and values of a head next to each other
         ("qwen3-moe", "bfloat16"),  # experts
         ("deepseek-v2", "bfloat16"),  # latent attention
     ],
@@ -172,8 +172,8 @@ def test_weights_that_are_set_aside_come_back_bit_for_bit_for_all_who_view_them(
     assert all(torch.equal(bits(tensor), wanted) for tensor, wanted in zip(seen, before, strict=True))
     with (
         mock.patch.object(torch.accelerator, "get_memory_info", return_value=(0, 1)),
-        pytest.raises(ConfigError, match="has no room on cuda:0 beside this one, which serves"),
-        room_beside(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False),
+        pytest.raises(ConfigError, match="has no room on cuda:0 next to this one, which serves"),
+        room_for_second(torch.nn.Linear(2, 2), torch.device("cuda", 0), may_move=False),
     ):
         pass
 
@@ -215,14 +215,14 @@ def test_experts_that_ranks_cannot_divide_are_refused_by_a_replica_before_it_sta
         ),
         (make_qwen3_moe(tmp_path / "moe", seed=0, experts=2), 4, few),
     ):
-        worker = RolloutWorker("rollout-0", RolloutConfig(tensor_parallel=ranks, expert_parallel=True), model)
-        with pytest.raises(ConfigError) as raised, started(worker):
+        replica = LocalReplica("rollout-0", RolloutConfig(tensor_parallel=ranks, expert_parallel=True), model)
+        with pytest.raises(ConfigError) as raised, started(replica):
             pass
         assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("step", "kind", "told"),
+    ("step", "kind", "reported"),
     [
         ("process_weights_after_loading", "RuntimeError", "vLLM cannot build the model of rank 0"),
         ("process_weights_after_loading", "AssertionError", "vLLM cannot build the model of rank 0"),
@@ -230,7 +230,7 @@ def test_experts_that_ranks_cannot_divide_are_refused_by_a_replica_before_it_sta
     ],
 )
 def test_an_error_of_a_layer_is_a_typed_refusal_that_names_the_layer_the_cause_and_a_remedy(
-    step: str, kind: str, told: str, process: Program, tmp_path: Path
+    step: str, kind: str, reported: str, process: Program, tmp_path: Path
 ) -> None:
     said = process.call("with_broken_layer", str(make_architecture("llama", tmp_path)), "1.mlp.down_proj", step, kind)
     cause = (
@@ -238,12 +238,12 @@ def test_an_error_of_a_layer_is_a_typed_refusal_that_names_the_layer_the_cause_a
         + ("RuntimeError: " * (kind == "RuntimeError"))
         + "invalid weight input features 16"
     )
-    assert f"{told}: {cause}" in said["report"]
-    assert cause in said["worker"]
+    assert f"{reported}: {cause}" in said["report"]
+    assert cause in said["replica"]
     assert "gemm.cpp" not in said["report"]
     remedy = "Set the dtype to bfloat16."
-    assert said["worker"].startswith("ConfigError: ")
-    assert remedy in said["worker"]
+    assert said["replica"].startswith("ConfigError: ")
+    assert remedy in said["replica"]
     assert (remedy in said["report"]) == (step != "apply"), "a report that is made shows the cause alone"
 
 
@@ -303,8 +303,8 @@ def test_a_layer_that_fails_while_a_replica_starts_is_named_with_its_error(
     install(tmp_path / "site", "breaking_plugin", PLUGIN, "breaking = breaking_plugin:register", "vllm.general_plugins")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv(BREAKS_ENV, "1")
-    worker = probed_worker("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
-    with pytest.raises(ConfigError) as caught, started(worker):
+    replica = probed_replica("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
+    with pytest.raises(ConfigError) as caught, started(replica):
         pass
     assert caught.value.message == (
         "vLLM cannot load the model: model.layers.1.mlp.down_proj: RuntimeError: invalid weight input features 16."
@@ -321,16 +321,16 @@ def test_an_interrupt_of_a_start_stays_one_although_a_process_has_told_why_it_fa
 
     from weightlane.rollout.vllm import start_failures
 
-    told: list[Path] = []
+    reported: list[Path] = []
 
     def interrupted(vllm_config: Any, **_: Any) -> None:
-        start_failures._tell(vllm_config, ConfigError("no room.", part="rollout rank 0"))
-        told.append(start_failures._file(vllm_config))
-        assert told[0].exists()
+        start_failures._report(vllm_config, ConfigError("no room.", part="rollout rank 0"))
+        reported.append(start_failures._file(vllm_config))
+        assert reported[0].exists()
         raise KeyboardInterrupt
 
     monkeypatch.setattr(AsyncLLM, "from_vllm_config", interrupted)
-    worker = probed_worker("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
+    replica = probed_replica("rollout-0", make_llama(tmp_path / "model", seed=0), dtype="float32")
     with mock.patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
-        worker._engine._build()
-    assert not told[0].exists()
+        replica._engine._build()
+    assert not reported[0].exists()

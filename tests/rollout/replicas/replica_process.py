@@ -6,7 +6,7 @@ import asyncio
 
 from json_program import serve
 
-from weightlane.rollout import RolloutConfig, RolloutWorker
+from weightlane.rollout import LocalReplica, RolloutConfig
 
 
 class Owner:
@@ -14,7 +14,7 @@ class Owner:
 
     def start(self, model: str) -> None:
         config = RolloutConfig(tensor_parallel=2, dtype="float32", max_model_len=64, kv_cache_memory_bytes=16 << 20)
-        self._worker = RolloutWorker("rollout-0", config, model)
+        self._worker = LocalReplica("rollout-0", config, model)
         self._runner = asyncio.Runner()
         self._runner.run(self._worker.start())
 

@@ -1,4 +1,4 @@
-"""The parts of a rollout worker that need no engine."""
+"""The parts of a replica that need no engine."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane import rollout
 from weightlane.ckpt_engines import CommitError, ConfigError, SyncAbortedError, WeightlaneError
-from weightlane.rollout.commit.rank_group import RankGroup
+from weightlane.rollout import vllm_surface
 from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
+from weightlane.rollout.rank_group import RankGroup
 from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
 from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
-from weightlane.rollout.vllm_internals import internals as vllm_internals
 
 
 def test_importing_rollout_and_its_worker_needs_neither_vllm_nor_ray() -> None:
     code = (
-        "import sys, weightlane.rollout as r; r.RolloutWorker, r.RolloutReplica, r.start_replicas\n"
+        "import sys, weightlane.rollout as r; r.LocalReplica, r.RolloutReplica, r.start_replicas\n"
         "import weightlane.rollout.vllm.plugin\n"
         "sys.exit(', '.join({'vllm', 'ray', 'transformers'} & set(sys.modules)) or None)"
     )
@@ -262,16 +262,16 @@ def test_a_replicas_refusals_are_known_before_it_starts(tmp_path: Path, monkeypa
         with pytest.raises(ConfigError, match=says) as checked:
             check_replica(config, model)
         with pytest.raises(ConfigError, match=f"^{re.escape(str(checked.value))}$"):
-            asyncio.run(rollout.RolloutWorker("rollout-0", config, model).start())
+            asyncio.run(rollout.LocalReplica("rollout-0", config, model).start())
     assert check_replica(RolloutConfig.model_validate(adapter), qwen3) == ""
 
 
 def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_internals, "_WHERE", {**vllm_internals._WHERE, "gone": "json", "lost": "no_such_module"})
+    monkeypatch.setattr(vllm_surface, "_WHERE", {**vllm_surface._WHERE, "gone": "json", "lost": "no_such_module"})
     for name, where in (("gone", "json.gone"), ("lost", "no_such_module.lost")):
         with pytest.raises(ConfigError, match=rf"this vLLM.* has no {where}, which weightlane uses"):
-            getattr(vllm_internals, name)
-    monkeypatch.setattr(vllm_internals, "failures", [])
+            getattr(vllm_surface, name)
+    monkeypatch.setattr(vllm_surface, "failures", [])
 
     def fail() -> None:
         raise ImportError("cannot import name 'WeightTransferEngineFactory'")
@@ -279,13 +279,13 @@ def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(m
     monkeypatch.setattr(vllm_plugin, "_register", fail)
     vllm_plugin.register()
     with pytest.raises(ConfigError, match=r"could not prepare this vLLM.*WeightTransferEngineFactory"):
-        vllm_internals.check_internals(on_cpu=True)
+        vllm_surface.check_internals(on_cpu=True)
 
 
 @pytest.mark.vllm
 def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere() -> None:
-    vllm_internals.check_internals(on_cpu=True)
+    vllm_surface.check_internals(on_cpu=True)
     inside = re.compile(r"from (vllm\.model_executor|vllm\.forward_context|vllm\.utils)[\w.]* import")
     folder = Path(rollout.__file__).parent
     found = [path.name for path in folder.rglob("*.py") if inside.search(path.read_text())]
-    assert sorted(found) == ["cpu_experts.py", "cpu_linear.py"], "they replace functions of modules"
+    assert sorted(found) == ["experts.py", "linear.py"], "they replace functions of modules"

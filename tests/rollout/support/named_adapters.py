@@ -1,4 +1,4 @@
-"""Adapters of several ranks on one model, as PEFT's files, merged, and padded as they travel; and a replica for them."""
+"""Adapters of several ranks on one model, as PEFT's files, merged, and padded as they are sent; and a replica for them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from publishing import OneRankTrainer
-from running_worker import RecordingWorker, probed_worker, started
+from running_replica import RecordingReplica, probed_replica, started
 from safetensors.torch import save_file
 from tiny_models import add_tokenizer, copy_with, load_tensors, make_qwen3
 from waiting import HANG_S
@@ -23,7 +23,7 @@ from weightlane.rollout.config import AdapterConfig
 T = TypeVar("T")
 VOCAB = 300
 RANK, ALPHA = 8, 12.0
-"""The rank that travels, and the scale of versions that nobody announces."""
+"""The rank that is sent, and the scale of versions that nobody announces."""
 SLOTS = 3
 ALL = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
 PREFIX = "base_model.model."
@@ -40,10 +40,10 @@ class Adapter:
 
     def padded(self, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Zeros as `like`, with this adapter in their first rows or columns."""
-        travels = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+        padded = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
         for name, tensor in self.tensors.items():
-            travels[name][: tensor.shape[0], : tensor.shape[1]] = tensor
-        return travels
+            padded[name][: tensor.shape[0], : tensor.shape[1]] = tensor
+        return padded
 
 
 def make_adapter(model: Path, path: Path, seed: int, rank: int, alpha: float, targets: Sequence[str] = ()) -> Adapter:
@@ -72,7 +72,7 @@ class NamedAdapters:
     """A running replica of two ranks with adapters that requests name, and a trainer that publishes them."""
 
     runner: asyncio.Runner
-    worker: RecordingWorker
+    local: RecordingReplica
     model: Path
     folder: Path
     trainer: OneRankTrainer = field(init=False)
@@ -82,19 +82,19 @@ class NamedAdapters:
         return self.runner.run(asyncio.wait_for(call, HANG_S))
 
     def connect(self) -> None:
-        """Put a new trainer in the place of the one before, and connect it to the worker."""
+        """Put a new trainer in the place of the one before, and connect it to the replica."""
         newest = self.newest
         self.close()
         zeros = make_adapter(self.model, Path(tempfile.mkdtemp(dir=self.folder)), 0, RANK, 1.0).tensors
         self.trainer = OneRankTrainer({name: torch.zeros_like(tensor) for name, tensor in zeros.items()})
-        self.run(self.worker.connect(self.trainer.address, "shm"))
-        self.run(self.trainer.connect([self.worker], retries=0))
+        self.run(self.local.connect(self.trainer.address, "shm"))
+        self.run(self.trainer.connect([self.local], retries=0))
         self.trainer.version = newest
 
     @property
     def newest(self) -> int:
         """The newest version that was sent to the replica, which may have rolled it back."""
-        return max(self.worker.version, self.trainer.version if hasattr(self, "trainer") else 0)
+        return max(self.local.version, self.trainer.version if hasattr(self, "trainer") else 0)
 
     def close(self) -> None:
         """End the trainer."""
@@ -110,13 +110,13 @@ class NamedAdapters:
         """Carry an adapter to the replica; returns its version."""
         for name, tensor in adapter.padded(self.trainer.live).items():
             self.trainer.live[name].copy_(tensor)
-        await self.worker.announce(self.trainer.version + 1, announced or adapter.config, keep)
+        await self.local.announce(self.trainer.version + 1, announced or adapter.config, keep)
         await self.trainer.sync_live()
         return self.trainer.version
 
     async def probe(self, method: str, *arguments: object) -> list[Any]:
         """Call a method of `ProbeExtension` on every rank."""
-        answers: list[Any] = await self.worker._engine.running.collective_rpc(method, args=arguments)
+        answers: list[Any] = await self.local._engine.running.collective_rpc(method, args=arguments)
         return answers
 
     async def loaded(self) -> list[int]:
@@ -127,7 +127,7 @@ class NamedAdapters:
 
     async def check_slot(self, files: Path, version: int | None = None) -> None:
         """A version, or the newest one, is in its slots bit for bit what vLLM loads from PEFT's files."""
-        found = self.worker._adapters.of_request(version)
+        found = self.local._adapters.of_request(version)
         assert found is not None
         held = await self.probe("probe_slot", found.id)
         assert held == await self.probe("probe_slot_of_files", str(files))
@@ -139,7 +139,7 @@ def serving(folder: Path) -> Iterator[NamedAdapters]:
     """A replica that is connected and has no version yet."""
     model = make_qwen3(folder / "model", seed=3, vocab=VOCAB)
     add_tokenizer(model, VOCAB)
-    worker = probed_worker(
+    worker = probed_replica(
         "rollout-0",
         model,
         tensor_parallel=2,

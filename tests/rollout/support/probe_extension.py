@@ -111,8 +111,8 @@ class ProbeExtension:
 
     def probe_way(self) -> list[str]:
         """How versions are loaded, and why not by copies alone."""
-        verdict = self.weight_transfer_engine._weights.loader.verdict  # type: ignore[attr-defined]
-        return [str(verdict.method), verdict.summary]
+        method = self.weight_transfer_engine._weights.loader.method  # type: ignore[attr-defined]
+        return [str(method.kind), method.summary]
 
     def probe_reload(self, path: str) -> None:
         """Load a checkpoint through vLLM's own reload of a whole model."""

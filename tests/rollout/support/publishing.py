@@ -1,6 +1,6 @@
 """A trainer's end of a sync, in the test's own process: real publisher, coordinator and rendezvous, no training.
 
-And replicas beside the one that a test is about.
+And replicas besides the one that a test is about.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tiny_models import load_tensors
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, UntouchedError, WeightlaneError
-from weightlane.rollout import RolloutWorker, ServerReplica
+from weightlane.rollout import LocalReplica, ServerReplica
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -103,7 +103,7 @@ class OneRankTrainer:
 
 
 class PlainReplica:
-    """A replica of one rank that does with every version what it is told; nothing else may happen to it."""
+    """A replica of one rank that does with every version what it is asked to; nothing else may happen to it."""
 
     def __init__(self, name: str, take: Callable[[int], object]) -> None:
         self.name, self._take = name, take
@@ -122,7 +122,7 @@ class PlainReplica:
         raise error
 
 
-def served_by(replica: RolloutWorker | ServerReplica) -> Callable[[int], Awaitable[None]]:
+def served_by(replica: LocalReplica | ServerReplica) -> Callable[[int], Awaitable[None]]:
     """Waits until a replica has committed the version it is given."""
 
     async def served(version: int) -> None:

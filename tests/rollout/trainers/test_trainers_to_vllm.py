@@ -12,7 +12,7 @@ import pytest
 import torch
 from json_program import Program
 from quantised_reference import restored
-from running_worker import PROMPT, RecordingWorker, probed_worker, started
+from running_replica import PROMPT, RecordingReplica, probed_replica, started
 from tiny_models import (
     add_tokenizer,
     copy_with,
@@ -74,8 +74,8 @@ class ModelRun:
     """Digest of what each rollout rank asked for in the last case; empty where it asked for everything."""
 
     def __post_init__(self) -> None:
-        self.workers = [
-            probed_worker(
+        self.replicas = [
+            probed_replica(
                 f"rollout-{number}",
                 self.path,
                 in_engine=ranks == 1,
@@ -85,7 +85,7 @@ class ModelRun:
             )
             for number, (ranks, experts) in enumerate(self.splits)
         ]
-        self.runner = self.stack.enter_context(started(*self.workers))
+        self.runner = self.stack.enter_context(started(*self.replicas))
         self._trainers: dict[int, Trainers] = {}
 
     def run(self, case: Case) -> None:
@@ -101,7 +101,7 @@ class ModelRun:
         weights = {name: tensor.clone() for name, tensor in load_tensors(self.path).items()}
         store = self.path.with_name(f"store-{self.version}")
         async with trainers.publishing(
-            self.workers, case.engine, store, quantise=case.quantise, codec=case.codec
+            self.replicas, case.engine, store, quantise=case.quantise, codec=case.codec
         ) as coordinator:
             self.asked = {name: hello.need for name, hello in coordinator._queue.hellos.items()}
             for _ in range(2):
@@ -112,16 +112,16 @@ class ModelRun:
                 trainers.call("publish", self.version)
                 report = await coordinator.sync(self.version)
                 served = weights if case.quantise == "none" else left_by_fp8(weights)
-                for worker in self.workers:
-                    await worker.check(served)
+                for replica in self.replicas:
+                    await replica.check(served)
             assert report.codec == case.codec, report.codec_reason
         await self.check_tokens(copy_with(served, self.path, self.path.with_name(f"export-{self.version}")))
 
     async def check_tokens(self, model: Path) -> None:
         """Check that every replica decodes what transformers does with the weights of `model`."""
-        for worker in self.workers:
-            completion = await worker.generate("fresh", PROMPT, 12, greedy=True)
-            assert is_greedy(model, PROMPT, completion.token_ids), f"{worker.name} decodes something else"
+        for replica in self.replicas:
+            completion = await replica.generate("fresh", PROMPT, 12, greedy=True)
+            assert is_greedy(model, PROMPT, completion.token_ids), f"{replica.name} decodes something else"
 
 
 def left_by_fp8(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -179,19 +179,19 @@ def test_every_rollout_holds_and_computes_exactly_what_the_trainer_has(
             run.run(case)
             if case.engine == "gloo":
                 asked = run.asked
-        for worker in run.workers:
-            run.runner.run(check_loading(run, worker, process))
-        worker = run.workers[-1]
-        planned = planned_needs(worker.config, run.path)
-    assert [need and need.digest for need in planned.ranks] == [asked[f"{worker.name}/{rank}"] for rank in range(2)]
+        for replica in run.replicas:
+            run.runner.run(check_loading(run, replica, process))
+        replica = run.replicas[-1]
+        planned = planned_needs(replica.config, run.path)
+    assert [need and need.digest for need in planned.ranks] == [asked[f"{replica.name}/{rank}"] for rank in range(2)]
 
 
-async def check_loading(run: ModelRun, worker: RecordingWorker, process: Program) -> None:
+async def check_loading(run: ModelRun, replica: RecordingReplica, process: Program) -> None:
     """Commits were copies to where a model that is built for each rank alone says; vLLM's own reloading leaves the same."""
-    probe = worker._engine.running.collective_rpc
-    world, divided = worker.config.tensor_parallel, worker.config.expert_parallel
+    probe = replica._engine.running.collective_rpc
+    world, divided = replica.config.tensor_parallel, replica.config.expert_parallel
     assert await probe("probe_way") == [["traced", ""]] * world
     for rank, layout in enumerate(await probe("probe_layout")):
         assert layout == process.call("rank_layout", str(run.path), "float32", rank, world, divided)
     await probe("probe_reload", args=(str(run.path),))
-    await worker.check(load_tensors(run.path))
+    await replica.check(load_tensors(run.path))

@@ -39,7 +39,7 @@ from typing import Any, NoReturn
 from waiting import HANG_S
 
 IMPORTS = (
-    "weightlane.rollout.replicas.worker",
+    "weightlane.rollout.replicas.local_replica",
     "weightlane.rollout.vllm.transfer_engine",
     "weightlane.trainer.engines.fsdp2.engine",
     "weightlane.trainer.engines.megatron.engine",

@@ -2,8 +2,8 @@
 
     python tests/rollout/layout/zoo/zoo.py [KIND ...] [--document FILE]
 
-Three versions of any bits whatever are committed to each model, the way that was decided for it and, with `reload`, through
-vLLM's own loading; each is laid beside an ordinary load of the same files. `test_layout_models.py` runs a handful with every
+Three versions of any bits whatever are committed to each model, by the method that was chosen for it and, with `reload`, through
+vLLM's own loading; each is compared with an ordinary load of the same files. `test_layout_models.py` runs a handful with every
 test run.
 """
 
@@ -34,12 +34,12 @@ def outcome(process: Program, kind: Kind, dtype: str, way: str, hub: str = "") -
     with tempfile.TemporaryDirectory() as folder:
         try:
             model = make(kind, Path(folder) / "model", seed=1, dtype=getattr(torch, dtype))
-            return told(process.call("compare", str(model), dtype, kind.options, WAYS[way], hub))
+            return summary(process.call("compare", str(model), dtype, kind.options, WAYS[way], hub))
         except Exception as error:  # noqa: BLE001 - the table says so, and the others go on
             return f"FAILED: {error}"
 
 
-def told(answer: dict[str, Any]) -> str:
+def summary(answer: dict[str, Any]) -> str:
     """Summarise the answer of `layout_process.compare` in a few words."""
     if "unbuilt" in answer:
         return f"vLLM cannot load it: {answer['unbuilt'].splitlines()[0][:120]}"

@@ -18,7 +18,7 @@ from typing import Any
 
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
-from weightlane.rollout.replicas.worker import RolloutWorker
+from weightlane.rollout.replicas.local_replica import LocalReplica
 from weightlane.sync import CheckpointEngineConfig, Coordinator, Rendezvous, SyncConfig, dtype_of
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig, TrainerConfig
@@ -55,7 +55,7 @@ async def main(model_dir: Path, directory: Path, port_file: Path, settings: dict
         if replica_settings is not None:
             adapters = {} if whole else {"adapter": adapter}
             rollout = RolloutConfig.model_validate({"dtype": "float32", **adapters, **replica_settings})
-            replica = RolloutWorker("rollout-0", rollout, model.path)
+            replica = LocalReplica("rollout-0", rollout, model.path)
             stack.push_async_callback(replica.close)
             await replica.start()
             replicas.append(replica)

@@ -11,17 +11,14 @@ from typing import Any
 
 import torch
 
-_PATCHED = "_weightlane_original"
 _BY_HEAD = 3
 
 
 def rotate_every_head() -> None:
-    """Let vLLM's own torch code rotate queries that have a dimension for heads. A second call does nothing."""
-    from .internals import RotaryEmbedding  # noqa: PLC0415 - only in processes that already run vLLM
+    """Let vLLM's own torch code rotate queries that have a dimension for heads."""
+    from ..vllm_surface import RotaryEmbedding  # noqa: PLC0415 - only in processes that already run vLLM
 
     kernel = RotaryEmbedding.forward_cpu
-    if hasattr(kernel, _PATCHED):
-        return
 
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -30,5 +27,4 @@ def rotate_every_head() -> None:
         rotated: tuple[torch.Tensor, torch.Tensor | None] = rotate(self, positions, query, key)
         return rotated
 
-    setattr(forward_cpu, _PATCHED, kernel)
     RotaryEmbedding.forward_cpu = forward_cpu

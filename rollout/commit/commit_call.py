@@ -19,7 +19,7 @@ from ..config import RolloutConfig
 from .records import CommitReport
 from .remote_failure import failure_from_text
 from .token_clock import TokenClock
-from .transfer_calls import WholeCommit
+from .transfer_calls import EngineCommit
 
 ENGINE_SHARE = 0.9
 """Share of a commit's time after which the engine gives up: before its client does, so that it never resumes unnoticed."""
@@ -52,12 +52,12 @@ async def commit_version(
     clock: TokenClock,
     version: int,
     *,
-    sound: bool,
+    trusted: bool,
     more: Mapping[str, Any] | None = None,
 ) -> CommitReport:
     """Put the staged `version` into service.
 
-    `sound` says whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
+    `trusted` says whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
     loading. After a failure that leaves the weights untrusted the engine stays paused. A cancelled commit continues in the
     engine. `more` are further fields of the `UpdateRequest`.
 
@@ -66,7 +66,7 @@ async def commit_version(
     """
     in_flight = clock.commit_begins(version)
     began = time.monotonic()
-    figures = await _update(engine, config, {**(more or {}), "version": version}, version, sound=sound)
+    figures = await _update(engine, config, {**(more or {}), "version": version}, version, trusted=trusted)
     clock.commit_ends(version)
     waited_s = time.monotonic() - began - figures["blocked_s"]
     return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight)
@@ -81,34 +81,33 @@ async def roll_back(
         CommitFailure: As `commit_version`.
     """
     update = {**(more or {}), "rollback_of": version}
-    return (await _update(engine, config, update, before, sound=True))["blocked_s"]
+    return (await _update(engine, config, update, before, trusted=True))["blocked_s"]
 
 
 async def _update(
-    engine: Engine, config: RolloutConfig, update: Mapping[str, Any], label: int, *, sound: bool
+    engine: Engine, config: RolloutConfig, update: Mapping[str, Any], label: int, *, trusted: bool
 ) -> dict[str, float]:
     """Let every rank make `update` while nothing is generated. Later tokens carry the version `label`."""
     limit_s = config.commit_timeout_s
     if config.adapter is not None:  # cached blocks belong to one adapter, which stays what it is
         config = config.model_copy(update={"kv_on_commit": "keep"})
-    whole = WholeCommit(
+    options = EngineCommit(
         weight_version=str(label),
         caches=config.kv_on_commit,
         within_s=ENGINE_SHARE * limit_s,
-        sound=sound,
+        trusted=trusted,
     )
     try:
         async with asyncio.timeout(limit_s):
-            return await engine.update_weights({**update, "whole": whole.model_dump()})
+            return await engine.update_weights({**update, "engine_commit": options.model_dump()})
     except Exception as cause:
         error, intact = _diagnose(engine, cause, limit_s)
-        serving = intact and sound
-        told: WeightlaneError = error
+        serving = intact and trusted
         if serving:
-            told = untouched(error, engine.name)
+            error = untouched(error, engine.name)
         elif not isinstance(error, WorkerDiedError):
-            told = quarantined(error, engine.name, "The replica must not serve")
-        raise CommitFailure(told, serving=serving) from cause
+            error = quarantined(error, engine.name, "The replica must not serve")
+        raise CommitFailure(error, serving=serving) from cause
 
 
 def _diagnose(engine: Engine, cause: Exception, limit_s: float) -> tuple[WeightlaneError, bool]:

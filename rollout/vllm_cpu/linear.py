@@ -11,23 +11,17 @@ from typing import Any
 
 import torch
 
-BACKEND = "weightlane"
-_PATCHED = "_weightlane_original"
 _LINEAR_NDIM = 2
 
 
 def keep_linear_parameters_live() -> None:
-    """Replace vLLM's packing of CPU linear layers. A second call does nothing.
+    """Replace vLLM's packing of CPU linear layers.
 
     The replacement checks the current vLLM config on each call, and packs as before for an engine that does not use weightlane.
     """
     from vllm.model_executor.layers import utils  # noqa: PLC0415 - only in processes that already run vLLM
 
-    from .internals import dispatch_cpu_unquantized_gemm  # noqa: PLC0415 - as above
-
-    if hasattr(dispatch_cpu_unquantized_gemm, _PATCHED):
-        return
-    original = dispatch_cpu_unquantized_gemm
+    from ..vllm_surface import dispatch_cpu_unquantized_gemm as original  # noqa: PLC0415 - as above
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
         # Weights with other dimensions (causal convolutions) have kernels that read the packed format only. vLLM packs
@@ -37,7 +31,6 @@ def keep_linear_parameters_live() -> None:
         else:
             original(layer, remove_weight)
 
-    setattr(dispatch, _PATCHED, original)
     utils.dispatch_cpu_unquantized_gemm = dispatch
 
 
@@ -46,7 +39,7 @@ def uses_weightlane() -> bool:
 
     vLLM sets its current config while it builds or reloads a model; without a config the answer is no.
     """
-    from .internals import get_current_vllm_config_or_none  # noqa: PLC0415 - as above
+    from ..vllm_surface import BACKEND, get_current_vllm_config_or_none  # noqa: PLC0415 - as above
 
     config = get_current_vllm_config_or_none()
     transfer = None if config is None else config.weight_transfer_config

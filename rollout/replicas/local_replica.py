@@ -1,4 +1,4 @@
-"""`RolloutWorker`: one vLLM engine that generates without a break and takes over new weights between two decode steps."""
+"""`LocalReplica`: one vLLM engine that generates without a break and takes over new weights between two decode steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 
-from ..commit.commit import CommitFailure, commit_version, roll_back
+from ..commit.commit_call import CommitFailure, commit_version, roll_back
 from ..commit.records import CommitReport, Completion, RolloutStats
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
@@ -30,10 +30,10 @@ from .sampling import Sampling
 from .vllm_engine import VllmEngine
 
 _WATCH_S = 0.5
-"""Seconds between two looks at whether the engine has died: short beside the time that a dead replica costs anyway."""
+"""Seconds between two looks at whether the engine has died: short compared with the time that a dead replica costs anyway."""
 
 
-class RolloutWorker:
+class LocalReplica:
     """One replica with its engine. All methods run on one event loop.
 
     Args:
@@ -121,15 +121,15 @@ class RolloutWorker:
                 raise
 
     async def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int] = ()) -> None:
-        """Say what the tensors of `version` will be, before it is committed. Replaces an earlier announcement of it.
+        """Declare which adapter `version` will be, before it is committed. Replaces an earlier announcement of it.
 
-        The ranks then load its first `adapter.rank` rows of A and columns of B beside its targets; a version that isn't announced
+        The ranks then load its first `adapter.rank` rows of A and columns of B for its targets; a version that isn't announced
         is an adapter of `RolloutConfig.adapter`. Requests can name either in `generate` until a commit that does not keep it.
 
         Args:
             version: The version, above all that were committed.
-            adapter: Its rank, at most that of `RolloutConfig.adapter`; its alpha; its targets, some of those that travel, or none
-                for all of these.
+            adapter: Its rank, at most that of `RolloutConfig.adapter`; its alpha; its targets, some of those that are sent;
+                no targets mean all of these.
             keep: Versions that requests can still name after it was committed. Others are dropped, but for requests in flight.
 
         Raises:
@@ -161,7 +161,7 @@ class RolloutWorker:
 
         Log-probabilities of generated tokens are of the distribution that each was drawn from, with temperature, `top_k` and
         `top_p` applied: vLLM's ``processed_logprobs``. Those of the prompt are the model's own, at temperature 1; for them vLLM
-        reads no prefix from its cache, and computes the whole prompt.
+        reads no prefix from its cache, and computes the complete prompt.
 
         Args:
             request_id: Name of the request in logs and in the answer; need not be unique.
@@ -175,8 +175,8 @@ class RolloutWorker:
             top_p: Sample from the most probable tokens that have this probability together, above 0 and at most 1.
             seed: Makes the sampling repeatable for fixed weights, from 0 to 2**63 - 1.
             greedy: Take the most probable token; log-probabilities are then those at temperature 1, of all tokens.
-            adapter: The version of the adapter, where versions are adapters: an announced one that is still kept, or the newest;
-                0 for the model's weights alone, also before anything was committed; None for the newest.
+            adapter: The version of the adapter, where versions are adapters: an announced one that is loaded, or the newest;
+                0 for the model's weights without an adapter, also before anything was committed; None for the newest.
             prompt_logprobs: Number of most probable tokens to give with the log-probability of each prompt token, at most 20;
                 None: no log-probabilities of the prompt.
             top_logprobs: Number of most probable tokens to give with each generated one, at most 20.
@@ -267,7 +267,7 @@ class RolloutWorker:
         """Put `version`, which every rank has staged, into service between two decode steps.
 
         Requests in flight continue; `RolloutConfig.kv_on_commit` says what happens to their caches. A version that cannot be
-        loaded is rolled back at once if the version before is kept.
+        loaded is rolled back at once if the version before is still staged.
 
         Raises:
             WorkerDiedError: The engine is gone.
@@ -281,8 +281,9 @@ class RolloutWorker:
             async with self._updating(f"the commit of version {version}"):
                 if self.config.adapter is not None:
                     made, more = self._adapters.begin(version, self._in_flight.values())
-                sound = before is not None
-                report = await commit_version(self._engine, self.config, self.clock, version, sound=sound, more=more)
+                report = await commit_version(
+                    self._engine, self.config, self.clock, version, trusted=before is not None, more=more
+                )
                 if self.config.adapter is not None:
                     self._adapters.committed(made)
             if stops == self._stops:  # Otherwise a quarantine came during the commit, and outlives it.
@@ -297,7 +298,7 @@ class RolloutWorker:
         """Serve the version before `version` again, on every rank from the same step on. Does nothing if it serves already.
 
         Raises:
-            CommitError: The version before is not kept; `version` serves on.
+            CommitError: The version before is no longer available; `version` serves on.
             WeightlaneError: As `commit`.
         """
         async with self._control:

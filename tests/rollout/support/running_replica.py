@@ -17,7 +17,7 @@ from tiny_models import check_ranks, copy_with, is_greedy, load_tensors
 from tiny_run import IN_ENGINE
 from waiting import HANG_S
 
-from weightlane.rollout import CommitReport, Completion, RolloutConfig, RolloutWorker
+from weightlane.rollout import CommitReport, Completion, LocalReplica, RolloutConfig
 from weightlane.sync import SyncReport
 from weightlane.sync.config import CodecPolicy, Quantise
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 PROMPT = [5, 6, 7]
 
 
-class RecordingWorker(RolloutWorker):
+class RecordingReplica(LocalReplica):
     """Keeps the last commit's report, of which the coordinator passes on a part."""
 
     report: CommitReport
@@ -42,9 +42,9 @@ class RecordingWorker(RolloutWorker):
 
 
 @asynccontextmanager
-async def slow_steps(worker: RolloutWorker) -> AsyncIterator[None]:
+async def slow_steps(replica: LocalReplica) -> AsyncIterator[None]:
     """Inside, decode steps take so long that a completion of sixty tokens outlives whatever else happens, and few CPU seconds."""
-    probe = worker._engine.running.collective_rpc
+    probe = replica._engine.running.collective_rpc
     await probe("probe_pace", args=(0.1,))
     try:
         yield
@@ -52,21 +52,21 @@ async def slow_steps(worker: RolloutWorker) -> AsyncIterator[None]:
         await probe("probe_pace", args=(0.0,))
 
 
-def probed_worker(name: str, model: Path, *, in_engine: bool = False, **settings: Any) -> RecordingWorker:
-    """A worker with `settings` of `RolloutConfig` that can be probed; `in_engine` without a process for its only rank."""
+def probed_replica(name: str, model: Path, *, in_engine: bool = False, **settings: Any) -> RecordingReplica:
+    """A replica with `settings` of `RolloutConfig` that can be probed; `in_engine` without a process for its only rank."""
     extra = {"worker_extension_cls": "probe_extension.ProbeExtension"}
     if in_engine:
         extra["distributed_executor_backend"] = IN_ENGINE
     sizes = {"max_model_len": 1024, "kv_cache_memory_bytes": 64 << 20}
-    return RecordingWorker(name, RolloutConfig(extra_engine_args=extra, **{**sizes, **settings}), model)
+    return RecordingReplica(name, RolloutConfig(extra_engine_args=extra, **{**sizes, **settings}), model)
 
 
 @contextmanager
-def started(*workers: RolloutWorker) -> Iterator[asyncio.Runner]:
-    """Where workers run that have started; they are closed at the end."""
+def started(*replicas: LocalReplica) -> Iterator[asyncio.Runner]:
+    """Where replicas run that have started; they are closed at the end."""
 
     async def together(method: str) -> None:
-        await asyncio.gather(*(getattr(worker, method)() for worker in workers))
+        await asyncio.gather(*(getattr(replica, method)() for replica in replicas))
 
     environment = dict(os.environ)
     with asyncio.Runner() as runner:
@@ -83,23 +83,23 @@ def started(*workers: RolloutWorker) -> Iterator[asyncio.Runner]:
 
 @contextmanager
 def running(models: list[Path], started_from: Path, **settings: Any) -> Iterator[Setup]:
-    """A worker that was started from a checkpoint; `models` are for its trainer."""
-    worker = probed_worker("rollout-0", started_from, **settings)
-    with started(worker) as runner, closing(Setup(runner, worker, models, worker.config.tensor_parallel)) as setup:
+    """A replica that was started from a checkpoint; `models` are for its trainer."""
+    replica = probed_replica("rollout-0", started_from, **settings)
+    with started(replica) as runner, closing(Setup(runner, replica, models, replica.config.tensor_parallel)) as setup:
         yield setup
 
 
 @dataclass
 class Setup:
-    """A running worker, a trainer that publishes to it, and three models of the same shape."""
+    """A running replica, a trainer that publishes to it, and three models of the same shape."""
 
     runner: asyncio.Runner
-    worker: RecordingWorker
+    replica: RecordingReplica
     models: list[Path]
     world: int
     trainer: OneRankTrainer = field(init=False)
     others: list[OtherReplica] = field(default_factory=list)
-    """The trainer's replicas beside the worker."""
+    """The trainer's other replicas."""
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(call, HANG_S))
@@ -114,7 +114,7 @@ class Setup:
         retries: int = 1,
         with_another: bool = False,
     ) -> None:
-        """Put a new trainer in the place of the one before, and connect it to the worker.
+        """Put a new trainer in the place of the one before, and connect it to the replica.
 
         Args:
             with_another: Whether it publishes to an `OtherReplica`, too.
@@ -122,9 +122,9 @@ class Setup:
         self.close()
         self.trainer = OneRankTrainer(self.models[0], backend, codec=codec, quantise=quantise)
         self.others = [OtherReplica("rollout-1", self.trainer)] if with_another else []
-        self.run(self.worker.connect(self.trainer.address, backend, {}))
-        self.run(self.trainer.connect([self.worker, *self.others], quorum, retries))
-        self.trainer.version = self.worker.version
+        self.run(self.replica.connect(self.trainer.address, backend, {}))
+        self.run(self.trainer.connect([self.replica, *self.others], quorum, retries))
+        self.trainer.version = self.replica.version
 
     def close(self) -> None:
         """End the trainer."""
@@ -135,29 +135,29 @@ class Setup:
         self.others = []
 
     def probe(self, method: str, *args: object) -> list[Any]:
-        answers: list[Any] = self.run(self.worker._engine.running.collective_rpc(method, args=args))
+        answers: list[Any] = self.run(self.replica._engine.running.collective_rpc(method, args=args))
         return answers
 
     def serve(self, model: int, kv_on_commit: str = "recompute") -> int:
-        """Make the worker serve the weights of a model; returns their version."""
-        self.worker.config = self.worker.config.model_copy(update={"kv_on_commit": kv_on_commit})
+        """Make the replica serve the weights of a model; returns their version."""
+        self.replica.config = self.replica.config.model_copy(update={"kv_on_commit": kv_on_commit})
         self.run(self.trainer.sync(self.models[model]))
-        assert self.worker.version == self.trainer.version
+        assert self.replica.version == self.trainer.version
         return self.trainer.version
 
     def nudge(self) -> SyncReport:
-        """Change about one element in thirty of every live tensor of the trainer, and make the worker serve that."""
+        """Change about one element in thirty of every live tensor of the trainer, and make the replica serve that."""
         for tensor in self.trainer.live.values():
             tensor.view(-1)[self.trainer.version % 30 :: 30] *= 1.0 + 0.5 * self.trainer.version
         return self.run(self.trainer.sync_live())
 
     def sync_in_flight(self, model: int) -> tuple[SyncReport, list[tuple[list[int], Completion]]]:
-        """Make the worker serve the weights of a model while it decodes four completions; each with its prompt."""
+        """Make the replica serve the weights of a model while it decodes four completions; each with its prompt."""
 
         async def sync() -> tuple[SyncReport, list[tuple[list[int], Completion]]]:
             prompts = [[10 + index, 20, 30] for index in range(4)]
-            async with slow_steps(self.worker):
-                tasks = [asyncio.create_task(self.worker.generate("r", prompt, 60, greedy=True)) for prompt in prompts]
+            async with slow_steps(self.replica):
+                tasks = [asyncio.create_task(self.replica.generate("r", prompt, 60, greedy=True)) for prompt in prompts]
                 await self.tokens(20)
                 report = await self.trainer.sync(self.models[model])
             return report, list(zip(prompts, await asyncio.gather(*tasks), strict=True))
@@ -171,23 +171,23 @@ class Setup:
 
     async def tokens(self, count: int) -> None:
         """Wait until so many more tokens were generated."""
-        wanted = self.worker.clock.tokens + count
-        while self.worker.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
+        wanted = self.replica.clock.tokens + count
+        while self.replica.clock.tokens < wanted:  # noqa: ASYNC110 - nothing announces a count
             await asyncio.sleep(0.01)
 
     def greedy(self, prompt: list[int], count: int = 16) -> Completion:
-        return self.run(self.worker.generate("r", prompt, count, greedy=True))
+        return self.run(self.replica.generate("r", prompt, count, greedy=True))
 
     def check(self, weights: int | Mapping[str, torch.Tensor]) -> None:
-        """The worker serves a model's weights, or these, bit for bit, and decodes with them what transformers does."""
+        """The replica serves a model's weights, or these, bit for bit, and decodes with them what transformers does."""
         if isinstance(weights, int):
             model, tensors = self.models[weights], load_tensors(self.models[weights])
         else:
             folder = tempfile.mkdtemp(dir=self.models[0].parent)
             model, tensors = copy_with(weights, self.models[0], Path(folder, "model")), dict(weights)
-        assert self.worker.stats().serving
-        self.run(self.worker.check(tensors))
+        assert self.replica.stats().serving
+        self.run(self.replica.check(tensors))
         completion = self.greedy(PROMPT)
         assert is_greedy(model, PROMPT, completion.token_ids)
-        assert completion.versions == [self.worker.version] * 16
+        assert completion.versions == [self.replica.version] * 16
         assert completion.finish_reason == "length"

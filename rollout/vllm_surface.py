@@ -1,4 +1,4 @@
-"""The internals of vLLM that weightlane imports, by name.
+"""The surface of vLLM that weightlane uses: the internals that it imports, by name, checked before a replica serves.
 
 Attributes and methods that it reads of them are not listed here. vLLM promises none of them. A release that lacks one is
 refused before a replica serves, by an error with the missing name; vLLM itself starts as if weightlane were not installed.
@@ -13,6 +13,9 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
 
+BACKEND = "weightlane"
+"""The name of weightlane's weight-transfer engine in vLLM's configuration."""
+
 _MODULES = {
     # Reloads of a live model, layer by layer.
     "vllm.model_executor.model_loader.reload": (
@@ -21,7 +24,7 @@ _MODULES = {
     ),
     "vllm.model_executor.model_loader.reload.layerwise": ("get_layerwise_info",),
     "vllm.model_executor.model_loader.reload.meta": ("restore_layer_on_meta",),
-    # A second model beside the one that serves, and its outputs.
+    # A second model next to the one that serves, and its outputs.
     "vllm.config": ("get_current_vllm_config_or_none", "set_current_vllm_config"),
     "vllm.distributed": ("parallel_state",),
     "vllm.distributed.parallel_state": ("get_tp_group",),
@@ -37,7 +40,7 @@ _MODULES = {
     "vllm.v1.engine.core": ("EngineCore",),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
-    # Adapters that come from no files, and models that can have some.
+    # Adapters without files, and models that can have some.
     "vllm.model_executor.models": ("supports_lora",),
     "vllm.lora.lora_model": ("LoRAModel",),
     "vllm.lora.peft_helper": ("PEFTHelper",),

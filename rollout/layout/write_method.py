@@ -1,13 +1,13 @@
-"""`judge`: decides which part of a traced layout is committed by copies, and which part goes through vLLM's own loading.
+"""`choose_write_method`: which part of a traced layout is committed by copies, and which part goes through vLLM's own loading.
 
 The rule for copies: no tensor is refused, no element is unmapped or mapped twice, every element is used by some rank, and no
 layer repacks its weights. Layers that break the rule are reloaded in the same commit if they are a small, closed part of the
-model. Otherwise the whole version is reloaded. `rehearsal` shows later that equal parameters mean equal compute.
+model. Otherwise everything is reloaded. `rehearsal` proves the choice later, and that equal parameters mean equal compute.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
@@ -19,13 +19,13 @@ from .map.coverage import target_coverage, unused_elements
 from .map.layout_map import LayoutMap, Refusal
 
 _LARGEST_RELOADED_SHARE = 0.5
-"""Largest share of a model's bytes that is reloaded beside copies: beyond it copies save little."""
+"""Largest share of a model's bytes that is reloaded if the rest is copied: with a larger one copies save little."""
 _SHOWN_REASONS = 3
 """Most reasons in a summary, so that it stays one readable line."""
 
 
-class WriteMethod(StrEnum):
-    """A method to write versions into a model."""
+class WriteKind(StrEnum):
+    """A kind of write method."""
 
     TRACED = "traced"
     """Copies write every tensor."""
@@ -36,16 +36,16 @@ class WriteMethod(StrEnum):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The write method for versions on one rank, with its reasons."""
+class WriteMethod:
+    """How versions are written into one rank's model, with the reasons."""
 
-    method: WriteMethod
+    kind: WriteKind
     layout: LayoutMap
-    """The part that is committed by copies; empty for `WriteMethod.RELOAD`."""
-    modules: tuple[str, ...]
-    """Layers that are reloaded, without layers inside of them; none for `WriteMethod.RELOAD`."""
-    sources: frozenset[str]
-    """The checkpoint tensors that `modules` are made of."""
+    """The part that is committed by copies; empty for `WriteKind.RELOAD`."""
+    reloaded_layers: tuple[str, ...]
+    """Layers that are reloaded, without layers inside of them; none for `WriteKind.RELOAD`."""
+    reloaded_sources: frozenset[str]
+    """The checkpoint tensors that `reloaded_layers` are made of."""
     reasons: tuple[Refusal, ...]
     """The reasons why tensors are not copied."""
     derived: tuple[str, ...] = ()
@@ -59,8 +59,8 @@ class Verdict:
         return shown + (f" (and {more} more)" if more > 0 else "")
 
 
-def judge(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap]) -> Verdict:
-    """Apply the rule to this rank's `layout`, inside vLLM's current config.
+def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap]) -> WriteMethod:
+    """Choose how versions are written on this rank, inside vLLM's current config.
 
     Args:
         model: The live model.
@@ -97,23 +97,23 @@ def judge(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[Layou
         if name not in excused
     ]
     if broken:
-        return whole_reload((*broken, *(reason for reason in reasons if reason not in broken)))
+        return full_reload((*broken, *(reason for reason in reasons if reason not in broken)))
     if not refused and not layout.refused_sources:
-        return Verdict(WriteMethod.TRACED, layout, (), frozenset(), (), tuple(sorted(derived)))
+        return WriteMethod(WriteKind.TRACED, layout, (), frozenset(), (), tuple(sorted(derived)))
     return replace(_mixed(model, layout, set(refused), tuple(reasons)), derived=tuple(sorted(derived)))
 
 
 def untraceable(cause: Exception) -> Refusal:
-    """The reason for a whole reload if loading raised `cause` while it was traced."""
+    """The reason for a full reload if loading raised `cause` while it was traced."""
     return Refusal("the model", f"its loading cannot be traced: {type(cause).__name__}: {str(cause)[:200]}")
 
 
-def whole_reload(reasons: Iterable[Refusal]) -> Verdict:
-    """The verdict that every tensor goes through vLLM's own loading."""
-    return Verdict(WriteMethod.RELOAD, LayoutMap({}, {}), (), frozenset(), tuple(reasons))
+def full_reload(reasons: Iterable[Refusal]) -> WriteMethod:
+    """The method by which every tensor goes through vLLM's own loading."""
+    return WriteMethod(WriteKind.RELOAD, LayoutMap({}, {}), (), frozenset(), tuple(reasons))
 
 
-def _mixed(model: torch.nn.Module, layout: LayoutMap, modules: set[str], reasons: tuple[Refusal, ...]) -> Verdict:
+def _mixed(model: torch.nn.Module, layout: LayoutMap, modules: set[str], reasons: tuple[Refusal, ...]) -> WriteMethod:
     """Extend the refused part until no layer and no tensor is both reloaded and copied."""
     sources = {refusal.tensor for refusal in layout.refused_sources}
     owners = {target: _owner(target, model) for target in layout.targets}
@@ -126,16 +126,14 @@ def _mixed(model: torch.nn.Module, layout: LayoutMap, modules: set[str], reasons
             break
         sources |= inside
         modules |= fed
-    kept = layout.without(sources, [target for target, owner in owners.items() if owner in modules])
+    copied = layout.without(sources, [target for target, owner in owners.items() if owner in modules])
     total = sum(spec.numel * spec.dtype.itemsize for spec in layout.sources.values())
     share = sum(spec.numel * spec.dtype.itemsize for name, spec in layout.sources.items() if name in sources) / total
     if share > _LARGEST_RELOADED_SHARE:
-        return whole_reload((*reasons, Refusal("the model", f"{share:.0%} of it would have to be reloaded")))
-    if (tie := _tied_across(model, modules)) is not None:
-        return whole_reload((*reasons, Refusal(tie, "it is shared with a layer that need not be reloaded")))
+        return full_reload((*reasons, Refusal("the model", f"{share:.0%} of it would have to be reloaded")))
     if not modules:
-        return whole_reload((*reasons, Refusal("the model", "the refused tensors belong to no layer")))
-    return Verdict(WriteMethod.MIXED, kept, tuple(sorted(modules)), frozenset(sources), reasons)
+        return full_reload((*reasons, Refusal("the model", "the refused tensors belong to no layer")))
+    return WriteMethod(WriteKind.MIXED, copied, tuple(sorted(modules)), frozenset(sources), reasons)
 
 
 def repacked(model: torch.nn.Module) -> dict[str, str]:
@@ -143,7 +141,7 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
 
     vLLM keeps the shapes, strides and dtypes of each layer before processing; a layer that differs now was repacked.
     """
-    from ..vllm_internals.internals import get_layerwise_info  # noqa: PLC0415 - in a worker only
+    from ..vllm_surface import get_layerwise_info  # noqa: PLC0415 - in a worker only
 
     found: dict[str, str] = {}
     for prefix, module in model.named_modules():
@@ -164,7 +162,7 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _private_kernel(module: Any) -> str | None:
-    """The evidence that a linear layer on CPU computes from a packed copy; see `vllm_internals.cpu_linear`."""
+    """The evidence that a linear layer on CPU computes from a packed copy; see `vllm_cpu.linear`."""
     linear = module.__dict__.get("cpu_linear")
     if linear is not None and linear is not torch.nn.functional.linear:
         return "the layer computes from a packed copy of this weight"
@@ -186,16 +184,3 @@ def _owner(target: str, model: torch.nn.Module) -> str:
         else:
             break
     return ".".join(parts)
-
-
-def _tied_across(model: torch.nn.Module, modules: Collection[str]) -> str | None:
-    """A parameter of `modules` that shares memory with a layer outside of them, or None."""
-    inside: dict[int, str] = {}
-    outside: set[int] = set()
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        storage = tensor.untyped_storage()._cdata
-        if _owner(name, model) in modules:
-            inside[storage] = name
-        else:
-            outside.add(storage)
-    return next((name for storage, name in inside.items() if storage in outside), None)

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .cpu_linear import uses_weightlane
+from .linear import uses_weightlane
 
-_PATCHED = "_weightlane_original"
 _LIVE = "_weightlane_live"
 _GPT_OSS_LIMIT = 7.0
 _GPT_OSS_ALPHA = 1.702
@@ -24,15 +23,13 @@ _GPT_OSS_ALPHA = 1.702
 
 
 def keep_expert_parameters_live() -> None:
-    """Replace how vLLM prepares and computes unquantised experts on CPU. A second call does nothing.
+    """Replace how vLLM prepares and computes unquantised experts on CPU.
 
     The replacement checks the current vLLM config on each call, and does as before for an engine that does not use weightlane.
     """
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe  # noqa: PLC0415 - only in processes that run vLLM
 
     experts = cpu_moe.CPUUnquantizedExperts
-    if hasattr(experts.apply, _PATCHED):
-        return
     prepare, compute = experts.process_weights_after_loading, experts.apply
 
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
@@ -62,7 +59,6 @@ def keep_expert_parameters_live() -> None:
             call["activation"].value,
         )
 
-    setattr(apply, _PATCHED, compute)
     experts.process_weights_after_loading = process_weights_after_loading
     experts.apply = apply
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from .cpu_linear import BACKEND
-
-_PATCHED = "_weightlane_original"
+from ..vllm_surface import BACKEND
 
 
 def keep_latent_attention_live() -> None:
-    """Let engines that use weightlane take ``CPU_MLA`` unless they name a backend. A second call does nothing."""
-    from .internals import AttentionBackendEnum, CpuPlatform  # noqa: PLC0415 - only in processes that already run vLLM
+    """Let engines that use weightlane take ``CPU_MLA`` unless they name a backend."""
+    from ..vllm_surface import AttentionBackendEnum, CpuPlatform  # noqa: PLC0415 - only in processes that already run vLLM
 
     original = CpuPlatform.check_and_update_config.__func__
-    if hasattr(original, _PATCHED):
-        return
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         transfer, model = vllm_config.weight_transfer_config, vllm_config.model_config
@@ -29,5 +25,4 @@ def keep_latent_attention_live() -> None:
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         original(cls, vllm_config)
 
-    setattr(check_and_update_config, _PATCHED, original)
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

@@ -2,7 +2,7 @@
 
 vLLM 0.32 marks the tokens of a request without an adapter by the slot -1, and its CPU code indexes the slots with that: as soon
 as another request of the step has an adapter, these tokens are computed with the adapter in the last slot. Its GPU kernels skip
-them. Every vLLM with weightlane installed is corrected, so that the model's own weights can be sampled beside adapters.
+them. Every vLLM with weightlane installed is corrected, so that requests with and without an adapter can share a step.
 """
 
 from __future__ import annotations
@@ -11,16 +11,12 @@ from typing import Any
 
 import torch
 
-_PATCHED = "_weightlane_original"
-
 
 def skip_tokens_without_adapter() -> None:
-    """Let vLLM leave the layer's outputs of tokens without an adapter as they are, bit for bit. A second call does nothing."""
-    from .internals import PunicaWrapperCPU  # noqa: PLC0415 - only in processes that already run vLLM
+    """Let vLLM leave the layer's outputs of tokens without an adapter as they are, bit for bit."""
+    from ..vllm_surface import PunicaWrapperCPU  # noqa: PLC0415 - only in processes that already run vLLM
 
     original = PunicaWrapperCPU._apply_expand
-    if hasattr(original, _PATCHED):
-        return
 
     def apply_expand(
         self: Any,
@@ -37,9 +33,8 @@ def skip_tokens_without_adapter() -> None:
             return
         # Not masked by zeros: an adapter of infinities would still turn them into NaN.
         columns = slice(y_offset, y_offset + y_slice_size)
-        kept = y[without, columns]
+        before = y[without, columns]
         original(self, y, x, w_t_all, y_offset, y_slice_size, add_inputs)
-        y[without, columns] = kept
+        y[without, columns] = before
 
-    setattr(apply_expand, _PATCHED, original)
     PunicaWrapperCPU._apply_expand = apply_expand

@@ -51,7 +51,7 @@ class RankGroup:
         return next((error_from_wire(answer) for answer in answers if answer is not None), None)
 
     def gather(self, fact: Any) -> list[Any]:
-        """The facts of all ranks, in their order: JSON data, or None for a rank that has none to tell."""
+        """The facts of all ranks, in their order: JSON data, or None for a rank that has none."""
         if self._group is None:
             return [fact]
         data = b"" if fact is None else json.dumps(fact).encode()
