@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
-from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from .data.batch import IGNORED, LossDenominators, MicroBatch, TokenBatch, TokenSequence
 from .engines.adam_params import AdamParams
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
@@ -54,10 +54,10 @@ __all__ = [
     "LocalRanks",
     "LoraConfig",
     "Loss",
+    "LossDenominators",
     "LossOutput",
     "LossTerm",
     "MicroBatch",
-    "MiniBatch",
     "ModelOutputs",
     "Objective",
     "RayRanks",

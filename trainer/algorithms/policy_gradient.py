@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NoReturn
 
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..dispatch.dispatch import WorkerDispatch
 from ..loop.protocols import StepReport
 from .roles import OBJECTIVE, POLICY, REFERENCE
@@ -22,11 +22,11 @@ class PolicyGradient:
     def __init__(self, dispatch: WorkerDispatch) -> None:
         self._dispatch, self._policy = dispatch, dispatch[POLICY]
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepReport:
         """See `Trainers.train_step`."""
         if REFERENCE in self._dispatch:
             batch = await with_reference(batch, self._dispatch[REFERENCE])
-        return await take_step(self._policy, batch, OBJECTIVE, mini_batch)
+        return await take_step(self._policy, batch, OBJECTIVE, denominators)
 
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""

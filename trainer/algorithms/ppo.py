@@ -12,7 +12,7 @@ import torch
 from weightlane.ckpt_engines import GradientError
 
 from ..config import AlgorithmConfig
-from ..data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
+from ..data.batch import IGNORED, LossDenominators, TokenBatch, TokenSequence
 from ..dispatch.dispatch import WorkerDispatch
 from ..loop.protocols import StepReport
 from ..objectives.advantages import gae, whiten
@@ -46,7 +46,7 @@ class Ppo(PolicyGradient):
         self._critic, self._config = dispatch[CRITIC], config
         self._critic_skips = 0
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepReport:
         """See `Trainers.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``.
 
         It takes a step also where the policy's gradient is no number. Raises `GradientError` when its own was none for long.
@@ -57,8 +57,8 @@ class Ppo(PolicyGradient):
         values = [outputs["values"] for outputs in await valuing]
         judged = with_advantages(batch, values, self._config)
         policy, critic = await asyncio.gather(
-            take_step(self._policy, judged, OBJECTIVE, mini_batch),
-            take_step(self._critic, judged, OBJECTIVE, mini_batch),
+            take_step(self._policy, judged, OBJECTIVE, denominators),
+            take_step(self._critic, judged, OBJECTIVE, denominators),
         )
         metrics = {f"critic/{name}": value for name, value in critic.metrics.items()}
         if REFERENCE in self._dispatch:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..dispatch.dispatch import Role
 from ..loop.protocols import StepReport
 from ..objectives.loss import Loss
 from ..objectives.policy_values import REFERENCE_LOGPROBS
 
 
-async def take_step(role: Role, batch: TokenBatch, loss: str | Loss, mini_batch: MiniBatch | None = None) -> StepReport:
+async def take_step(
+    role: Role, batch: TokenBatch, loss: str | Loss, denominators: LossDenominators | None = None
+) -> StepReport:
     """Train `role` on `batch`: forward, backward and optimizer step."""
-    answer, result = await asyncio.gather(role.forward_backward(batch, loss, mini_batch), role.optim_step())
+    answer, result = await asyncio.gather(role.forward_backward(batch, loss, denominators), role.optim_step())
     return StepReport(result.step, answer.metrics, result.grad_norm, result.fence_s, result.seconds, result.skipped)
 
 

@@ -118,8 +118,8 @@ class TokenSequence:
 
 
 @dataclass(frozen=True, slots=True)
-class MiniBatch:
-    """How many tokens and sequences a whole mini-batch has: by these its losses are divided, however it is split.
+class LossDenominators:
+    """Tokens and sequences of a whole mini-batch, by which its losses are divided, however it is split.
 
     It is fixed before the first forward pass of an optimizer step. Tokens or sequences whose gradient is known to be 0 may be
     counted here and left out of the batches.
@@ -131,12 +131,12 @@ class MiniBatch:
 
     @classmethod
     def of(cls, *batches: TokenBatch) -> Self:
-        """The mini-batch of which `batches` are all parts."""
+        """Count a mini-batch of which `batches` are all parts."""
         return cls.of_sequences([sequence for batch in batches for sequence in batch.sequences])
 
     @classmethod
     def of_sequences(cls, sequences: Sequence[TokenSequence]) -> Self:
-        """The mini-batch of these sequences."""
+        """Count a mini-batch of these sequences."""
         return cls(float(sum(sequence.target_tokens for sequence in sequences)), float(len(sequences)))
 
 
@@ -157,11 +157,11 @@ class MicroBatch:
     """[N] or [N, ...] each."""
     per_sequence: Mapping[str, torch.Tensor]
     """float32 [S] each."""
-    together: int = 1
-    """See `TokenBatch.together`; S is a multiple of it."""
+    sequences_per_unit: int = 1
+    """See `TokenBatch.sequences_per_unit`; S is a multiple of it."""
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenSequence], together: int = 1) -> Self:
+    def of(cls, sequences: Sequence[TokenSequence], sequences_per_unit: int = 1) -> Self:
         """Pack `sequences`, at least one, in their order."""
         first = sequences[0]
         lengths = torch.tensor([0, *(sequence.length for sequence in sequences)])
@@ -174,7 +174,7 @@ class MicroBatch:
                 name: torch.tensor([sequence.per_sequence[name] for sequence in sequences], dtype=torch.float32)
                 for name in first.per_sequence
             },
-            together,
+            sequences_per_unit,
         )
 
     @classmethod
@@ -192,8 +192,8 @@ class MicroBatch:
         )
 
     @classmethod
-    def without_targets(cls, like: TokenSequence, together: int = 1) -> Self:
-        """`together` sequences of one token that predicts nothing, with values of the names and shapes of `like`.
+    def without_targets(cls, like: TokenSequence, sequences_per_unit: int = 1) -> Self:
+        """`sequences_per_unit` sequences of one token that predicts nothing, with values of the names and shapes of `like`.
 
         A rank that ran out of sequences computes this, and so takes part in every collective.
         """
@@ -203,7 +203,7 @@ class MicroBatch:
             {name: torch.zeros_like(tensor[:1]) for name, tensor in like.per_token.items()},
             dict.fromkeys(like.per_sequence, 1.0),
         )
-        return cls.of([nothing] * together, together)
+        return cls.of([nothing] * sequences_per_unit, sequences_per_unit)
 
     def required(self, name: str) -> torch.Tensor:
         """The per-token value `name`, [N] or [N, ...]; `ProtocolError` if the batch lacks it."""
@@ -280,21 +280,21 @@ class TokenBatch:
 
     Raises `ProtocolError`, naming sequence, tensor and index, when there is no sequence, when sequences differ in what they
     carry, when a target is neither a token nor `IGNORED`, or when a value is NaN or infinite. It does so, too, when the number
-    of sequences is no multiple of `together`.
+    of sequences is no multiple of `sequences_per_unit`.
     """
 
     sequences: tuple[TokenSequence, ...]
-    together: int = 1
-    """This many sequences in a row, counted from the first, are always in one micro-batch, in their order: 2 for pairs."""
+    sequences_per_unit: int = 1
+    """Sequences in a unit, which is never divided: each unit is in one micro-batch, in its order. 2 for pairs."""
 
     def __post_init__(self) -> None:
         if not self.sequences:
             raise ProtocolError("a training batch needs at least one sequence.", part=_PART)
-        if self.together < 1 or len(self.sequences) % self.together:
+        if self.sequences_per_unit < 1 or len(self.sequences) % self.sequences_per_unit:
             raise ProtocolError(
-                f"{len(self.sequences)} sequences cannot be kept together {self.together} at a time.",
+                f"{len(self.sequences)} sequences are no whole units of {self.sequences_per_unit}.",
                 part=_PART,
-                hint="Give a multiple of `together`, which is at least 1.",
+                hint="Give a multiple of `sequences_per_unit`, which is at least 1.",
             )
         carried = [_kinds(sequence) for sequence in self.sequences]
         for index, kinds in enumerate(carried):
@@ -326,7 +326,7 @@ class TokenBatch:
     @cached_property
     def packed(self) -> MicroBatch:
         """All sequences, one after the other."""
-        return MicroBatch.of(self.sequences, self.together)
+        return MicroBatch.of(self.sequences, self.sequences_per_unit)
 
     @property
     def target_tokens(self) -> int:
@@ -371,7 +371,7 @@ def unpacked_batch(packed: MicroBatch) -> TokenBatch:
                 zip(packed.split(packed.tokens), packed.split(packed.targets), strict=True)
             )
         ),
-        packed.together,
+        packed.sequences_per_unit,
     )
 
 

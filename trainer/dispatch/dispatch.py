@@ -16,7 +16,7 @@ from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.publisher import publisher_name
 
 from ..config import LoraConfig
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..engines.adam_params import AdamParams
 from ..engines.contract import STATE_PARTS, SequenceOutputs, StatePart
 from ..engines.lora.joint import BackwardPart
@@ -127,7 +127,7 @@ class Role:
         self,
         batch: TokenBatch | StagedBatch,
         loss: str | Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> asyncio.Task[BackwardAnswer]:
@@ -138,14 +138,14 @@ class Role:
         Args:
             batch: The sequences.
             loss: The name of one of ``RoleSpec.losses``, or a loss that can be pickled.
-            mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it.
+            denominators: Tokens and sequences of the whole mini-batch; None if `batch` is all of it.
             outputs: What to return of the forward pass.
             adapter: The adapter that computes and whose gradient it is; "" for the model's own weights, None for what is
                 published.
         """
         staged = batch if isinstance(batch, StagedBatch) else StagedBatch(batch)
         sent = staged.on(self._group.ranks)
-        calling = self._group.call(self.name, "forward_backward", sent, loss, mini_batch, tuple(outputs), adapter)
+        calling = self._group.call(self.name, "forward_backward", sent, loss, denominators, tuple(outputs), adapter)
 
         async def answer() -> BackwardAnswer:
             return _backward_answer(await calling, staged.batch, outputs)

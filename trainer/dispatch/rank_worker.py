@@ -17,7 +17,7 @@ from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncCo
 from weightlane.sync.publisher import publisher_name
 
 from ..config import LoraConfig
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..engines.adam_params import AdamParams
 from ..engines.contract import BackwardResult, StatePart, TrainingEngine
 from ..engines.lora.adapters import DEFAULT
@@ -191,7 +191,7 @@ class RankWorker:
         role: str,
         batch: TokenBatch,
         loss: str | Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> tuple[Mapping[str, float], RankOutputs]:
@@ -208,7 +208,7 @@ class RankWorker:
             raise self._incomplete(begun)
         try:
             chosen = self._loss(role, loss)
-            result = hosted.engine.forward_backward(batch, chosen, mini_batch, outputs, adapter)
+            result = hosted.engine.forward_backward(batch, chosen, denominators, outputs, adapter)
         except Exception as error:
             begun.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
             raise

@@ -15,7 +15,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ..config import Head, LoraConfig, TrainerConfig
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .adam_params import AdamParams
 
@@ -50,7 +50,7 @@ class TrainingEngine(ABC):
         2. [all]   setup(model_dir, seed)                    joins the other ranks, loads the weights
         3. [all]   load(directory)                           optional: resume from a saved state
         4. [all]   forward(batch)                            whenever no training step is half done
-           [all]   forward_backward(batch, loss, mini_batch) } once or more, then
+           [all]   forward_backward(batch, loss, denominators) } once or more, then
            [all]   optim_step(before_change)                 } once: one training step
            [all]   add_adapter(name, config)                 any number of times between these calls, which take its name
         5. [any]   local_shards(wire_dtype)                  whenever no optim_step runs; never talks to a peer
@@ -161,7 +161,7 @@ class TrainingEngine(ABC):
         self,
         batch: TokenBatch,
         loss: Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> BackwardResult:
@@ -173,7 +173,7 @@ class TrainingEngine(ABC):
         Args:
             batch: The sequences, a part of the mini-batch or all of it.
             loss: What is summed, and by what each sum is divided.
-            mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
+            denominators: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
                 until `optim_step`.
             outputs: What to return of the forward pass.
             adapter: The adapter that the model computes with and whose gradients are added up, as in `forward`. Each has a
@@ -181,8 +181,8 @@ class TrainingEngine(ABC):
 
         Raises:
             ConfigError: There is no such adapter, or the model's own weights are frozen, as they are with ``trainer.lora``.
-            ProtocolError: `mini_batch` is not that of the calls before, or the model doesn't have a token or target, or its head
-                an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
+            ProtocolError: `denominators` are not those of the calls before, or the model doesn't have a token or target, or its
+                head an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
         """
 
     @abstractmethod

@@ -230,9 +230,9 @@ class AsyncLoop:
                 waited = time.perf_counter() - waited
             masks = self._config.late_groups == "mask"
             oldest = self._step - self._config.max_staleness if masks else None
-            batch, mini_batch = to_batch(groups, self._algorithm, oldest)
+            batch, denominators = to_batch(groups, self._algorithm, oldest)
             with self._clock.busy(TRAINING):
-                report = await self._parts.trainers.train_step(batch, mini_batch)
+                report = await self._parts.trainers.train_step(batch, denominators)
             if report.skipped:
                 error = GradientError(report.skipped, part="trainer")
                 self._failures.failed(STEP, error, step=self._step + 1, tasks=[group.task.prompt for group in groups])

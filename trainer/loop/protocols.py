@@ -10,7 +10,7 @@ from typing import NoReturn, Protocol
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Replica, ReplicaState, SyncReport
 
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class StepReport:
 class Trainers(Protocol):
     """All trainer ranks together."""
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
-        """Forward, backward and optimizer step on every rank; `mini_batch` is what the loss is a mean over."""
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepReport:
+        """Forward, backward and optimizer step on every rank; `denominators` is what the loss is a mean over."""
 
     async def publish(self, version: int) -> float:
         """Publish the current parameters as `version` on every rank; returns the seconds the slowest rank was blocked."""

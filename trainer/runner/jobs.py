@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from weightlane.ckpt_engines import WeightlaneError
 
 from ..config import LoraConfig
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..dispatch.dispatch import BackwardAnswer
 from ..dispatch.role import StepResult
 from ..engines.adam_params import AdamParams
@@ -98,7 +98,7 @@ class ForwardBackward(Job[BackwardAnswer]):
     batch: TokenBatch
     loss: str | NamedLoss | Loss
     """A name among ``RoleSpec.losses``, a `NamedLoss`, or a loss that can be pickled."""
-    mini_batch: MiniBatch | None = None
+    denominators: LossDenominators | None = None
     """Tokens and sequences of the whole mini-batch; None if `batch` is all of it."""
     outputs: Collection[OutputName] = ()
     adapter: str | None = None
@@ -144,7 +144,7 @@ class RlStep(Job[StepReport]):
     kind: ClassVar[str] = "rl_step"
 
     batch: TokenBatch
-    mini_batch: MiniBatch | None = None
+    denominators: LossDenominators | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class SftStep(Job[StepReport]):
     kind: ClassVar[str] = "sft_step"
 
     batch: TokenBatch
-    mini_batch: MiniBatch | None = None
+    denominators: LossDenominators | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from weightlane.plugins import RunHooks, process_hooks
 from ..algorithms.policy_gradient import PolicyGradient
 from ..algorithms.roles import POLICY
 from ..algorithms.step import take_step
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..dispatch.dispatch import WorkerDispatch
 from ..dispatch.role import StepPart
 from ..engines.lora.joint import BackwardPart
@@ -220,13 +220,13 @@ class Runner:
             SaveAdapter: lambda job: policy.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
             Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, job.adapter),
             ForwardBackward: lambda job: policy.forward_backward(
-                job.batch, self._loss(job.loss), job.mini_batch, job.outputs, job.adapter
+                job.batch, self._loss(job.loss), job.denominators, job.outputs, job.adapter
             ),
             OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
             Together: lambda job: policy.together([self._part(part) for part in job.parts]),
             DropGradient: lambda job: policy.drop_gradient(job.adapter),
-            RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
-            SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
+            RlStep: lambda job: algorithm.train_step(job.batch, job.denominators),
+            SftStep: lambda job: take_step(policy, job.batch, sft, job.denominators),
             Save: lambda job: algorithm.save(job.directory),
             Load: lambda job: algorithm.load(job.directory, optimizer=job.optimizer),
             Export: lambda job: policy.export_hf(job.directory, job.dtype),
@@ -240,7 +240,7 @@ class Runner:
         loss = self._loss(job.loss)
         if isinstance(loss, str):
             raise ConfigError(f"the loss {loss!r} of a joint job is a name.", part=_PART, hint="Pass the loss itself.")
-        return BackwardPart(job.batch, loss, job.mini_batch, job.outputs, job.adapter)
+        return BackwardPart(job.batch, loss, job.denominators, job.outputs, job.adapter)
 
     def _loss(self, loss: str | NamedLoss | Loss) -> str | Loss:
         if not isinstance(loss, NamedLoss):
@@ -264,9 +264,9 @@ class JobTrainers:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepReport:
         """See `Trainers.train_step`."""
-        return await self._runner.run(RlStep(batch, mini_batch))
+        return await self._runner.run(RlStep(batch, denominators))
 
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""

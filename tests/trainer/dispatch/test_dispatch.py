@@ -20,7 +20,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
 from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
-from weightlane.trainer import MicroBatch, MiniBatch, TrainerConfig, sft
+from weightlane.trainer import LossDenominators, MicroBatch, TrainerConfig, sft
 from weightlane.trainer.dispatch.dispatch import Role, WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
 from weightlane.trainer.dispatch.role import RoleSpec, StepResult
@@ -37,7 +37,7 @@ LOSS = {"policy": "policy", "critic": "valued", "reference": "sft"}
 ROLES = list(LOSS)
 ASKED = {"policy": ("logprobs", "entropy"), "critic": ("values",), "reference": ("logprobs",)}
 BATCHES = [make_batch(step) for step in range(3)]
-MINI_BATCH = MiniBatch.of(*BATCHES)
+MINI_BATCH = LossDenominators.of(*BATCHES)
 
 
 def specs(models: dict[str, Path]) -> list[RoleSpec]:

@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAborted
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import IGNORED, LossDenominators, TokenBatch, TokenSequence
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.fleet import Successor
@@ -93,7 +93,7 @@ class World:
         """Every version that was published, in order."""
         return [int(line.split()[1]) for line in self.log if line.startswith("published")]
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepReport:
         self.calls += 1
         if self.calls - 1 in self.skips:
             return StepReport(self.step, skipped="the gradient norm is nan.")

@@ -13,7 +13,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig
-from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...data.batch import LossDenominators, MicroBatch, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..adam_params import AdamParams
 from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart
@@ -123,12 +123,12 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         self,
         batch: TokenBatch,
         loss: Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
-        return self._run_parts([self._prepared(BackwardPart(batch, loss, mini_batch, outputs, adapter))])[0]
+        return self._run_parts([self._prepared(BackwardPart(batch, loss, denominators, outputs, adapter))])[0]
 
     def forward_backward_together(self, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
         """See `JoinsPasses`: parts whose targets have one shape share passes, if the model computes packed sequences."""
@@ -156,7 +156,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         self._require_here("parameters", "gradients")
         self._check_outputs({*part.outputs, *needed_outputs(part.loss)})
         chosen = self._trained(part.adapter)
-        sums = LossSums(self._begin_for(chosen, part.batch, part.mini_batch))
+        sums = LossSums(self._begin_for(chosen, part.batch, part.denominators))
         with self._whole_gradients(chosen):
             part.batch.check_vocabulary(self._vocabulary)
         return PreparedPart(part, chosen, sums)
@@ -201,7 +201,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         self._require_here(*STATE_PARTS)
         if (chosen := self._trained(adapter)) is not None:
             return self._step_adapter(chosen, before_change, params)
-        self._require_gradient(self._mini_batch, self._step)
+        self._require_gradient(self._denominators, self._step)
         params = params or AdamParams.of(self.config, self._step)
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
@@ -314,7 +314,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
     def _clear_gradients(self) -> None:
         self._away.pop("gradients", None)  # they are dropped, wherever they are
         self._optimizer.zero_grad()
-        self._mini_batch = None
+        self._denominators = None
 
     def _loaded_model(self) -> torch.nn.Module:
         require_open(self._model is not None, self._part)

@@ -179,7 +179,7 @@ class Adapters:
         published = self._adapters[DEFAULT]
         if adapter is published:
             return
-        if published.step or published.mini_batch is not None:
+        if published.step or published.denominators is not None:
             raise ConfigError(
                 f"adapter {name!r} would be published in the place of {DEFAULT!r}, which is trained itself.",
                 part=PART,

@@ -12,7 +12,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
-from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...data.batch import LossDenominators, MicroBatch, TokenBatch
 from ..adam_params import AdamParams
 from ..contract import Fence
 from ..hf.partial_dir import PART as STATE_PART
@@ -212,13 +212,15 @@ class AdaptedEngine(TorchEngine):
             )
         return adapter
 
-    def _begin_for(self, adapter: Adapter | None, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
+    def _begin_for(
+        self, adapter: Adapter | None, batch: TokenBatch, denominators: LossDenominators | None
+    ) -> LossDenominators:
         """The mini-batch that `batch` is part of; each adapter has one of its own, and so have the model's own weights."""
         if adapter is None:
-            self._mini_batch = self._same_mini_batch(self._mini_batch, batch, mini_batch)
-            return self._mini_batch
-        adapter.mini_batch = self._same_mini_batch(adapter.mini_batch, batch, mini_batch)
-        return adapter.mini_batch
+            self._denominators = self._same_denominators(self._denominators, batch, denominators)
+            return self._denominators
+        adapter.denominators = self._same_denominators(adapter.denominators, batch, denominators)
+        return adapter.denominators
 
     @contextmanager
     def _computing_with(self, adapter: Adapter | None, *, gradients: bool) -> Iterator[None]:
@@ -242,7 +244,7 @@ class AdaptedEngine(TorchEngine):
 
     def _step_adapter(self, adapter: Adapter, before_change: Fence, params: AdamParams | None) -> float:
         """See `TrainingEngine.optim_step`. An adapter is stepped at once: `before_change` is called once at most."""
-        self._require_gradient(adapter.mini_batch, adapter.step)
+        self._require_gradient(adapter.denominators, adapter.step)
         return self._change([adapter], before_change, params, 1.0)[adapter.name]
 
     def _change(

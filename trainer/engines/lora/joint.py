@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from weightlane.ckpt_engines import WeightlaneError
 
-from ...data.batch import MiniBatch, TokenBatch
+from ...data.batch import LossDenominators, TokenBatch
 from ...objectives.loss import Loss, LossSums, OutputName, needed_outputs
 from ..contract import BackwardResult, TrainingEngine
 from .adapter import Adapter, LoraPair
@@ -28,7 +28,7 @@ class BackwardPart:
 
     batch: TokenBatch
     loss: Loss
-    mini_batch: MiniBatch | None = None
+    denominators: LossDenominators | None = None
     outputs: Collection[OutputName] = ()
     adapter: str | None = None
 
@@ -46,7 +46,7 @@ class PreparedPart:
     def likeness(self) -> tuple[object, ...] | None:
         """Equal for parts that can share a pass; None for one that cannot share any."""
         packed = self.part.batch.packed
-        if self.adapter is None or packed.together > 1:
+        if self.adapter is None or packed.sequences_per_unit > 1:
             return None
         return packed.targets.shape[1:], *sorted(packed.per_sequence)
 
@@ -73,7 +73,7 @@ def one_by_one(engine: TrainingEngine, parts: Sequence[BackwardPart]) -> list[Ba
     found: list[BackwardResult | WeightlaneError] = []
     for part in parts:
         try:
-            found.append(engine.forward_backward(part.batch, part.loss, part.mini_batch, part.outputs, part.adapter))
+            found.append(engine.forward_backward(part.batch, part.loss, part.denominators, part.outputs, part.adapter))
         except WeightlaneError as error:
             found.append(error)
     return found
