@@ -39,7 +39,7 @@ from weightlane.trainer import (
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.runner.jobs import CreateAdapter, ForwardBackward, OptimStep, SaveAdapter
 from weightlane.trainer.runner.runner import Runner
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
-from ..loop.protocols import StepReport
 from .roles import OBJECTIVE, POLICY, REFERENCE
 from .step import take_step, with_reference
 
 
 async def dpo_step(
     dispatch: WorkerDispatch, pairs: TokenBatch, denominators: LossDenominators | None = None
-) -> StepReport:
+) -> StepResult:
     """One step of direct preference optimization; see `weightlane.trainer.dpo`.
 
     Args:

@@ -20,7 +20,7 @@ from ..config import LoraConfig
 from ..data.batch import LossDenominators, MicroBatch, TokenBatch, unpacked_batch
 from ..engines.adam_params import AdamParams
 from ..objectives.loss import OutputName
-from .jobs import JOBS, Job, NamedLoss
+from .jobs import JOBS, Job
 
 _PART = "job file"
 _KINDS = {job.kind: job for job in JOBS}
@@ -34,7 +34,7 @@ _FIELDS: Mapping[str, Any] = {
     "outputs": tuple[OutputName, ...],
     "top_k": int,
     "adapter": str | None,
-    "loss": str | NamedLoss,
+    "loss": str,
     "denominators": LossDenominators | None,
     "params": AdamParams | None,
     "version": int,
@@ -44,7 +44,7 @@ _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 
 def encode_job(job: Job[Any]) -> bytes:
-    """Write a job as bytes. Raises `ConfigError` for a `Together`, a function, or settings that JSON cannot represent."""
+    """Write a job as bytes. Raises `ConfigError` for a `JointJob`, a function, or settings that JSON cannot represent."""
     if type(job) not in JOBS:
         raise ConfigError(
             f"a job {job.kind!r} cannot be written to a file.", part=_PART, hint="Write its parts as jobs."
@@ -55,11 +55,11 @@ def encode_job(job: Job[Any]) -> bytes:
         value = getattr(job, field.name)
         if isinstance(value, TokenBatch):
             plain["sequences_per_unit"], tensors = value.sequences_per_unit, _tensors(value.packed)
-        elif field.name == "loss" and not isinstance(value, str | NamedLoss):
+        elif field.name == "loss" and not isinstance(value, str):
             raise ConfigError(
                 "the loss of this job is a function, which cannot be written to a file.",
                 part=_PART,
-                hint="Give its name, or a NamedLoss with its settings.",
+                hint="Give its name among RoleSpec.losses.",
             )
         else:
             plain[field.name] = _plain(value)

@@ -144,7 +144,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
 
     def _open(self, adapter: str | None = None) -> Any:
         if adapter:
-            raise self._without_adapters(adapter)
+            raise self.without_adapters(adapter)
         toolkit.require_open(self._model is not None, self._part)
         self._refuse_torn()
         return self._model

@@ -28,7 +28,7 @@ from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFER
 from weightlane.trainer.config import CriticConfig, LoraConfig
 from weightlane.trainer.data.batch import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
 

@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.sync import Coordinator
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.data.batch import LossDenominators
-from weightlane.trainer.dispatch.dispatch import Role
+from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.engines.adam_params import AdamParams
 
 PARAMS = {

@@ -30,8 +30,8 @@ from weightlane.trainer.runner.jobs import (
     Forward,
     ForwardBackward,
     Job,
+    JointJob,
     Load,
-    NamedLoss,
     OptimStep,
     Publish,
     RemoveAdapter,
@@ -39,7 +39,6 @@ from weightlane.trainer.runner.jobs import (
     Save,
     SaveAdapter,
     SftStep,
-    Together,
 )
 
 PAIRS = TokenBatch(make_batch(1).sequences[:4], sequences_per_unit=2)
@@ -50,7 +49,7 @@ EXAMPLES: list[Job[Any]] = [
     Forward(PAIRS, ("logprobs", "entropy"), 4, "a"),
     ForwardBackward(
         make_batch(2),
-        NamedLoss("ppo", {"clip": 0.2, "on": [True, None]}),
+        "likelihood",
         LossDenominators(9.0, 2.5),
         ("logprobs",),
         "a",
@@ -103,8 +102,7 @@ def test_a_job_that_files_cannot_hold_and_a_directory_that_is_a_file_are_refused
     files = JobFiles(tmp_path)
     for job, said in (
         (ForwardBackward(make_batch(0), sft), "is a function"),
-        (ForwardBackward(make_batch(0), NamedLoss("own", {"function": sft})), "cannot be written as JSON"),
-        (Together((OptimStep("a"), OptimStep("b"))), "Write its parts as jobs"),
+        (JointJob((OptimStep("a"), OptimStep("b"))), "Write its parts as jobs"),
     ):
         with pytest.raises(ConfigError, match=said):
             files.submit(job)

@@ -14,8 +14,8 @@ from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
 from weightlane.trainer.config import LoraConfig
-from weightlane.trainer.runner.jobs import Job, OptimStep, Together
-from weightlane.trainer.runner.joint_jobs import JointJobs, RunJob
+from weightlane.trainer.runner.job_joiner import JobJoiner, RunJob
+from weightlane.trainer.runner.jobs import Job, JointJob, OptimStep
 from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
@@ -38,11 +38,11 @@ class Jobs:
         self._broken = broken
 
     async def run(self, job: Job[Any]) -> Any:
-        parts = list(job.parts) if isinstance(job, Together) else [job]
+        parts = list(job.parts) if isinstance(job, JointJob) else [job]
         self.seen.append([str(getattr(part, "adapter", None) or getattr(part, "name", "")) for part in parts])
         await asyncio.sleep(0)
         results = [ConfigError("broken.", part="x") if each == self._broken else each for each in self.seen[-1]]
-        return results if isinstance(job, Together) else results[0]
+        return results if isinstance(job, JointJob) else results[0]
 
 
 class World:
@@ -182,7 +182,7 @@ def test_a_pass_is_not_kept_waiting_by_steps_however_many_are_asked_for_again_an
 def test_joint_jobs_wait_for_every_task_that_has_not_left_and_errors_are_those_of_their_own() -> None:
     async def live() -> None:
         jobs = Jobs(broken="b")
-        joint = JointJobs(cast("Any", jobs), 3)
+        joint = JobJoiner(cast("Any", jobs), 3)
         calls = [asyncio.create_task(joint.run(OptimStep(name))) for name in "ab"]
         await asyncio.sleep(0)
         assert jobs.seen == []

@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators, MicroBatch, TokenBatch
 from ..adam_params import AdamParams
-from ..contract import Fence
+from ..contract import AdapterEngine, Fence
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
 from ..rank_collectives import on_every_rank, require_open
@@ -27,14 +27,12 @@ from .saved import SavedAdapters
 from .sites import PART
 
 
-class AdaptedEngine(TorchEngine):
+class AdaptedEngine(TorchEngine, AdapterEngine):
     """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights.
 
     Beside the contract's calls it has some for a program that drives every rank itself, such as `TrainerRank`: `run_pass`,
     `run_backward` and `step_adapters`.
     """
-
-    has_adapters = True
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
@@ -46,14 +44,14 @@ class AdaptedEngine(TorchEngine):
         return self._step if self._lora is None else self.steps_of(None)
 
     def steps_of(self, adapter: str | None = None) -> int:
-        """See `TrainingEngine.steps_of`."""
+        """See `AdapterEngine.steps_of`."""
         assert self._lora is not None
         chosen = self._lora.chosen(adapter)
         return self._step if chosen is None else chosen.step
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """See `TrainingEngine.adapters`."""
+        """See `AdapterEngine.adapters`."""
         return self._open_adapters().names
 
     def add_adapter(
@@ -66,7 +64,7 @@ class AdaptedEngine(TorchEngine):
         resume: bool = False,
         trained: bool = True,
     ) -> None:
-        """See `TrainingEngine.add_adapter`."""
+        """See `AdapterEngine.add_adapter`."""
         adapters, made = self._open_adapters(), []
 
         def make() -> None:
@@ -79,11 +77,11 @@ class AdaptedEngine(TorchEngine):
         adapters.keep(made[0])
 
     def remove_adapter(self, name: str) -> None:
-        """See `TrainingEngine.remove_adapter`."""
+        """See `AdapterEngine.remove_adapter`."""
         self._open_adapters().remove(name)
 
     def export_adapter(self, directory: Path, name: str = DEFAULT, *, with_optimizer: bool = False) -> None:
-        """See `TrainingEngine.export_adapter`."""
+        """See `AdapterEngine.export_adapter`."""
         adapters = self._open_adapters()
         self._require_here("parameters", "optimizer")
         adapter = adapters.chosen(name)
@@ -99,7 +97,7 @@ class AdaptedEngine(TorchEngine):
             write_on_rank_zero(write, directory, self.rank, self._device)
 
     def load_published(self, before_change: Fence, adapter: str) -> None:
-        """See `TrainingEngine.load_published`."""
+        """See `AdapterEngine.load_published`."""
         adapters = self._open_adapters()
         self._require_here("parameters")
         adapters.load_published(adapter, before_change)

@@ -10,8 +10,8 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError
 
 from ...data.batch import LossDenominators
 from ...objectives.loss import LOGPROBS
+from ...runner.job_joiner import RunJob
 from ...runner.jobs import DropGradient, Forward, ForwardBackward, OptimStep
-from ...runner.joint_jobs import RunJob
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..base_model import BaseModel

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, StorageError, WorkerDiedError
 
 from ...config import LoraConfig
-from ...runner.joint_jobs import JointJobs, RunJob
+from ...runner.job_joiner import JobJoiner, RunJob
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..errors import UnknownError
@@ -239,7 +239,7 @@ class TrainingScheduler:
                 continue
             self._ran_between = False
             self._ahead = bool(self._joining(models, Joining.AT_ONCE))
-            jobs, serving = JointJobs(self._runner, len(models)), []
+            jobs, serving = JobJoiner(self._runner, len(models)), []
             for model in models:
                 self._models.move_to_end(model.id)
                 self._served[model.client] = self._count = self._count + 1
@@ -344,7 +344,7 @@ class TrainingScheduler:
         idle = [each.progress for each in self._models.values() if each.loaded and not each.waiting]
         return max(idle, default=-math.inf) + self._join_wait_s - time.monotonic()
 
-    async def _serve(self, model: Model, request: StoredRequest, jobs: JointJobs) -> None:
+    async def _serve(self, model: Model, request: StoredRequest, jobs: JobJoiner) -> None:
         """Carry out a request, whose jobs may be joined with those of others."""
         try:
             await self._carry_out(model, request, jobs.run)
