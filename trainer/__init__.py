@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
-from .data.batch import IGNORED, LossDenominators, MicroBatch, TokenBatch, TokenSequence
+from .data.batch import LossDenominators, TokenBatch
+from .data.sequences import IGNORED, MicroBatch, TokenSequence
 from .engines.adam_params import AdamParams
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names

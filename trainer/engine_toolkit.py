@@ -8,7 +8,8 @@
 True
 """
 
-from .data.batch import IGNORED, LossDenominators, MicroBatch, TokenBatch
+from .data.batch import LossDenominators, TokenBatch
+from .data.sequences import IGNORED, MicroBatch
 from .engines.adam_params import AdamParams
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model

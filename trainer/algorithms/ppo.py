@@ -13,7 +13,8 @@ import torch
 from weightlane.ckpt_engines import GradientError
 
 from ..config import AlgorithmConfig
-from ..data.batch import IGNORED, LossDenominators, TokenBatch, TokenSequence
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, TokenSequence
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.advantages import gae, whiten

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..data.batch import IGNORED, TEMPERATURE, LossDenominators, MicroBatch, TokenBatch, TokenSequence
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, TEMPERATURE, MicroBatch, TokenSequence
 from ..objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 from .models import VOCABULARY
 

@@ -16,8 +16,9 @@ from weightlane.ckpt_engines import ConfigError, GradientError, ProtocolError, W
 from weightlane.sync.version.tensor_spec import dtype_of
 
 from ..config import TrainerConfig
-from ..data.batch import LossDenominators, MicroBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..data.packing import micro_batches
+from ..data.sequences import MicroBatch
 from ..objectives.loss import ModelOutputs, OutputName
 from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
 from .offloading import HostCopies

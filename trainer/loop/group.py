@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import AlgorithmConfig
-from ..data.batch import IGNORED, TEMPERATURE, LossDenominators, TokenBatch, TokenSequence
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 from ..data.tasks import Task
 from ..objectives.advantages import group_advantages
 from ..objectives.policy_values import ADVANTAGES, REWARD, ROLLOUT_LOGPROBS

@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
 from .policy_values import REFERENCE_LOGPROBS
 

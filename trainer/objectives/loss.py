@@ -13,7 +13,8 @@ from typing import Literal, Protocol, Self
 
 import torch
 
-from ..data.batch import LossDenominators, MicroBatch
+from ..data.batch import LossDenominators
+from ..data.sequences import MicroBatch
 
 OutputName = Literal["logprobs", "entropy", "values", "hidden"]
 """The outputs that a model can be asked for: ``values`` of one with a value head, log-probabilities and entropy of others."""

@@ -17,7 +17,8 @@ from safetensors.torch import load, save
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..config import LoraConfig
-from ..data.batch import LossDenominators, MicroBatch, TokenBatch, unpacked_batch
+from ..data.batch import LossDenominators, TokenBatch, unpacked_batch
+from ..data.sequences import MicroBatch
 from ..engines.adam_params import AdamParams
 from ..objectives.loss import OutputName
 from .jobs import JOBS, Job

@@ -20,7 +20,8 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from ..data.batch import IGNORED, LossDenominators, MicroBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, MicroBatch
 from ..objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs
 from ..objectives.policy_values import LARGEST_LOG_RATIO, ratio_of
 

@@ -26,7 +26,7 @@ from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
 from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 from weightlane.trainer.config import CriticConfig, LoraConfig
-from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS

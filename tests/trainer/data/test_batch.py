@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.trainer.data.batch import IGNORED, LossDenominators, MicroBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
 from weightlane.trainer.data.packing import micro_batches, shares
+from weightlane.trainer.data.sequences import IGNORED, MicroBatch, TokenSequence
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=9)
 completions = st.builds(

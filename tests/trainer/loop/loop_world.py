@@ -14,7 +14,8 @@ from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAborted
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import IGNORED, LossDenominators, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.sequences import IGNORED, TokenSequence
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig

@@ -12,7 +12,8 @@ from loss_batches import at_targets, completion, in_float64, slopes_at_targets
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo
-from weightlane.trainer.data.batch import LossDenominators, MicroBatch, TokenBatch
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 
 Side = tuple[list[tuple[float, float]], int]

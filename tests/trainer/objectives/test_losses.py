@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer import explained_variance, gae, value_loss, whiten
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import LossDenominators, MicroBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.advantages import group_advantages
 from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs, needs
 from weightlane.trainer.objectives.supervised import sft

@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo, kl_penalised_rewards, value_loss
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import LossDenominators, MicroBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 from weightlane.trainer.objectives.named import BUILT_IN, Objective
 

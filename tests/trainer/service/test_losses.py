@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
-from weightlane.trainer.data.batch import IGNORED, LossDenominators, MicroBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.sequences import IGNORED, MicroBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 from weightlane.trainer.service.losses import NAMES, ServiceLoss, loss_report
 

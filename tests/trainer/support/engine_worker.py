@@ -31,7 +31,8 @@ from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.conformance.processes.rank_process import noted_step
-from weightlane.trainer.data.batch import LossDenominators, MicroBatch
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.dispatch.rank_worker import RankWorker
 from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.registry import training_engine_class

@@ -13,7 +13,8 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig
-from ...data.batch import LossDenominators, MicroBatch, TokenBatch
+from ...data.batch import LossDenominators, TokenBatch
+from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..adam_params import AdamParams
 from ..contract import STATE_PARTS, BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart

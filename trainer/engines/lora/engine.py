@@ -12,7 +12,8 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
-from ...data.batch import LossDenominators, MicroBatch, TokenBatch
+from ...data.batch import LossDenominators, TokenBatch
+from ...data.sequences import MicroBatch
 from ..adam_params import AdamParams
 from ..contract import AdapterEngine, Fence
 from ..hf.partial_dir import PART as STATE_PART
