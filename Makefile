@@ -18,7 +18,7 @@ help:
 	@echo "make installs   installs the wheel by pip and from the network, without extras and with those in EXTRAS, and runs every command"
 	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=training,multi,vllm more"
 	@echo "make docs   the documentation as a site, in build/site"
-	@echo "make lint   ruff;  make types   mypy"
+	@echo "make lint   ruff, and names that nothing uses;  make types   mypy"
 
 setup:
 	@.ci/setup-env
@@ -76,6 +76,7 @@ gpu:
 lint: setup
 	@$(VENV)/ruff check .
 	@$(VENV)/ruff format --check .
+	@$(VENV)/python .ci/dead_code.py
 
 types: setup
 	@$(VENV)/mypy

@@ -26,10 +26,10 @@ from weightlane.cli.run.ray_cluster import RayCluster
 from weightlane.trainer import (
     AdamParams,
     LoraConfig,
+    LossDenominators,
     LossOutput,
     LossTerm,
     MicroBatch,
-    MiniBatch,
     ModelOutputs,
     TokenBatch,
     TokenSequence,
@@ -39,7 +39,7 @@ from weightlane.trainer import (
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.runner.jobs import CreateAdapter, ForwardBackward, OptimStep, SaveAdapter
 from weightlane.trainer.runner.runner import Runner
 
@@ -75,7 +75,7 @@ def served_step(training: Any, sequences: list[list[int]]) -> None:
 async def local_step(runner: Runner, sequences: list[list[int]]) -> None:
     """One step of the local program."""
     batch = TokenBatch(tuple(TokenSequence(torch.tensor(row[:-1]), torch.tensor(row[1:]), {}) for row in sequences))
-    await runner.run(ForwardBackward(batch, summed, MiniBatch(1.0, 1.0), adapter="local"))
+    await runner.run(ForwardBackward(batch, summed, LossDenominators(1.0, 1.0), adapter="local"))
     adam = AdamParams(RATE, betas=(0.9, 0.95), eps=1e-8, max_grad_norm=float("inf"))
     await runner.run(OptimStep("local", adam))
 

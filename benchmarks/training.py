@@ -157,7 +157,7 @@ def _cuda_way(way: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], 
 
 def _step(path: str, packing: str) -> Callable[[], None]:
     """Forward and backward of the fsdp2 engine on one rank."""
-    from weightlane.trainer import MiniBatch, TokenBatch, TokenSequence, TrainerConfig, sft
+    from weightlane.trainer import LossDenominators, TokenBatch, TokenSequence, TrainerConfig, sft
     from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 
     torch.manual_seed(0)
@@ -167,8 +167,8 @@ def _step(path: str, packing: str) -> Callable[[], None]:
     config = TrainerConfig(device="cpu", micro_batch_tokens=budget, fsdp2={"packing": packing})
     engine = Fsdp2Engine(config, 0, 1, ("127.0.0.1", 0))
     engine.setup(Path(path), seed=0)
-    mini_batch = MiniBatch.of(batch)
-    return lambda: engine.forward_backward(batch, sft, mini_batch) and None
+    denominators = LossDenominators.of(batch)
+    return lambda: engine.forward_backward(batch, sft, denominators) and None
 
 
 def packing() -> dict[str, Any]:

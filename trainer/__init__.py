@@ -13,7 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
-from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from .data.batch import LossDenominators, TokenBatch
+from .data.sequences import IGNORED, MicroBatch, TokenSequence
 from .engines.adam_params import AdamParams
 from .engines.contract import TrainingEngine
 from .engines.registry import training_engine_class, training_engine_names
@@ -28,17 +29,18 @@ from .objectives.value import explained_variance, value_loss
 if TYPE_CHECKING:
     from .algorithms.preferences import dpo_step
     from .algorithms.step import take_step
-    from .dispatch.dispatch import Role, WorkerDispatch
+    from .dispatch.dispatch import WorkerDispatch
     from .dispatch.ranks import LocalRanks
     from .dispatch.ray_ranks import RayRanks
-    from .dispatch.role import RoleSpec
+    from .dispatch.role import Role
+    from .dispatch.role_spec import RoleSpec
     from .engines.fsdp2.shards import shards_of
 
 _SLOW = {
     "LocalRanks": ".dispatch.ranks",
     "RayRanks": ".dispatch.ray_ranks",
-    "Role": ".dispatch.dispatch",
-    "RoleSpec": ".dispatch.role",
+    "Role": ".dispatch.role",
+    "RoleSpec": ".dispatch.role_spec",
     "WorkerDispatch": ".dispatch.dispatch",
     "dpo_step": ".algorithms.preferences",
     "shards_of": ".engines.fsdp2.shards",
@@ -54,10 +56,10 @@ __all__ = [
     "LocalRanks",
     "LoraConfig",
     "Loss",
+    "LossDenominators",
     "LossOutput",
     "LossTerm",
     "MicroBatch",
-    "MiniBatch",
     "ModelOutputs",
     "Objective",
     "RayRanks",

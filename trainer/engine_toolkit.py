@@ -8,7 +8,8 @@
 True
 """
 
-from .data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch
+from .data.batch import LossDenominators, TokenBatch
+from .data.sequences import IGNORED, MicroBatch
 from .engines.adam_params import AdamParams
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
@@ -31,9 +32,9 @@ __all__ = [
     "CheckpointRun",
     "ExportedModel",
     "Loss",
+    "LossDenominators",
     "LossSums",
     "MicroBatch",
-    "MiniBatch",
     "ModelOutputs",
     "OutputName",
     "SequenceOutputs",

@@ -38,8 +38,6 @@ class Capabilities:
     """Receivers may join or leave while the others stay connected."""
     same_host_only: bool = False
     """Both halves must run on one host. The sender's address names its host, and a receiver on another host refuses it."""
-    zero_copy: bool = False
-    """The sender makes no further copy of memory from `CheckpointEngine.allocate`."""
     views: bool = False
     """Receivers can read a lasting bucket in the sender's memory. The halves are a `ViewableSender` and a `ViewingReceiver`."""
     collective: bool = False

@@ -22,7 +22,7 @@ from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
 from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import check_trainer
 from weightlane.trainer.runner.run_dir import alone_in, refuse_taken

@@ -17,7 +17,7 @@ from weightlane.trainer.data.sft_examples import Example, Examples, load_example
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.lora.adapters import DEFAULT
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class

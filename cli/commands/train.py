@@ -19,7 +19,7 @@ from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.jobs import Export, Save
 from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
-from weightlane.trainer.runner.runner import JobTrainers, Runner
+from weightlane.trainer.runner.runner import Runner
 
 from ..config.config_file import explain
 from ..config.run_config import VERSIONS_DIR, RunConfig
@@ -97,7 +97,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             run_dir.finish_export(last=last)
 
         parts = LoopParts(
-            trainers=JobTrainers(runner),
+            trainers=runner,
             rollouts=replicas,
             syncer=coordinator,
             tokenizer=ready.tokenizer,

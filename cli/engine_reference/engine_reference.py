@@ -30,7 +30,6 @@ _MEANINGS = {
     "persistent": "buckets outlive the sender's process",
     "elastic": "receivers may join and leave without a new connection of the others",
     "same_host_only": "both sides on one host",
-    "zero_copy": "the sender makes no further copy of the engine's own memory",
     "collective": "all members of a connection form one communicator",
     "views": "receivers can look at weights in the sender's memory instead of copying them first",
 }

@@ -13,7 +13,7 @@ from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 
 from ..config.run_config import ClusterConfig, wire_dtype
 

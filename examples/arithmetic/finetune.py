@@ -92,7 +92,7 @@ async def train(how: str, folder: Path, steps: int) -> tuple[float, float]:
             if how == "sft":
                 report = await take_step(policy, TokenBatch(tuple(tasks.right(drawn))), OBJECTIVE)
             else:
-                report = await dpo_step(dispatch, TokenBatch(tuple(tasks.pairs(drawn, rng)), together=2))
+                report = await dpo_step(dispatch, TokenBatch(tuple(tasks.pairs(drawn, rng)), sequences_per_unit=2))
             if step % 20 == 0 or step == steps - 1:
                 print(f"step {report.step}/{steps}  loss {report.metrics['loss']:.3f}")
         return before, await accuracy(policy, heldout.right(heldout.tasks))

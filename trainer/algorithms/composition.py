@@ -9,7 +9,7 @@ from weightlane.ckpt_engines import ConfigError
 
 from ..config import AlgorithmConfig, CriticConfig, TrainerConfig
 from ..dispatch.dispatch import WorkerDispatch
-from ..dispatch.role import RoleSpec
+from ..dispatch.role_spec import RoleSpec
 from ..objectives.loss import Loss
 from ..objectives.named import Objective
 from ..objectives.value import value_loss

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NoReturn
 
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
-from ..loop.protocols import StepReport
 from .roles import OBJECTIVE, POLICY, REFERENCE
 from .step import take_step, with_reference
 
 
 class PolicyGradient:
-    """`weightlane.trainer.loop.protocols.Trainers` for a policy without a critic.
+    """The algorithm of a policy without a critic; a `Runner` calls it.
 
     Args:
         dispatch: Has the role `POLICY` with the loss `OBJECTIVE`; and `REFERENCE`, if that loss reads its log-probabilities.
@@ -22,24 +21,16 @@ class PolicyGradient:
     def __init__(self, dispatch: WorkerDispatch) -> None:
         self._dispatch, self._policy = dispatch, dispatch[POLICY]
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
-        """See `Trainers.train_step`."""
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
+        """Take one step of every model that is trained, see `Role.forward_backward` for the arguments."""
         if REFERENCE in self._dispatch:
             batch = await with_reference(batch, self._dispatch[REFERENCE])
-        return await take_step(self._policy, batch, OBJECTIVE, mini_batch)
-
-    async def publish(self, version: int) -> float:
-        """See `Trainers.publish`."""
-        return await self._policy.publish(version)
+        return await take_step(self._policy, batch, OBJECTIVE, denominators)
 
     async def save(self, directory: Path) -> None:
-        """See `Trainers.save`."""
+        """Save the training state of every model that is trained."""
         await self._policy.save(directory)
 
     async def load(self, directory: Path, *, optimizer: bool = True) -> int:
         """Resume from a state that `save` wrote, or begin anew, as `TrainingEngine.load` does; the optimizer steps taken."""
         return await self._policy.load(directory, optimizer=optimizer)
-
-    async def watch(self) -> NoReturn:
-        """See `Trainers.watch`."""
-        await self._dispatch.watch()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,9 +13,10 @@ import torch
 from weightlane.ckpt_engines import GradientError
 
 from ..config import AlgorithmConfig
-from ..data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, TokenSequence
+from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
-from ..loop.protocols import StepReport
 from ..objectives.advantages import gae, whiten
 from ..objectives.loss import OutputName
 from ..objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
@@ -46,8 +48,8 @@ class Ppo(PolicyGradient):
         self._critic, self._config = dispatch[CRITIC], config
         self._critic_skips = 0
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
-        """See `Trainers.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``.
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
+        """See `PolicyGradient.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``.
 
         It takes a step also where the policy's gradient is no number. Raises `GradientError` when its own was none for long.
         """
@@ -57,8 +59,8 @@ class Ppo(PolicyGradient):
         values = [outputs["values"] for outputs in await valuing]
         judged = with_advantages(batch, values, self._config)
         policy, critic = await asyncio.gather(
-            take_step(self._policy, judged, OBJECTIVE, mini_batch),
-            take_step(self._critic, judged, OBJECTIVE, mini_batch),
+            take_step(self._policy, judged, OBJECTIVE, denominators),
+            take_step(self._critic, judged, OBJECTIVE, denominators),
         )
         metrics = {f"critic/{name}": value for name, value in critic.metrics.items()}
         if REFERENCE in self._dispatch:
@@ -73,17 +75,11 @@ class Ppo(PolicyGradient):
             )
         if math.isfinite(explained := explained_variance(critic.metrics)):  # it isn't where all returns are equal
             metrics["critic/explained_variance"] = explained
-        return StepReport(
-            policy.step,
-            {**policy.metrics, **metrics},
-            policy.grad_norm,
-            policy.fence_s,
-            policy.seconds + critic.seconds,
-            policy.skipped,
-        )
+        seconds = policy.seconds + critic.seconds
+        return replace(policy, metrics={**policy.metrics, **metrics}, seconds=seconds)
 
     async def save(self, directory: Path) -> None:
-        """See `Trainers.save`; the critic's state lies beside that of the policy."""
+        """See `PolicyGradient.save`; the critic's state lies beside that of the policy."""
         await asyncio.gather(super().save(directory), self._critic.save(critic_state(directory)))
 
     async def load(self, directory: Path, *, optimizer: bool = True) -> int:

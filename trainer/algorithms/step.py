@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
-from ..data.batch import MiniBatch, TokenBatch
-from ..dispatch.dispatch import Role
-from ..loop.protocols import StepReport
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
+from ..dispatch.role import Role
 from ..objectives.loss import Loss
 from ..objectives.policy_values import REFERENCE_LOGPROBS
 
 
-async def take_step(role: Role, batch: TokenBatch, loss: str | Loss, mini_batch: MiniBatch | None = None) -> StepReport:
+async def take_step(
+    role: Role, batch: TokenBatch, loss: str | Loss, denominators: LossDenominators | None = None
+) -> StepResult:
     """Train `role` on `batch`: forward, backward and optimizer step."""
-    answer, result = await asyncio.gather(role.forward_backward(batch, loss, mini_batch), role.optim_step())
-    return StepReport(result.step, answer.metrics, result.grad_norm, result.fence_s, result.seconds, result.skipped)
+    answer, result = await asyncio.gather(role.forward_backward(batch, loss, denominators), role.optim_step())
+    return replace(result, metrics=answer.metrics)
 
 
 async def with_reference(batch: TokenBatch, reference: Role) -> TokenBatch:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..data.batch import IGNORED, TEMPERATURE, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, TEMPERATURE, MicroBatch, TokenSequence
 from ..objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 from .models import VOCABULARY
 
@@ -56,9 +57,9 @@ class BatchSpec:
         calls = self.calls or (tuple(range(self.rows)),)
         return [TokenBatch(tuple(made[row] for row in call)) for call in calls]
 
-    def mini_batch(self) -> MiniBatch:
+    def denominators(self) -> LossDenominators:
         """The tokens and sequences of the whole mini-batch."""
-        return MiniBatch.of_sequences(self.sequences())
+        return LossDenominators.of_sequences(self.sequences())
 
     def _sequence(self, source: random.Random, row: int) -> TokenSequence:
         length = _LENGTHS[row % len(_LENGTHS)]

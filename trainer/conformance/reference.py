@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..data.batch import IGNORED, TEMPERATURE, TokenSequence
+from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 from .batches import CONSTANT, WEIGHTS, BatchSpec
 
 NEVER_TRAINED = "e_score_correction_bias"

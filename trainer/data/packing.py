@@ -27,27 +27,27 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
 
 
 def micro_batches(
-    lengths: Sequence[int], world: int, max_tokens: int, *, padded: bool, together: int = 1
+    lengths: Sequence[int], world: int, max_tokens: int, *, padded: bool, sequences_per_unit: int = 1
 ) -> list[list[list[int]]]:
     """The micro-batches of each rank: as many on every rank, the missing ones empty.
 
     Each holds at most `max_tokens` tokens, except where a single unit of sequences is longer than that.
 
     Args:
-        lengths: Tokens of each sequence; a multiple of `together`.
+        lengths: Tokens of each sequence; a multiple of `sequences_per_unit`.
         world: Number of data parallel ranks.
         max_tokens: Token budget of a micro-batch.
         padded: Whether the model pads every sequence of a micro-batch to the longest, so that padding counts, too.
-        together: How many sequences in a row are a unit, which stays in one micro-batch and in its order.
+        sequences_per_unit: How many sequences in a row are a unit, which stays in one micro-batch and in its order.
 
     Returns:
         For each rank its micro-batches, each a list of indices of sequences.
     """
-    units = [lengths[first : first + together] for first in range(0, len(lengths), together)]
+    units = [lengths[first : first + sequences_per_unit] for first in range(0, len(lengths), sequences_per_unit)]
     plans = [_cut(share, units, max_tokens, padded=padded) for share in shares([sum(unit) for unit in units], world)]
     count = max(len(plan) for plan in plans)
     return [
-        [[unit * together + place for unit in part for place in range(together)] for part in plan]
+        [[unit * sequences_per_unit + place for unit in part for place in range(sequences_per_unit)] for part in plan]
         + [[] for _ in range(count - len(plan))]
         for plan in plans
     ]

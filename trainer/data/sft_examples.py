@@ -23,9 +23,9 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from .batch import IGNORED, TokenSequence
 from .conversations import check_messages, is_trained, refuse_unread, shown, template_options
 from .json_lines import json_lines
+from .sequences import IGNORED, TokenSequence
 
 _PART = "data"
 _log = logging.getLogger(__name__)

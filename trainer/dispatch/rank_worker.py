@@ -17,19 +17,20 @@ from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncCo
 from weightlane.sync.publisher import publisher_name
 
 from ..config import LoraConfig
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
 from ..engines.adam_params import AdamParams
-from ..engines.contract import BackwardResult, StatePart, TrainingEngine
+from ..engines.contract import BackwardResult, ForwardBackward, OptimStep, StatePart, TrainingEngine, with_adapters
 from ..engines.lora.adapters import DEFAULT
-from ..engines.lora.joint import BackwardPart, JoinsPasses, one_by_one
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
+from .rank_outputs import RankOutputs
 from .residency import Moves
-from .role import RankOutputs, RoleSpec, StepPart, StepResult
+from .role_spec import RoleSpec
 
 
 @dataclass(slots=True)
-class _Begun:
+class _MiniBatch:
     """A mini-batch of which no step has been taken yet."""
 
     computed_s: float = 0.0
@@ -49,25 +50,22 @@ class _Hosted:
     """Seconds in which moves waited for the publisher since the last optimizer step."""
     own: str = ""
     """The adapter that calls mean which name none; empty for the model's own weights."""
-    begun: dict[str, _Begun] = field(default_factory=dict)
+    mini_batches: dict[str, _MiniBatch] = field(default_factory=dict)
     """The mini-batches that are under way, by adapter; "" is the model's own weights."""
 
     def adapter(self, name: str | None) -> str:
         """The adapter that a call means."""
         return self.own if name is None else name
 
+    def steps_of(self, adapter: str | None) -> int:
+        """Optimizer steps that the adapter has taken, or the model."""
+        return (
+            with_adapters(self.engine, "steps_of").steps_of(adapter) if self.engine.has_adapters else self.engine.step
+        )
+
     def fence(self, names: Collection[str] | None = None) -> float:
         """Wait until nobody reads these checkpoint tensors any more, or any; the seconds waited."""
         return 0.0 if self.publisher is None else self.publisher.fence(names)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer of one rank to a call."""
-
-    value: Any
-    offloaded: Mapping[str, frozenset[StatePart]] = field(default_factory=dict)
-    """The parts of each role that are not on the device afterwards."""
 
 
 class RankWorker:
@@ -109,14 +107,13 @@ class RankWorker:
             engine.load(spec.state)
         return engine.step
 
-    def call(self, role: str, moves: Moves, method: str, *args: Any) -> Answer:
+    def call(self, role: str, moves: Moves, method: str, *args: Any) -> Any:
         """Move parts of the roles' states, then call a method of this class for `role`."""
         for name, parts in moves.away.items():
             self._offload(self._hosted(name), parts)
         for name, here in moves.here.items():
             self._hosted(name).engine.onload(here)
-        value = getattr(self, method)(role, *args)
-        return Answer(value, {name: hosted.engine.offloaded for name, hosted in self._roles.items()})
+        return getattr(self, method)(role, *args)
 
     def rest(self, role: str) -> None:
         """Nothing beyond the moves of `call`."""
@@ -160,7 +157,7 @@ class RankWorker:
     def publish(self, role: str, version: int, adapter: str | None = None) -> float:
         """Publish the parameters, or another adapter in their place, as `version`; returns the seconds this call took.
 
-        See `TrainingEngine.load_published`. An adapter waits until the version before is read.
+        See `AdapterEngine.load_published`. An adapter waits until the version before is read.
         """
         started = time.perf_counter()
         hosted = self._hosted(role)
@@ -171,7 +168,7 @@ class RankWorker:
             hosted.fence(names)
 
         if adapter is not None:
-            hosted.engine.load_published(before_change, adapter)
+            with_adapters(hosted.engine, adapter).load_published(before_change, adapter)
         hosted.publisher.publish(version)
         return time.perf_counter() - started
 
@@ -191,7 +188,7 @@ class RankWorker:
         role: str,
         batch: TokenBatch,
         loss: str | Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> tuple[Mapping[str, float], RankOutputs]:
@@ -203,26 +200,26 @@ class RankWorker:
             Metrics, and outputs of this rank's share.
         """
         started, hosted = time.perf_counter(), self._hosted(role)
-        begun = hosted.begun.setdefault(hosted.adapter(adapter), _Begun())
-        if begun.failed:
-            raise self._incomplete(begun)
+        mini_batch = hosted.mini_batches.setdefault(hosted.adapter(adapter), _MiniBatch())
+        if mini_batch.failed:
+            raise self._incomplete(mini_batch)
         try:
             chosen = self._loss(role, loss)
-            result = hosted.engine.forward_backward(batch, chosen, mini_batch, outputs, adapter)
+            result = hosted.engine.forward_backward(batch, chosen, denominators, outputs, adapter)
         except Exception as error:
-            begun.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
+            mini_batch.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
             raise
-        begun.computed_s += time.perf_counter() - started
+        mini_batch.computed_s += time.perf_counter() - started
         return result.metrics, RankOutputs.of(result.outputs)
 
     def optim_step(self, role: str, adapter: str | None = None, params: AdamParams | None = None) -> StepResult:
         """Fence, then optimizer step. Collective. A gradient that is not finite changes nothing."""
         started, hosted = time.perf_counter(), self._hosted(role)
         fence_s, hosted.fence_s = hosted.fence_s, 0.0
-        begun = hosted.begun.pop(name := hosted.adapter(adapter), _Begun())
-        if begun.failed:
+        mini_batch = hosted.mini_batches.pop(name := hosted.adapter(adapter), _MiniBatch())
+        if mini_batch.failed:
             hosted.engine.zero_grad(name)
-            raise self._incomplete(begun)
+            raise self._incomplete(mini_batch)
 
         def before_change(names: Collection[str]) -> None:
             nonlocal fence_s
@@ -231,52 +228,54 @@ class RankWorker:
         try:
             grad_norm = hosted.engine.optim_step(before_change, adapter, params)
         except GradientError as error:  # on every rank
-            seconds = begun.computed_s + time.perf_counter() - started
-            return StepResult(hosted.engine.steps_of(adapter), seconds=seconds, skipped=str(error))
-        stepped_s, step = time.perf_counter() - started, hosted.engine.steps_of(adapter)
+            seconds = mini_batch.computed_s + time.perf_counter() - started
+            return StepResult(hosted.steps_of(adapter), seconds=seconds, skipped=str(error))
+        stepped_s, step = time.perf_counter() - started, hosted.steps_of(adapter)
         facts = {
             "participant": publisher_name(self._rank),
-            "seconds": begun.computed_s + stepped_s,
-            "forward_backward_s": begun.computed_s,
+            "seconds": mini_batch.computed_s + stepped_s,
+            "forward_backward_s": mini_batch.computed_s,
             "fence_s": fence_s,
             "optimizer_s": max(0.0, stepped_s - fence_s),
         }
         process_hooks().rank_stepped(rank=self._rank, step=step, facts=facts)
-        return StepResult(step, grad_norm, fence_s, begun.computed_s + stepped_s)
+        seconds = mini_batch.computed_s + stepped_s
+        return StepResult(step, grad_norm=grad_norm, fence_s=fence_s, seconds=seconds)
 
-    def together(self, role: str, parts: Sequence[BackwardPart | StepPart]) -> list[Any]:
+    def together(self, role: str, calls: Sequence[ForwardBackward | OptimStep]) -> list[Any]:
         """Carry out calls of `forward_backward` and `optim_step`, each of another adapter. Collective.
 
         Returns:
             What each call would have returned, or the error that it would have raised.
         """
-        passes = [part for part in parts if isinstance(part, BackwardPart)]
-        computed = iter(self._pass_together(role, passes))
+        computed = iter(self._pass_together(role, [call for call in calls if isinstance(call, ForwardBackward)]))
         found: list[Any] = []
-        for part in parts:
-            if isinstance(part, BackwardPart):
-                found.append(next(computed))
-                continue
+        for call in calls:
             try:
-                found.append(self.optim_step(role, part.adapter, part.params))
+                if isinstance(call, OptimStep):
+                    found.append(self.optim_step(role, call.adapter, call.params))
+                else:
+                    found.append(next(computed))
             except WeightlaneError as error:
                 found.append(error)
         return found
 
-    def _pass_together(self, role: str, parts: Sequence[BackwardPart]) -> list[Any]:
-        """See `together`; as in `forward_backward`, a part that fails fails its adapter's mini-batch."""
+    def _pass_together(self, role: str, calls: Sequence[ForwardBackward]) -> list[Any]:
+        """See `together`; as in `forward_backward`, a call that fails fails its adapter's mini-batch."""
+        if not calls:
+            return []
         started, hosted = time.perf_counter(), self._hosted(role)
-        begun = [hosted.begun.setdefault(hosted.adapter(part.adapter), _Begun()) for part in parts]
-        whole = [part for part, each in zip(parts, begun, strict=True) if not each.failed]
+        batches = [hosted.mini_batches.setdefault(hosted.adapter(call.adapter), _MiniBatch()) for call in calls]
+        whole = [call for call, each in zip(calls, batches, strict=True) if not each.failed]
         try:
-            join = hosted.engine.forward_backward_together if isinstance(hosted.engine, JoinsPasses) else None
-            computed = iter(join(whole) if join else one_by_one(hosted.engine, whole))
+            engine = with_adapters(hosted.engine, "a joint job")
+            computed = iter(engine.forward_backward_together(whole))
         except Exception as error:
-            for each in begun:
+            for each in batches:
                 each.failed = each.failed or str(error)
             raise
         found: list[Any] = []
-        for each in begun:
+        for each in batches:
             answer = self._incomplete(each) if each.failed else next(computed)
             if isinstance(answer, BackwardResult):
                 each.computed_s += (time.perf_counter() - started) / len(whole)
@@ -294,25 +293,26 @@ class RankWorker:
         `optimizer` says whether it goes on with the moments and steps in `source`, if there are any.
         """
         hosted = self._hosted(role)
-        hosted.engine.add_adapter(name, config, source, replace=True, resume=optimizer)
-        hosted.begun.pop(name, None)
-        return hosted.engine.steps_of(name)
+        engine = with_adapters(hosted.engine, name)
+        engine.add_adapter(name, config, source, replace=True, resume=optimizer)
+        hosted.mini_batches.pop(name, None)
+        return engine.steps_of(name)
 
     def drop_gradient(self, role: str, adapter: str | None = None) -> None:
         """Drop the gradients of a mini-batch, and whatever failed in it."""
         hosted = self._hosted(role)
-        hosted.begun.pop(name := hosted.adapter(adapter), None)
+        hosted.mini_batches.pop(name := hosted.adapter(adapter), None)
         hosted.engine.zero_grad(name)
 
     def remove_adapter(self, role: str, name: str) -> None:
         """Drop an adapter, with its gradients and its optimizer."""
         hosted = self._hosted(role)
-        hosted.engine.remove_adapter(name)
-        hosted.begun.pop(name, None)
+        with_adapters(hosted.engine, name).remove_adapter(name)
+        hosted.mini_batches.pop(name, None)
 
     def export_adapter(self, role: str, directory: Path, name: str, with_optimizer: bool) -> None:
         """Write an adapter as PEFT does, with or without moments and steps beside it. Collective."""
-        self._engine(role).export_adapter(directory, name, with_optimizer=with_optimizer)
+        with_adapters(self._engine(role), name).export_adapter(directory, name, with_optimizer=with_optimizer)
 
     def save(self, role: str, directory: Path) -> None:
         """Save the full training state. Collective."""
@@ -323,7 +323,7 @@ class RankWorker:
         hosted = self._hosted(role)
         hosted.fence()
         hosted.engine.load(directory, optimizer=optimizer)
-        hosted.begun.clear()
+        hosted.mini_batches.clear()
         return hosted.engine.step
 
     def export_hf(self, role: str, directory: Path, dtype: str) -> None:
@@ -349,9 +349,9 @@ class RankWorker:
             hosted.fence_s += hosted.fence()
         hosted.engine.offload(parts)
 
-    def _incomplete(self, begun: _Begun) -> ProtocolError:
+    def _incomplete(self, mini_batch: _MiniBatch) -> ProtocolError:
         return ProtocolError(
-            f"a part of the mini-batch has no gradient: {begun.failed}",
+            f"a part of the mini-batch has no gradient: {mini_batch.failed}",
             part=publisher_name(self._rank),
             hint="optim_step ends the mini-batch, and changes nothing; then begin it anew.",
         )

@@ -1,89 +1,225 @@
-"""Roles: models that take part in an algorithm, and the answers that their ranks give."""
+"""`Role`: calls to one model of an algorithm, whatever ranks it runs on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import asyncio
+from collections.abc import Collection, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
-from ..config import TrainerConfig
+from weightlane.ckpt_engines import WeightlaneError
+from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
+from weightlane.sync.publisher import publisher_name
+
+from ..config import LoraConfig
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
 from ..engines.adam_params import AdamParams
-from ..engines.contract import SequenceOutputs
-from ..objectives.loss import Loss
+from ..engines.contract import BackwardAnswer, ForwardBackward, OptimStep, SequenceOutputs
+from ..objectives.loss import LOGPROBS, Loss, OutputName
+from .rank_outputs import joined
+from .role_group import RoleGroup
+from .role_spec import RoleSpec
+
+_T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class RoleSpec:
-    """A model with a part in an algorithm, and where it runs."""
+class Role:
+    """A model on some ranks. Every call begins at once, in the order of the calls, and returns a task to await.
 
-    name: str
-    """Such as ``policy``, ``critic`` or ``reference``."""
-    config: TrainerConfig
-    """Its training engine; ``frozen`` for a role that is not trained. Roles of one group have the same number of ranks."""
-    model_dir: Path
-    """A directory that `check_model_dir` accepts, readable on every rank."""
-    losses: Mapping[str, Loss] = field(default_factory=dict)
-    """Losses that its ranks know by name from the start, so that none has to travel with a call."""
-    seed: int = 0
-    group: str = "trainer"
-    """The group of ranks that hosts it. Roles of one group share processes and devices."""
-    state: Path | None = None
-    """A saved training state to begin with."""
+    No caller knows how many ranks there are: a batch is shared out among them, and outputs come in its order. A call to a role
+    waits for earlier ones to its group of ranks, and runs beside those to other groups.
+    """
+
+    def __init__(self, spec: RoleSpec, group: RoleGroup) -> None:
+        self.spec = spec
+        self._group = group
+
+    @property
+    def name(self) -> str:
+        """The role's name."""
+        return self.spec.name
+
+    def forward(
+        self,
+        batch: TokenBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
+    ) -> asyncio.Task[list[SequenceOutputs]]:
+        """Outputs of each sequence, in the order of the batch, without gradient. See `TrainingEngine.forward`."""
+        sent = self._group.ranks.put(batch)
+        calling = self._group.call(self.name, "forward", sent, tuple(outputs), top_k, adapter)
+
+        async def in_order() -> list[SequenceOutputs]:
+            return joined(await calling, len(batch))
+
+        return _started(in_order())
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: str | Loss,
+        denominators: LossDenominators | None = None,
+        outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
+    ) -> asyncio.Task[BackwardAnswer]:
+        """Add the gradient of a loss over `batch` to the gradients. See `TrainingEngine.forward_backward`.
+
+        Where this fails, the mini-batch of `adapter` does, and no other: its further parts and its step raise `ProtocolError`.
+
+        Args:
+            batch: The sequences.
+            loss: The name of one of ``RoleSpec.losses``, or a loss that can be pickled.
+            denominators: Tokens and sequences of the whole mini-batch; None if `batch` is all of it.
+            outputs: What to return of the forward pass.
+            adapter: The adapter that computes and whose gradient it is; "" for the model's own weights, None for what is
+                published.
+        """
+        sent = self._group.ranks.put(batch)
+        calling = self._group.call(self.name, "forward_backward", sent, loss, denominators, tuple(outputs), adapter)
+
+        async def answer() -> BackwardAnswer:
+            return _backward_answer(await calling, batch, outputs)
+
+        return _started(answer())
+
+    def optim_step(self, adapter: str | None = None, params: AdamParams | None = None) -> asyncio.Task[StepResult]:
+        """Take the step for which gradients were added up, after the fence. See `TrainingEngine.optim_step`.
+
+        Args:
+            adapter: The adapter that is stepped, as in `forward_backward`.
+            params: How AdamW steps; None: as the configuration says.
+        """
+        calling = self._group.call(self.name, "optim_step", adapter, params)
+
+        async def slowest() -> StepResult:
+            return StepResult.slowest(await calling)
+
+        return _started(slowest())
+
+    def together(
+        self, calls: Sequence[ForwardBackward | OptimStep]
+    ) -> asyncio.Task[list[BackwardAnswer | StepResult | WeightlaneError]]:
+        """Do what `forward_backward` and `optim_step` do for several adapters, each named once.
+
+        Passes are joined as `AdapterEngine.forward_backward_together` does.
+
+        Returns:
+            What each call would have returned, or the error that it would have raised; one says nothing about the others.
+        """
+        calling = self._group.call(self.name, "together", self._group.ranks.put(list(calls)))
+
+        async def answers() -> list[BackwardAnswer | StepResult | WeightlaneError]:
+            found = zip(*await calling, strict=True)
+            return [_answer_to(call, each) for call, each in zip(calls, found, strict=True)]
+
+        return _started(answers())
+
+    def add_adapter(
+        self, name: str, config: LoraConfig, source: Path | None = None, *, optimizer: bool = True
+    ) -> asyncio.Task[int]:
+        """Add an adapter that can be trained, in place of one of that name; the steps that it has taken.
+
+        Args:
+            name: See `AdapterEngine.add_adapter`.
+            config: See there.
+            source: A directory, readable on every rank, whose values it begins with; None for first values.
+            optimizer: Whether it resumes the moments and steps that `export_adapter` wrote there, if there are any.
+
+        Raises:
+            ConfigError: As there, or the name is that of the adapter of ``trainer.lora``. One that was there stays.
+            StorageError: A file in `source` cannot be read.
+        """
+        return self._steps("add_adapter", name, config, source, optimizer)
+
+    def drop_gradient(self, adapter: str | None = None) -> asyncio.Task[None]:
+        """Drop the gradients of an adapter's mini-batch, and whatever failed in it: it begins anew."""
+        return self._done("drop_gradient", adapter)
+
+    def remove_adapter(self, name: str) -> asyncio.Task[None]:
+        """Drop an adapter that `add_adapter` made; `ConfigError` for any other."""
+        return self._done("remove_adapter", name)
+
+    def export_adapter(self, directory: Path, name: str, *, with_optimizer: bool) -> asyncio.Task[None]:
+        """Write an adapter as PEFT does, with or without moments and steps beside it. See `AdapterEngine.export_adapter`."""
+        return self._done("export_adapter", directory, name, with_optimizer)
+
+    def publish(self, version: int, adapter: str | None = None) -> asyncio.Task[float]:
+        """Publish the parameters as `version`; the longest time in seconds that a rank was blocked.
+
+        With `adapter`, the version is that adapter, padded with zeros to the rank and the layers of the one of ``trainer.lora``.
+        It is copied once the version before is read. See `AdapterEngine.load_published` for what it refuses.
+        """
+        calling = self._group.call(self.name, "publish", version, adapter)
+
+        async def longest() -> float:
+            seconds: list[float] = await calling
+            return max(seconds)
+
+        return _started(longest())
+
+    def save(self, directory: Path) -> asyncio.Task[None]:
+        """Save the full training state."""
+        return self._done("save", directory)
+
+    def load(self, directory: Path, *, optimizer: bool = True) -> asyncio.Task[int]:
+        """Resume from a saved state, or begin anew, as `TrainingEngine.load` does; the steps taken."""
+        return self._steps("load", directory, optimizer)
+
+    def export_hf(self, directory: Path, dtype: str) -> asyncio.Task[None]:
+        """Write a Hugging Face model directory with weights in `dtype`."""
+        return self._done("export_hf", directory, dtype)
+
+    async def connect(
+        self,
+        rendezvous: Mapping[str, Any],
+        transport: CheckpointEngineConfig,
+        sync: SyncConfig,
+        wire_dtype: torch.dtype,
+    ) -> None:
+        """Make every rank's publisher of this role."""
+        dtype = str(wire_dtype).removeprefix("torch.")
+        placements: list[Placement] = await self._group.call(self.name, "placement", dtype)
+        await self._group.call(self.name, "connect", dict(rendezvous), transport, sync, dtype, placements)
+
+    def publisher_names(self) -> list[str]:
+        """The names under which its ranks publish, in rank order."""
+        return [publisher_name(rank) for rank in range(self._group.ranks.world)]
+
+    def _steps(self, method: str, *args: Any) -> asyncio.Task[int]:
+        calling = self._group.call(self.name, method, *args)
+
+        async def steps() -> int:
+            return int((await calling)[0])
+
+        return _started(steps())
+
+    def _done(self, method: str, *args: Any) -> asyncio.Task[None]:
+        calling = self._group.call(self.name, method, *args)
+
+        async def finish() -> None:
+            await calling
+
+        return _started(finish())
 
 
-@dataclass(frozen=True, slots=True)
-class StepPart:
-    """The arguments of one `Role.optim_step` among calls that are made together."""
-
-    adapter: str | None = None
-    params: AdamParams | None = None
+def _started(running: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
+    return asyncio.get_running_loop().create_task(running)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of one optimizer step; where ranks differ, the figures of the slowest one."""
-
-    step: int
-    """Optimizer steps taken so far."""
-    grad_norm: float = 0.0
-    fence_s: float = 0.0
-    """Seconds in which the optimizer waited for the snapshot of the version published before."""
-    seconds: float = 0.0
-    """Seconds of forward and backward passes since the step before, and of this one."""
-    skipped: str = ""
-    """Reason why no parameter was changed and `step` is unchanged; empty when all went well."""
-
-    @classmethod
-    def slowest(cls, results: Sequence[StepResult]) -> StepResult:
-        """The result of a step from those of its ranks."""
-        first = results[0]
-        fence_s, seconds = max(each.fence_s for each in results), max(each.seconds for each in results)
-        return cls(first.step, first.grad_norm, fence_s, seconds, first.skipped)
+def _answer_to(
+    call: ForwardBackward | OptimStep, found: Sequence[Any]
+) -> BackwardAnswer | StepResult | WeightlaneError:
+    """The answer to a call, from those of the ranks."""
+    if failed := [each for each in found if isinstance(each, WeightlaneError)]:
+        return failed[0]
+    if isinstance(call, OptimStep):
+        return StepResult.slowest(found)
+    return _backward_answer(found, call.batch, call.outputs)
 
 
-@dataclass(frozen=True, slots=True)
-class RankOutputs:
-    """Outputs of the sequences that one rank computed, as a few large tensors, which travel faster than many small ones."""
-
-    indices: Sequence[int]
-    lengths: Sequence[int]
-    """Tokens of each of these sequences."""
-    packed: Mapping[str, torch.Tensor]
-    """[tokens of all these sequences, ...] by name."""
-
-    @classmethod
-    def of(cls, found: Mapping[int, SequenceOutputs]) -> RankOutputs:
-        """Pack outputs by sequence."""
-        names = list(next(iter(found.values()), {}))
-        return cls(
-            list(found),
-            [len(outputs[names[0]]) if names else 0 for outputs in found.values()],
-            {name: torch.cat([outputs[name] for outputs in found.values()]) for name in names},
-        )
-
-    def by_sequence(self) -> dict[int, dict[str, torch.Tensor]]:
-        """The outputs of each sequence, as views."""
-        split = {name: torch.split(values, list(self.lengths)) for name, values in self.packed.items()}
-        return {index: {name: parts[at] for name, parts in split.items()} for at, index in enumerate(self.indices)}
+def _backward_answer(found: Sequence[Any], batch: TokenBatch, outputs: Collection[OutputName]) -> BackwardAnswer:
+    return BackwardAnswer(found[0][0], joined([each for _, each in found], len(batch)) if outputs else [])

@@ -16,8 +16,9 @@ from weightlane.ckpt_engines import ConfigError, GradientError, ProtocolError, W
 from weightlane.sync.version.tensor_spec import dtype_of
 
 from ..config import TrainerConfig
-from ..data.batch import MicroBatch, MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
 from ..data.packing import micro_batches
+from ..data.sequences import MicroBatch
 from ..objectives.loss import ModelOutputs, OutputName
 from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
 from .offloading import HostCopies
@@ -49,7 +50,7 @@ class TorchEngine(TrainingEngine):
         self._step = 0
         self._vocabulary = 0
         """Tokens of the model; set with it."""
-        self._mini_batch: MiniBatch | None = None
+        self._denominators: LossDenominators | None = None
         """The mini-batch whose gradients are being added up."""
         self._kept: Collection[str] = ()
         """Checkpoint tensors that are float32 whatever type the others travel or are exported in."""
@@ -205,7 +206,7 @@ class TorchEngine(TrainingEngine):
                 hint="Lower trainer.learning_rate, or look for broken log-probabilities or rewards in the batch.",
             )
 
-    def _require_gradient(self, begun: MiniBatch | None, step: int) -> None:
+    def _require_gradient(self, begun: LossDenominators | None, step: int) -> None:
         """Raise before a step for which nothing was computed, or whose forward or backward pass failed."""
         if begun is None:
             raise ProtocolError(
@@ -214,15 +215,17 @@ class TorchEngine(TrainingEngine):
                 hint="Call forward_backward before optim_step; if that failed, begin the mini-batch anew.",
             )
 
-    def _same_mini_batch(self, begun: MiniBatch | None, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
+    def _same_denominators(
+        self, begun: LossDenominators | None, batch: TokenBatch, denominators: LossDenominators | None
+    ) -> LossDenominators:
         """The mini-batch that `batch` is part of; `begun` is the one whose gradients are being added up, if any."""
-        found = mini_batch or MiniBatch.of(batch)
+        found = denominators or LossDenominators.of(batch)
         if begun is not None and begun != found:
             raise ProtocolError(
                 f"a mini-batch of {found.tokens:g} tokens and {found.sequences:g} sequences was begun before the step for one of"
                 f" {begun.tokens:g} and {begun.sequences:g} was taken.",
                 part=self._part,
-                hint="Pass the same mini_batch to every forward_backward until optim_step.",
+                hint="Pass the same denominators to every forward_backward until optim_step.",
             )
         return found
 
@@ -245,13 +248,15 @@ def micro_batches_of(
     """A rank's micro-batches of several batches, each as its parts of the batches.
 
     A part is the number of its batch, its sequences in that, and these on `device`. Every batch has one, so that every rank
-    computes every loss; there may be no sequence in it. Several batches must have a `TokenBatch.together` of 1.
+    computes every loss; there may be no sequence in it. Several batches must have a `TokenBatch.sequences_per_unit` of 1.
     """
     rows = [(number, index) for number, batch in enumerate(batches) for index in range(len(batch))]
     lengths = [batches[number].sequences[index].length for number, index in rows]
-    (data_rank, data_world), together = data_share, batches[0].together
+    (data_rank, data_world), sequences_per_unit = data_share, batches[0].sequences_per_unit
     shares: list[dict[int, list[int]]] = []
-    for chosen in micro_batches(lengths, data_world, max_tokens, padded=padded, together=together)[data_rank]:
+    for chosen in micro_batches(lengths, data_world, max_tokens, padded=padded, sequences_per_unit=sequences_per_unit)[
+        data_rank
+    ]:
         shares.append({})
         for number, index in (rows[each] for each in chosen):
             shares[-1].setdefault(number, []).append(index)
@@ -260,8 +265,8 @@ def micro_batches_of(
 
     def packed(batch: TokenBatch, indices: Sequence[int]) -> MicroBatch:
         if not indices:
-            return MicroBatch.without_targets(batch.sequences[0], together).to(device)
-        return MicroBatch.of([batch.sequences[index] for index in indices], together).to(device)
+            return MicroBatch.without_targets(batch.sequences[0], sequences_per_unit).to(device)
+        return MicroBatch.of([batch.sequences[index] for index in indices], sequences_per_unit).to(device)
 
     return [
         [(number, indices, packed(batches[number], indices)) for number, indices in (share or {0: []}).items()]

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..config import AlgorithmConfig
-from ..data.batch import IGNORED, TEMPERATURE, MiniBatch, TokenBatch, TokenSequence
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 from ..data.tasks import Task
 from ..objectives.advantages import group_advantages
 from ..objectives.policy_values import ADVANTAGES, REWARD, ROLLOUT_LOGPROBS
@@ -42,7 +43,7 @@ class PromptGroup:
 
 def to_batch(
     groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None
-) -> tuple[TokenBatch, MiniBatch]:
+) -> tuple[TokenBatch, LossDenominators]:
     """The groups as one training batch, advantages computed within each group, and the mini-batch that its loss is a mean over.
 
     Sequences with advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They
@@ -62,7 +63,7 @@ def to_batch(
     if algorithm.leaves_out_zero_advantages:
         kept = [sequence for advantage, sequence in judged if advantage]
         kept = kept or [min(every, key=lambda sequence: sequence.length)]
-    return TokenBatch(tuple(kept)), MiniBatch.of_sequences(every)
+    return TokenBatch(tuple(kept)), LossDenominators.of_sequences(every)
 
 
 def _sequences(

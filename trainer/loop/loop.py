@@ -20,13 +20,14 @@ from weightlane.plugins import RunHooks
 from weightlane.sync import SyncReport
 
 from ..config import AlgorithmConfig
+from ..data.step_result import StepResult
 from ..data.tasks import Task, TaskStream
 from .config import LoopConfig
 from .failures import STEP, Failures
 from .fleet import Fleet, Successor
 from .group import PromptGroup, staleness, to_batch
 from .overlap import OverlapClock
-from .protocols import Newcomer, Rollout, StepReport, Syncer, Tokenizer, Trainers
+from .protocols import Newcomer, Rollout, Syncer, Tokenizer, Trainers
 from .rollout_feeder import Judge, Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget
 from .state import LoopState
@@ -230,9 +231,9 @@ class AsyncLoop:
                 waited = time.perf_counter() - waited
             masks = self._config.late_groups == "mask"
             oldest = self._step - self._config.max_staleness if masks else None
-            batch, mini_batch = to_batch(groups, self._algorithm, oldest)
+            batch, denominators = to_batch(groups, self._algorithm, oldest)
             with self._clock.busy(TRAINING):
-                report = await self._parts.trainers.train_step(batch, mini_batch)
+                report = await self._parts.trainers.train_step(batch, denominators)
             if report.skipped:
                 error = GradientError(report.skipped, part="trainer")
                 self._failures.failed(STEP, error, step=self._step + 1, tasks=[group.task.prompt for group in groups])
@@ -319,7 +320,7 @@ class AsyncLoop:
         self._parts.hooks.evaluated(step=step, facts=facts)
         return accuracy
 
-    def _report_step(self, groups: Sequence[PromptGroup], report: StepReport, waited_s: float) -> None:
+    def _report_step(self, groups: Sequence[PromptGroup], report: StepResult, waited_s: float) -> None:
         published = self._keeper.note_fence(report.fence_s)
         blocked_s = self._keeper.times.rollout_blocked_s
         blocked_before, self._blocked_told = self._blocked_told, len(blocked_s)

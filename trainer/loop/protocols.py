@@ -3,37 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import Replica, ReplicaState, SyncReport
 
-from ..data.batch import MiniBatch, TokenBatch
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The result of one optimizer step; where ranks differ, the figures of the slowest one."""
-
-    step: int
-    """Optimizer steps taken so far; also the trainer's weight version."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    grad_norm: float = 0.0
-    fence_s: float = 0.0
-    """Seconds the optimizer waited for the snapshot of the version published before."""
-    seconds: float = 0.0
-    """Seconds from the batch's arrival to the changed parameters."""
-    skipped: str = ""
-    """Reason why no parameter was changed and `step` is unchanged; empty when all went well."""
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
 
 
 class Trainers(Protocol):
     """All trainer ranks together."""
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
-        """Forward, backward and optimizer step on every rank; `mini_batch` is what the loss is a mean over."""
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
+        """Forward, backward and optimizer step on every rank; `denominators` is what the loss is a mean over."""
 
     async def publish(self, version: int) -> float:
         """Publish the current parameters as `version` on every rank; returns the seconds the slowest rank was blocked."""

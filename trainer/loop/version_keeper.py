@@ -50,7 +50,6 @@ class VersionKeeper:
         trainers: All trainer ranks.
         syncer: The coordinator.
         on_commit: Called with the report of every sync that put a version into service.
-        on_abort: Called with the version and the error of every aborted one.
         max_failures: Consecutive aborts the run survives.
     """
 
@@ -60,13 +59,11 @@ class VersionKeeper:
         syncer: Syncer,
         *,
         on_commit: Callable[[SyncReport], Awaitable[None]],
-        on_abort: Callable[[int, SyncAbortedError], None] = lambda _version, _error: None,
         max_failures: int,
     ) -> None:
         self._trainers = trainers
         self._syncer = syncer
         self._on_commit = on_commit
-        self._on_abort = on_abort
         self._max_failures = max_failures
         self._failures = 0
         self._offered = -1
@@ -114,7 +111,7 @@ class VersionKeeper:
             return await self.publish_blocking(version)
         except SyncAbortedError as error:
             self.times.aborted.append(version)
-            self._failed(version, error)
+            self._failed(error)
             return None
 
     async def handed_over(self, version: int) -> None:
@@ -249,7 +246,7 @@ class VersionKeeper:
             report = await self._sync(version)
         except SyncAbortedError as error:
             self.times.aborted.append(version)
-            self._failed(version, error)
+            self._failed(error)
             return False
         self._failures = 0
         self._served = version
@@ -273,9 +270,8 @@ class VersionKeeper:
         except SyncAbortedError as error:
             self._wait_longer()
             if ReplicaState.SERVING in self._syncer.states().values():
-                self._on_abort(self._served, error)
                 return True
-            self._failed(self._served, error)
+            self._failed(error)
             return False
         await self._committed(report)
         return True
@@ -301,8 +297,7 @@ class VersionKeeper:
         self._catch_up_at = asyncio.get_running_loop().time() + self._patience_s
         self._patience_s = min(_LONGEST_PAUSE_S, 2 * self._patience_s)
 
-    def _failed(self, version: int, error: SyncAbortedError) -> None:
+    def _failed(self, error: SyncAbortedError) -> None:
         self._failures += 1
-        self._on_abort(version, error)
         if self._failures > self._max_failures:
             raise error

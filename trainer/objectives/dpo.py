@@ -7,7 +7,7 @@ from torch.nn.functional import logsigmoid
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
 from .policy_values import REFERENCE_LOGPROBS
 
@@ -17,7 +17,7 @@ _PART = "objective dpo"
 def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
     """The loss of direct preference optimization (arXiv 2305.18290, equation 7); a mean over pairs.
 
-    Sequences come in pairs, the chosen one first: ``TokenBatch(sequences, together=2)``. With the implicit reward
+    Sequences come in pairs, the chosen one first: ``TokenBatch(sequences, sequences_per_unit=2)``. With the implicit reward
     ``beta * sum over the targets of (logprob - reference)`` of each, the margin ``m`` of the chosen over the rejected one, and
     the share ``e`` of wrong labels (`label_smoothing`, conservative DPO, ericmitchell.ai/cdpo.pdf), per pair:
 
@@ -45,11 +45,11 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
         )
 
     def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        if micro.together != 2:  # noqa: PLR2004 - a pair
+        if micro.sequences_per_unit != 2:  # noqa: PLR2004 - a pair
             raise ProtocolError(
-                f"sequences come in groups of {micro.together}, where dpo compares pairs.",
+                f"sequences come in groups of {micro.sequences_per_unit}, where dpo compares pairs.",
                 part=_PART,
-                hint="Make the batch by TokenBatch(sequences, together=2), each chosen sequence before the rejected one.",
+                hint="Make the batch by TokenBatch(sequences, sequences_per_unit=2), each chosen one before the rejected one.",
             )
         gained = outputs.required("logprobs") - micro.required(REFERENCE_LOGPROBS)
         rewards = beta * micro.sum_by_sequence(torch.where(micro.mask, gained, 0.0)).view(-1, 2)

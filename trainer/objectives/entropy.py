@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 
 

@@ -1,8 +1,8 @@
 """The contract of losses: plain functions of a model's outputs and a micro-batch that return sums, which the engine divides.
 
 A loss returns *sums* over the tokens or sequences of one micro-batch, and says by what the engine divides each of them: the
-tokens or sequences of the whole mini-batch (`MiniBatch`), or a constant. So the gradient of a mini-batch does not depend on
-how it is split into calls, ranks and micro-batches.
+tokens or sequences of the whole mini-batch (`LossDenominators`), or a constant. So the gradient of a mini-batch does not depend
+on how it is split into calls, ranks and micro-batches.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Literal, Protocol, Self
 
 import torch
 
-from ..data.batch import MicroBatch, MiniBatch
+from ..data.batch import LossDenominators
+from ..data.sequences import MicroBatch
 
 OutputName = Literal["logprobs", "entropy", "values", "hidden"]
 """The outputs that a model can be asked for: ``values`` of one with a value head, log-probabilities and entropy of others."""
@@ -82,10 +83,10 @@ class LossTerm:
     mean_over: Literal["tokens", "sequences"] | float = "tokens"
     """The tokens or the sequences of the whole mini-batch, or a constant."""
 
-    def divided(self, mini_batch: MiniBatch) -> torch.Tensor:
+    def divided(self, denominators: LossDenominators) -> torch.Tensor:
         """The part of the mini-batch's mean that this micro-batch is."""
         if isinstance(self.mean_over, str):
-            count: float = getattr(mini_batch, self.mean_over)
+            count: float = getattr(denominators, self.mean_over)
             return self.total / max(1.0, count)
         return self.total / self.mean_over
 
@@ -133,23 +134,23 @@ class LossSums:
     """The loss and the metrics of a rank's micro-batches, until they are added up over the ranks.
 
     Args:
-        mini_batch: By what losses are divided.
+        denominators: By what losses are divided.
     """
 
-    def __init__(self, mini_batch: MiniBatch) -> None:
-        self._mini_batch = mini_batch
+    def __init__(self, denominators: LossDenominators) -> None:
+        self._denominators = denominators
         self._terms: dict[str, torch.Tensor] = {}
         self._means: dict[str, torch.Tensor] = {}
         self._metrics: dict[str, torch.Tensor] = {}
 
     def add(self, output: LossOutput) -> torch.Tensor:
         """Add a micro-batch; returns its part of the mini-batch's loss, a scalar with gradient."""
-        parts = {name: term.divided(self._mini_batch) for name, term in output.terms.items()}
+        parts = {name: term.divided(self._denominators) for name, term in output.terms.items()}
         for name, part in parts.items():
             _add(self._terms, name, part)
         for name, value in output.metrics.items():
             if isinstance(value, LossTerm):
-                _add(self._means, name, value.divided(self._mini_batch))
+                _add(self._means, name, value.divided(self._denominators))
             else:
                 _add(self._metrics, name, value)
         return torch.stack(list(parts.values())).sum()

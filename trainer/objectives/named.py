@@ -10,8 +10,8 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
 from ..data.named_function import function_named
+from ..data.sequences import MicroBatch
 from .entropy import entropy_bonus
 from .loss import Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
 from .policy.cispo import cispo

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """Per-token value: log-probability of the target under the policy that sampled it, at the sampling temperature."""

@@ -25,7 +25,7 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from ..config import AlgorithmConfig, KlEstimator
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
 from .policy_values import LARGEST_LOG_RATIO, REFERENCE_LOGPROBS
 

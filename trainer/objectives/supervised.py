@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 from .loss import LossOutput, LossTerm, ModelOutputs
 
 WEIGHTS = "weights"

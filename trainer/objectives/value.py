@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..config import AlgorithmConfig
-from ..data.batch import MicroBatch
+from ..data.sequences import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 
 RETURNS = "returns"

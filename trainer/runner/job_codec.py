@@ -17,10 +17,11 @@ from safetensors.torch import load, save
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..config import LoraConfig
-from ..data.batch import MicroBatch, MiniBatch, TokenBatch, unpacked_batch
+from ..data.batch import LossDenominators, TokenBatch, unpacked_batch
+from ..data.sequences import MicroBatch
 from ..engines.adam_params import AdamParams
 from ..objectives.loss import OutputName
-from .jobs import JOBS, Job, NamedLoss
+from .jobs import JOBS, Job
 
 _PART = "job file"
 _KINDS = {job.kind: job for job in JOBS}
@@ -34,8 +35,8 @@ _FIELDS: Mapping[str, Any] = {
     "outputs": tuple[OutputName, ...],
     "top_k": int,
     "adapter": str | None,
-    "loss": str | NamedLoss,
-    "mini_batch": MiniBatch | None,
+    "loss": str,
+    "denominators": LossDenominators | None,
     "params": AdamParams | None,
     "version": int,
 }
@@ -44,7 +45,7 @@ _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 
 def encode_job(job: Job[Any]) -> bytes:
-    """Write a job as bytes. Raises `ConfigError` for a `Together`, a function, or settings that JSON cannot represent."""
+    """Write a job as bytes. Raises `ConfigError` for a `JointJob`, a function, or settings that JSON cannot represent."""
     if type(job) not in JOBS:
         raise ConfigError(
             f"a job {job.kind!r} cannot be written to a file.", part=_PART, hint="Write its parts as jobs."
@@ -54,12 +55,12 @@ def encode_job(job: Job[Any]) -> bytes:
     for field in dataclasses.fields(job):  # type: ignore[arg-type]  # every job is a dataclass
         value = getattr(job, field.name)
         if isinstance(value, TokenBatch):
-            plain["together"], tensors = value.together, _tensors(value.packed)
-        elif field.name == "loss" and not isinstance(value, str | NamedLoss):
+            plain["sequences_per_unit"], tensors = value.sequences_per_unit, _tensors(value.packed)
+        elif field.name == "loss" and not isinstance(value, str):
             raise ConfigError(
                 "the loss of this job is a function, which cannot be written to a file.",
                 part=_PART,
-                hint="Give its name, or a NamedLoss with its settings.",
+                hint="Give its name among RoleSpec.losses.",
             )
         else:
             plain[field.name] = _plain(value)
@@ -77,10 +78,10 @@ def decode_job(data: bytes) -> Job[Any]:
         (size,) = struct.unpack_from("<Q", data)
         plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["job"])
         job = _KINDS[plain.pop("kind")]
-        together = plain.pop("together", None)
+        unit = plain.pop("sequences_per_unit", None)
         values = {name: _adapter(name).validate_python(value, strict=False) for name, value in plain.items()}
-        if together is not None:
-            values["batch"] = _batch(load(data), int(together))
+        if unit is not None:
+            values["batch"] = _batch(load(data), int(unit))
         return job(**values)
     except ProtocolError as error:
         raise ProtocolError(f"its batch is damaged: {error.message}", part=_PART, hint=error.hint) from error
@@ -118,7 +119,7 @@ def _tensors(packed: MicroBatch) -> dict[str, torch.Tensor]:
     }
 
 
-def _batch(tensors: dict[str, torch.Tensor], together: int) -> TokenBatch:
+def _batch(tensors: dict[str, torch.Tensor], sequences_per_unit: int) -> TokenBatch:
     tokens, targets, offsets = (tensors[f"batch.{name}"] for name in ("tokens", "targets", "offsets"))
     whole = all(tensor.dtype == torch.int64 for tensor in (tokens, targets, offsets))
     if not whole or int(offsets[0]) or int(offsets[-1]) != len(tokens):
@@ -127,4 +128,4 @@ def _batch(tensors: dict[str, torch.Tensor], together: int) -> TokenBatch:
     def named(prefix: str) -> dict[str, torch.Tensor]:
         return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
-    return unpacked_batch(MicroBatch(tokens, targets, offsets, named(_TOKEN), named(_SEQUENCE), together))
+    return unpacked_batch(MicroBatch(tokens, targets, offsets, named(_TOKEN), named(_SEQUENCE), sequences_per_unit))

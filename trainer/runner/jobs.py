@@ -6,41 +6,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar
 
 from weightlane.ckpt_engines import WeightlaneError
 
 from ..config import LoraConfig
-from ..data.batch import MiniBatch, TokenBatch
-from ..dispatch.dispatch import BackwardAnswer
-from ..dispatch.role import StepResult
-from ..engines.adam_params import AdamParams
-from ..engines.contract import SequenceOutputs
-from ..loop.protocols import StepReport
-from ..objectives.loss import LOGPROBS, Loss, OutputName
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
+from ..engines.contract import BackwardAnswer, ForwardBackward, Job, OptimStep, SequenceOutputs
+from ..objectives.loss import LOGPROBS, OutputName
 
-R_co = TypeVar("R_co", covariant=True)
-
-
-class Job(Generic[R_co]):
-    """Base of all jobs; `R_co` is the type of the result."""
-
-    __slots__ = ()
-
-    kind: ClassVar[str]
-    """Name of the class of jobs, for events, figures and files."""
-
-
-@dataclass(frozen=True, slots=True)
-class NamedLoss:
-    """A loss by its name and settings, which is data where a function is not. A runner's `losses` makes the function of it."""
-
-    name: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-representable."""
+__all__ = [
+    "JOBS",
+    "CreateAdapter",
+    "DropGradient",
+    "Export",
+    "Forward",
+    "ForwardBackward",
+    "Job",
+    "JointJob",
+    "Load",
+    "OptimStep",
+    "Publish",
+    "RemoveAdapter",
+    "RlStep",
+    "Save",
+    "SaveAdapter",
+    "SftStep",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,39 +86,13 @@ class Forward(Job[list[SequenceOutputs]]):
 
 
 @dataclass(frozen=True, slots=True)
-class ForwardBackward(Job[BackwardAnswer]):
-    """Add the gradient of a loss to the gradients. Result: metrics of the loss, and `outputs` of each sequence."""
-
-    kind: ClassVar[str] = "forward_backward"
-
-    batch: TokenBatch
-    loss: str | NamedLoss | Loss
-    """A name among ``RoleSpec.losses``, a `NamedLoss`, or a loss that can be pickled."""
-    mini_batch: MiniBatch | None = None
-    """Tokens and sequences of the whole mini-batch; None if `batch` is all of it."""
-    outputs: Collection[OutputName] = ()
-    adapter: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OptimStep(Job[StepResult]):
-    """Take the optimizer step for which gradients were added up."""
-
-    kind: ClassVar[str] = "optim_step"
-
-    adapter: str | None = None
-    params: AdamParams | None = None
-    """Settings of this step; None: those of the configuration."""
-
-
-@dataclass(frozen=True, slots=True)
-class Together(Job[list[BackwardAnswer | StepResult | WeightlaneError]]):
+class JointJob(Job[list[BackwardAnswer | StepResult | WeightlaneError]]):
     """Do what several jobs do, each of another adapter, in one call to the ranks. See `Role.together`.
 
     Result: what each job's would be, or the error that it would fail with. It is no job of a file: its parts are.
     """
 
-    kind: ClassVar[str] = "together"
+    kind: ClassVar[str] = "joint"
 
     parts: tuple[ForwardBackward | OptimStep, ...]
     """No loss of them is named by ``RoleSpec.losses``."""
@@ -138,23 +108,23 @@ class DropGradient(Job[None]):
 
 
 @dataclass(frozen=True, slots=True)
-class RlStep(Job[StepReport]):
+class RlStep(Job[StepResult]):
     """Take one step of the runner's algorithm: advantages, forward, backward and optimizer, of every role that it trains."""
 
     kind: ClassVar[str] = "rl_step"
 
     batch: TokenBatch
-    mini_batch: MiniBatch | None = None
+    denominators: LossDenominators | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SftStep(Job[StepReport]):
+class SftStep(Job[StepResult]):
     """Take one step of supervised fine-tuning: the mean negative log-likelihood of the targets."""
 
     kind: ClassVar[str] = "sft_step"
 
     batch: TokenBatch
-    mini_batch: MiniBatch | None = None
+    denominators: LossDenominators | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,4 +183,4 @@ JOBS: tuple[type[Job[Any]], ...] = (
     Export,
     Publish,
 )
-"""All kinds of jobs but for `Together`."""
+"""All kinds of jobs but for `JointJob`."""

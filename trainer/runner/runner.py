@@ -25,12 +25,9 @@ from weightlane.plugins import RunHooks, process_hooks
 from ..algorithms.policy_gradient import PolicyGradient
 from ..algorithms.roles import POLICY
 from ..algorithms.step import take_step
-from ..data.batch import MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
-from ..dispatch.role import StepPart
-from ..engines.lora.joint import BackwardPart
-from ..loop.protocols import StepReport
-from ..objectives.loss import Loss
 from ..objectives.supervised import sft
 from .jobs import (
     CreateAdapter,
@@ -39,8 +36,8 @@ from .jobs import (
     Forward,
     ForwardBackward,
     Job,
+    JointJob,
     Load,
-    NamedLoss,
     OptimStep,
     Publish,
     RemoveAdapter,
@@ -48,7 +45,6 @@ from .jobs import (
     Save,
     SaveAdapter,
     SftStep,
-    Together,
 )
 
 _PART = "runner"
@@ -87,13 +83,13 @@ class Runner:
 
     A job that fails raises a `WeightlaneError` to its caller, and later jobs are executed as if it had not been there. One whose
     caller stops waiting before its turn (a cancelled `run`) is dropped; one that has begun is finished. Each that ends is told
-    by the hook ``job_finished``, and counted in `figures`. To be used from one event loop.
+    by the hook ``job_finished``, and counted in `figures`. To be used from one event loop. For the fully-async loop it is the
+    `weightlane.trainer.loop.protocols.Trainers`: a step, a publication and a save are jobs, too.
 
     Args:
         dispatch: Has the role `POLICY`.
         algorithm: Takes an `RlStep`, saves and loads; by default `PolicyGradient` over `dispatch`.
         hooks: Told of every job that ends; by default those of the process.
-        losses: Makes the loss of a `NamedLoss`. Raises `ConfigError` for one that there is not.
         around: See `Around`; by default jobs follow each other at once.
     """
 
@@ -103,13 +99,12 @@ class Runner:
         algorithm: PolicyGradient | None = None,
         *,
         hooks: RunHooks | None = None,
-        losses: Callable[[str, Mapping[str, Any]], Loss] | None = None,
         around: Around | None = None,
     ) -> None:
         self._dispatch, self._policy = dispatch, dispatch[POLICY]
         self._algorithm = algorithm or PolicyGradient(dispatch)
         self._hooks = hooks or process_hooks()
-        self._losses, self._around = losses, around
+        self._around = around
         self._calls = self._calls_by_job()
         self._waiting: deque[_Submitted] = deque()
         self._working: asyncio.Task[None] | None = None
@@ -142,6 +137,18 @@ class Runner:
     async def run(self, job: Job[_T]) -> _T:
         """Execute `job` when those that were submitted before have ended, and return its result."""
         return await self.submit(job)
+
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
+        """See `Trainers.train_step`."""
+        return await self.run(RlStep(batch, denominators))
+
+    async def publish(self, version: int) -> float:
+        """See `Trainers.publish`."""
+        return await self.run(Publish(version))
+
+    async def save(self, directory: Path) -> None:
+        """See `Trainers.save`."""
+        await self.run(Save(directory))
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""
@@ -188,7 +195,7 @@ class Runner:
             raise error from cause
         finally:
             seconds, waited_s = time.perf_counter() - began, began - submitted.since
-            tokens = sum(_tokens(part) for part in (job.parts if isinstance(job, Together) else [job]))
+            tokens = sum(_tokens(part) for part in (job.parts if isinstance(job, JointJob) else [job]))
             before = self._figures.get(job.kind, JobFigures())
             self._figures[job.kind] = JobFigures(
                 before.count + 1,
@@ -220,65 +227,18 @@ class Runner:
             SaveAdapter: lambda job: policy.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
             Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, job.adapter),
             ForwardBackward: lambda job: policy.forward_backward(
-                job.batch, self._loss(job.loss), job.mini_batch, job.outputs, job.adapter
+                job.batch, job.loss, job.denominators, job.outputs, job.adapter
             ),
             OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
-            Together: lambda job: policy.together([self._part(part) for part in job.parts]),
+            JointJob: lambda job: policy.together(job.parts),
             DropGradient: lambda job: policy.drop_gradient(job.adapter),
-            RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batch),
-            SftStep: lambda job: take_step(policy, job.batch, sft, job.mini_batch),
+            RlStep: lambda job: algorithm.train_step(job.batch, job.denominators),
+            SftStep: lambda job: take_step(policy, job.batch, sft, job.denominators),
             Save: lambda job: algorithm.save(job.directory),
             Load: lambda job: algorithm.load(job.directory, optimizer=job.optimizer),
             Export: lambda job: policy.export_hf(job.directory, job.dtype),
             Publish: lambda job: policy.publish(job.version, job.adapter),
         }
-
-    def _part(self, job: ForwardBackward | OptimStep) -> BackwardPart | StepPart:
-        """The part of a `Together` that a job is."""
-        if isinstance(job, OptimStep):
-            return StepPart(job.adapter, job.params)
-        loss = self._loss(job.loss)
-        if isinstance(loss, str):
-            raise ConfigError(f"the loss {loss!r} of a joint job is a name.", part=_PART, hint="Pass the loss itself.")
-        return BackwardPart(job.batch, loss, job.mini_batch, job.outputs, job.adapter)
-
-    def _loss(self, loss: str | NamedLoss | Loss) -> str | Loss:
-        if not isinstance(loss, NamedLoss):
-            return loss
-        if self._losses is None:
-            raise ConfigError(
-                f"the loss {loss.name!r} came by name and settings, and this runner knows no such losses.",
-                part=_PART,
-                hint="Pass Runner(..., losses=...), which makes functions of them.",
-            )
-        return self._losses(loss.name, loss.settings)
-
-
-class JobTrainers:
-    """`weightlane.trainer.loop.protocols.Trainers` by jobs of a runner, for the fully-async loop.
-
-    Args:
-        runner: Executes the steps, publications and saves.
-    """
-
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
-
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch | None = None) -> StepReport:
-        """See `Trainers.train_step`."""
-        return await self._runner.run(RlStep(batch, mini_batch))
-
-    async def publish(self, version: int) -> float:
-        """See `Trainers.publish`."""
-        return await self._runner.run(Publish(version))
-
-    async def save(self, directory: Path) -> None:
-        """See `Trainers.save`."""
-        await self._runner.run(Save(directory))
-
-    async def watch(self) -> NoReturn:
-        """See `Trainers.watch`."""
-        await self._runner.watch()
 
 
 def _tokens(job: Job[Any]) -> int:

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 from weightlane.ckpt_engines import GradientError
 from weightlane.plugins import RunHooks
 
-from ..data.batch import IGNORED, TokenBatch
+from ..data.batch import TokenBatch
+from ..data.sequences import IGNORED
 from ..data.sft_examples import Example
 from ..data.tasks import TaskStream
 from ..loop.failures import STEP, Failures

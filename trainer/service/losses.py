@@ -20,7 +20,8 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from ..data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch
+from ..data.batch import LossDenominators, TokenBatch
+from ..data.sequences import IGNORED, MicroBatch
 from ..objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs
 from ..objectives.policy_values import LARGEST_LOG_RATIO, ratio_of
 
@@ -217,7 +218,7 @@ def loss_report(loss: ServiceLoss, batch: TokenBatch, logprobs: Sequence[torch.T
         As `LossSums.named` does.
     """
     micro = batch.packed
-    sums = LossSums(MiniBatch.of(batch))
+    sums = LossSums(LossDenominators.of(batch))
     with torch.no_grad():
         sums.add(loss(ModelOutputs(logprobs=torch.cat(list(logprobs)).to(micro.tokens.device)), micro))
     return sums.named(sums.as_tensor(), batch.target_tokens)

@@ -50,7 +50,7 @@ class Syncer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class Pending:
     """A version that the trainer ranks have published, and that is on its way to the replicas."""
 
     version: int
@@ -108,7 +108,7 @@ class Publications:
         """The version of each key that is loaded."""
         return dict(self._versions)
 
-    async def begin(self, key: str, adapter: str | None, config: LoraConfig | None) -> Begun:
+    async def begin(self, key: str, adapter: str | None, config: LoraConfig | None) -> Pending:
         """Publish an adapter of the trainer ranks, or all weights, as they are now; `finish` must follow.
 
         Raises:
@@ -133,9 +133,9 @@ class Publications:
         except BaseException:
             self._turn.release()
             raise
-        return Begun(version, key)
+        return Pending(version, key)
 
-    async def finish(self, begun: Begun) -> SyncReport:
+    async def finish(self, pending: Pending) -> SyncReport:
         """Wait until the replicas have a version; from then on it is that of its key.
 
         Raises:
@@ -143,14 +143,14 @@ class Publications:
         """
         try:
             if self._describe is None:
-                await self._without_others(begun.key)
-            report = await self._syncer.sync(begun.version)
-            self._versions[begun.key] = begun.version
-            self._versions.move_to_end(begun.key)
-            for waiting in self._awaited.pop(begun.key, []):
+                await self._without_others(pending.key)
+            report = await self._syncer.sync(pending.version)
+            self._versions[pending.key] = pending.version
+            self._versions.move_to_end(pending.key)
+            for waiting in self._awaited.pop(pending.key, []):
                 if not waiting.done():
-                    self._held[begun.key, begun.version] += 1
-                    waiting.set_result(begun.version)
+                    self._held[pending.key, pending.version] += 1
+                    waiting.set_result(pending.version)
             return report
         finally:
             self._turn.release()

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from .records.sessions import Sessions
 from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
 from .training.operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
-from .training.training_lane import TrainingLane
+from .training.scheduler import TrainingScheduler
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
 from .wire.requests import CreateModelRequest, LoadWeightsRequest
@@ -91,7 +92,7 @@ class Service:
             config.snapshot_kept_s,
             trains_weights=self.trains_weights,
         )
-        self.lane = TrainingLane(
+        self.scheduler = TrainingScheduler(
             self.store,
             self.futures,
             runner,
@@ -118,7 +119,7 @@ class Service:
             max_running=config.max_sampling,
             snapshot_kept_s=config.snapshot_kept_s,
         )
-        self._operations.lane, self._operations.samplers = self.lane, self.samplers
+        self._operations.scheduler, self._operations.samplers = self.scheduler, self.samplers
         self._replicas = replicas
         self._training: asyncio.Task[None] | None = None
         self._closing = False
@@ -126,10 +127,10 @@ class Service:
     async def run(self) -> None:
         """Serve until `close`, beginning with what another process left. Raises when a rank or every replica has died."""
         self.sessions.give_time()
-        models, samples = self.lane.resume(), self.samplers.resume()
+        models, samples = self.scheduler.resume(), self.samplers.resume()
         if models or samples:
             _log.info("going on with %d models and %d sampling requests", models, samples)
-        self._training = asyncio.create_task(self.lane.run(), name="training lane")
+        self._training = asyncio.create_task(self.scheduler.run(), name="training scheduler")
         tasks: list[asyncio.Task[Any]] = [
             self._training,
             asyncio.create_task(self._runner.watch(), name="trainer ranks"),
@@ -152,7 +153,7 @@ class Service:
         self._closing = True
         deadline = Deadline.after(wait_s)
         self.futures.close()
-        self.lane.close()
+        self.scheduler.close()
         if self._training is not None:
             await asyncio.wait([self._training], timeout=deadline.remaining_s)
             self._training.cancel()
@@ -205,16 +206,16 @@ class Service:
 
         With a `refusal`, which answers it, it only has its number: those after it have later ones, and wait for it.
         """
-        found = self.lane.model(model, client)
+        found = self.scheduler.model(model, client)
         self.sessions.require(found.session, client)
-        if self.lane.full(model):
+        if self.scheduler.full(model):
             raise BusyError(f"{self.config.max_queued} requests of {model} wait.", part=_PART, hint="Try again later.")
         request, new = self.futures.accept(kind, model, seq, client, payload)
         if new and refusal is not None:
             self.futures.fail(request.id, refusal, keep_payload=True)
             request = replace(request, state="failed")
         if new:
-            self.lane.put(request)
+            self.scheduler.put(request)
         return request
 
     def backward(self, client: str, payload: bytes) -> StoredRequest:
@@ -261,9 +262,9 @@ class Service:
     def figures(self) -> dict[str, float]:
         """The numbers that ``/metrics`` shows."""
         figures = {
-            "models": float(len(self.lane.models)),
-            "models_loaded": float(sum(model.loaded for model in self.lane.models.values())),
-            "training_requests_waiting": float(self.lane.queued),
+            "models": float(len(self.scheduler.models)),
+            "models_loaded": float(sum(model.loaded for model in self.scheduler.models.values())),
+            "training_requests_waiting": float(self.scheduler.queued),
             "sampling_requests_running": float(self.samplers.running),
             "sampled_tokens_total": float(self.samplers.tokens),
             "versions_loaded": float(len(self.publications.versions)),
@@ -276,13 +277,13 @@ class Service:
         return figures
 
     def _made(self, model: Model, kind: str, payload: bytes) -> StoredRequest:
-        if model.id not in self.lane.models and len(self.lane.models) >= self.config.max_models:
+        if model.id not in self.scheduler.models and len(self.scheduler.models) >= self.config.max_models:
             raise BusyError(f"there are {self.config.max_models} models.", part=_PART, hint="Unload one, or wait.")
         with self.store.transaction():
-            self.lane.add(model)
+            self.scheduler.add(model)
             request, new = self.futures.accept(kind, model.id, 0, model.client, payload)
         if new:
-            self.lane.put(request)
+            self.scheduler.put(request)
         return request
 
     def _single_sampler(self, client: str, asked: SampleRequest) -> str:
@@ -340,9 +341,9 @@ class Service:
             await asyncio.sleep(_HOUSEKEEPING_S)
             ended = set(self.sessions.end_silent())
             ended |= {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
-            for model in [each for each in self.lane.models.values() if each.session in ended]:
-                with suppress(WorkerDiedError):  # the lane raises it, too
-                    await self.lane.errands.wait_for(lambda model=model: self.lane.remove(model), lambda: True)  # type: ignore[misc]
-            self.lane.give_up_gaps(self.config.gap_timeout_s)
+            for model in [each for each in self.scheduler.models.values() if each.session in ended]:
+                with suppress(WorkerDiedError):  # the scheduler raises it, too
+                    await self.scheduler.between_requests.wait_for(partial(self.scheduler.remove, model), lambda: True)
+            self.scheduler.give_up_gaps(self.config.gap_timeout_s)
             self.futures.forget(self.config.answer_kept_s)
             self.checkpoints.drop_expired()

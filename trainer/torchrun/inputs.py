@@ -11,7 +11,8 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ..data.batch import IGNORED, TEMPERATURE, TokenBatch, TokenSequence
+from ..data.batch import TokenBatch
+from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 
 PART = "trainer rank"
 

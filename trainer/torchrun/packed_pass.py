@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..data.batch import MicroBatch, TokenSequence
+from ..data.sequences import MicroBatch, TokenSequence
 from ..engines.lora.rank_pass import PassQuery
 from .inputs import ForwardInput, widened
 from .outputs import ForwardOutput, TopK

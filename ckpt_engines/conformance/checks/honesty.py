@@ -1,8 +1,7 @@
-"""Checks that an engine has the abilities it declares: its classes, memory that is not copied, addresses that name a host."""
+"""Checks that an engine has the abilities it declares: its classes, and addresses that name a host."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from string import ascii_lowercase, digits
 from typing import Any
@@ -16,15 +15,9 @@ from ...contract.storing import StoringSender
 from ...contract.viewing import ViewableSender, ViewingReceiver
 from ...errors import WeightlaneError
 from ...runtime.devices import HOST
-from ..processes.network import reset_peak, resident_memory, sleeps
-from ..processes.payload import Parcel
-from ..processes.pool import RemoteHalf, first_answers
 from ..processes.resolve import create_engine
-from .base import LARGE, ConformanceBase, ConnectionMaker
+from .base import ConformanceBase, ConnectionMaker
 
-_STEADY_LOOKS = 4
-"""Equal measurements of a sleeping sender's memory after which it counts as waiting."""
-_LOOK_S = 0.04
 _NEXT = str.maketrans(digits + ascii_lowercase, digits[1:] + digits[0] + ascii_lowercase[1:] + ascii_lowercase[0])
 
 
@@ -54,52 +47,6 @@ class HonestyChecks(ConformanceBase):
             if not isinstance(half, kind)
         ]
         assert not lacking, f"expected halves with the methods that were declared: {'; '.join(lacking)}"
-
-    def test_zero_copy_takes_no_room_for_a_second_copy(
-        self, connected: ConnectionMaker, capabilities: Capabilities, device: str
-    ) -> None:
-        """While an allocated bucket is sent, the sender's process grows by less than half of it.
-
-        The check finds a copy that is made once the receiver is ready. It does not find one that is made in small parts.
-        """
-        if not capabilities.zero_copy:
-            pytest.skip("the engine does not declare zero copy")
-        if device != "cpu":
-            pytest.skip("the memory of a process does not show copies on a device")
-        self.needs_waiting_sender(capabilities)
-        connection = connected(1)
-        (receiver,) = connection.receivers
-        receiver.stop()
-        parcel = Parcel(1, 0, LARGE, 1)
-        connection.start_send([parcel])
-        if unclear := self._keeps_waiting(connection.sender):
-            receiver.resume()
-            pytest.skip(f"{unclear}, so a copy cannot be distinguished from none")
-        try:
-            reset_peak(connection.sender.pid)
-        except OSError as error:
-            receiver.resume()
-            pytest.skip(f"this kernel does not report the peak of a process's memory: {error}")
-        before, _ = resident_memory(connection.sender.pid)
-        receiver.resume()
-        connection.start_receive(receiver, [parcel])
-        connection.check_received([receiver], connection.sender)
-        _, peak = resident_memory(connection.sender.pid)
-        grown = max(0, peak - before)
-        assert grown < LARGE // 2, (
-            f"expected no further copy of {LARGE} allocated bytes, the sender's process grew by {grown} while it sent them"
-        )
-
-    def _keeps_waiting(self, sender: RemoteHalf) -> str:
-        """Wait until `sender` sleeps in its call with constant memory. Returns why that never happened; empty if it did."""
-        steady, last, end = 0, -1, time.monotonic() + self.deadline_s
-        while steady < _STEADY_LOOKS and time.monotonic() < end:
-            if first_answers([sender], _LOOK_S):
-                return "send was over while its receiver was frozen"
-            now, _ = resident_memory(sender.pid)
-            steady = steady + 1 if sleeps(sender.pid) and now == last else 0
-            last = now
-        return "" if steady == _STEADY_LOOKS else "the sender did not stop working"
 
     def test_an_engine_of_one_host_refuses_an_address_of_another_in_words(
         self, halves: ConnectionMaker, capabilities: Capabilities

@@ -15,7 +15,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -229,36 +228,6 @@ class HalfProcess:
         """Return the memory that `show` took to the engine."""
         if slot in self._lasting:
             self.engine.free(self._lasting.pop(slot))
-
-    def send_while_overwriting(
-        self, parcel: list[int], receivers: list[str], deadline_s: float, after_s: float, seed: int, done: str
-    ) -> str:
-        """Send from an allocated buffer, and write the bytes of another `seed` into it `after_s` seconds later.
-
-        Creates the file `done` after that. Returns ``"blocked"`` when the send was still running then, else ``"over"``.
-        """
-        bucket = Parcel(*parcel)
-        data = self.buffers.get(0, bucket.nbytes, allocated=True)[: bucket.nbytes]
-        data.copy_(payload(bucket.nbytes, bucket.seed))
-        other = payload(bucket.nbytes, seed).to(data.device)
-        over = threading.Event()
-        seen: list[str] = []
-
-        def overwrite() -> None:
-            seen.append("over" if over.wait(after_s) else "blocked")
-            data.copy_(other)
-            Path(done).touch()
-
-        thread = threading.Thread(target=overwrite)
-        thread.start()
-        deadline = Deadline.after(deadline_s)
-        try:
-            self.sender.post(self._bucket(bucket, data), receivers, deadline, str(bucket.seed))
-            self.sender.flush(deadline)
-        finally:
-            over.set()
-            thread.join()
-        return seen[0]
 
     def receive(
         self,

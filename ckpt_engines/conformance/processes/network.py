@@ -209,21 +209,3 @@ def rerouted(address: Any, ports: Mapping[int, int]) -> Any:
     if isinstance(address, str):
         return _PORT.sub(lambda match: str(ports.get(int(match[0]), match[0])), address)
     return ports.get(address, address) if type(address) is int else address
-
-
-def resident_memory(pid: int) -> tuple[int, int]:
-    """Return the resident memory of the process `pid` and its peak since `reset_peak`, in bytes."""
-    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines())
-    now, peak = (int(lines[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
-    return now, peak
-
-
-def reset_peak(pid: int) -> None:
-    """Restart the record of the process's peak memory. Raises OSError where the kernel forbids it."""
-    Path(f"/proc/{pid}/clear_refs").write_text("5", encoding="ascii")
-
-
-def sleeps(pid: int) -> bool:
-    """Whether the main thread of the process sleeps in a system call."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return stat.rpartition(")")[2].split()[0] == "S"

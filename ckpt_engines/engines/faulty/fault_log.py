@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
-from ...errors import ProtocolError, StorageError
+from ...errors import StorageError
 from .fault_config import FaultKind
 
 NO_BUCKET = -1
@@ -47,20 +46,3 @@ def append_fault(path: str, record: FaultRecord, part: str) -> None:
             part=part,
             hint="Set another checkpoint_engine.options.log.",
         ) from error
-
-
-def read_fault_log(path: str | os.PathLike[str]) -> list[FaultRecord]:
-    """Return every fault in the log at `path`, oldest first; none when there is no such file.
-
-    Raises `ProtocolError` for a line that is not a record, or `StorageError`.
-    """
-    try:
-        lines = Path(path).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        raise StorageError(f"cannot read {str(path)!r}: {error}.", part="fault log") from error
-    try:
-        return [FaultRecord.model_validate_json(line) for line in lines]
-    except ValidationError as error:
-        raise ProtocolError(f"{path} is not a fault log: {error.errors()[0]['msg']}.", part="fault log") from None

@@ -22,7 +22,6 @@ class CudaIpcEngine(SegmentEngine):
         devices=frozenset({"cuda"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
         same_host_only=True,
-        zero_copy=True,
     )
     label = "cuda_ipc"
     segment_kind = CudaSegmentKind

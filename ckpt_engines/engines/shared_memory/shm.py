@@ -22,7 +22,6 @@ class ShmEngine(SegmentEngine):
         devices=frozenset({"cpu"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
         same_host_only=True,
-        zero_copy=True,
         views=True,
     )
     label = "shm"

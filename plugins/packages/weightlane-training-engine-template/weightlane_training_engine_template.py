@@ -55,7 +55,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self,
         batch: toolkit.TokenBatch,
         loss: toolkit.Loss,
-        mini_batch: toolkit.MiniBatch | None = None,
+        denominators: toolkit.LossDenominators | None = None,
         outputs: Collection[toolkit.OutputName] = (),
         adapter: str | None = None,
     ) -> toolkit.BackwardResult:
@@ -63,8 +63,8 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._open(adapter).train(self._dropout)
         self._check_outputs({*outputs, *toolkit.needed_outputs(loss)})
         self._require_here("parameters", "gradients")
-        self._mini_batch = self._same_mini_batch(self._mini_batch, batch, mini_batch)
-        sums = toolkit.LossSums(self._mini_batch)
+        self._denominators = self._same_denominators(self._denominators, batch, denominators)
+        sums = toolkit.LossSums(self._denominators)
         found: dict[int, toolkit.SequenceOutputs] = {}
         try:
             with self._collective("the losses of the other ranks"):
@@ -88,7 +88,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         """See `TrainingEngine.optim_step`. Everything is stepped at once."""
         self._open(adapter)
         self._require_here(*toolkit.STATE_PARTS)
-        self._require_gradient(self._mini_batch, self._step)
+        self._require_gradient(self._denominators, self._step)
         parameters = self._trained.values()
         params = params or toolkit.AdamParams.of(self.config, self._step)
         with self._collective("the gradients of the other ranks"):
@@ -144,7 +144,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
 
     def _open(self, adapter: str | None = None) -> Any:
         if adapter:
-            raise self._without_adapters(adapter)
+            raise self.without_adapters(adapter)
         toolkit.require_open(self._model is not None, self._part)
         self._refuse_torn()
         return self._model
@@ -187,6 +187,6 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
 
     def _clear_gradients(self) -> None:
         self.onload(["gradients"])
-        self._mini_batch = None
+        self._denominators = None
         for parameter in self._trained.values():  # zeros, since every rank adds its own up with the others'
             parameter.grad = torch.zeros_like(parameter)

@@ -306,31 +306,3 @@ class ClaimsViewsOnOneHost(declaring(HealthyGloo, views=True, same_host_only=Tru
 
     make_sender = GlooEngine.make_sender
     make_receiver = GlooEngine.make_receiver
-
-
-class InTwoSteps(Half):
-    """Sends or receives an empty bucket ahead of each: who has that is there to take the next one."""
-
-    def post(self, bucket: Bucket, peers: Any) -> None:
-        self.kept.setdefault("posted", []).append((bucket, peers))
-
-    def flush(self, deadline: Deadline, _pending: int = 0) -> None:
-        for bucket, peers in self.kept.pop("posted", []):
-            for step in (replace(bucket, data=bucket.data[:0]), self.taken(bucket)):
-                super().post(step, peers)  # type: ignore[misc]
-                super().flush(deadline, 0)  # type: ignore[misc]
-
-    def taken(self, bucket: Bucket) -> Bucket:
-        return bucket
-
-
-class CopyingInTwoSteps(InTwoSteps):
-    def taken(self, bucket: Bucket) -> Bucket:
-        return replace(bucket, data=bucket.data.clone())
-
-
-class CopiesLate(Healthy):
-    """Makes a copy of the bucket as soon as its receiver is there to take it."""
-
-    sender = type("LateSender", (CopyingInTwoSteps, Sender), {})
-    receiver = type("PatientReceiver", (InTwoSteps, Receiver), {})

@@ -179,13 +179,6 @@ class ClaimsPointToPoint(Sender):
         super().post(bucket, self.everybody)
 
 
-class ClaimsZeroCopy(Healthy):
-    """`allocate` hands out ordinary memory, which `post` copies."""
-
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
 @broken("receiver.post", HealthyStore)
 def ForgetsOffsets(half: Half, post: Call, bucket: Bucket, sender: str) -> None:
     """Every bucket of a file is read from where the file begins."""

@@ -56,11 +56,9 @@ DEFECTS: dict[str, dict[str, str]] = {
     "AllocatesOneBufferTwice": {"allocated_buffers_are_what_was_asked_for": "share memory"},
     "AddressIsNoPlainData": {"an_address_is_plain_data": "plain JSON data, it is"},
     "Unpickles": {"nothing_is_unpickled": "unpickled 1 times"},
-    "ClaimsZeroCopy": {"zero_copy_means_that_send_reads_the_allocated_memory_itself": "send had copied"},
     "ForgetsOffsets": {
         "buckets_that_make_one_file_are_each_received_and_outlive_their_sender": "holds the bytes of bucket 1"
     },
-    "CopiesLate": {"zero_copy_takes_no_room_for_a_second_copy": "the sender's process grew by"},
     # delivery
     "FlipsABit": {
         "every_receiver_gets_every_byte[1]": "is wrong, first in byte 1572864",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_faults import faults_in
 from sessions import Session, receive, send, soon
 from waiting import HANG_S, NEVER_S, wait_until
 
@@ -31,7 +32,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.engines.faulty.engine import FaultyEngine
 from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
-from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord
 from weightlane.ckpt_engines.engines.faulty.faulty_links import FaultyReceiverLink, FaultySenderLink
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
@@ -163,7 +164,7 @@ def test_a_fault_is_what_its_name_says_on_both_sides_and_is_logged_once(
     sending, receiving = carry(pair(**{side: always(kind, log=log)}), payloads(), deadline_s)
     assert isinstance(receiving.exception(), receiver_raises)
     assert isinstance(sending.exception(), sender_raises)
-    assert [(record.index, record.kind) for record in read_fault_log(log)] == [(0, kind)]
+    assert [(record.index, record.kind) for record in faults_in(log)] == [(0, kind)]
 
 
 @on_either_side
@@ -192,7 +193,7 @@ def test_a_delay_costs_its_time_and_nothing_else(pair: Pair, side: str, monkeypa
 def test_close_from_another_thread_ends_a_hang_or_a_delay(pair: Pair, side: str, kind: FaultKind, log: str) -> None:
     one = pair(**{side: always(kind, delay_s=NEVER_S, log=log)})
     sending, receiving = carry(one, payloads(), deadline_s=NEVER_S)
-    wait_until(lambda: bool(read_fault_log(log)), "fault")
+    wait_until(lambda: bool(faults_in(log)), "fault")
     half_of(one, side).close()
     with pytest.raises(ClosedError):
         (sending if side == "sender" else receiving).result(HANG_S)
@@ -205,7 +206,7 @@ def test_a_refused_connection_fails_on_both_sides(pair: Pair, log: str) -> None:
     with pytest.raises(PeerLostError, match="refused"):
         connecting.result()
     assert isinstance(dialling.exception(), PeerLostError | DeadlineExceededError)
-    (record,) = read_fault_log(log)
+    (record,) = faults_in(log)
     assert record.model_dump(exclude={"at"}) == {
         "half": "s", "session": "session", "version": NO_BUCKET, "index": NO_BUCKET, "kind": FaultKind.REFUSE,
     }  # fmt: skip
@@ -248,7 +249,7 @@ def test_what_concerns_a_whole_version_is_delayed_hangs_or_is_lost(
     with pytest.raises(PeerLostError, match="injected"):
         getattr(half(FaultKind.LOSE), call)(1, soon())
     getattr(half(FaultKind.FLIP), call)(1, soon())  # which is about buckets
-    records = [(record.version, record.index, record.kind) for record in read_fault_log(log)]
+    records = [(record.version, record.index, record.kind) for record in faults_in(log)]
     assert records == [(1, NO_BUCKET, kind) for kind in (FaultKind.DELAY, FaultKind.HANG, FaultKind.LOSE)]
 
 
@@ -262,7 +263,7 @@ def test_an_engine_runs_out_of_memory_as_often_as_it_is_told_to(log: str) -> Non
             assert "injected" in str(error)  # noqa: PT017
             failed.append(number)
     assert 5 <= len(failed) <= 31  # the seed decides: 18 on average
-    records = [(record.half, record.version, record.index, record.kind) for record in read_fault_log(log)]
+    records = [(record.half, record.version, record.index, record.kind) for record in faults_in(log)]
     assert records == [("engine", NO_BUCKET, number, FaultKind.EXHAUST) for number in failed]
 
 
@@ -291,7 +292,7 @@ def send_much(path: Path, half: str = "s", **options: Any) -> list[FaultRecord]:
     for version, index in itertools.product(range(20), range(5)):
         send(sender, Bucket(version, index, torch.zeros(0 if index == 1 else 4, dtype=torch.uint8)), [])
     sender.close()
-    return read_fault_log(log)
+    return faults_in(log)
 
 
 HARMLESS = ["delay", "flip", "truncate", "duplicate", "drop"]
@@ -315,12 +316,3 @@ def test_the_same_seed_injects_the_same_faults_and_a_version_meets_one_of_a_half
     # Five chances of 0.3 each make 0.83 of a version, 17 of 20 on average; the seed decides.
     assert 11 <= len(several) <= 19
     assert not [kind for _, index, kind in several if index == 1 and kind in {"flip", "truncate"}], "it has no bytes"
-
-
-def test_a_log_that_is_missing_is_empty_and_one_that_is_none_is_refused(tmp_path: Path) -> None:
-    assert read_fault_log(tmp_path / "missing") == []
-    (tmp_path / "log").write_text('{"at": 1}\n')
-    with pytest.raises(ProtocolError, match="not a fault log"):
-        read_fault_log(tmp_path / "log")
-    with pytest.raises(StorageError):
-        read_fault_log(tmp_path)

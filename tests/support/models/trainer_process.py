@@ -15,7 +15,7 @@ from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.config import CodecPolicy, Quantise
 from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig
 from weightlane.trainer.dispatch.rank_worker import RankWorker
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 
 ROLE = "policy"
 

@@ -24,10 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 import helper_paths  # noqa: F401 - it makes the others importable
 from hop_run import Run, expected
+from recorded_faults import faults_in
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, QuarantinedError, SyncAbortedError, UntouchedError
 from weightlane.ckpt_engines.engines.faulty.fault_config import FaultKind
-from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord, read_fault_log
+from weightlane.ckpt_engines.engines.faulty.fault_log import NO_BUCKET, FaultRecord
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import ReplicaState
 
@@ -99,7 +100,7 @@ def soak(
             _check(run, result)
     finally:
         run.end()
-    faults = read_fault_log(log)
+    faults = faults_in(log)
     result.engine_faults = Counter(fault.kind.value for fault in faults)
     absorbed = harmless(engine)
     result.unaccounted = [

@@ -10,7 +10,7 @@ from waiting import HANG_S
 
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 
 
 def in_dispatch(roles: Sequence[RoleSpec], use: Callable[[WorkerDispatch], Awaitable[Any]]) -> Any:

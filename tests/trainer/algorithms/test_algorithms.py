@@ -26,9 +26,9 @@ from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
 from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 from weightlane.trainer.config import CriticConfig, LoraConfig
-from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
 
@@ -142,7 +142,7 @@ def test_dpo_learns_what_it_is_shown_also_in_several_micro_batches_of_pairs(mode
     sequences = [
         TokenSequence.of_completion([row, 2], [rng.randrange(4, VOCAB) for _ in range(3)]) for row in range(4, 16)
     ]
-    pairs = TokenBatch(tuple(sequences), together=2)
+    pairs = TokenBatch(tuple(sequences), sequences_per_unit=2)
     trainer = TRAINER.model_copy(update={"micro_batch_tokens": 24})  # 3 of the 6 pairs
     roles = [
         RoleSpec(POLICY, trainer, models["qwen3-untied"], {OBJECTIVE: dpo(beta=0.5)}),

@@ -119,10 +119,13 @@ class TakesAnyToken(TemplateTrainingEngine):
 class TakesAnyMiniBatch(TemplateTrainingEngine):
     """The latest one is used."""
 
-    def _same_mini_batch(
-        self, begun: toolkit.MiniBatch | None, batch: toolkit.TokenBatch, mini_batch: toolkit.MiniBatch | None
-    ) -> toolkit.MiniBatch:
-        return mini_batch or toolkit.MiniBatch.of(batch)
+    def _same_denominators(
+        self,
+        begun: toolkit.LossDenominators | None,
+        batch: toolkit.TokenBatch,
+        denominators: toolkit.LossDenominators | None,
+    ) -> toolkit.LossDenominators:
+        return denominators or toolkit.LossDenominators.of(batch)
 
 
 @caught_by("steps_are_those_of_adamw", "the norm before clipping, .* of step 1")
@@ -194,7 +197,7 @@ class StepsByWhateverThereIs(TemplateTrainingEngine):
 class StepsWithoutAGradient(TemplateTrainingEngine):
     """A step whose gradient is zeros still moves weights, by their decay."""
 
-    def _require_gradient(self, begun: toolkit.MiniBatch | None, step: int) -> None:
+    def _require_gradient(self, begun: toolkit.LossDenominators | None, step: int) -> None:
         pass
 
 

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.trainer.data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
 from weightlane.trainer.data.packing import micro_batches, shares
+from weightlane.trainer.data.sequences import IGNORED, MicroBatch, TokenSequence
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=9)
 completions = st.builds(
@@ -37,7 +38,7 @@ def test_a_completion_is_predicted_from_the_token_before_each_of_its_own() -> No
     assert sequence.per_token["advantages"].tolist() == [0.0, 2.0, 2.0, 2.0]
     assert sequence.per_token["logprobs"].tolist() == [0.0, -0.5, -1.0, -1.5]
     assert (sequence.length, sequence.target_tokens) == (4, 2)
-    assert MiniBatch.of(TokenBatch((sequence,)), TokenBatch((sequence, sequence))) == MiniBatch(6, 3)
+    assert LossDenominators.of(TokenBatch((sequence,)), TokenBatch((sequence, sequence))) == LossDenominators(6, 3)
 
 
 @given(st.lists(completions, min_size=1, max_size=6))
@@ -94,7 +95,7 @@ def test_what_is_empty_ragged_or_not_a_number_is_refused_by_name_and_index() -> 
         (lambda: one(of_tokens([0, 1], [1, -7])), r"target of token 1 \(id 1\) of sequence 0 is -7"),
         (lambda: one(of_tokens([1, -1], [0, 1])), r"token of token 1 \(id -1\) of sequence 0 is -1"),
         (one, "at least one sequence"),
-        (lambda: TokenBatch((FINE,) * 3, together=2), "3 sequences cannot be kept together 2 at a time"),
+        (lambda: TokenBatch((FINE,) * 3, sequences_per_unit=2), "3 sequences are no whole units of 2"),
         (
             lambda: one(FINE).packed.required("weights"),
             "the loss needs the per-token value weights, and the batch has logprobs",
@@ -120,15 +121,19 @@ def test_every_sequence_goes_to_exactly_one_rank_and_loads_are_balanced(lengths:
 
 @given(lengths_of, st.integers(1, 4), st.integers(1, 4), st.integers(1, 60), st.booleans())
 def test_ranks_run_equally_many_micro_batches_within_the_budget_and_pairs_stay_together(
-    lengths: list[int], together: int, world: int, max_tokens: int, padded: bool
+    lengths: list[int], sequences_per_unit: int, world: int, max_tokens: int, padded: bool
 ) -> None:
-    lengths = lengths * together  # a multiple
-    plans = micro_batches(lengths, world, max_tokens, padded=padded, together=together)
+    lengths = lengths * sequences_per_unit  # a multiple
+    plans = micro_batches(lengths, world, max_tokens, padded=padded, sequences_per_unit=sequences_per_unit)
     assert len({len(plan) for plan in plans}) == 1
     parts = [part for plan in plans for part in plan]
-    units = [part[first : first + together] for part in parts for first in range(0, len(part), together)]
-    assert sorted(units) == [[*range(first, first + together)] for first in range(0, len(lengths), together)]
-    for part in (part for part in parts if len(part) > together):
+    units = [
+        part[first : first + sequences_per_unit] for part in parts for first in range(0, len(part), sequences_per_unit)
+    ]
+    assert sorted(units) == [
+        [*range(first, first + sequences_per_unit)] for first in range(0, len(lengths), sequences_per_unit)
+    ]
+    for part in (part for part in parts if len(part) > sequences_per_unit):
         each = [lengths[index] for index in part]
         assert (len(each) * max(each) if padded else sum(each)) <= max_tokens
     loads = [sum(lengths[index] for part in plan for index in part) for plan in plans]
@@ -140,6 +145,6 @@ def test_packing_fills_what_padding_wastes_and_a_pair_counts_as_a_whole() -> Non
     assert micro_batches(lengths, 1, 8, padded=False) == [[[0], [1, 2, 3, 4, 5, 6, 7, 8]]]
     assert len(micro_batches([8, *[5] * 3, *[3] * 3], 1, 8, padded=True)[0]) == 6
     lengths = [1, 8, 5, 5, 2, 2]  # pairs of 9, 10 and 4 tokens
-    assert micro_batches(lengths, 2, 100, padded=False, together=2) == [[[2, 3]], [[0, 1, 4, 5]]]
-    assert micro_batches(lengths, 1, 32, padded=True, together=2) == [[[0, 1, 2, 3], [4, 5]]]
-    assert micro_batches(lengths, 1, 31, padded=True, together=2) == [[[0, 1], [2, 3, 4, 5]]]
+    assert micro_batches(lengths, 2, 100, padded=False, sequences_per_unit=2) == [[[2, 3]], [[0, 1, 4, 5]]]
+    assert micro_batches(lengths, 1, 32, padded=True, sequences_per_unit=2) == [[[0, 1, 2, 3], [4, 5]]]
+    assert micro_batches(lengths, 1, 31, padded=True, sequences_per_unit=2) == [[[0, 1], [2, 3, 4, 5]]]

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.data.batch import IGNORED, TokenSequence
+from weightlane.trainer.data.sequences import IGNORED, TokenSequence
 from weightlane.trainer.data.sft_examples import Examples, load_examples
 from weightlane.trainer.data.tokenizer import HfTokenizer
 

@@ -27,8 +27,9 @@ from weightlane.sync import (
     SyncConfig,
 )
 from weightlane.trainer.config import AlgorithmConfig, LoraConfig, TrainerConfig
-from weightlane.trainer.dispatch.dispatch import Role, WorkerDispatch
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.role import Role
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.named import Objective
 
 MODEL = "qwen3-tied"

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.sync import Coordinator
 from weightlane.trainer.config import LoraConfig, TrainerConfig
-from weightlane.trainer.data.batch import MiniBatch
-from weightlane.trainer.dispatch.dispatch import Role
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.engines.adam_params import AdamParams
 
 PARAMS = {
@@ -38,7 +38,7 @@ def begin(role: Role, call: Call) -> asyncio.Task[Any]:
     method, adapter, number = call
     if method == "optim_step":
         return role.optim_step(adapter, PARAMS[adapter])
-    both = MiniBatch.of(*(make_batch(each) for each in (number - number % 2, number - number % 2 + 1)))
+    both = LossDenominators.of(*(make_batch(each) for each in (number - number % 2, number - number % 2 + 1)))
     return role.forward_backward(make_batch(number), "loss", both, adapter=adapter)
 
 
@@ -74,7 +74,9 @@ async def fail(role: Role) -> None:
     too_large = batch_of([Sample((1,), (2, 3), (-4.0, -4.0), 3e38)] * 4)
     await begin(role, steps("a")[0])
     with pytest.raises(ProtocolError, match="9999"):
-        await role.forward_backward(unknown_token, "loss", MiniBatch.of(make_batch(0), make_batch(1)), adapter="a")
+        await role.forward_backward(
+            unknown_token, "loss", LossDenominators.of(make_batch(0), make_batch(1)), adapter="a"
+        )
     for call in steps("a")[1:3]:
         with pytest.raises(ProtocolError, match=r"a part of the mini-batch has no gradient: .*9999"):
             await begin(role, call)

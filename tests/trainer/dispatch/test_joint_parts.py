@@ -16,10 +16,10 @@ from engine_ranks import Teams, exhaustive
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.data.batch import TokenBatch
-from weightlane.trainer.dispatch.dispatch import Role
-from weightlane.trainer.dispatch.role import StepPart, StepResult
+from weightlane.trainer.data.step_result import StepResult
+from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.engines.adam_params import AdamParams
-from weightlane.trainer.engines.lora.joint import BackwardPart
+from weightlane.trainer.engines.contract import ForwardBackward, OptimStep
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.supervised import WEIGHTS, sft
 
@@ -85,15 +85,15 @@ async def separately(role: Role, batches: Mapping[str, TokenBatch]) -> list[tupl
 async def together(role: Role, batches: Mapping[str, TokenBatch]) -> list[tuple[Any, Any]]:
     """The calls of `separately` as two, which have two more parts: one is refused, and one computes with infinite numbers."""
     unknown = batch_of([Sample((1,), (9999, 3), (-4.0, -4.0), 1.0)] * 4)
-    parts = [BackwardPart(batch, sft, None, LOGPROBS, name) for name, batch in batches.items()]
+    parts = [ForwardBackward(batch, sft, None, LOGPROBS, name) for name, batch in batches.items()]
     large = make_batch(9)
     large = large.with_values(WEIGHTS, [torch.full((each.length,), 3e38) for each in large.sequences])
-    wrong = [BackwardPart(unknown, sft, adapter="wrong"), BackwardPart(large, sft, adapter="large")]
+    wrong = [ForwardBackward(unknown, sft, adapter="wrong"), ForwardBackward(large, sft, adapter="large")]
     refused, _, *answers = await role.together([*wrong, *parts])
     assert isinstance(refused, ProtocolError)
     assert "9999" in str(refused)
-    wrong_steps = [StepPart("wrong"), StepPart("large", GRADIENTS)]
-    refused, skipped, *stepped = await role.together([*wrong_steps, *(StepPart(name, GRADIENTS) for name in batches)])
+    wrong_steps = [OptimStep("wrong"), OptimStep("large", GRADIENTS)]
+    refused, skipped, *stepped = await role.together([*wrong_steps, *(OptimStep(name, GRADIENTS) for name in batches)])
     assert isinstance(skipped, StepResult)
     assert "gradient norm of 'large' is" in skipped.skipped
     assert isinstance(refused, ProtocolError)

@@ -55,6 +55,8 @@ def test_no_part_of_the_parameters_changes_before_the_publisher_has_read_it() ->
     parts, done = [["embed", "norm"], ["head"], ["layer"]], []
 
     class Engine:
+        has_adapters = True
+
         def steps_of(self, adapter: str | None) -> int:
             assert adapter is None
             return 1
@@ -104,13 +106,12 @@ def test_parameters_are_moved_and_a_state_is_loaded_only_once_the_publisher_has_
     worker.call("policy", Moves({"policy": frozenset({"optimizer"})}), "rest")
     assert done == [("offload", ["optimizer"])], "the optimizer's state is nobody else's"
     done.clear()
-    answer = worker.call("policy", Moves({"policy": frozenset({"parameters"})}), "rest")
+    worker.call("policy", Moves({"policy": frozenset({"parameters"})}), "rest")
     assert done == [("read", []), ("offload", ["parameters"])]
     assert worker._roles["policy"].fence_s == 0.25, "the next step reports it"
-    assert answer.offloaded == {"policy": {"parameters"}}
     done.clear()
     moves = Moves(here={"policy": frozenset({"parameters", "optimizer"})})
-    assert worker.call("policy", moves, "load", "state").value == 3
+    assert worker.call("policy", moves, "load", "state") == 3
     assert done == [("onload", ["optimizer", "parameters"]), ("read", []), "load"]
 
 

@@ -17,7 +17,7 @@ from zoo_models import KINDS as KINDS_BY_NAME
 from zoo_models import ZOO
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.data.batch import MicroBatch, TokenSequence
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.engines.fsdp2.loading import (
     can_read_slices,
     materialise,

@@ -115,7 +115,7 @@ def test_pieces_of_all_ranks_are_every_element_and_no_padding(
     times = {name: torch.zeros(shape, dtype=torch.int32) for name, shape in checkpoint_shapes(model).items()}
     ranks = [(t, e) for t in range(tensor) for e in range(expert or 1)]
     for tensor_rank, expert_rank in ranks:
-        here = Coordinates(tensor_rank, tensor, expert_rank, expert or 1)
+        here = Coordinates(tensor_rank, expert_rank, expert or 1)
         for name, shape in _local_shapes(model, tensor, expert or 1).items():
             used = torch.zeros(shape, dtype=torch.int32)
             for piece in pieces_of(name, shape, model, here):

@@ -14,12 +14,14 @@ from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAborted
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import IGNORED, MiniBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.sequences import IGNORED, TokenSequence
+from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
-from weightlane.trainer.loop.protocols import Rollout, StepReport, Syncer
+from weightlane.trainer.loop.protocols import Rollout, Syncer
 from weightlane.trainer.loop.rollout_feeder import Judge
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
@@ -93,10 +95,10 @@ class World:
         """Every version that was published, in order."""
         return [int(line.split()[1]) for line in self.log if line.startswith("published")]
 
-    async def train_step(self, batch: TokenBatch, mini_batch: MiniBatch) -> StepReport:
+    async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
         self.calls += 1
         if self.calls - 1 in self.skips:
-            return StepReport(self.step, skipped="the gradient norm is nan.")
+            return StepResult(self.step, skipped="the gradient norm is nan.")
         if self.step == self.fails_at_step:
             if self.failure_is_a_death:
                 asyncio.get_running_loop().call_later(0.01, self.dies.set)
@@ -107,7 +109,7 @@ class World:
         self.in_step = False
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()
-        return StepReport(self.step)
+        return StepResult(self.step)
 
     async def publish(self, version: int) -> float:
         assert not self.in_step, "it may be changing the parameters"

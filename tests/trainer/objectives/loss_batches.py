@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from weightlane.trainer.data.batch import MicroBatch, TokenSequence
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 
 PROMPT = [1, 2]
 TARGET = 3

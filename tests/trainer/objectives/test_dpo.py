@@ -12,7 +12,8 @@ from loss_batches import at_targets, completion, in_float64, slopes_at_targets
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo
-from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenBatch
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 
 Side = tuple[list[tuple[float, float]], int]
@@ -43,9 +44,9 @@ def test_value_gradient_and_metrics_are_those_of_the_paper(
 ) -> None:
     sides = [each for pair in pairs for each in pair]
     sequences = [completion(len(each), masked, reference_logprobs=[ref for _, ref in each]) for each, masked in sides]
-    micro = in_float64(MicroBatch.of(sequences, together=2))
+    micro = in_float64(MicroBatch.of(sequences, sequences_per_unit=2))
     logprobs = at_targets(micro, [now for each, masked in sides for now, _ in each[masked:]], elsewhere=-33.0)
-    sums = LossSums(MiniBatch(float(micro.mask.sum()), 2.0 * len(pairs)))
+    sums = LossSums(LossDenominators(float(micro.mask.sum()), 2.0 * len(pairs)))
     torch.autograd.backward(sums.add(dpo(beta=beta, label_smoothing=smoothing)(ModelOutputs(logprobs), micro)))
     loss, slopes, margins = 0.0, [], []
     for pair in pairs:
@@ -67,9 +68,9 @@ def test_value_gradient_and_metrics_are_those_of_the_paper(
 
 def test_a_batch_whose_sequences_are_not_in_pairs_is_refused_also_where_their_number_is_even() -> None:
     micro = TokenBatch((completion(1, reference_logprobs=-1.0),) * 2).packed
-    with pytest.raises(ProtocolError, match=r"groups of 1, where dpo compares pairs\. .*together=2"):
+    with pytest.raises(ProtocolError, match=r"groups of 1, where dpo compares pairs\. .*sequences_per_unit=2"):
         dpo()(ModelOutputs.nothing(micro, 1), micro)
-    bare = TokenBatch((completion(1),) * 2, together=2).packed
+    bare = TokenBatch((completion(1),) * 2, sequences_per_unit=2).packed
     with pytest.raises(ProtocolError, match="needs the per-token value reference_logprobs, and the batch has none"):
         dpo()(ModelOutputs.nothing(bare, 1), bare)
     for beta, smoothing in ((0.0, 0.0), (math.nan, 0.0), (0.1, -0.1), (0.1, 0.5)):

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer import explained_variance, gae, value_loss, whiten
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.advantages import group_advantages
 from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs, needs
 from weightlane.trainer.objectives.supervised import sft
@@ -34,7 +35,7 @@ def test_supervised_loss_is_the_negative_log_likelihood_of_the_targets_by_weight
 
 
 def test_terms_are_divided_by_what_they_say_and_metrics_by_targets() -> None:
-    sums = LossSums(MiniBatch(tokens=10, sequences=4))
+    sums = LossSums(LossDenominators(tokens=10, sequences=4))
     for scale in (1.0, 2.0):
         value = torch.tensor(scale)
         terms = {"policy": LossTerm(value), "kl": LossTerm(value, "sequences"), "extra": LossTerm(value, 8.0)}
@@ -146,7 +147,7 @@ def test_the_critics_loss_is_the_clipped_squared_error_value_gradient_and_metric
     loss = value_loss(AlgorithmConfig(value_clip=clip))
     assert needed_outputs(loss) == ("values",)
     counted = [row for tokens, masked in rows for row in tokens[masked:]]
-    sums, found_slopes = LossSums(MiniBatch(len(counted), len(rows))), []
+    sums, found_slopes = LossSums(LossDenominators(len(counted), len(rows))), []
     for tokens, masked in rows:
         given_values = {"returns": [row[1] for row in tokens], "old_values": [row[2] for row in tokens]}
         micro = in_float64(MicroBatch.of([completion(len(tokens), masked, **given_values)]))

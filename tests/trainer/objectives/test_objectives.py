@@ -21,7 +21,8 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo, kl_penalised_rewards, value_loss
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import MicroBatch, MiniBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 from weightlane.trainer.objectives.named import BUILT_IN, Objective
 
@@ -129,7 +130,7 @@ def test_value_and_gradient_are_the_papers(name: str, further: dict[str, Any], r
     micro = in_float64(MicroBatch.of(sequences))
     logprobs = at_targets(micro, [now for tokens, _, masked in rows for now, _, _ in tokens[masked:]])
     output = Objective(config)(ModelOutputs(logprobs), micro)
-    sums = LossSums(MiniBatch(float(micro.mask.sum()), float(len(rows))))
+    sums = LossSums(LossDenominators(float(micro.mask.sum()), float(len(rows))))
     torch.autograd.backward(sums.add(output))
     loss, slopes = expected(name, rows, config, proximal=proximal)
     assert sums.named(sums.as_tensor(), 1)["loss"] == pytest.approx(loss, rel=1e-6, abs=1e-9)
@@ -159,11 +160,11 @@ def test_a_micro_batch_without_targets_has_the_same_sums_and_all_are_zero() -> N
     like = completion(1, **values)
     terms = AlgorithmConfig(kl_coefficient=0.1, entropy_coefficient=0.1, value_clip=0.2)
     losses: list[Any] = [Objective(terms.model_copy(update={"objective": name})) for name in BUILT_IN]
-    for loss, together in (*((each, 1) for each in losses), (value_loss(terms), 1), (dpo(), 2)):
-        empty, some = MicroBatch.without_targets(like, together), MicroBatch.of([like] * together, together)
+    for loss, unit in (*((each, 1) for each in losses), (value_loss(terms), 1), (dpo(), 2)):
+        empty, some = MicroBatch.without_targets(like, unit), MicroBatch.of([like] * unit, unit)
         nothing, something = loss(ModelOutputs.nothing(empty, 1), empty), loss(ModelOutputs.nothing(some, 1), some)
         assert (list(nothing.terms), list(nothing.metrics)) == (list(something.terms), list(something.metrics))
-        assert not any(float(term.divided(MiniBatch(0, 0))) for term in nothing.terms.values())
+        assert not any(float(term.divided(LossDenominators(0, 0))) for term in nothing.terms.values())
         assert not any(float(getattr(value, "total", value)) for value in nothing.metrics.values())
 
 
@@ -211,7 +212,7 @@ def test_kl_and_entropy_are_means_over_tokens_beside_every_objective_value_and_g
     objective = Objective(config)
     assert objective.needs == ("logprobs", "entropy")
     counted = [token for tokens, masked in rows for token in tokens[masked:]]
-    sums, slopes, pulls = LossSums(MiniBatch(len(counted), len(rows))), [], []
+    sums, slopes, pulls = LossSums(LossDenominators(len(counted), len(rows))), [], []
     for tokens, masked in rows:
         values = {"reference_logprobs": [token[1] for token in tokens], "rollout_logprobs": -2.0, "advantages": 0.0}
         micro = in_float64(MicroBatch.of([completion(len(tokens), masked, **values)]))
@@ -302,7 +303,7 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
     assert critic["advantages"].tolist() == pytest.approx([1.0, -1.0], abs=1e-4)
     micro = pairs["batch"].packed
     found = pairs["loss"](ModelOutputs(torch.tensor([0.0, -0.5, -1.0, 0.0, -2.0])), micro)
-    assert float(found.terms["dpo"].divided(MiniBatch.of(pairs["batch"]))) == pytest.approx(math.log(2))
+    assert float(found.terms["dpo"].divided(LossDenominators.of(pairs["batch"]))) == pytest.approx(math.log(2))
     (settings_block,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
     Objective(AlgorithmConfig(**tomllib.loads(settings_block)["algorithm"]))
     assert set(re.findall(r"^\| `(\w+)` \|", guide.split("Two terms")[0], re.MULTILINE)) == set(BUILT_IN)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WorkerDiedError
-from weightlane.trainer import AdamParams, LoraConfig, MiniBatch, TokenBatch, sft
+from weightlane.trainer import AdamParams, LoraConfig, LossDenominators, TokenBatch, sft
 from weightlane.trainer.runner.job_codec import decode_job, encode_job
 from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.jobs import (
@@ -30,8 +30,8 @@ from weightlane.trainer.runner.jobs import (
     Forward,
     ForwardBackward,
     Job,
+    JointJob,
     Load,
-    NamedLoss,
     OptimStep,
     Publish,
     RemoveAdapter,
@@ -39,22 +39,25 @@ from weightlane.trainer.runner.jobs import (
     Save,
     SaveAdapter,
     SftStep,
-    Together,
 )
 
-PAIRS = TokenBatch(make_batch(1).sequences[:4], together=2)
+PAIRS = TokenBatch(make_batch(1).sequences[:4], sequences_per_unit=2)
 EXAMPLES: list[Job[Any]] = [
     CreateAdapter("a", LoraConfig(rank=3, targets=("q_proj",)), Path("/from"), optimizer=False),
     RemoveAdapter("a"),
     SaveAdapter("a", Path("/to")),
     Forward(PAIRS, ("logprobs", "entropy"), 4, "a"),
     ForwardBackward(
-        make_batch(2), NamedLoss("ppo", {"clip": 0.2, "on": [True, None]}), MiniBatch(9.0, 2.5), ("logprobs",), "a"
+        make_batch(2),
+        "likelihood",
+        LossDenominators(9.0, 2.5),
+        ("logprobs",),
+        "a",
     ),
     ForwardBackward(make_batch(2), "objective"),
     DropGradient("a"),
     OptimStep("a", AdamParams(1e-4, (0.8, 0.95), 1e-12, 0.1, float("inf"))),
-    RlStep(make_batch(0), MiniBatch(3.0, 1.0)),
+    RlStep(make_batch(0), LossDenominators(3.0, 1.0)),
     SftStep(make_batch(0)),
     Save(Path("/state")),
     Load(Path("/state")),
@@ -71,7 +74,7 @@ def assert_same(found: Job[Any], wanted: Job[Any]) -> None:
         if not isinstance(other, TokenBatch):
             assert one == other, name
             continue
-        assert one.together == other.together
+        assert one.sequences_per_unit == other.sequences_per_unit
         for mine, its in zip(one.sequences, other.sequences, strict=True):
             assert torch.equal(mine.tokens, its.tokens)
             assert torch.equal(mine.targets, its.targets)
@@ -99,8 +102,7 @@ def test_a_job_that_files_cannot_hold_and_a_directory_that_is_a_file_are_refused
     files = JobFiles(tmp_path)
     for job, said in (
         (ForwardBackward(make_batch(0), sft), "is a function"),
-        (ForwardBackward(make_batch(0), NamedLoss("own", {"function": sft})), "cannot be written as JSON"),
-        (Together((OptimStep("a"), OptimStep("b"))), "Write its parts as jobs"),
+        (JointJob((OptimStep("a"), OptimStep("b"))), "Write its parts as jobs"),
     ):
         with pytest.raises(ConfigError, match=said):
             files.submit(job)

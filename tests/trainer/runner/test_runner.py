@@ -20,7 +20,6 @@ from weightlane.plugins import hookimpl, make_hooks
 from weightlane.trainer import (
     AlgorithmConfig,
     LoraConfig,
-    Loss,
     Objective,
     TokenBatch,
     TokenSequence,
@@ -39,14 +38,13 @@ from weightlane.trainer.runner.jobs import (
     Forward,
     ForwardBackward,
     Job,
+    JointJob,
     Load,
-    NamedLoss,
     OptimStep,
     RlStep,
     SftStep,
-    Together,
 )
-from weightlane.trainer.runner.runner import JobTrainers, Runner
+from weightlane.trainer.runner.runner import Runner
 
 ALGORITHM = AlgorithmConfig(objective="ppo")
 TRAINER = TrainerConfig(device="cpu", learning_rate=3e-3)
@@ -94,9 +92,8 @@ def test_steps_by_jobs_are_bit_for_bit_those_of_the_algorithm_and_resume_as_it_d
 
     async def by_jobs(dispatch: WorkerDispatch) -> list[float]:
         runner = Runner(dispatch, algorithm_over(dispatch, ALGORITHM))
-        trainers = JobTrainers(runner)
-        norms = [(await trainers.train_step(judged(0))).grad_norm]
-        await trainers.save(tmp_path / "state" / "trainer")
+        norms = [(await runner.train_step(judged(0))).grad_norm]
+        await runner.save(tmp_path / "state" / "trainer")
         await runner.run(RlStep(judged(5)))  # lost by what follows
         assert await runner.run(Load(tmp_path / "state" / "trainer")) == 1
         norms.append((await runner.run(RlStep(judged(1)))).grad_norm)
@@ -109,14 +106,8 @@ def test_steps_by_jobs_are_bit_for_bit_those_of_the_algorithm_and_resume_as_it_d
     assert any(not torch.equal(calls[name], before[name]) for name in calls), "training changes weights"
 
 
-def test_a_supervised_step_is_its_parts_with_a_loss_by_name_and_settings(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_supervised_step_is_its_parts(models: dict[str, Path], tmp_path: Path) -> None:
     batch = make_batch(0)
-
-    def losses(name: str, settings: Mapping[str, Any]) -> Loss:
-        assert (name, settings) == ("likelihood", {"weight": 1.0})
-        return sft
 
     async def whole(dispatch: WorkerDispatch) -> None:
         runner = Runner(dispatch)
@@ -124,8 +115,8 @@ def test_a_supervised_step_is_its_parts_with_a_loss_by_name_and_settings(
         await runner.run(Export(tmp_path / "whole", "float32"))
 
     async def parts(dispatch: WorkerDispatch) -> None:
-        runner, loss = Runner(dispatch, losses=losses), NamedLoss("likelihood", {"weight": 1.0})
-        computing = runner.submit(ForwardBackward(batch, loss, outputs=("logprobs",)))
+        runner = Runner(dispatch)
+        computing = runner.submit(ForwardBackward(batch, sft, outputs=("logprobs",)))
         stepping = runner.submit(OptimStep())
         answer = await computing
         assert [len(each["logprobs"]) for each in answer.outputs] == [each.length for each in batch.sequences]
@@ -152,12 +143,12 @@ def test_a_job_fails_alone_with_a_typed_error_and_every_end_is_told_and_counted(
             Forward(OUT_OF_VOCABULARY),
             ForwardBackward(make_batch(0), crash),
             OptimStep(),  # of a mini-batch without a gradient
-            ForwardBackward(make_batch(0), NamedLoss("likelihood")),
+            ForwardBackward(make_batch(0), "likelihood"),
             Forward(make_batch(1)),
         ]
         answers = await asyncio.gather(*map(runner.submit, jobs), return_exceptions=True)
         kinds = [type(answer) for answer in answers]
-        assert kinds == [ProtocolError, WeightlaneError, ProtocolError, ConfigError, list]
+        assert kinds == [ProtocolError, WeightlaneError, ProtocolError, ProtocolError, list]
         assert "ZeroDivisionError" in str(answers[1])
         assert [kind for kind, _ in told] == [job.kind for job in jobs]
         assert [bool(error) for _, error in told] == [True, True, True, True, False]
@@ -195,10 +186,10 @@ def test_joint_jobs_share_one_pass_and_each_ends_as_alone_or_by_its_own_error(
         await fresh_adapters()
         passes.clear()
         wrong = (ForwardBackward(OUT_OF_VOCABULARY, sft, adapter="d"), OptimStep("e"))
-        *answers, refused, unknown = await runner.run(Together((*jobs.values(), *wrong)))
+        *answers, refused, unknown = await runner.run(JointJob((*jobs.values(), *wrong)))
         assert passes == [sum(each.length for batch in batches.values() for each in batch.sequences)]
         assert (type(refused), type(unknown)) == (ProtocolError, ConfigError)
-        *steps, spoiled = await runner.run(Together((*map(OptimStep, batches), OptimStep("d"))))
+        *steps, spoiled = await runner.run(JointJob((*map(OptimStep, batches), OptimStep("d"))))
         assert isinstance(spoiled, ProtocolError)
         for answer, step, (answer_alone, step_alone) in zip(answers, steps, alone.values(), strict=True):
             assert answer.metrics == pytest.approx(answer_alone.metrics, rel=1e-6)
@@ -206,7 +197,7 @@ def test_joint_jobs_share_one_pass_and_each_ends_as_alone_or_by_its_own_error(
             for one, other in zip(answer.outputs, answer_alone.outputs, strict=True):
                 assert torch.allclose(one["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
         with pytest.raises(WeightlaneError, match="ZeroDivisionError"):
-            await runner.run(Together((jobs["a"], ForwardBackward(batches["c"], crash, adapter="c"))))
+            await runner.run(JointJob((jobs["a"], ForwardBackward(batches["c"], crash, adapter="c"))))
         with pytest.raises(ProtocolError, match=r"no gradient: .*of the loss"):
             await runner.run(OptimStep("a"))
 

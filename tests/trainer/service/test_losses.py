@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
-from weightlane.trainer.data.batch import IGNORED, MicroBatch, MiniBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.sequences import IGNORED, MicroBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 from weightlane.trainer.service.losses import NAMES, ServiceLoss, loss_report
 
@@ -110,7 +111,7 @@ def value_and_gradient(
     loss: ServiceLoss, micro: MicroBatch, logprobs: torch.Tensor
 ) -> tuple[float, torch.Tensor, dict[str, float]]:
     leaf = logprobs.clone().requires_grad_()
-    sums = LossSums(MiniBatch(tokens=17.0, sequences=5.0))
+    sums = LossSums(LossDenominators(tokens=17.0, sequences=5.0))
     total = sums.add(loss(ModelOutputs(logprobs=leaf), micro))
     total.backward()
     assert leaf.grad is not None
@@ -153,7 +154,7 @@ def test_a_split_into_micro_batches_changes_nothing_and_a_forward_pass_reports_t
     for name in NAMES:
         loss = ServiceLoss(name)
         whole, _, metrics = value_and_gradient(loss, batch.packed, logprobs)
-        sums = LossSums(MiniBatch.of(batch))
+        sums = LossSums(LossDenominators.of(batch))
         for sequence, part in zip(batch.sequences, batch.packed.split(logprobs), strict=True):
             sums.add(loss(ModelOutputs(logprobs=part), MicroBatch.of([sequence])))
         nothing = MicroBatch.without_targets(batch.sequences[0])

@@ -170,7 +170,7 @@ def test_clients_that_train_together_end_as_alone_also_when_the_service_is_kille
         norm = sum(float(each.double().square().sum()) for each in expected[who].values())
         assert (difference / norm) ** 0.5 <= 1e-6
     metrics = httpx.get(f"{service.url}/metrics", headers={"x-api-key": TOKENS["alice"]}).raise_for_status().text
-    assert ('jobs_total{kind="together"}' in metrics) == (kind == "service")
+    assert ('jobs_total{kind="joint"}' in metrics) == (kind == "service")
     assert all(bool(each.any()) for found in expected.values() for each in found.values()), "all were trained"
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import MicroBatch, TokenBatch, TokenSequence
+from weightlane.trainer.data.batch import TokenBatch
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossOutput, LossTerm, ModelOutputs, needs
 from weightlane.trainer.objectives.policy.dual_clip import dual_clip
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS

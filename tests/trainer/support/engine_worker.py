@@ -31,7 +31,8 @@ from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.conformance.processes.rank_process import noted_step
-from weightlane.trainer.data.batch import MicroBatch, MiniBatch
+from weightlane.trainer.data.batch import LossDenominators
+from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.dispatch.rank_worker import RankWorker
 from weightlane.trainer.engines.contract import TrainingEngine
 from weightlane.trainer.engines.registry import training_engine_class
@@ -96,9 +97,9 @@ class Worker(LoraCommands, RankCommands):
         AdamW's first moment is the gradient itself where its decay rate is 0.
         """
         samples = make_samples(0, rows)
-        mini_batch = MiniBatch.of(batch_of(samples))
+        denominators = LossDenominators.of(batch_of(samples))
         results = [
-            self._engine.forward_backward(batch_of(samples[row] for row in call), LOSSES[loss], mini_batch)
+            self._engine.forward_backward(batch_of(samples[row] for row in call), LOSSES[loss], denominators)
             for call in calls
         ]
         self._engine.optim_step(lambda names: None)
@@ -140,7 +141,7 @@ class Worker(LoraCommands, RankCommands):
     def fail(self) -> str:
         """A forward_backward that fails, by its loss of the second micro-batch, after one that did not."""
         batch, seen = make_batch(0), []
-        mini_batch = MiniBatch.of(batch, batch)
+        denominators = LossDenominators.of(batch, batch)
 
         def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
             seen.append(micro)
@@ -148,9 +149,9 @@ class Worker(LoraCommands, RankCommands):
                 raise ValueError("the loss failed.")
             return sft(outputs, micro)
 
-        self._engine.forward_backward(batch, sft, mini_batch)
+        self._engine.forward_backward(batch, sft, denominators)
         try:
-            self._engine.forward_backward(batch, loss, mini_batch)
+            self._engine.forward_backward(batch, loss, denominators)
         except ValueError as error:
             return str(error)
         return ""
@@ -172,9 +173,10 @@ class Worker(LoraCommands, RankCommands):
 
     def forward_weights(self) -> list[tuple[Any, ...]]:
         """The bfloat16 parameters that a megatron engine's forward pass uses, as slices of checkpoint tensors."""
-        from weightlane.trainer.engines.megatron.weights import model_slices
+        from weightlane.trainer.engines.megatron.weights import _pieces
 
-        slices = [*model_slices(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)]
+        pieces = _pieces(self._engine._chunks, self._engine._facts.shape, self._engine._coordinates)
+        slices = [(at.name, at.starts, each[at.box.index]) for each, all_of in pieces.items() for at in all_of]
         assert {data.dtype for _, _, data in slices} == {torch.bfloat16}
         return [(name, starts, data.detach().float().numpy()) for name, starts, data in slices]
 

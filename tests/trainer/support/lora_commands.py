@@ -9,7 +9,7 @@ import torch
 from engine_batches import LOSSES, batch_of, make_batch, make_samples, mixed
 
 from weightlane.trainer.config import LoraConfig
-from weightlane.trainer.data.batch import MiniBatch
+from weightlane.trainer.data.batch import LossDenominators
 
 
 class LoraCommands:
@@ -41,9 +41,9 @@ class LoraCommands:
         AdamW's first moment is the gradient itself where its decay rate is 0.
         """
         samples = make_samples(0, rows)
-        mini_batch = MiniBatch.of(batch_of(samples))
+        denominators = LossDenominators.of(batch_of(samples))
         results = [
-            self._engine.forward_backward(batch_of(samples[row] for row in call), mixed, mini_batch, adapter=name)
+            self._engine.forward_backward(batch_of(samples[row] for row in call), mixed, denominators, adapter=name)
             for call in calls
         ]
         norm = self._engine.optim_step(_nothing_is_published, name)
@@ -62,7 +62,9 @@ class LoraCommands:
         norms = []
         for do, name, number in order:
             if do == "forward_backward":
-                both = MiniBatch.of(*(make_batch(each) for each in (number - number % 2, number - number % 2 + 1)))
+                both = LossDenominators.of(
+                    *(make_batch(each) for each in (number - number % 2, number - number % 2 + 1))
+                )
                 self._engine.forward_backward(make_batch(number), LOSSES["policy"], both, adapter=name)
             else:
                 norms.append(self._engine.optim_step(lambda names: None, name))

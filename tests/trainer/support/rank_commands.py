@@ -11,7 +11,7 @@ from engine_batches import TEMPERATURE, VOCAB, make_samples
 from waiting import HANG_S
 
 from weightlane.trainer.config import LoraConfig, TrainerConfig
-from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.torchrun import AdamParams, ForwardInput, ForwardOutput, TrainerRank
 
 

@@ -101,7 +101,7 @@ class RankProcess:
         spec, loss = BatchSpec.from_plain(batch), LossSpec(scale).loss()
         # A mini-batch with a wrong token has the same counts as without it.
         results = [
-            self.engine.forward_backward(each, loss, spec.mini_batch(), outputs or ()) for each in spec.batches()
+            self.engine.forward_backward(each, loss, spec.denominators(), outputs or ()) for each in spec.batches()
         ]
         rows = _write_outputs([result.outputs for result in results], file) if file else []
         return {"metrics": [dict(result.metrics) for result in results], "rows": rows}

@@ -13,10 +13,11 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig
-from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...data.batch import LossDenominators, TokenBatch
+from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..adam_params import AdamParams
-from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart
+from ..contract import STATE_PARTS, BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart
 from ..hf.causal_head import HeadQuery, replace_head
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
@@ -24,7 +25,7 @@ from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
-from ..lora.joint import BackwardPart, JoinsPasses, PreparedPart, one_by_one
+from ..lora.joint import StartedPass
 from ..lora.rank_pass import PassQuery
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
@@ -37,7 +38,7 @@ from .shards import checkpoint_tensors, local_shards
 from .state import export_model, export_saved, resume, save_state
 
 
-class Fsdp2Engine(AdaptedEngine, JoinsPasses):
+class Fsdp2Engine(AdaptedEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
@@ -123,51 +124,51 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         self,
         batch: TokenBatch,
         loss: Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> BackwardResult:
         """See `TrainingEngine.forward_backward`."""
-        return self._run_parts([self._prepared(BackwardPart(batch, loss, mini_batch, outputs, adapter))])[0]
+        return self._run_passes([self._started(ForwardBackward(batch, loss, denominators, outputs, adapter))])[0]
 
-    def forward_backward_together(self, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
-        """See `JoinsPasses`: parts whose targets have one shape share passes, if the model computes packed sequences."""
+    def forward_backward_together(self, calls: Sequence[ForwardBackward]) -> list[BackwardResult | WeightlaneError]:
+        """See `AdapterEngine`: calls whose targets have one shape share passes, if the model computes packed sequences."""
         if not self._packs:
-            return one_by_one(self, parts)
+            return super().forward_backward_together(calls)
         found: dict[int, BackwardResult | WeightlaneError] = {}
-        groups: dict[object, dict[int, PreparedPart]] = {}
-        for number, part in enumerate(parts):
+        groups: dict[object, dict[int, StartedPass]] = {}
+        for number, call in enumerate(calls):
             try:
-                prepared = self._prepared(part)
+                started = self._started(call)
             except WeightlaneError as error:
                 found[number] = error
             else:
-                groups.setdefault(prepared.likeness or number, {})[number] = prepared
+                groups.setdefault(started.shape or number, {})[number] = started
         for group in groups.values():
             try:
-                found.update(zip(group, self._run_parts(list(group.values())), strict=True))
+                found.update(zip(group, self._run_passes(list(group.values())), strict=True))
             except WeightlaneError as error:
                 found.update(dict.fromkeys(group, error))
-        return [found[number] for number in range(len(parts))]
+        return [found[number] for number in range(len(calls))]
 
-    def _prepared(self, part: BackwardPart) -> PreparedPart:
-        """Begin the mini-batch of `part`, which is checked."""
+    def _started(self, call: ForwardBackward) -> StartedPass:
+        """Check `call`, and begin its mini-batch."""
         self._open_model()
         self._require_here("parameters", "gradients")
-        self._check_outputs({*part.outputs, *needed_outputs(part.loss)})
-        chosen = self._trained(part.adapter)
-        sums = LossSums(self._begin_for(chosen, part.batch, part.mini_batch))
+        self._check_outputs({*call.outputs, *needed_outputs(call.function)})
+        chosen = self._trained(call.adapter)
+        sums = LossSums(self._begin_for(chosen, call.batch, call.denominators))
         with self._whole_gradients(chosen):
-            part.batch.check_vocabulary(self._vocabulary)
-        return PreparedPart(part, chosen, sums)
+            call.batch.check_vocabulary(self._vocabulary)
+        return StartedPass(call, chosen, sums)
 
-    def _run_parts(self, parts: Sequence[PreparedPart]) -> list[BackwardResult]:
-        """Run the model forward and backward on all parts together; several have one likeness."""
+    def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
+        """Run the model forward and backward for all passes at once; several have one shape."""
         model, mesh = self._open_model(), self._mesh
         model.train(self._dropout)
-        needed = {name for each in parts for name in each.needed}
-        adapters, batches = [each.adapter for each in parts], [each.part.batch for each in parts]
-        found: list[dict[int, SequenceOutputs]] = [{} for _ in parts]
+        needed = {name for each in passes for name in each.needed}
+        adapters, batches = [each.adapter for each in passes], [each.call.batch for each in passes]
+        found: list[dict[int, SequenceOutputs]] = [{} for _ in passes]
         limit = self.config.micro_batch_tokens
         with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
             for share in micro_batches_of(batches, self.data_share, limit, self._device, padded=not self._packs):
@@ -178,21 +179,21 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
                     joined = self._outputs(model, MicroBatch.joined([micro for *_, micro in share]), needed)
                     losses = []
                     for (number, indices, micro), outputs in zip(share, joined.split(lengths), strict=True):
-                        each = parts[number]
-                        losses.append(each.sums.add(each.part.loss(outputs, micro)))
-                        found[number] |= outputs_by_sequence(indices, micro, outputs, each.part.outputs)
+                        each = passes[number]
+                        losses.append(each.sums.add(each.call.function(outputs, micro)))
+                        found[number] |= outputs_by_sequence(indices, micro, outputs, each.call.outputs)
                     if runs:  # and nothing is added to the gradients of the model's own weights
                         own = [parameter for adapter, _ in runs for parameter in adapter.parameters]
                         torch.autograd.backward(losses, inputs=own)
                     else:
                         # FSDP averages gradients over the ranks, where their sum is wanted.
                         torch.autograd.backward([loss * mesh.data_world for loss in losses])
-            totals = [each.sums.as_tensor() for each in parts]
+            totals = [each.sums.as_tensor() for each in passes]
             for total in totals:
                 dist.all_reduce(total, group=mesh.data.get_group())
         return [
-            BackwardResult(each.sums.named(total, each.part.batch.target_tokens), outputs if mesh.answers else {})
-            for each, total, outputs in zip(parts, totals, found, strict=True)
+            BackwardResult(each.sums.named(total, each.call.batch.target_tokens), outputs if mesh.answers else {})
+            for each, total, outputs in zip(passes, totals, found, strict=True)
         ]
 
     def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
@@ -201,7 +202,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         self._require_here(*STATE_PARTS)
         if (chosen := self._trained(adapter)) is not None:
             return self._step_adapter(chosen, before_change, params)
-        self._require_gradient(self._mini_batch, self._step)
+        self._require_gradient(self._denominators, self._step)
         params = params or AdamParams.of(self.config, self._step)
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
@@ -314,7 +315,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
     def _clear_gradients(self) -> None:
         self._away.pop("gradients", None)  # they are dropped, wherever they are
         self._optimizer.zero_grad()
-        self._mini_batch = None
+        self._denominators = None
 
     def _loaded_model(self) -> torch.nn.Module:
         require_open(self._model is not None, self._part)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ...data.batch import IGNORED
+from ...data.sequences import IGNORED
 from . import chunks, cuda_kernels
 from .chunks import CHUNK_BYTES
 from .terms import HeadTerms, LogitSums, LogitTransform, LossSlopes, VocabularyShare

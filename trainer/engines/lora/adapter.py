@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
 
 from ...config import LoraConfig, TrainerConfig
-from ...data.batch import MiniBatch
+from ...data.batch import LossDenominators
 from ..adam_params import AdamParams
 from ..contract import StatePart
 from .sites import MATRICES, PART, LoraSite, initial_a
@@ -116,7 +116,7 @@ class Adapter:
         self.name, self.config, self.trained = name, config, trained
         self.step = 0
         """Optimizer steps taken."""
-        self.mini_batch: MiniBatch | None = None
+        self.denominators: LossDenominators | None = None
         """The mini-batch whose gradients are being added up."""
         own = {"learning_rate": config.learning_rate} if config.learning_rate is not None else {}
         self._trainer = trainer.model_copy(update=own)
@@ -162,7 +162,7 @@ class Adapter:
 
     def clear_gradients(self) -> None:
         """Drop the gradients of a mini-batch that was begun."""
-        self.mini_batch = None
+        self.denominators = None
         for parameter in self.parameters:
             parameter.grad = None
 

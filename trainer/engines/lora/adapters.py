@@ -111,7 +111,7 @@ class Adapters:
     def make(
         self, name: str, config: LoraConfig, source: Path | None, *, trained: bool = True, replace: bool = False
     ) -> Adapter:
-        """An adapter as `TrainingEngine.add_adapter` says, which is not one of these yet."""
+        """An adapter as `AdapterEngine.add_adapter` says, which is not one of these yet."""
         check_name(name)
         published = self._trainer.lora is not None and name == DEFAULT  # a publisher reads its tensors
         if name in self._adapters and (published or not replace):
@@ -127,7 +127,7 @@ class Adapters:
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
-        """See `TrainingEngine.remove_adapter`."""
+        """See `AdapterEngine.remove_adapter`."""
         adapter = self.chosen(name)
         if adapter is None or (self._trainer.lora is not None and name == DEFAULT):
             raise ConfigError(
@@ -166,7 +166,7 @@ class Adapters:
         return adapter_names(self._all_layers, adapter.config) if self._merged is None else list(self._merged.names)
 
     def load_published(self, name: str, before_change: Fence) -> None:
-        """See `TrainingEngine.load_published`."""
+        """See `AdapterEngine.load_published`."""
         adapter = self.chosen(name)
         if adapter is None or not self._trainer.publishes_adapter:
             what = "the model's own weights" if adapter is None else f"adapter {name!r}"
@@ -179,7 +179,7 @@ class Adapters:
         published = self._adapters[DEFAULT]
         if adapter is published:
             return
-        if published.step or published.mini_batch is not None:
+        if published.step or published.denominators is not None:
             raise ConfigError(
                 f"adapter {name!r} would be published in the place of {DEFAULT!r}, which is trained itself.",
                 part=PART,

@@ -12,9 +12,10 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
-from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...data.batch import LossDenominators, TokenBatch
+from ...data.sequences import MicroBatch
 from ..adam_params import AdamParams
-from ..contract import Fence
+from ..contract import AdapterEngine, Fence
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
 from ..rank_collectives import on_every_rank, require_open
@@ -27,14 +28,12 @@ from .saved import SavedAdapters
 from .sites import PART
 
 
-class AdaptedEngine(TorchEngine):
+class AdaptedEngine(TorchEngine, AdapterEngine):
     """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights.
 
     Beside the contract's calls it has some for a program that drives every rank itself, such as `TrainerRank`: `run_pass`,
     `run_backward` and `step_adapters`.
     """
-
-    has_adapters = True
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
@@ -46,14 +45,14 @@ class AdaptedEngine(TorchEngine):
         return self._step if self._lora is None else self.steps_of(None)
 
     def steps_of(self, adapter: str | None = None) -> int:
-        """See `TrainingEngine.steps_of`."""
+        """See `AdapterEngine.steps_of`."""
         assert self._lora is not None
         chosen = self._lora.chosen(adapter)
         return self._step if chosen is None else chosen.step
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """See `TrainingEngine.adapters`."""
+        """See `AdapterEngine.adapters`."""
         return self._open_adapters().names
 
     def add_adapter(
@@ -66,7 +65,7 @@ class AdaptedEngine(TorchEngine):
         resume: bool = False,
         trained: bool = True,
     ) -> None:
-        """See `TrainingEngine.add_adapter`."""
+        """See `AdapterEngine.add_adapter`."""
         adapters, made = self._open_adapters(), []
 
         def make() -> None:
@@ -79,11 +78,11 @@ class AdaptedEngine(TorchEngine):
         adapters.keep(made[0])
 
     def remove_adapter(self, name: str) -> None:
-        """See `TrainingEngine.remove_adapter`."""
+        """See `AdapterEngine.remove_adapter`."""
         self._open_adapters().remove(name)
 
     def export_adapter(self, directory: Path, name: str = DEFAULT, *, with_optimizer: bool = False) -> None:
-        """See `TrainingEngine.export_adapter`."""
+        """See `AdapterEngine.export_adapter`."""
         adapters = self._open_adapters()
         self._require_here("parameters", "optimizer")
         adapter = adapters.chosen(name)
@@ -99,7 +98,7 @@ class AdaptedEngine(TorchEngine):
             write_on_rank_zero(write, directory, self.rank, self._device)
 
     def load_published(self, before_change: Fence, adapter: str) -> None:
-        """See `TrainingEngine.load_published`."""
+        """See `AdapterEngine.load_published`."""
         adapters = self._open_adapters()
         self._require_here("parameters")
         adapters.load_published(adapter, before_change)
@@ -212,13 +211,15 @@ class AdaptedEngine(TorchEngine):
             )
         return adapter
 
-    def _begin_for(self, adapter: Adapter | None, batch: TokenBatch, mini_batch: MiniBatch | None) -> MiniBatch:
+    def _begin_for(
+        self, adapter: Adapter | None, batch: TokenBatch, denominators: LossDenominators | None
+    ) -> LossDenominators:
         """The mini-batch that `batch` is part of; each adapter has one of its own, and so have the model's own weights."""
         if adapter is None:
-            self._mini_batch = self._same_mini_batch(self._mini_batch, batch, mini_batch)
-            return self._mini_batch
-        adapter.mini_batch = self._same_mini_batch(adapter.mini_batch, batch, mini_batch)
-        return adapter.mini_batch
+            self._denominators = self._same_denominators(self._denominators, batch, denominators)
+            return self._denominators
+        adapter.denominators = self._same_denominators(adapter.denominators, batch, denominators)
+        return adapter.denominators
 
     @contextmanager
     def _computing_with(self, adapter: Adapter | None, *, gradients: bool) -> Iterator[None]:
@@ -242,7 +243,7 @@ class AdaptedEngine(TorchEngine):
 
     def _step_adapter(self, adapter: Adapter, before_change: Fence, params: AdamParams | None) -> float:
         """See `TrainingEngine.optim_step`. An adapter is stepped at once: `before_change` is called once at most."""
-        self._require_gradient(adapter.mini_batch, adapter.step)
+        self._require_gradient(adapter.denominators, adapter.step)
         return self._change([adapter], before_change, params, 1.0)[adapter.name]
 
     def _change(

@@ -1,20 +1,16 @@
-"""Passes that several adapters share: what is asked of an engine, and what a layer adds for tokens of different adapters."""
+"""Passes that several adapters share: which can be joined, and what a layer adds for tokens of different adapters."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch.nn.functional import pad
 
-from weightlane.ckpt_engines import WeightlaneError
-
-from ...data.batch import MiniBatch, TokenBatch
-from ...objectives.loss import Loss, LossSums, OutputName, needed_outputs
-from ..contract import BackwardResult, TrainingEngine
+from ...objectives.loss import LossSums, OutputName, needed_outputs
+from ..contract import ForwardBackward
 from .adapter import Adapter, LoraPair
 from .sites import MATRICES
 
@@ -23,60 +19,26 @@ _PADDED = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardPart:
-    """The arguments of one `TrainingEngine.forward_backward` among several that are computed together."""
+class StartedPass:
+    """A `ForwardBackward` that was checked and whose mini-batch has begun, so that it can be computed."""
 
-    batch: TokenBatch
-    loss: Loss
-    mini_batch: MiniBatch | None = None
-    outputs: Collection[OutputName] = ()
-    adapter: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PreparedPart:
-    """A part that can be computed: its mini-batch has begun."""
-
-    part: BackwardPart
+    call: ForwardBackward
     adapter: Adapter | None
     """None for the model's own weights."""
     sums: LossSums
 
     @property
-    def likeness(self) -> tuple[object, ...] | None:
-        """Equal for parts that can share a pass; None for one that cannot share any."""
-        packed = self.part.batch.packed
-        if self.adapter is None or packed.together > 1:
+    def shape(self) -> tuple[object, ...] | None:
+        """Equal for passes that can be joined; None for one that cannot be."""
+        packed = self.call.batch.packed
+        if self.adapter is None or packed.sequences_per_unit > 1:
             return None
         return packed.targets.shape[1:], *sorted(packed.per_sequence)
 
     @property
     def needed(self) -> set[OutputName]:
         """The outputs of the model that the loss needs, and those that are returned."""
-        return {*self.part.outputs, *needed_outputs(self.part.loss)}
-
-
-class JoinsPasses(ABC):
-    """A training engine that can compute with several adapters in one pass."""
-
-    @abstractmethod
-    def forward_backward_together(self, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
-        """Do what `forward_backward` of each part does, each of another adapter, in as few passes as shapes allow. Collective.
-
-        Sums are rounded in another order than by separate calls; nothing else differs. A part that is refused is answered by its
-        error, and the others are computed. Where a pass itself fails, the mini-batches of all its parts do.
-        """
-
-
-def one_by_one(engine: TrainingEngine, parts: Sequence[BackwardPart]) -> list[BackwardResult | WeightlaneError]:
-    """`JoinsPasses.forward_backward_together` of any engine, by separate calls."""
-    found: list[BackwardResult | WeightlaneError] = []
-    for part in parts:
-        try:
-            found.append(engine.forward_backward(part.batch, part.loss, part.mini_batch, part.outputs, part.adapter))
-        except WeightlaneError as error:
-            found.append(error)
-    return found
+        return {*self.call.outputs, *needed_outputs(self.call.function)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,6 @@ class Coordinates:
     """Where a rank stands in the dimensions that cut tensors."""
 
     tensor_rank: int = 0
-    tensor_size: int = 1
     expert_rank: int = 0
     expert_size: int = 1
 

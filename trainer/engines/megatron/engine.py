@@ -15,7 +15,8 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import Head, TrainerConfig
-from ...data.batch import MicroBatch, MiniBatch, TokenBatch
+from ...data.batch import LossDenominators, TokenBatch
+from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..adam_params import AdamParams
 from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
@@ -137,7 +138,7 @@ class MegatronEngine(AdaptedEngine):
         self,
         batch: TokenBatch,
         loss: Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> BackwardResult:
@@ -145,7 +146,7 @@ class MegatronEngine(AdaptedEngine):
         chosen = self._trained(adapter)
         self._require_here("parameters", "gradients")
         self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
-        sums = LossSums(self._begin_for(chosen, batch, mini_batch))
+        sums = LossSums(self._begin_for(chosen, batch, denominators))
         found: dict[int, SequenceOutputs] = {}
 
         def judge(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
@@ -159,7 +160,7 @@ class MegatronEngine(AdaptedEngine):
         ):
             self._run(batch, needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
-                nothing = MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
+                nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
             totals = sums.as_tensor()
             if parallel_state.get_tensor_model_parallel_rank() != 0:
@@ -173,7 +174,7 @@ class MegatronEngine(AdaptedEngine):
         self._require_here(*STATE_PARTS)
         if (chosen := self._trained(adapter)) is not None:
             return self._step_adapter(chosen, before_change, params)
-        self._require_gradient(self._mini_batch, self._step)
+        self._require_gradient(self._denominators, self._step)
         params = params or AdamParams.of(self.config, self._step)
         with self._computing("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
@@ -353,7 +354,7 @@ class MegatronEngine(AdaptedEngine):
 
     def _clear_gradients(self) -> None:
         self.onload(["gradients"])  # they stay in buffers of their own
-        self._mini_batch = None
+        self._denominators = None
         self._optimizer.zero_grad()
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -390,7 +391,7 @@ class MegatronEngine(AdaptedEngine):
         share = self._share(batch, *self.data_share, padded=False)
         if self.config.megatron.virtual_pipeline > 1:
             # Its stages take turns by as many micro-batches as there are ranks.
-            nothing = MicroBatch.without_targets(batch.sequences[0], batch.together).to(self._device)
+            nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
             share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
         return share
 

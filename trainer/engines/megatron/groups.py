@@ -27,7 +27,6 @@ def join_parallel_groups(config: TrainerConfig) -> tuple[list[Any] | None, Coord
     )
     return parallel_groups(), Coordinates(
         parallel_state.get_tensor_model_parallel_rank(),
-        layout.tensor_parallel,
         parallel_state.get_expert_model_parallel_rank(),
         layout.expert_parallel,
     )

@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from ...data.batch import MicroBatch
+from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..head import VocabularyShare, head_outputs
 from ..lora.rank_pass import PassQuery

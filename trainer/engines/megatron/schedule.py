@@ -10,7 +10,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.nn import functional
 
-from ...data.batch import MicroBatch
+from ...data.sequences import MicroBatch
 
 Part = tuple[list[int], MicroBatch]
 """A micro-batch, and which sequences of its batch it has."""

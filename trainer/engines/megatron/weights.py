@@ -96,15 +96,6 @@ def weight_slices(
     return [piece for slices in found.values() for piece in slices]
 
 
-def model_slices(
-    chunks: Sequence[torch.nn.Module], model: CheckpointShape, at: Coordinates
-) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """The tensors that forward uses, as slices: name, first indices, and a view of the tensor."""
-    for parameter, pieces in _pieces(chunks, model, at).items():
-        for piece in pieces:
-            yield piece.name, piece.starts, parameter.detach()[piece.box.index]
-
-
 def inner_optimizers(optimizer: MegatronOptimizer | FrozenWeights) -> list[Any]:
     """megatron-core's optimizers of dense and of expert parameters that have something to step on this rank."""
     if isinstance(optimizer, FrozenWeights):

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ...config import AlgorithmConfig
-from ...data.batch import MicroBatch
+from ...data.sequences import MicroBatch
 from ..loss import Loss, LossOutput, LossTerm, ModelOutputs
 from ..policy_values import ADVANTAGES, ROLLOUT_LOGPROBS, policy_metrics
 

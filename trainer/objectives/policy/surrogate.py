@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ...config import AlgorithmConfig
-from ...data.batch import MicroBatch
+from ...data.sequences import MicroBatch
 from ..loss import Loss, LossOutput, LossTerm, ModelOutputs
 from ..policy_values import ADVANTAGES, importance_weights, policy_metrics, proximal_logprobs, ratio_of
 

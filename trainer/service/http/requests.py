@@ -100,7 +100,7 @@ async def create_model(service: Service, client: str, request: Request) -> Respo
 async def get_info(service: Service, client: str, request: Request) -> Response:
     """Describe a model."""
     asked, _ = await _parsed(service, request, GetInfoRequest)
-    model, base = service.lane.model(asked.model_id, client), service.base
+    model, base = service.scheduler.model(asked.model_id, client), service.base
     return JSONResponse(
         {
             "type": "get_info",
@@ -166,7 +166,7 @@ async def load_weights(service: Service, client: str, request: Request) -> Respo
 async def unload_model(service: Service, client: str, request: Request) -> Response:
     """Forget a model, after the requests that were sent before."""
     asked, payload = await _parsed(service, request, UnloadModelRequest)
-    model = service.lane.model(asked.model_id, client)
+    model = service.scheduler.model(asked.model_id, client)
     seq = max([model.next_seq - 1, *model.waiting]) + 1
     return _future(service.train(client, UNLOAD, asked.model_id, seq, payload).id)
 

@@ -8,15 +8,15 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError
 
-from ...data.batch import MiniBatch
+from ...data.batch import LossDenominators
 from ...objectives.loss import LOGPROBS
+from ...runner.job_joiner import RunJob
 from ...runner.jobs import DropGradient, Forward, ForwardBackward, OptimStep
-from ...runner.joint_jobs import RunJob
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..base_model import BaseModel
 from ..losses import ServiceLoss, loss_report
-from ..publications import Begun, Publications
+from ..publications import Pending, Publications
 from ..records.checkpoints import Checkpoint, Checkpoints, Kind
 from ..records.futures import PROTOBUF, Futures
 from ..records.models import Model
@@ -34,7 +34,7 @@ from ..wire.requests import (
     SaveWeightsRequest,
 )
 from ..wire.requests import request as parsed
-from .training_lane import Joining, TrainingLane
+from .scheduler import Joining, TrainingScheduler
 
 REFUSED = "refused"
 """A request that is not offered. It has its turn, because those after it have later numbers, and does nothing."""
@@ -42,12 +42,12 @@ CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward
 SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
 SAVE_EXTERNAL = "save_weights_external"
 _PART = "service"
-_WHOLE = MiniBatch(1.0, 1.0)
+_WHOLE = LossDenominators(1.0, 1.0)
 """Losses of the service are sums, which nothing divides, so that all parts of a mini-batch agree about it."""
 
 
 class Operations:
-    """Every operation on a model. See `TrainingLane`, which calls `execute`.
+    """Every operation on a model. See `TrainingScheduler`, which calls `execute`.
 
     Args:
         futures: Takes answers.
@@ -79,7 +79,7 @@ class Operations:
         self._publications, self._base, self._limits = publications, base, limits
         self._snapshot_kept_s = snapshot_kept_s
         self._syncing: set[asyncio.Task[None]] = set()
-        self.lane: TrainingLane
+        self.scheduler: TrainingScheduler
         self.samplers: Samplers
 
     def ready(self, request: StoredRequest) -> bool:
@@ -107,12 +107,14 @@ class Operations:
     async def load_sampler(self, sampler: Sampler) -> None:
         """Bring a sampler's weights to the replicas: from its checkpoint, from its model as it is, or those of the base model."""
         if sampler.checkpoint is None and sampler.model is not None:
-            await self.lane.caught_up(self.lane.model(sampler.model, sampler.client))
-        begun = await self.lane.errands.wait_for(lambda: self._begin_for(sampler), lambda: self._may_begin_for(sampler))
+            await self.scheduler.caught_up(self.scheduler.model(sampler.model, sampler.client))
+        pending = await self.scheduler.between_requests.wait_for(
+            lambda: self._begin_for(sampler), lambda: self._may_begin_for(sampler)
+        )
         try:
-            await self._publications.finish(begun)
+            await self._publications.finish(pending)
         finally:
-            self.lane.changed()
+            self.scheduler.changed()
 
     async def close(self, wait_s: float) -> None:
         """Wait for versions that are on their way, for some seconds; their requests run again after the next start."""
@@ -125,7 +127,7 @@ class Operations:
 
     async def _create_model(self, model: Model, request: StoredRequest) -> None:
         parsed(CreateModelRequest, request.payload, self._limits)
-        await self.lane.make_room()
+        await self.scheduler.make_room()
         await self._jobs.create(model.adapter, model.config)
         model.loaded = True
         self._answer(request, {"type": CREATE, "model_id": model.id})
@@ -135,7 +137,7 @@ class Operations:
         found = self._checkpoints.get(asked.path, model.client)
         self.check_kind(found)
         if not model.loaded:
-            await self.lane.make_room()
+            await self.scheduler.make_room()
         elif self._trains_weights:
             await self._save_before(model, request)
         try:
@@ -146,7 +148,7 @@ class Operations:
                 model.loaded = False  # neither the old weights nor the new ones are there
             raise
         model.saved_steps, model.loaded, model.open, model.spoiled = model.steps, True, False, ""
-        await self.lane.save(model)  # the checkpoint may be deleted before a crash
+        await self.scheduler.save(model)  # the checkpoint may be deleted before a crash
         self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
 
     async def _save_before(self, model: Model, request: StoredRequest) -> None:
@@ -154,7 +156,7 @@ class Operations:
         if model.open:
             await self._drop_gradient(model)
             _spoil(model, "other weights were loaded, or should have been.")
-        await self.lane.save(model, request.seq - 1)
+        await self.scheduler.save(model, request.seq - 1)
 
     async def _forward_backward(self, model: Model, request: StoredRequest, run: RunJob) -> None:
         body = TrainBody.parse(request.payload, limits=self._limits)
@@ -238,14 +240,14 @@ class Operations:
             answer["path"] = path
         if request.state != "queued":
             return  # replicas get it again when somebody samples from it
-        begun = await self._publications.begin(key, model.adapter, model.config)
+        pending = await self._publications.begin(key, model.adapter, model.config)
         model.publishing += 1
-        task = asyncio.get_running_loop().create_task(self._finish(begun, model, request, answer))
+        task = asyncio.get_running_loop().create_task(self._finish(pending, model, request, answer))
         self._syncing.add(task)
         task.add_done_callback(self._syncing.discard)
 
     async def _unload_model(self, model: Model, request: StoredRequest) -> None:
-        await self.lane.remove(model)
+        await self.scheduler.remove(model)
         self._answer(request, {"type": UNLOAD, "model_id": model.id})
 
     async def _save(
@@ -284,14 +286,14 @@ class Operations:
     def _may_begin_for(self, sampler: Sampler) -> bool:
         """Whether a sampler's weights could be published now."""
         loaded = sampler.checkpoint is None and any(
-            each.loaded for each in self.lane.models.values() if each.id == sampler.model
+            each.loaded for each in self.scheduler.models.values() if each.id == sampler.model
         )
-        return not self._publications.busy and (loaded or self.lane.has_room)
+        return not self._publications.busy and (loaded or self.scheduler.has_room)
 
-    async def _begin_for(self, sampler: Sampler) -> Begun:
+    async def _begin_for(self, sampler: Sampler) -> Pending:
         if sampler.checkpoint is None and sampler.model is not None:
-            model = self.lane.model(sampler.model, sampler.client)
-            await self.lane.bring_back(model)
+            model = self.scheduler.model(sampler.model, sampler.client)
+            await self.scheduler.bring_back(model)
             return await self._publications.begin(sampler.key, model.adapter, model.config)
         directory, config = None, None  # the base model's
         if sampler.checkpoint is not None:
@@ -300,7 +302,7 @@ class Operations:
             directory, config = found.directory, found.config
         name = None if self._trains_weights else "published-from-files"
         if self._trains_weights:
-            await self.lane.make_room()
+            await self.scheduler.make_room()
         await self._jobs.create(name, config, directory, optimizer=False)
         try:
             return await self._publications.begin(sampler.key, name, config)
@@ -312,9 +314,9 @@ class Operations:
         model.spoiled, model.open = "", False
         await self._runner.run(DropGradient(model.adapter))
 
-    async def _finish(self, begun: Begun, model: Model, request: StoredRequest, answer: dict[str, Any]) -> None:
+    async def _finish(self, pending: Pending, model: Model, request: StoredRequest, answer: dict[str, Any]) -> None:
         try:
-            await self._publications.finish(begun)
+            await self._publications.finish(pending)
         except Exception as error:  # noqa: BLE001 - the client gets it
             if await self._futures.service_is_ending(error):
                 return  # it runs again after the next start, and the model is not settled until then
@@ -322,7 +324,7 @@ class Operations:
         else:
             self._answer(request, answer)
         model.publishing -= 1
-        self.lane.changed()
+        self.scheduler.changed()
 
     def _answer(self, request: StoredRequest, answer: dict[str, Any]) -> None:
         self._futures.finish_json(request.id, answer, keep_payload=True)

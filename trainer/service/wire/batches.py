@@ -14,7 +14,8 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ...data.batch import IGNORED, MicroBatch, TokenBatch, unpacked_batch
+from ...data.batch import TokenBatch, unpacked_batch
+from ...data.sequences import IGNORED, MicroBatch
 from .bodies import PART, WireLimits, decompressed, parsed
 from .messages import ForwardBackwardRequest
 from .names import checked_identifier

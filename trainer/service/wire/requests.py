@@ -102,12 +102,6 @@ class AddressedRequest(Request):
     seq_id: SeqId
 
 
-class ClientConfigRequest(Request):
-    """``client/config`` and ``client/dynamic_config``."""
-
-    sdk_version: Text
-
-
 class CreateSessionRequest(Request):
     """``create_session``."""
 
@@ -120,12 +114,6 @@ class CreateSessionRequest(Request):
 
 class SessionHeartbeatRequest(Request):
     """``session_heartbeat``, which clients send every 10 seconds."""
-
-    session_id: Identifier
-
-
-class TelemetrySendRequest(Request):
-    """``telemetry``. Its events are not read."""
 
     session_id: Identifier
 

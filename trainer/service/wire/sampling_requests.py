@@ -145,22 +145,3 @@ class SampleRequest(Request):
         if last is not None and not (self.prompt_logprobs and 1 <= last < length):
             raise ValueError("prompt_logprobs_last_n needs prompt_logprobs, and is from 1 to the prompt's length - 1")
         return self
-
-
-class SamplingSessionTarget(Request):
-    """A sampling session, or one more client of it."""
-
-    type: Literal["sampling_session"] = "sampling_session"
-    sampling_session_id: Identifier
-    cloned_sampler_id: Number = 0
-    """``seq_id // 1_000_000_000`` of the requests of this client."""
-
-
-class FuturesRetrieveRequest(Request):
-    """``retrieve_futures``: the requests of a sampling session that ended since `prev_cursor`."""
-
-    target: SamplingSessionTarget
-    prev_cursor: Number = 0
-    timeout: float | None = Field(default=None, ge=0)
-    """Seconds to wait for one; None: as long as the service likes."""
-    retrieved_request_ids: list[Identifier] = Field(default=[], max_length=100_000)

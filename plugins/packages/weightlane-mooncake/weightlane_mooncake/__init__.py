@@ -127,7 +127,6 @@ class MooncakeEngine(CheckpointEngine):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
-        zero_copy=True,
     )
 
     def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002

@@ -146,7 +146,6 @@ class NixlEngine(CheckpointEngine):
     capabilities = Capabilities(
         devices=frozenset({"cpu"}),
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
-        zero_copy=True,
     )
 
     def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.engines.head import LogitTransform, head_outputs
 
 

@@ -24,7 +24,7 @@ from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
-from weightlane.trainer.dispatch.role import RoleSpec
+from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import check_model_dir
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel

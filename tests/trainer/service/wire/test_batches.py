@@ -17,7 +17,7 @@ from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 
 from weightlane.ckpt_engines import ProtocolError
-from weightlane.trainer.data.batch import IGNORED
+from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.service.wire.batches import TrainBody, TrainRequest
 from weightlane.trainer.service.wire.bodies import WireLimits, address_of
 

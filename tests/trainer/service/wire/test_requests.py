@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tinker._compat import model_dump
 from tinker.types.create_sampling_session_request import CreateSamplingSessionRequest
-from tinker.types.futures_retrieve_request import FuturesRetrieveRequest, SamplingSessionFuturesTarget
 from tinker.types.join_sampling_session_request import JoinSamplingSessionRequest
 from tinker.types.load_weights_request import LoadWeightsRequest
 from tinker.types.sample_request import SampleRequest
@@ -67,12 +66,6 @@ WRITTEN: list[Any] = [
         record_stability_info=False,
     ),
     sdk.FutureRetrieveRequest(request_id="r-1", allow_metadata_only=True),
-    FuturesRetrieveRequest(
-        target=SamplingSessionFuturesTarget(sampling_session_id="s:sample:0", cloned_sampler_id=2),
-        prev_cursor=7,
-        timeout=0,
-        retrieved_request_ids=["r-1"],
-    ),
     sdk.UnloadModelRequest(model_id="s:train:0"),
 ]
 

@@ -1,4 +1,4 @@
-"""`JointJobs`: one job in the place of those that several tasks run side by side."""
+"""`JobJoiner`: makes one job of those that several tasks run side by side."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .jobs import ForwardBackward, OptimStep, Together
+from .jobs import ForwardBackward, JointJob, OptimStep
 from .runner import Runner
 
 RunJob = Callable[[ForwardBackward | OptimStep], Awaitable[Any]]
 """Executes a job; what it returns."""
 
 
-class JointJobs:
-    """Executes jobs of several tasks, each about an adapter of its own, as one `Together`, when every task has run one or left.
+class JobJoiner:
+    """Executes jobs of several tasks, each about an adapter of its own, as one `JointJob`, when every task has run one or left.
 
     Args:
         runner: Executes it.
@@ -49,7 +49,7 @@ class JointJobs:
         jobs = [job for job, _ in waiting]
         try:
             if len(jobs) > 1:
-                results: list[Any] = await self._runner.run(Together(tuple(jobs)))
+                results: list[Any] = await self._runner.run(JointJob(tuple(jobs)))
             else:
                 results = [await self._runner.run(jobs[0])]
         except Exception as error:  # noqa: BLE001 - each task gets it

@@ -1,4 +1,4 @@
-"""`TrainingLane`: requests that are carried out together, that wait for each other, and that the death of a process fails."""
+"""`TrainingScheduler`: requests that are computed together, that wait for each other, and that the death of a process fails."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from waiting import HANG_S, NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
 from weightlane.trainer.config import LoraConfig
-from weightlane.trainer.runner.jobs import Job, OptimStep, Together
-from weightlane.trainer.runner.joint_jobs import JointJobs, RunJob
+from weightlane.trainer.runner.job_joiner import JobJoiner, RunJob
+from weightlane.trainer.runner.jobs import Job, JointJob, OptimStep
 from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.models import Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
 from weightlane.trainer.service.training.operations import BACKWARD, SAVE, SAVE_FOR_SAMPLER, STEP, Operations
-from weightlane.trainer.service.training.training_lane import TrainingLane
+from weightlane.trainer.service.training.scheduler import TrainingScheduler
 from weightlane.trainer.service.wire.bodies import WireLimits
 
 LORA = LoraConfig(rank=2, publish="adapter")
@@ -38,15 +38,15 @@ class Jobs:
         self._broken = broken
 
     async def run(self, job: Job[Any]) -> Any:
-        parts = list(job.parts) if isinstance(job, Together) else [job]
+        parts = list(job.parts) if isinstance(job, JointJob) else [job]
         self.seen.append([str(getattr(part, "adapter", None) or getattr(part, "name", "")) for part in parts])
         await asyncio.sleep(0)
         results = [ConfigError("broken.", part="x") if each == self._broken else each for each in self.seen[-1]]
-        return results if isinstance(job, Together) else results[0]
+        return results if isinstance(job, JointJob) else results[0]
 
 
 class World:
-    """A lane whose requests run one job each, where they may be joined; it notes the others by their model and kind.
+    """A scheduler whose requests run one job each, where they may be joined; it notes the others by their model and kind.
 
     With an `error`, all of its requests and publications fail by it.
     """
@@ -62,7 +62,7 @@ class World:
             self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), 60.0, trains_weights=False
         )
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
-        self.lane = self.operations.lane = TrainingLane(
+        self.scheduler = self.operations.scheduler = TrainingScheduler(
             self.store,
             self.futures,
             cast("Any", self.jobs),
@@ -81,7 +81,7 @@ class World:
         self.answered: dict[str, Callable[[], None]] = {}
         """Calls to be made when a model has been answered, each once."""
         for model in self.models.values():
-            self.lane.add(model)
+            self.scheduler.add(model)
 
     async def begin(self, *_: Any) -> None:
         return None
@@ -100,7 +100,7 @@ class World:
 
     def ask(self, model: str, *kinds: str) -> None:
         for kind in kinds:
-            self.lane.put(self.accept(model, kind))
+            self.scheduler.put(self.accept(model, kind))
 
     def accept(self, model: str, kind: str, /, **body: Any) -> StoredRequest:
         found = self.models[model]
@@ -117,13 +117,13 @@ class World:
         """The jobs that ran until there were so many."""
 
         async def live() -> None:
-            lane = asyncio.create_task(self.lane.run())
+            scheduler = asyncio.create_task(self.scheduler.run())
             begin()
             async with asyncio.timeout(HANG_S):
-                while len(self.jobs.seen) < until:  # noqa: ASYNC110 - the lane's own steps change it
+                while len(self.jobs.seen) < until:  # noqa: ASYNC110 - the scheduler's own steps change it
                     await asyncio.sleep(0.001)
-            self.lane.close()
-            await asyncio.wait_for(lane, HANG_S)
+            self.scheduler.close()
+            await asyncio.wait_for(scheduler, HANG_S)
 
         asyncio.run(live())
         return self.jobs.seen
@@ -182,7 +182,7 @@ def test_a_pass_is_not_kept_waiting_by_steps_however_many_are_asked_for_again_an
 def test_joint_jobs_wait_for_every_task_that_has_not_left_and_errors_are_those_of_their_own() -> None:
     async def live() -> None:
         jobs = Jobs(broken="b")
-        joint = JointJobs(cast("Any", jobs), 3)
+        joint = JobJoiner(cast("Any", jobs), 3)
         calls = [asyncio.create_task(joint.run(OptimStep(name))) for name in "ab"]
         await asyncio.sleep(0)
         assert jobs.seen == []
@@ -197,13 +197,13 @@ def test_what_a_death_makes_fail_stays_queued_and_a_publication_keeps_its_model_
     tmp_path: Path,
 ) -> None:
     async def live() -> None:
-        world = World(tmp_path / "lane", "a", error=RESET)
+        world = World(tmp_path / "scheduler", "a", error=RESET)
         request = world.accept("a", STEP)
-        world.lane.put(request)
-        lane = asyncio.create_task(world.lane.run())
+        world.scheduler.put(request)
+        scheduler = asyncio.create_task(world.scheduler.run())
         asyncio.get_running_loop().call_later(0.01, world.futures.close)  # the death is known only then
         with pytest.raises(PeerLostError):
-            await lane
+            await scheduler
         assert world.state(request) == "queued"
 
         world = World(tmp_path / "publication", "a", error=RESET)
@@ -227,10 +227,10 @@ def test_failures_that_no_death_follows_are_answered(
     async def live() -> None:
         world = World(tmp_path, "a", error=error)
         request = world.accept("a", STEP)
-        world.lane.put(request)
-        lane = asyncio.create_task(world.lane.run())
+        world.scheduler.put(request)
+        scheduler = asyncio.create_task(world.scheduler.run())
         answered = await asyncio.wait_for(world.futures.wait(request.id, "client a", HANG_S), HANG_S)
-        lane.cancel()
+        scheduler.cancel()
         assert answered is not None
         assert answered.state == "failed"
         assert error.message in answered.answer.decode()
@@ -243,13 +243,13 @@ def test_a_request_fails_whose_predecessor_does_not_arrive_and_so_does_the_prede
 ) -> None:
     world = World(tmp_path, "a")
     ahead, late = (world.futures.accept(STEP, "a", seq, "client a", b"{}")[0] for seq in (3, 2))
-    world.lane.put(ahead)
-    world.lane.give_up_gaps(NEVER_S)
+    world.scheduler.put(ahead)
+    world.scheduler.give_up_gaps(NEVER_S)
     assert world.state(ahead) == "queued"
-    world.lane.give_up_gaps(0.0)
+    world.scheduler.give_up_gaps(0.0)
     world.ask("a", STEP)
     assert world.run(2) == [named(STEP, "a")] * 2, "the failed one has its turn, as after a crash, and the next one"
-    world.lane.put(late)
+    world.scheduler.put(late)
     for request, said in ((ahead, "request 1 of a has not arrived"), (late, "had been given up")):
         failed = world.store.request(request.id)
         assert failed is not None
@@ -263,14 +263,14 @@ def test_adapters_and_all_weights_are_not_taken_for_each_other(
 ) -> None:
     store = Store(tmp_path / "store.sqlite")
 
-    def lane(*, trains_weights: bool) -> TrainingLane:
+    def scheduler(*, trains_weights: bool) -> TrainingScheduler:
         limits: dict[str, Any] = {"save_every": 1, "max_queued": 1, "max_loaded": 1, "join_wait_s": 0.0}
-        return TrainingLane(store, *(ANY,) * 6, tmp_path / "models", **limits, trains_weights=trains_weights)
+        return TrainingScheduler(store, *(ANY,) * 6, tmp_path / "models", **limits, trains_weights=trains_weights)
 
-    lane(trains_weights=not trains_weights).add(Model("m", "s", "c", config, {}))
-    assert lane(trains_weights=not trains_weights).resume() == 1
+    scheduler(trains_weights=not trains_weights).add(Model("m", "s", "c", config, {}))
+    assert scheduler(trains_weights=not trains_weights).resume() == 1
     with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
-        lane(trains_weights=trains_weights).resume()
+        scheduler(trains_weights=trains_weights).resume()
     store.close()
     operations = Operations(*(ANY,) * 7, 60.0, trains_weights=trains_weights)
     about = {"config": config and config.model_dump(mode="json")}

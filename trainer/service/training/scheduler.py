@@ -1,4 +1,4 @@
-"""`TrainingLane`: the one queue through which all training of all clients passes."""
+"""`TrainingScheduler`: the one queue through which all training of all clients passes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, StorageError, WorkerDiedError
 
 from ...config import LoraConfig
-from ...runner.joint_jobs import JointJobs, RunJob
+from ...runner.job_joiner import JobJoiner, RunJob
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..errors import UnknownError
 from ..records.futures import Futures
 from ..records.models import Model
 from ..records.store import Store, StoredRequest
-from .errands import Errands
+from .between_requests import BetweenRequestQueue
 
 _PART = "service training"
 _log = logging.getLogger("weightlane.service")
@@ -50,7 +50,7 @@ Execute = Callable[[Model, StoredRequest, RunJob], Awaitable[None]]
 Jobs of requests that may be joined are executed by the function that it is given, maybe with those of other models."""
 
 
-class TrainingLane:
+class TrainingScheduler:
     """Takes the requests of each model in the order of their numbers: clients in turns, and the models of each in turns.
 
     Requests of one kind that may be joined are carried out together. No client waits longer than for one request of every other,
@@ -103,9 +103,9 @@ class TrainingLane:
         """Models that were served longest ago come first."""
         self._served: dict[str, int] = {}
         """When each client was served last, as a number of requests since the start."""
-        self.errands = Errands(self.changed)
-        self._ran_errand = False
-        """Whether an errand was run last. A request that is ready goes before the next one then."""
+        self.between_requests = BetweenRequestQueue(self.changed)
+        self._ran_between = False
+        """Whether a task of `between_requests` was run last. A request that is ready goes before the next one then."""
         self._changed = asyncio.Event()
         self._closing, self._count = False, 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -223,11 +223,11 @@ class TrainingLane:
         """Work until `close`. Raises what ends a service: the death of a rank."""
         while not self._closing:
             self._changed.clear()
-            errand = self.errands.next()
+            task = self.between_requests.next()
             models = self._next()
-            if errand is not None and not (models and self._ran_errand):
-                self._ran_errand = True
-                await self.errands.run(errand)
+            if task is not None and not (models and self._ran_between):
+                self._ran_between = True
+                await self.between_requests.run(task)
                 continue
             if not models:
                 await self._changed.wait()
@@ -237,9 +237,9 @@ class TrainingLane:
                     async with asyncio.timeout(wait_s):
                         await self._changed.wait()
                 continue
-            self._ran_errand = False
+            self._ran_between = False
             self._ahead = bool(self._joining(models, Joining.AT_ONCE))
-            jobs, serving = JointJobs(self._runner, len(models)), []
+            jobs, serving = JobJoiner(self._runner, len(models)), []
             for model in models:
                 self._models.move_to_end(model.id)
                 self._served[model.client] = self._count = self._count + 1
@@ -274,7 +274,7 @@ class TrainingLane:
         """Wait until a model is as it was before a crash. Raises `DeadlineExceededError`."""
         try:
             async with asyncio.timeout(_CATCH_UP_S):
-                while model.repeats:  # noqa: ASYNC110 - the lane's own steps change it
+                while model.repeats:  # noqa: ASYNC110 - the scheduler's own steps change it
                     await asyncio.sleep(_POLL_S)
         except TimeoutError as cause:
             raise DeadlineExceededError(
@@ -288,7 +288,7 @@ class TrainingLane:
         model.loaded = False
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
-        """Forget a model; its checkpoints stay. To be called from `Execute` or an errand."""
+        """Forget a model; its checkpoints stay. To be called from `Execute` or a task."""
         self._models.pop(model.id, None)
         self._store.update("models", model.id, state=state)
         gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
@@ -315,7 +315,7 @@ class TrainingLane:
         """Let `run` end after the request that is under way. What waits stays in the store."""
         self._closing = True
         self._changed.set()
-        self.errands.close()
+        self.between_requests.close()
 
     def _next(self) -> list[Model]:
         """The model whose request is next: of the client that was served longest ago, the one that was; then those that join."""
@@ -344,7 +344,7 @@ class TrainingLane:
         idle = [each.progress for each in self._models.values() if each.loaded and not each.waiting]
         return max(idle, default=-math.inf) + self._join_wait_s - time.monotonic()
 
-    async def _serve(self, model: Model, request: StoredRequest, jobs: JointJobs) -> None:
+    async def _serve(self, model: Model, request: StoredRequest, jobs: JobJoiner) -> None:
         """Carry out a request, whose jobs may be joined with those of others."""
         try:
             await self._carry_out(model, request, jobs.run)

@@ -14,10 +14,10 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ..config import Head, LoraConfig, TrainerConfig
-from ..data.batch import MiniBatch, TokenBatch
-from ..objectives.loss import LOGPROBS, Loss, OutputName
-from .adam_params import AdamParams
+from ...config import Head, TrainerConfig
+from ...data.batch import LossDenominators, TokenBatch
+from ...objectives.loss import LOGPROBS, Loss, OutputName
+from ..adam_params import AdamParams
 
 SequenceOutputs = Mapping[str, torch.Tensor]
 """Outputs for one sequence by name, on the CPU: what `ModelOutputs` has for its tokens."""
@@ -50,9 +50,8 @@ class TrainingEngine(ABC):
         2. [all]   setup(model_dir, seed)                    joins the other ranks, loads the weights
         3. [all]   load(directory)                           optional: resume from a saved state
         4. [all]   forward(batch)                            whenever no training step is half done
-           [all]   forward_backward(batch, loss, mini_batch) } once or more, then
+           [all]   forward_backward(batch, loss, denominators) } once or more, then
            [all]   optim_step(before_change)                 } once: one training step
-           [all]   add_adapter(name, config)                 any number of times between these calls, which take its name
         5. [any]   local_shards(wire_dtype)                  whenever no optim_step runs; never talks to a peer
         6. [all]   save(directory), export_hf(directory)     between training steps
         7. [any]   train(mode), offload(parts), onload(parts)    between the calls of 3 to 6
@@ -69,7 +68,7 @@ class TrainingEngine(ABC):
     """
 
     has_adapters: ClassVar[bool] = False
-    """Whether `add_adapter` and ``trainer.lora`` work."""
+    """Whether ``trainer.lora`` works, and the engine is an `AdapterEngine`."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         """Store the arguments. Nothing is loaded or connected yet.
@@ -83,7 +82,7 @@ class TrainingEngine(ABC):
         Raises `ConfigError` for ``trainer.lora`` in an engine that has no adapters.
         """
         if config.lora is not None and not self.has_adapters:
-            raise self._without_adapters("trainer.lora")
+            raise self.without_adapters("trainer.lora")
         self.config = config
         self.rank = rank
         self.world = world
@@ -161,7 +160,7 @@ class TrainingEngine(ABC):
         self,
         batch: TokenBatch,
         loss: Loss,
-        mini_batch: MiniBatch | None = None,
+        denominators: LossDenominators | None = None,
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> BackwardResult:
@@ -173,7 +172,7 @@ class TrainingEngine(ABC):
         Args:
             batch: The sequences, a part of the mini-batch or all of it.
             loss: What is summed, and by what each sum is divided.
-            mini_batch: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
+            denominators: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
                 until `optim_step`.
             outputs: What to return of the forward pass.
             adapter: The adapter that the model computes with and whose gradients are added up, as in `forward`. Each has a
@@ -181,8 +180,8 @@ class TrainingEngine(ABC):
 
         Raises:
             ConfigError: There is no such adapter, or the model's own weights are frozen, as they are with ``trainer.lora``.
-            ProtocolError: `mini_batch` is not that of the calls before, or the model doesn't have a token or target, or its head
-                an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
+            ProtocolError: `denominators` are not those of the calls before, or the model doesn't have a token or target, or its
+                head an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
         """
 
     @abstractmethod
@@ -216,79 +215,9 @@ class TrainingEngine(ABC):
             The global L2 norm of the gradients before clipping.
         """
 
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters beside the model, in the order in which they were added."""
-        return ()
-
-    def steps_of(self, adapter: str | None = None) -> int:
-        """Optimizer steps that an adapter has taken, or with None `step`. Raises `ConfigError` for an unknown name."""
-        if adapter:
-            raise self._without_adapters(adapter)
-        return self.step
-
-    def add_adapter(
-        self,
-        name: str,
-        config: LoraConfig,
-        source: Path | None = None,
-        *,
-        replace: bool = False,
-        resume: bool = False,
-        trained: bool = True,
-    ) -> None:
-        """Put a low-rank adapter beside the model, with an optimizer of its own. Collective.
-
-        Args:
-            name: Letters, digits, dots, dashes and underscores.
-            config: Its rank, scale, layers and learning rate.
-            source: A directory as PEFT saves adapters, readable on every rank, whose values it begins with. Without, A is
-                Kaiming-uniform as in PEFT, by a generator that only ``config.seed`` seeds, and B is 0.
-            replace: Whether it takes the place of an adapter of that name, if there is one, which stays where this fails.
-            resume: Whether it also takes the moments and steps that `export_adapter` wrote into `source`, if there are any.
-            trained: Whether it has an optimizer. One that has none only computes, and is no part of a saved state.
-
-        Raises:
-            ConfigError: The name is taken or is none; the model has no such layers; `source` holds something else than an adapter
-                of this configuration for this model, in which case the error names the key or tensor; or an engine that has no
-                adapters.
-            StorageError: A file in `source` cannot be read.
-        """
-        del config, source, replace, resume, trained
-        raise self._without_adapters(name)
-
-    def remove_adapter(self, name: str) -> None:
-        """Drop an adapter that `add_adapter` made, with its gradients and its optimizer. Not collective.
-
-        Raises `ConfigError` for an unknown name, and for the adapter of ``trainer.lora``.
-        """
-        raise self._without_adapters(name)
-
-    def export_adapter(self, directory: Path, name: str = "default", *, with_optimizer: bool = False) -> None:
-        """Write an adapter as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``, in float32. Collective.
-
-        `with_optimizer`, moments and steps are in a file beside them. `directory` must not exist. It appears complete or, after
-        any failure, not at all.
-
-        Raises `ConfigError` for an unknown name.
-        """
-        del directory, with_optimizer
-        raise self._without_adapters(name)
-
-    def load_published(self, before_change: Fence, adapter: str) -> None:
-        """Copy an adapter into that of ``trainer.lora``, which is what is published (``publish = "adapter"``). Not collective.
-
-        A gets rows of zeros and B columns of zeros up to the published rank; layers that `adapter` is not beside get zeros.
-        `before_change` is called once with all published tensors, as in `optim_step`.
-
-        Raises `ConfigError` where versions are no adapters, or that of ``trainer.lora`` has been trained itself, has a lower
-        rank, or is not beside all layers of `adapter`.
-        """
-        del before_change
-        raise self._without_adapters(adapter)
-
     @classmethod
-    def _without_adapters(cls, asked: str) -> ConfigError:
+    def without_adapters(cls, asked: str) -> ConfigError:
+        """The error of an engine that has no adapters, for which `asked` asks."""
         return ConfigError(
             f"{cls.__name__} has no adapters, for which {asked} asks.",
             part="training engine",

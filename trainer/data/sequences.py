@@ -1,0 +1,254 @@
+"""Token sequences with named values, and packed micro-batches of them.
+
+Everything is aligned with the tokens that a model reads: entry ``t`` of `TokenSequence.targets` is the token to predict after
+reading token ``t``, and entry ``t`` of a named value says something about that prediction. No code after this module shifts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Self
+
+import torch
+
+from weightlane.ckpt_engines import ProtocolError
+
+IGNORED = -100
+"""The target of a position at which nothing is predicted; torch's and transformers' own number."""
+
+TEMPERATURE = "temperature"
+"""The per-sequence value by which logits are divided, if a sequence has it."""
+
+_PART = "training batch"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSequence:
+    """One sequence: the tokens that a model reads, those that it is to predict, and named values.
+
+    Raises `ProtocolError` when there is no token, or lengths disagree. `TokenBatch` looks at the values.
+    """
+
+    tokens: torch.Tensor
+    """int64 [T], T at least 1."""
+    targets: torch.Tensor
+    """int64 [T], or [T, K] for K labels of every position; `IGNORED` where nothing is predicted."""
+    per_token: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Values of every position, [T] or [T, ...] each."""
+    per_sequence: Mapping[str, float] = field(default_factory=dict)
+    """Values of the whole sequence."""
+
+    def __post_init__(self) -> None:
+        if self.tokens.ndim != 1 or not len(self.tokens):
+            raise ProtocolError(
+                f"tokens have shape {list(self.tokens.shape)}; a sequence has one dimension and at least one token.",
+                part=_PART,
+            )
+        for name, tensor in {"targets": self.targets, **self.per_token}.items():
+            if not tensor.ndim or len(tensor) != len(self.tokens):
+                raise ProtocolError(
+                    f"{name} has shape {list(tensor.shape)} beside {len(self.tokens)} tokens.",
+                    part=_PART,
+                    hint="Every per-token value has one entry for each token that the model reads.",
+                )
+
+    @classmethod
+    def of_completion(
+        cls,
+        prompt_ids: Sequence[int],
+        completion_ids: Sequence[int],
+        *,
+        masked: int = 0,
+        per_token: Mapping[str, float | Sequence[float]] | None = None,
+        per_sequence: Mapping[str, float] | None = None,
+    ) -> Self:
+        """The tokens of a prompt and its completion, of which the completion is predicted.
+
+        Args:
+            prompt_ids: At least one token.
+            completion_ids: At least one token.
+            masked: Number of leading completion tokens that are read, but are no targets.
+            per_token: Values of the completion tokens: one for each of them, or one number for all.
+            per_sequence: Values of the whole sequence.
+
+        Raises:
+            ProtocolError: One of them is empty, or has another length than its values.
+        """
+        if not prompt_ids or not completion_ids:
+            raise ProtocolError(
+                "a sequence needs at least one prompt token and one completion token.", part=_PART, hint="Leave it out."
+            )
+        if not 0 <= masked < len(completion_ids):
+            raise ProtocolError(
+                f"{masked} of {len(completion_ids)} completion tokens are masked.",
+                part=_PART,
+                hint="Leave a sequence out of which no token counts.",
+            )
+        before = len(prompt_ids) - 1
+        values = {}
+        for name, given in (per_token or {}).items():
+            each = [given] * len(completion_ids) if isinstance(given, int | float) else list(given)
+            if len(each) != len(completion_ids):
+                raise ProtocolError(
+                    f"{len(completion_ids)} completion tokens came with {len(each)} {name}.",
+                    part=_PART,
+                    hint="Give one value for each completion token, or one number for all.",
+                )
+            values[name] = torch.tensor([0.0] * before + each, dtype=torch.float32)
+        return cls(
+            torch.tensor([*prompt_ids, *completion_ids[:-1]]),
+            torch.tensor([IGNORED] * (before + masked) + list(completion_ids[masked:])),
+            values,
+            dict(per_sequence or {}),
+        )
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads."""
+        return len(self.tokens)
+
+    @property
+    def target_tokens(self) -> int:
+        """Positions with a target."""
+        return int(_has_target(self.targets).sum())
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Sequences of one forward pass, one after the other and without padding: N tokens of S sequences.
+
+    Losses see this form, whatever form the model computes in.
+    """
+
+    tokens: torch.Tensor
+    """int64 [N]."""
+    targets: torch.Tensor
+    """int64 [N] or [N, K]; see `TokenSequence.targets`."""
+    offsets: torch.Tensor
+    """int64 [S + 1]: where each sequence begins, and N."""
+    per_token: Mapping[str, torch.Tensor]
+    """[N] or [N, ...] each."""
+    per_sequence: Mapping[str, torch.Tensor]
+    """float32 [S] each."""
+    sequences_per_unit: int = 1
+    """See `TokenBatch.sequences_per_unit`; S is a multiple of it."""
+
+    @classmethod
+    def of(cls, sequences: Sequence[TokenSequence], sequences_per_unit: int = 1) -> Self:
+        """Pack `sequences`, at least one, in their order."""
+        first = sequences[0]
+        lengths = torch.tensor([0, *(sequence.length for sequence in sequences)])
+        return cls(
+            torch.cat([sequence.tokens for sequence in sequences]),
+            torch.cat([sequence.targets for sequence in sequences]),
+            lengths.cumsum(0),
+            {name: torch.cat([sequence.per_token[name] for sequence in sequences]) for name in first.per_token},
+            {
+                name: torch.tensor([sequence.per_sequence[name] for sequence in sequences], dtype=torch.float32)
+                for name in first.per_sequence
+            },
+            sequences_per_unit,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """All sequences of `parts`, one part after the other, for a model: per-token values are left out."""
+        if len(parts) == 1:
+            return parts[0]
+        lengths = torch.cat([parts[0].offsets.new_zeros(1), *(part.lengths for part in parts)])
+        return cls(
+            torch.cat([part.tokens for part in parts]),
+            torch.cat([part.targets for part in parts]),
+            lengths.cumsum(0),
+            {},
+            {name: torch.cat([part.per_sequence[name] for part in parts]) for name in parts[0].per_sequence},
+        )
+
+    @classmethod
+    def without_targets(cls, like: TokenSequence, sequences_per_unit: int = 1) -> Self:
+        """`sequences_per_unit` sequences of one token that predicts nothing, with values of the names and shapes of `like`.
+
+        A rank that ran out of sequences computes this, and so takes part in every collective.
+        """
+        nothing = TokenSequence(
+            torch.zeros(1, dtype=torch.int64),
+            torch.full_like(like.targets[:1], IGNORED),
+            {name: torch.zeros_like(tensor[:1]) for name, tensor in like.per_token.items()},
+            dict.fromkeys(like.per_sequence, 1.0),
+        )
+        return cls.of([nothing] * sequences_per_unit, sequences_per_unit)
+
+    def required(self, name: str) -> torch.Tensor:
+        """The per-token value `name`, [N] or [N, ...]; `ProtocolError` if the batch lacks it."""
+        if name not in self.per_token:
+            raise ProtocolError(
+                f"the loss needs the per-token value {name}, and the batch has {', '.join(self.per_token) or 'none'}.",
+                part=_PART,
+                hint=f"Give every TokenSequence of the batch per_token={{{name!r}: ...}}.",
+            )
+        return self.per_token[name]
+
+    @cached_property
+    def mask(self) -> torch.Tensor:
+        """Where there is a target: bool [N]."""
+        return _has_target(self.targets)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """int64 [S]: tokens of each sequence."""
+        return self.offsets.diff()
+
+    @cached_property
+    def sequence_of(self) -> torch.Tensor:
+        """int64 [N]: the sequence, 0 to S - 1, that each token belongs to."""
+        order = torch.arange(len(self.lengths), device=self.tokens.device)
+        return torch.repeat_interleave(order, self.lengths, output_size=len(self.tokens))
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """int64 [N]: the position of each token in its sequence."""
+        return torch.arange(len(self.tokens), device=self.tokens.device) - self.offsets[self.sequence_of]
+
+    @property
+    def temperatures(self) -> torch.Tensor | None:
+        """float32 [N]: what each position's logits are divided by; None where no sequence says."""
+        given = self.per_sequence.get(TEMPERATURE)
+        return None if given is None else given[self.sequence_of]
+
+    def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        """[S]: the sums of `values` [N] over the tokens of each sequence."""
+        return values.new_zeros(len(self.lengths)).index_add(0, self.sequence_of, values)
+
+    def split(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """`values` [N, ...] as one tensor per sequence."""
+        return list(torch.split(values, self.lengths.tolist()))
+
+    def to(self, device: torch.device) -> Self:
+        """The same micro-batch with its tensors on `device`."""
+        move: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.to(device)  # noqa: E731
+        return replace(
+            self,
+            tokens=move(self.tokens),
+            targets=move(self.targets),
+            offsets=move(self.offsets),
+            per_token={name: move(tensor) for name, tensor in self.per_token.items()},
+            per_sequence={name: move(tensor) for name, tensor in self.per_sequence.items()},
+        )
+
+    def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens as right-padded rows, for models that compute in this form.
+
+        Returns:
+            int64 [S, T] tokens, with 0 as padding; and int64 [N], where each packed token is in the flattened rows.
+        """
+        width = int(self.lengths.max())
+        rows, places = len(self.lengths), self.sequence_of * width + self.positions
+        tokens = self.tokens.new_zeros(rows * width).index_copy(0, places, self.tokens)
+        return tokens.view(rows, width), places
+
+
+def _has_target(targets: torch.Tensor) -> torch.Tensor:
+    counts = targets != IGNORED
+    return counts.flatten(1).any(1) if counts.ndim > 1 else counts

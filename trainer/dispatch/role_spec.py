@@ -1,0 +1,29 @@
+"""`RoleSpec`: a model with a part in an algorithm, as it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..config import TrainerConfig
+from ..objectives.loss import Loss
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """A model with a part in an algorithm, and where it runs."""
+
+    name: str
+    """Such as ``policy``, ``critic`` or ``reference``."""
+    config: TrainerConfig
+    """Its training engine; ``frozen`` for a role that is not trained. Roles of one group have the same number of ranks."""
+    model_dir: Path
+    """A directory that `check_model_dir` accepts, readable on every rank."""
+    losses: Mapping[str, Loss] = field(default_factory=dict)
+    """Losses that its ranks know by name from the start, so that none has to travel with a call."""
+    seed: int = 0
+    group: str = "trainer"
+    """The group of ranks that hosts it. Roles of one group share processes and devices."""
+    state: Path | None = None
+    """A saved training state to begin with."""
