@@ -15,8 +15,6 @@ from pydantic import ValidationError
 from .contract.capabilities import Capabilities
 from .contract.engine import API_VERSION, CheckpointEngine, EngineConfig
 from .contract.field_docs import document_fields
-from .engines.faulty.engine import PREFIX as FAULTY
-from .engines.faulty.engine import faulty
 from .errors import (
     ConfigError,
     DuplicateEngineError,
@@ -26,6 +24,8 @@ from .errors import (
     UnknownEngineError,
     WeightlaneError,
 )
+from .faulty.engine import PREFIX as FAULTY
+from .faulty.engine import faulty
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0

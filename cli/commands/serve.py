@@ -26,7 +26,7 @@ from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import check_trainer
 from weightlane.trainer.runner.run_dir import alone_in, refuse_taken
-from weightlane.trainer.runner.run_observers import MetricsFile
+from weightlane.trainer.runner.run_files import MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel
 from weightlane.trainer.service.http.auth import Clients

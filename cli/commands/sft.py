@@ -24,7 +24,7 @@ from weightlane.trainer.engines.registry import check_trainer, training_engine_c
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
 from weightlane.trainer.runner.run_dir import RunDir
-from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile
+from weightlane.trainer.runner.run_files import FailuresFile, MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.runner.sft_loop import SftLoop, SftSummary
 

@@ -18,7 +18,7 @@ from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.jobs import Export, Save
-from weightlane.trainer.runner.run_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
+from weightlane.trainer.runner.run_files import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.runner import Runner
 
 from ..config.config_file import explain

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import AutoTokenizer
 
 from weightlane.trainer import LoraConfig, TrainerConfig
-from weightlane.trainer.torchrun import AdamParams, ForwardInput, TrainerRank
+from weightlane.trainer.user_program import AdamParams, ForwardInput, TrainerRank
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--model", required=True, help="Hugging Face directory")

@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +23,10 @@ from ..engines.contract import BackwardResult, ForwardBackward, OptimStep, State
 from ..engines.lora.adapters import DEFAULT
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
+from .hosted_role import HostedRole, MiniBatch
 from .rank_outputs import RankOutputs
 from .residency import Moves
 from .role_spec import RoleSpec
-
-
-@dataclass(slots=True)
-class _MiniBatch:
-    """A mini-batch of which no step has been taken yet."""
-
-    computed_s: float = 0.0
-    """Seconds of forward and backward passes."""
-    failed: str = ""
-    """Why a part of it has no gradient; empty if none failed."""
-
-
-@dataclass(slots=True)
-class _Hosted:
-    """A role on this rank."""
-
-    engine: TrainingEngine
-    losses: Mapping[str, Loss]
-    publisher: Publisher | None = None
-    fence_s: float = 0.0
-    """Seconds in which moves waited for the publisher since the last optimizer step."""
-    own: str = ""
-    """The adapter that calls mean which name none; empty for the model's own weights."""
-    mini_batches: dict[str, _MiniBatch] = field(default_factory=dict)
-    """The mini-batches that are under way, by adapter; "" is the model's own weights."""
-
-    def adapter(self, name: str | None) -> str:
-        """The adapter that a call means."""
-        return self.own if name is None else name
-
-    def steps_of(self, adapter: str | None) -> int:
-        """Optimizer steps that the adapter has taken, or the model."""
-        return (
-            with_adapters(self.engine, "steps_of").steps_of(adapter) if self.engine.has_adapters else self.engine.step
-        )
-
-    def fence(self, names: Collection[str] | None = None) -> float:
-        """Wait until nobody reads these checkpoint tensors any more, or any; the seconds waited."""
-        return 0.0 if self.publisher is None else self.publisher.fence(names)
 
 
 class RankWorker:
@@ -78,7 +39,7 @@ class RankWorker:
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._roles: dict[str, _Hosted] = {}
+        self._roles: dict[str, HostedRole] = {}
         self._reserved: socket.socket | None = None
 
     def free_address(self, host: str) -> tuple[str, int]:
@@ -97,7 +58,7 @@ class RankWorker:
         if spec.config.niceness and not self._roles:
             os.nice(spec.config.niceness)
         engine = training_engine_class(spec.config.engine)(spec.config, self._rank, self._world, rendezvous)
-        self._roles[spec.name] = _Hosted(engine, spec.losses, own=DEFAULT if spec.config.lora is not None else "")
+        self._roles[spec.name] = HostedRole(engine, spec.losses, own=DEFAULT if spec.config.lora is not None else "")
         try:
             engine.setup(spec.model_dir, spec.seed)
         finally:
@@ -200,7 +161,7 @@ class RankWorker:
             Metrics, and outputs of this rank's share.
         """
         started, hosted = time.perf_counter(), self._hosted(role)
-        mini_batch = hosted.mini_batches.setdefault(hosted.adapter(adapter), _MiniBatch())
+        mini_batch = hosted.mini_batches.setdefault(hosted.adapter(adapter), MiniBatch())
         if mini_batch.failed:
             raise self._incomplete(mini_batch)
         try:
@@ -216,7 +177,7 @@ class RankWorker:
         """Fence, then optimizer step. Collective. A gradient that is not finite changes nothing."""
         started, hosted = time.perf_counter(), self._hosted(role)
         fence_s, hosted.fence_s = hosted.fence_s, 0.0
-        mini_batch = hosted.mini_batches.pop(name := hosted.adapter(adapter), _MiniBatch())
+        mini_batch = hosted.mini_batches.pop(name := hosted.adapter(adapter), MiniBatch())
         if mini_batch.failed:
             hosted.engine.zero_grad(name)
             raise self._incomplete(mini_batch)
@@ -265,7 +226,7 @@ class RankWorker:
         if not calls:
             return []
         started, hosted = time.perf_counter(), self._hosted(role)
-        batches = [hosted.mini_batches.setdefault(hosted.adapter(call.adapter), _MiniBatch()) for call in calls]
+        batches = [hosted.mini_batches.setdefault(hosted.adapter(call.adapter), MiniBatch()) for call in calls]
         whole = [call for call, each in zip(calls, batches, strict=True) if not each.failed]
         try:
             engine = with_adapters(hosted.engine, "a joint job")
@@ -344,12 +305,12 @@ class RankWorker:
         for each in reversed(hosted):  # the first one owns the ranks' process group
             each.engine.close()
 
-    def _offload(self, hosted: _Hosted, parts: Collection[StatePart]) -> None:
+    def _offload(self, hosted: HostedRole, parts: Collection[StatePart]) -> None:
         if "parameters" in parts and "parameters" not in hosted.engine.offloaded:
             hosted.fence_s += hosted.fence()
         hosted.engine.offload(parts)
 
-    def _incomplete(self, mini_batch: _MiniBatch) -> ProtocolError:
+    def _incomplete(self, mini_batch: MiniBatch) -> ProtocolError:
         return ProtocolError(
             f"a part of the mini-batch has no gradient: {mini_batch.failed}",
             part=publisher_name(self._rank),
@@ -371,7 +332,7 @@ class RankWorker:
     def _engine(self, role: str) -> TrainingEngine:
         return self._hosted(role).engine
 
-    def _hosted(self, role: str) -> _Hosted:
+    def _hosted(self, role: str) -> HostedRole:
         if role not in self._roles:
             raise ProtocolError(f"the role {role!r} was used before setup.", part=publisher_name(self._rank))
         return self._roles[role]

@@ -12,7 +12,8 @@ import pytest
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.ckpt_engines.channels.listener import listen_tcp
 from weightlane.trainer import TokenBatch, TokenSequence, sft
-from weightlane.trainer.dispatch.rank_worker import RankWorker, _Hosted
+from weightlane.trainer.dispatch.hosted_role import HostedRole
+from weightlane.trainer.dispatch.rank_worker import RankWorker
 from weightlane.trainer.dispatch.residency import Moves
 from weightlane.trainer.engines.contract import BackwardResult
 
@@ -21,7 +22,7 @@ BATCH = TokenBatch((TokenSequence.of_completion([1], [2]),))
 
 def hosting(engine: Any, publisher: Any = None) -> RankWorker:
     worker = RankWorker(0, 1)
-    worker._roles["policy"] = _Hosted(engine, {"loss": sft}, publisher)
+    worker._roles["policy"] = HostedRole(engine, {"loss": sft}, publisher)
     return worker
 
 

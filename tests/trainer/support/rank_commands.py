@@ -12,7 +12,7 @@ from waiting import HANG_S
 
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.data.sequences import IGNORED
-from weightlane.trainer.torchrun import AdamParams, ForwardInput, ForwardOutput, TrainerRank
+from weightlane.trainer.user_program import AdamParams, ForwardInput, ForwardOutput, TrainerRank
 
 
 def sample_input(sample: Any, **asked: Any) -> ForwardInput:

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ...contract.bucket import Bucket
-from ...deadline import Deadline
-from ...errors import ClosedError, PeerLostError
+from ..contract.bucket import Bucket
+from ..deadline import Deadline
+from ..errors import ClosedError, PeerLostError
 from .fault_config import NEED_BYTES, VERSION_KINDS, FaultKind, FaultyConfig
 from .fault_log import NO_BUCKET, FaultRecord, append_fault
 

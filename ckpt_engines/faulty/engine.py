@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch
 from pydantic import Field, create_model
 
-from ...channels.meeting import Meeting
-from ...contract.engine import CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
-from ...deadline import Deadline
-from ...errors import StorageError
+from ..channels.meeting import Meeting
+from ..contract.engine import CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
+from ..deadline import Deadline
+from ..errors import StorageError
 from .fault_config import FaultKind, FaultyConfig
 from .faults import HINT, Faults
 from .faulty_links import FaultyReceiverLink, FaultySenderLink

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import Field, model_validator
 
-from ...contract.engine import EngineConfig
+from ..contract.engine import EngineConfig
 
 
 class FaultKind(StrEnum):

@@ -9,12 +9,12 @@ from typing import cast
 
 import torch
 
-from ...contract.bucket import Bucket
-from ...contract.engine import CheckpointEngine, Topology
-from ...deadline import Deadline
-from ...errors import StorageError
-from ...links.receiver_link import ReceiverLink
-from ...links.sender_link import SenderLink
+from ..contract.bucket import Bucket
+from ..contract.engine import CheckpointEngine, Topology
+from ..deadline import Deadline
+from ..errors import StorageError
+from ..links.receiver_link import ReceiverLink
+from ..links.sender_link import SenderLink
 from .fault_config import RECEIVER_KINDS, SENDER_KINDS, FaultKind, FaultyConfig
 from .faults import HINT, Faults
 

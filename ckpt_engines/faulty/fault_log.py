@@ -6,7 +6,7 @@ import os
 
 from pydantic import BaseModel, ConfigDict
 
-from ...errors import StorageError
+from ..errors import StorageError
 from .fault_config import FaultKind
 
 NO_BUCKET = -1
