@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import ConfigError
 COMMANDS = {
     "train": ("ray", "vllm"),
     "sft": ("ray",),
-    "serve": ("service", "vllm"),
+    "tinker": ("service", "vllm"),
     "plan": ("vllm",),
     "layout": ("vllm",),
     "export": ("hf",),

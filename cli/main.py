@@ -361,13 +361,13 @@ def sft(
 
 
 @app.command()
-def serve(path: ConfigArgument, override: SetOption = None, *, address: AddressOption = "") -> None:
+def tinker(path: ConfigArgument, override: SetOption = None, *, address: AddressOption = "") -> None:
     """Train and sample for programs that speak the Tinker API: adapters of one model, for any number of clients at once."""
     overrides = overrides_of(override, address)
-    require_for("serve", path, overrides)
+    require_for("tinker", path, overrides)
     import asyncio
 
-    from .commands.serve import run_service
+    from .commands.tinker import run_service
 
     asyncio.run(run_service(path.resolve(), overrides))
 

@@ -23,7 +23,7 @@ from .sft import SftPreparation, prepare_sft
 def check_run(path: Path, overrides: Sequence[str], console: Console, *, resume: bool = False) -> None:
     """Print the resources that the configuration at the absolute `path` needs.
 
-    Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane serve` if there
+    Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane tinker` if there
     is [service]; with `resume`, those of resuming. With ``ray.address``, the machines of the cluster are assumed to have the GPUs
     of this machine.
     """
@@ -31,7 +31,7 @@ def check_run(path: Path, overrides: Sequence[str], console: Console, *, resume:
     if command == "sft":
         _print(path, _supervised(prepare_sft(path, overrides, resume=resume)), console)
         return
-    if command == "serve":
+    if command == "tinker":
         _print(path, _served(path, overrides), console)
         return
     ready = prepare(path, overrides, resume=resume)
@@ -39,10 +39,10 @@ def check_run(path: Path, overrides: Sequence[str], console: Console, *, resume:
 
 
 def _served(path: Path, overrides: Sequence[str]) -> Sequence[tuple[str, str]]:
-    """Return name and amount of what ``weightlane serve`` needs."""
+    """Return name and amount of what ``weightlane tinker`` needs."""
     from weightlane.trainer.service.http.server import listening  # noqa: PLC0415 - needs an extra
 
-    from .serve import prepare_service  # noqa: PLC0415 - as above
+    from .tinker import prepare_service  # noqa: PLC0415 - as above
 
     ready = prepare_service(path, overrides)
     with listening(ready.config.service.host, ready.config.service.port):

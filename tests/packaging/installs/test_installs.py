@@ -24,7 +24,7 @@ from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDire
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
 COMMANDS = ("engines", "new-engine", "conformance", "bench", "layout", "plan", "config")
-COMMANDS += ("export", "check", "train", "sft", "serve", "report")
+COMMANDS += ("export", "check", "train", "sft", "tinker", "report")
 LIGHT: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--help",): (0, "Usage: weightlane"),
     ("--version",): (0, r"weightlane \d+\.\d+\.\d+\n$"),
@@ -40,10 +40,10 @@ TENSORBOARD = ("config", "rl.toml", "--set", "observers.tensorboard=board")
 LACKING = {
     ("train", "rl.toml"): ("ray", "vllm"),
     ("sft", "sft.toml"): ("ray",),
-    ("serve", "serve.toml"): ("service", "vllm"),
+    ("tinker", "service.toml"): ("service", "vllm"),
     ("check", "rl.toml"): ("ray", "vllm"),
     ("check", "sft.toml"): ("ray",),
-    ("check", "serve.toml"): ("service", "vllm"),
+    ("check", "service.toml"): ("service", "vllm"),
     ("plan", "rl.toml"): ("vllm",),
     ("layout", "model"): ("vllm",),
     ("export", "run", "--out", "new"): ("hf",),
@@ -144,7 +144,7 @@ def closures(wheel: Path, installed: Installed) -> dict[str, set[str]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A working directory with the examples' configurations, whose models are not there."""
-    for name, example in (("rl", "arithmetic/arithmetic"), ("sft", "arithmetic/sft"), ("serve", "tinker/serve")):
+    for name, example in (("rl", "arithmetic/arithmetic"), ("sft", "arithmetic/sft"), ("service", "tinker/service")):
         shutil.copy(ROOT / f"examples/{example}.toml", tmp_path / f"{name}.toml")
     (tmp_path / "model").mkdir()
     (tmp_path / "run").mkdir()
