@@ -21,7 +21,7 @@ COMMANDS = {
     "export": ("hf",),
     "conformance": ("conformance",),
     "conformance --training": ("conformance", "hf"),
-    "bench --plot": ("plot",),
+    "bench --out": ("plot",),
 }
 """Extras without which a command does nothing. ``check`` needs those of the command that its file is for, and ``plan`` of a known
 shape needs none."""

@@ -13,14 +13,13 @@ from typing import Annotated
 import typer
 
 from .config.arguments import (
-    AddressOption,
     ConfigArgument,
     PlainOption,
     ResumeOption,
     SetOption,
     VersionOption,
     is_live,
-    overrides_of,
+    keep_logs_off_the_terminal,
     require_for,
 )
 from .config.toml_file import command_of, is_run, read_toml
@@ -77,7 +76,7 @@ def new_engine(
     ],
     *,
     training: Annotated[bool, typer.Option("--training", help="A training engine, not a checkpoint engine.")] = False,
-    directory: Annotated[
+    out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="New directory; by default weightlane-NAME in this one.", show_default=False),
     ] = None,
@@ -85,7 +84,7 @@ def new_engine(
     """Create a package with a small working engine, in which you replace the transport, or the training, by yours."""
     from .commands.new_engine import make_engine_package
 
-    where = make_engine_package(name, directory, training=training)
+    where = make_engine_package(name, out, training=training)
     typer.echo(f"{where} contains an engine called {name} that passes the conformance suite. Next:")
     typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
     typer.echo(f"    weightlane conformance {'--training ' if training else ''}{name}")
@@ -101,7 +100,6 @@ def conformance(
         list[str] | None,
         typer.Option(
             "--set",
-            "--options",
             metavar="K=V",
             help="Set an option of the engine, or of a training engine's trainer section; repeatable.",
         ),
@@ -111,7 +109,9 @@ def conformance(
     ] = False,
     check: Annotated[list[str] | None, typer.Option(help="Run only the check of this name; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.", show_default=False)
+    ] = None,
 ) -> None:
     """Check that an engine keeps every promise of its contract: a checkpoint engine or a training engine.
 
@@ -121,16 +121,22 @@ def conformance(
     require("conformance --training" if training else "conformance")
     from .commands.conformance import check_engine
 
-    if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=junit):
+    if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=out):
         raise typer.Exit(FAILED)
 
 
 @app.command()
 def bench(
     *,
-    engine: Annotated[str, typer.Option(metavar="A,B", help="Checkpoint engines to measure.")] = "shm",
-    codec: Annotated[str, typer.Option(metavar="A,B", help="Codecs to measure each with.")] = "dense",
-    integrity: Annotated[str, typer.Option(metavar="A,B", help="Levels of integrity to measure each with.")] = "full",
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Checkpoint engine to measure, by default shm; repeatable.")
+    ] = None,
+    codec: Annotated[
+        list[str] | None, typer.Option(help="Codec to measure each with, by default dense; repeatable.")
+    ] = None,
+    integrity: Annotated[
+        list[str] | None, typer.Option(help="Level of integrity to measure each with, by default full; repeatable.")
+    ] = None,
     model: Annotated[
         str,
         typer.Option(help="tiny, qwen3-0.6b, -1.7b, -4b, -8b, many-small, or a directory of safetensors files."),
@@ -154,30 +160,36 @@ def bench(
     threads: Annotated[int, typer.Option(help="Threads of torch in every process.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of their changes.")] = 0,
     deadline_s: Annotated[float, typer.Option(help="Longest time of any single operation in seconds.")] = 120.0,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory for files; a temporary one by default.", show_default=False)
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where engines keep files meanwhile; by default /tmp.", show_default=False),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="ENGINE.K=V", help="Set an option of an engine; repeatable.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the report.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Also write the report to *.json, or draw it to *.png, *.svg, ...; repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Measure what a sync costs on this machine, beside plain copies, bare transports and a blocking sync.
 
     Exit code 1 if no engine can run, or if a receiver got wrong bytes.
     """
-    if plot_file is not None:
-        require("bench --plot")
-    from .commands.bench import listed, measure
+    if any(file.suffix != ".json" for file in out or ()):
+        require("bench --out")
+    from .commands.bench import measure
 
     verified = measure(
         settings or [],
-        json_file=json_file,
-        plot_file=plot_file,
-        engines=listed(engine),
-        codecs=listed(codec),
-        integrity=listed(integrity),
+        as_json=as_json,
+        out=out or [],
+        engines=tuple(engine or ["shm"]),
+        codecs=tuple(codec or ["dense"]),
+        integrity=tuple(integrity or ["full"]),
         model=model,
         device=device,
         devices=devices,
@@ -190,7 +202,7 @@ def bench(
         threads=threads,
         seed=seed,
         deadline_s=deadline_s,
-        directory=directory,
+        directory=work_dir,
     )
     if not verified:
         raise typer.Exit(FAILED)
@@ -314,13 +326,23 @@ def export(
 
 
 @app.command()
-def check(path: ConfigArgument, override: SetOption = None, *, resume: ResumeOption = False) -> None:
+def check(
+    path: ConfigArgument,
+    override: SetOption = None,
+    *,
+    resume: ResumeOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Check a run without starting anything, and show the resources it needs. Exit code 2 if it cannot run."""
     require_for(command_of(read_toml(path)), path, override or [])
-    from .commands.check import check_run
+    from .commands.check import check_run, resource_table
     from .output import console
 
-    check_run(path.resolve(), override or [], console(), resume=resume)
+    needed = check_run(path.resolve(), override or [], resume=resume)
+    if as_json:
+        typer.echo(json.dumps(needed, indent=2))
+        return
+    console().print(resource_table(path.resolve(), needed))
 
 
 @app.command()
@@ -330,16 +352,15 @@ def train(
     *,
     resume: ResumeOption = False,
     plain: PlainOption = False,
-    address: AddressOption = "",
 ) -> None:
     """Run fully asynchronous RL: rollouts generate while the trainer trains, and weights are synced in the background."""
-    overrides = overrides_of(override, address)
-    require_for("train", path, overrides)
+    keep_logs_off_the_terminal()
+    require_for("train", path, override or [])
     import asyncio
 
     from .commands.train import run_training
 
-    asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=is_live(plain=plain)))
+    asyncio.run(run_training(path.resolve(), override or [], resume=resume, live=is_live(plain=plain)))
 
 
 @app.command()
@@ -349,27 +370,27 @@ def sft(
     *,
     resume: ResumeOption = False,
     plain: PlainOption = False,
-    address: AddressOption = "",
 ) -> None:
     """Train a model on examples: prompts with completions, or conversations. There are no rollouts."""
+    keep_logs_off_the_terminal()
     require("sft")
     import asyncio
 
     from .commands.sft import run_sft
 
-    asyncio.run(run_sft(path.resolve(), overrides_of(override, address), resume=resume, live=is_live(plain=plain)))
+    asyncio.run(run_sft(path.resolve(), override or [], resume=resume, live=is_live(plain=plain)))
 
 
 @app.command()
-def tinker(path: ConfigArgument, override: SetOption = None, *, address: AddressOption = "") -> None:
+def tinker(path: ConfigArgument, override: SetOption = None) -> None:
     """Train and sample for programs that speak the Tinker API: adapters of one model, for any number of clients at once."""
-    overrides = overrides_of(override, address)
-    require_for("tinker", path, overrides)
+    keep_logs_off_the_terminal()
+    require_for("tinker", path, override or [])
     import asyncio
 
     from .commands.tinker import run_service
 
-    asyncio.run(run_service(path.resolve(), overrides))
+    asyncio.run(run_service(path.resolve(), override or []))
 
 
 @app.command()

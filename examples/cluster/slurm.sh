@@ -23,4 +23,4 @@ export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 
 # --kill-on-bad-exit: when the run fails, no node waits for the others until the time limit.
 exec srun --kill-on-bad-exit=1 ray symmetric-run --address "$HEAD_ADDRESS:$RAY_PORT" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
-    weightlane "$@" --address "$HEAD_ADDRESS:$RAY_PORT" --set "sync.host=$HEAD_ADDRESS"
+    weightlane "$@" --set "ray.address=$HEAD_ADDRESS:$RAY_PORT" --set "sync.host=$HEAD_ADDRESS"

@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).parents[2] / "plugins/packages/weightlane-engine-templ
 
 def test_the_package_is_the_template_under_another_name_and_the_next_commands_are_printed(tmp_path: Path) -> None:
     package = tmp_path / "a new" / "engine"
-    result = run("new-engine", "carrier_pigeon2", "--directory", str(package))
+    result = run("new-engine", "carrier_pigeon2", "--out", str(package))
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[1:] == [
         f"    python -m pip install -e '{package}[test]'",
@@ -40,7 +40,7 @@ def test_the_package_is_the_template_under_another_name_and_the_next_commands_ar
 
 def test_a_package_for_a_training_engine_is_its_template_under_another_name(tmp_path: Path) -> None:
     package = tmp_path / "made"
-    result = run("new-engine", "--training", "sprint", "--directory", str(package))
+    result = run("new-engine", "--training", "sprint", "--out", str(package))
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[2] == "    weightlane conformance --training sprint"
     texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*") if path.is_file()}
@@ -54,10 +54,10 @@ def test_a_package_for_a_training_engine_is_its_template_under_another_name(tmp_
 
 def test_a_name_that_is_none_a_place_in_use_and_an_installed_engine_are_refused(tmp_path: Path) -> None:
     for name in ("Pigeon", "carrier pigeon", "2pigeons", "", "../pigeon", "pigéon"):
-        assert_refused("is not a name for an engine", "new-engine", "--directory", str(tmp_path / "x"), "--", name)
-    assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--directory", str(tmp_path))
-    assert_refused("'shm' is already installed", "new-engine", "shm", "--directory", str(tmp_path / "shm"))
-    training = ["--training", "fsdp2", "--directory", str(tmp_path / "x")]
+        assert_refused("is not a name for an engine", "new-engine", "--out", str(tmp_path / "x"), "--", name)
+    assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--out", str(tmp_path))
+    assert_refused("'shm' is already installed", "new-engine", "shm", "--out", str(tmp_path / "shm"))
+    training = ["--training", "fsdp2", "--out", str(tmp_path / "x")]
     assert_refused("'fsdp2' is already installed", "new-engine", *training)
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tiny_run import Material
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError, WeightlaneError
@@ -42,7 +41,7 @@ class Trial:
         with pytest.raises(error) as caught:
             asyncio.run(run_training(path, [], resume=resume, live=False))
         with pytest.raises(error) as checked:
-            check_run(path, [], Console(quiet=True), resume=resume)
+            check_run(path, [], resume=resume)
         assert str(checked.value).partition("probe-")[0] == str(caught.value).partition("probe-")[0]
         for text in said:
             assert text in str(caught.value)
