@@ -44,14 +44,13 @@ def engines(
     *,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a reference of all engines and options as Markdown.")
+        bool,
+        typer.Option("--markdown", help="Print a reference of the checkpoint engines and their options as Markdown."),
     ] = False,
     of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: only engines of this distribution.")] = "",
 ) -> None:
-    """List the installed checkpoint engines, and why some of them cannot run here."""
-    from weightlane.ckpt_engines import CheckpointEngineRegistry
-
-    from .commands.engines import engine_table, plain_listing
+    """List the installed engines that carry weights, train, and generate, and why some of them cannot run here."""
+    from .commands.engines import engine_tables, listings
     from .engine_reference.engine_reference import engine_reference
     from .output import console, own_stdout
 
@@ -59,11 +58,11 @@ def engines(
         if markdown:
             typer.echo(engine_reference(of), file=out, nl=False)
             return
-        rows = CheckpointEngineRegistry().list()
+        found = listings()
         if as_json:
-            typer.echo(json.dumps([plain_listing(row) for row in rows], indent=2), file=out)
+            typer.echo(json.dumps(found, indent=2), file=out)
             return
-        console(out, soft_wrap=False).print(engine_table(rows))
+        console(out, soft_wrap=False).print(*engine_tables(found))
 
 
 @app.command()

@@ -76,6 +76,7 @@ def test_a_module_that_exits_raises_hangs_or_prints_costs_its_own_row_only_and_i
 ) -> None:
     entries = "\n".join(f"{name} = loud_{name}:Engine" for name in MODULES)
     install(tmp_path, "loud_engines", "", entries, group="weightlane.ckpt_engines")
+    install(tmp_path, "loud_trainers", "", "exits = loud_exits:Engine", group="weightlane.training_engines")
     for name, module in MODULES.items():
         (tmp_path / f"loud_{name}.py").write_text(module)
     status, out, err = children.run(["-c", PROGRAM], env={"PYTHONPATH": str(tmp_path), "COLUMNS": "400"})
@@ -83,7 +84,12 @@ def test_a_module_that_exits_raises_hangs_or_prints_costs_its_own_row_only_and_i
     plain, table, reference, *of_errors = re.split(r"ended with \d\n", out)
     assert re.findall(r"ended with (\d)", out) == ["0", "0", "0", "2", "2"]
 
-    rows = {row["name"]: row for row in json.loads(plain)}
+    kinds = json.loads(plain)
+    assert [(row["name"], row["unavailable"]) for row in kinds["rollout"]] == [("vllm", None)]
+    trainers = {row["name"]: row["unavailable"] for row in kinds["training"]}
+    assert (trainers["fsdp2"], trainers["megatron"]) == (None, None)
+    assert "SystemExit: no licence" in trainers["exits"]
+    rows = {row["name"]: row for row in kinds["checkpoint"]}
     built_in = [name for name, row in rows.items() if row["distribution"].startswith("weightlane ")]
     assert built_in == ["cuda_ipc", "filesystem", "gloo", "hccl", "nccl", "shm"]
     assert rows["filesystem"]["capabilities"]["delivery"] == ["store"]
