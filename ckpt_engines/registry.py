@@ -149,7 +149,7 @@ class CheckpointEngineRegistry:
                 return f"its module raised {type(error).__name__}: {error}"
 
         try:
-            unavailable = bounded(reason, LISTING_LIMIT_S)
+            unavailable = _bounded(reason, LISTING_LIMIT_S)
         except TimeoutError:
             what = "its availability check" if capabilities else "the import of its module"
             unavailable = f"{what} had not ended after {LISTING_LIMIT_S:g} s"
@@ -200,7 +200,7 @@ def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
     return reason
 
 
-def bounded(function: Callable[[], _T], limit_s: float) -> _T:
+def _bounded(function: Callable[[], _T], limit_s: float) -> _T:
     """Return what `function`, which never raises, returns in a thread of its own.
 
     Raises `TimeoutError` after `limit_s` seconds; the thread is then abandoned.

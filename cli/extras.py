@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, entry_points, packages_distributions, requires, version
+from importlib.metadata import PackageNotFoundError, entry_points, metadata, packages_distributions, requires, version
 from types import TracebackType
 
 from weightlane.ckpt_engines import ConfigError
@@ -94,6 +94,16 @@ def how_to_install(module: str) -> str:
     return _how_to_install(_requirements()[distribution][:1])
 
 
+def extras_of_users() -> list[str]:
+    """Return the extras of weightlane, without those that are for work on weightlane itself."""
+    return [extra for extra in metadata(_WEIGHTLANE).get_all("Provides-Extra") or () if extra not in ("dev", "peers")]
+
+
+def how_to_install_extra(extra: str) -> str:
+    """Return the sentence that says how to install what `extra` lists."""
+    return _how_to_install([extra], them="what it lacks")
+
+
 def error_for(error: ImportError, command: str) -> ConfigError | None:
     """Translate an import that failed while `command` ran. None if weightlane itself is at fault."""
     module = error.name or ""
@@ -119,11 +129,16 @@ def error_for(error: ImportError, command: str) -> ConfigError | None:
 
 def members(extra: str) -> list[str]:
     """Return the distributions that `extra` requires: first those that it lists, then those of the extras that it contains."""
-    found = [distribution for distribution, listed in _requirements().items() if extra in listed]
+    found = listed_by(extra)
     for inner, listed in _inner_extras().items():
         if extra in listed:
             found += members(inner)
     return found
+
+
+def listed_by(extra: str) -> list[str]:
+    """Return the distributions that `extra` itself lists; those that weightlane always needs where it is empty."""
+    return [distribution for distribution, listed in _requirements().items() if extra in listed]
 
 
 def module_of(distribution: str) -> str:

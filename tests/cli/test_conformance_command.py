@@ -29,7 +29,7 @@ def suite() -> Iterator[Callable[..., ConformanceReport]]:
 
 @pytest.fixture(autouse=True)
 def shared_processes(suite: Callable[..., ConformanceReport], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.cli.commands.conformance.run_conformance", suite)
+    monkeypatch.setattr("weightlane.cli.engines.conformance.run_conformance", suite)
 
 
 def test_checks_that_pass_end_with_0_and_a_line_each_and_are_not_taken_for_all(tmp_path: Path) -> None:

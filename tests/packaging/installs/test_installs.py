@@ -23,7 +23,7 @@ from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDire
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
-COMMANDS = ("engines", "new-engine", "conformance", "bench", "layout", "plan", "config")
+COMMANDS = ("engines", "doctor", "new-engine", "conformance", "bench", "layout", "plan", "config")
 COMMANDS += ("export", "check", "train", "sft", "tinker", "report")
 LIGHT: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--help",): (0, "Usage: weightlane"),
@@ -58,6 +58,7 @@ WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
         ("engines",): (0, "shm"),
         ("config", "rl.toml"): (0, "[checkpoint_engine]"),
         ("new-engine", "pigeon"): (0, "passes the conformance suite"),
+        ("doctor", "vllm"): (2, "pip install 'weightlane[vllm]'"),
         ("plan", "30b"): (0, "predicted s"),
         ("report", "run"): (2, "is not the directory of a run"),
         ("bench", "--receivers", "1", "--rounds", "1"): (0, "shm"),

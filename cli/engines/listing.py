@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError, registry
-from weightlane.ckpt_engines.registry import bounded
 
 from ..extras import how_to_install, library_of
+from ..run.bounded_call import within
 
 Listing = dict[str, Any]
 """An engine as JSON-representable data: ``name``, ``distribution``, ``unavailable`` (a reason, or None), and for a checkpoint
@@ -43,21 +43,17 @@ def _plain(row: EngineListing) -> Listing:
 def _training() -> Iterator[Listing]:
     from weightlane.trainer.engines.registry import GROUP, training_engine_class, training_engine_names  # noqa: PLC0415
 
-    def reason(name: str) -> str | None:
-        try:
-            training_engine_class(name)
-        except WeightlaneError as error:
-            return f"{error.message} {error.hint}".strip()
-        except BaseException as error:  # noqa: BLE001 - a module may exit, which costs its own row only
-            return f"its module raised {type(error).__name__}: {error}"
-        return None
-
     for name in training_engine_names():
         owners = {f"{each.dist.name} {each.dist.version}" for each in entry_points(group=GROUP, name=name) if each.dist}
+        unavailable = None
         try:
-            unavailable = bounded(partial(reason, name), registry.LISTING_LIMIT_S)
+            within(registry.LISTING_LIMIT_S, partial(training_engine_class, name))
+        except WeightlaneError as error:
+            unavailable = f"{error.message} {error.hint}".strip()
         except TimeoutError:
             unavailable = f"the import of its module had not ended after {registry.LISTING_LIMIT_S:g} s"
+        except BaseException as error:  # noqa: BLE001 - a module may exit, which costs its own row only
+            unavailable = f"its module raised {type(error).__name__}: {error}"
         yield {"name": name, "distribution": " and ".join(sorted(owners)), "unavailable": unavailable}
 
 
