@@ -27,11 +27,11 @@ def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfi
     config = with_store_in_run_dir(read_config(path, overrides, TinkerConfig))
     if config.algorithm != AlgorithmConfig():
         raise ConfigError("[algorithm] is no section of a service: clients say what they train with.", part=_PART)
-    if config.trainer.lora is not None or config.trainer.frozen or config.rollout.adapter is not None:
+    if config.trainer.lora is not None:
         raise ConfigError(
-            "trainer.lora, trainer.frozen and rollout.adapter are no settings of a service.",
+            "[trainer.lora] is no section of a service.",
             part=_PART,
-            hint="Leave them out: clients say which adapters they train, up to service.max_lora_rank.",
+            hint="Leave it out: clients say which adapters they train, up to service.max_lora_rank.",
         )
     if config.trainer.head != "tokens":
         raise ConfigError(

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from weightlane.cli.config.config_file import FILLED_IN
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.config.sft_config import SftRunConfig
 from weightlane.cli.config.tinker_config import TinkerConfig
@@ -42,6 +43,8 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
     inner: list[tuple[str, type[BaseModel]]] = []
     rows = []
     for name, field in model.model_fields.items():
+        if f"{path}.{name}" in FILLED_IN:
+            continue
         if section := _section_in(field.annotation):
             inner.append((f"{path}.{name}" if path else name, section))
             continue
