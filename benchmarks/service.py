@@ -1,4 +1,4 @@
-"""A running `weightlane serve` for a benchmark that drives it by the public Tinker SDK."""
+"""A running `weightlane tinker` for a benchmark that drives it by the public Tinker SDK."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ backend = "shm"
 
 
 class Service:
-    """A running ``weightlane serve``; `join_clients` says whether it computes requests of several clients together."""
+    """A running ``weightlane tinker``; `join_clients` says whether it computes requests of several clients together."""
 
     def __init__(self, model: Path, directory: Path, port: int, *, join_clients: bool = True) -> None:
-        self.files, self._config, self._log = directory / "service", directory / "serve.toml", directory / "output"
+        self.files, self._config, self._log = directory / "service", directory / "service.toml", directory / "output"
         settings = {"model": model.resolve(), "port": port, "join_clients": str(join_clients).lower()}
         self._config.write_text(_CONFIG.format(directory=self.files, **settings))
         self.url = f"http://127.0.0.1:{port}"
@@ -62,7 +62,7 @@ class Service:
     def start(self) -> None:
         """Start it, and wait until it answers."""
         with self._log.open("ab") as log:
-            command = [str(Path(sys.executable).with_name("weightlane")), "serve", str(self._config)]
+            command = [str(Path(sys.executable).with_name("weightlane")), "tinker", str(self._config)]
             self.process = psutil.Popen(command, stdout=log, stderr=log)
         self.wait()
 

@@ -1,4 +1,4 @@
-"""Measures what several clients of `weightlane serve` get done together, beside one after the other.
+"""Measures what several clients of `weightlane tinker` get done together, beside one after the other.
 
     make demo                                       # makes the model
     python -m benchmarks.service_clients            # clients that train

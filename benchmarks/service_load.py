@@ -1,4 +1,4 @@
-"""Loads `weightlane serve` with many clients of the public Tinker SDK, kills processes if asked to, and checks every bit.
+"""Loads `weightlane tinker` with many clients of the public Tinker SDK, kills processes if asked to, and checks every bit.
 
     make demo                                              # makes the model
     python -m benchmarks.service_load --seconds 300        # 64 clients sample, 8 train

@@ -1,4 +1,4 @@
-"""Measures what `weightlane serve` adds to the steps of a client, beside a local program that trains by the same jobs.
+"""Measures what `weightlane tinker` adds to the steps of a client, beside a local program that trains by the same jobs.
 
     make demo                                    # makes the model
     python -m benchmarks.service_overhead

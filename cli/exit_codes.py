@@ -51,6 +51,14 @@ class _TerminatedError(BaseException):
 class Commands(TyperGroup):
     """Reports every expected error as one line on standard error and an exit code. Typer reports wrong usage."""
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find the command that `args` name. Who types ``serve``, vLLM's word for a server, is told which command is ours."""
+        if args[:1] == ["serve"]:
+            ctx.fail(
+                "No such command 'serve'. The service for programs of the Tinker SDK is 'weightlane tinker CONFIG'."
+            )
+        return super().resolve_command(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         """Run the command that the click context `ctx` names."""
         try:

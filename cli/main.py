@@ -6,14 +6,12 @@ It imports nothing that takes time, so that help, completion and refusals come a
 from __future__ import annotations
 
 import json
-import shlex
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from .config.arguments import (
-    AddressOption,
     ConfigArgument,
     LinksOption,
     PlainOption,
@@ -23,12 +21,13 @@ from .config.arguments import (
     SetOption,
     VersionOption,
     is_live,
-    overrides_of,
+    keep_logs_off_the_terminal,
     require_for,
 )
 from .config.toml_file import command_of, read_toml
+from .engines.commands import conformance, doctor, engines, new_engine
 from .exit_codes import FAILED, Commands, end_by_sigterm
-from .extras import names_training_engine, require
+from .extras import require
 
 app = typer.Typer(
     cls=Commands,
@@ -43,97 +42,22 @@ def options(*, show_version: VersionOption = False) -> None:
     """Take the options of the command itself."""
 
 
-@app.command()
-def engines(
-    *,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a reference of all engines and options as Markdown.")
-    ] = False,
-    of: Annotated[str, typer.Option(metavar="DIST", help="With --markdown: only engines of this distribution.")] = "",
-) -> None:
-    """List the installed checkpoint engines, and why some of them cannot run here."""
-    from weightlane.ckpt_engines import CheckpointEngineRegistry
-
-    from .commands.engines import engine_table, plain_listing
-    from .engine_reference.engine_reference import engine_reference
-    from .output import console, own_stdout
-
-    with own_stdout() as out:
-        if markdown:
-            typer.echo(engine_reference(of), file=out, nl=False)
-            return
-        rows = CheckpointEngineRegistry().list()
-        if as_json:
-            typer.echo(json.dumps([plain_listing(row) for row in rows], indent=2), file=out)
-            return
-        console(out, soft_wrap=False).print(engine_table(rows))
-
-
-@app.command()
-def new_engine(
-    name: Annotated[
-        str,
-        typer.Argument(
-            help="Name of the new engine, for checkpoint_engine.backend or trainer.engine.", show_default=False
-        ),
-    ],
-    *,
-    training: Annotated[bool, typer.Option("--training", help="A training engine, not a checkpoint engine.")] = False,
-    directory: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="New directory; by default weightlane-NAME in this one.", show_default=False),
-    ] = None,
-) -> None:
-    """Create a package with a small working engine, in which you replace the transport, or the training, by yours."""
-    from .commands.new_engine import make_engine_package
-
-    where = make_engine_package(name, directory, training=training)
-    typer.echo(f"{where} contains an engine called {name} that passes the conformance suite. Next:")
-    typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
-    typer.echo(f"    weightlane conformance {'--training ' if training else ''}{name}")
-
-
-@app.command()
-def conformance(
-    name: Annotated[
-        str, typer.Argument(help="An installed engine, module:Class, or file.py:Class.", show_default=False)
-    ],
-    *,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            "--options",
-            metavar="K=V",
-            help="Set an option of the engine, or of a training engine's trainer section; repeatable.",
-        ),
-    ] = None,
-    training: Annotated[
-        bool, typer.Option("--training", help="Take the training engine where a checkpoint engine has the same name.")
-    ] = False,
-    check: Annotated[list[str] | None, typer.Option(help="Run only the check of this name; repeatable.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.")] = None,
-) -> None:
-    """Check that an engine keeps every promise of its contract: a checkpoint engine or a training engine.
-
-    Exit code 1 if it does not.
-    """
-    training = training or names_training_engine(name)
-    require("conformance --training" if training else "conformance")
-    from .commands.conformance import check_engine
-
-    if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=junit):
-        raise typer.Exit(FAILED)
+for command in (engines, doctor, new_engine, conformance):
+    app.command()(command)
 
 
 @app.command()
 def bench(
     *,
-    engine: Annotated[str, typer.Option(metavar="A,B", help="Checkpoint engines to measure.")] = "shm",
-    codec: Annotated[str, typer.Option(metavar="A,B", help="Codecs to measure each with.")] = "dense",
-    integrity: Annotated[str, typer.Option(metavar="A,B", help="Levels of integrity to measure each with.")] = "full",
+    engine: Annotated[
+        list[str] | None, typer.Option(help="Checkpoint engine to measure, by default shm; repeatable.")
+    ] = None,
+    codec: Annotated[
+        list[str] | None, typer.Option(help="Codec to measure each with, by default dense; repeatable.")
+    ] = None,
+    integrity: Annotated[
+        list[str] | None, typer.Option(help="Level of integrity to measure each with, by default full; repeatable.")
+    ] = None,
     model: Annotated[
         str,
         typer.Option(help="tiny, qwen3-0.6b, -1.7b, -4b, -8b, many-small, or a directory of safetensors files."),
@@ -157,30 +81,36 @@ def bench(
     threads: Annotated[int, typer.Option(help="Threads of torch in every process.")] = 1,
     seed: Annotated[int, typer.Option(help="Seed of the weights and of their changes.")] = 0,
     deadline_s: Annotated[float, typer.Option(help="Longest time of any single operation in seconds.")] = 120.0,
-    directory: Annotated[
-        Path | None, typer.Option("--dir", help="Directory for files; a temporary one by default.", show_default=False)
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Where engines keep files meanwhile; by default /tmp.", show_default=False),
     ] = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="ENGINE.K=V", help="Set an option of an engine; repeatable.")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the report as JSON.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the report.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="Also write the report to *.json, or draw it to *.png, *.svg, ...; repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Measure what a sync costs on this machine, beside plain copies, bare transports and a blocking sync.
 
     Exit code 1 if no engine can run, or if a receiver got wrong bytes.
     """
-    if plot_file is not None:
-        require("bench --plot")
-    from .commands.bench import listed, measure
+    if any(file.suffix != ".json" for file in out or ()):
+        require("bench --out")
+    from .commands.bench import measure
 
     verified = measure(
         settings or [],
-        json_file=json_file,
-        plot_file=plot_file,
-        engines=listed(engine),
-        codecs=listed(codec),
-        integrity=listed(integrity),
+        as_json=as_json,
+        out=out or [],
+        engines=tuple(engine or ["shm"]),
+        codecs=tuple(codec or ["dense"]),
+        integrity=tuple(integrity or ["full"]),
         model=model,
         device=device,
         devices=devices,
@@ -193,7 +123,7 @@ def bench(
         threads=threads,
         seed=seed,
         deadline_s=deadline_s,
-        directory=directory,
+        directory=work_dir,
     )
     if not verified:
         raise typer.Exit(FAILED)
@@ -310,13 +240,23 @@ def export(
 
 
 @app.command()
-def check(path: ConfigArgument, override: SetOption = None, *, resume: ResumeOption = False) -> None:
+def check(
+    path: ConfigArgument,
+    override: SetOption = None,
+    *,
+    resume: ResumeOption = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
     """Check a run without starting anything, and show the resources it needs. Exit code 2 if it cannot run."""
     require_for(command_of(read_toml(path)), path, override or [])
-    from .commands.check import check_run
+    from .commands.check import check_run, resource_table
     from .output import console
 
-    check_run(path.resolve(), override or [], console(), resume=resume)
+    needed = check_run(path.resolve(), override or [], resume=resume)
+    if as_json:
+        typer.echo(json.dumps(needed, indent=2))
+        return
+    console().print(resource_table(path.resolve(), needed))
 
 
 @app.command()
@@ -326,16 +266,15 @@ def train(
     *,
     resume: ResumeOption = False,
     plain: PlainOption = False,
-    address: AddressOption = "",
 ) -> None:
     """Run fully asynchronous RL: rollouts generate while the trainer trains, and weights are synced in the background."""
-    overrides = overrides_of(override, address)
-    require_for("train", path, overrides)
+    keep_logs_off_the_terminal()
+    require_for("train", path, override or [])
     import asyncio
 
     from .commands.train import run_training
 
-    asyncio.run(run_training(path.resolve(), overrides, resume=resume, live=is_live(plain=plain)))
+    asyncio.run(run_training(path.resolve(), override or [], resume=resume, live=is_live(plain=plain)))
 
 
 @app.command()
@@ -345,27 +284,27 @@ def sft(
     *,
     resume: ResumeOption = False,
     plain: PlainOption = False,
-    address: AddressOption = "",
 ) -> None:
     """Train a model on examples: prompts with completions, or conversations. There are no rollouts."""
+    keep_logs_off_the_terminal()
     require("sft")
     import asyncio
 
     from .commands.sft import run_sft
 
-    asyncio.run(run_sft(path.resolve(), overrides_of(override, address), resume=resume, live=is_live(plain=plain)))
+    asyncio.run(run_sft(path.resolve(), override or [], resume=resume, live=is_live(plain=plain)))
 
 
 @app.command()
-def serve(path: ConfigArgument, override: SetOption = None, *, address: AddressOption = "") -> None:
+def tinker(path: ConfigArgument, override: SetOption = None) -> None:
     """Train and sample for programs that speak the Tinker API: adapters of one model, for any number of clients at once."""
-    overrides = overrides_of(override, address)
-    require_for("serve", path, overrides)
+    keep_logs_off_the_terminal()
+    require_for("tinker", path, override or [])
     import asyncio
 
-    from .commands.serve import run_service
+    from .commands.tinker import run_service
 
-    asyncio.run(run_service(path.resolve(), overrides))
+    asyncio.run(run_service(path.resolve(), override or []))
 
 
 @app.command()

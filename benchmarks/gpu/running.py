@@ -93,7 +93,7 @@ def run_step(step: Step, facts: Mapping[str, Any], folder: Path, left_s: float, 
     if limit_s < _LEAST_S:
         result.why = "the time for all steps was over"
         return result
-    out, log = folder / f"{step.name}.out", folder / f"{step.name}.log"
+    out, log = folder / f"{step.name}.json", folder / f"{step.name}.log"
     command = [sys.executable, *(part.format(out=out) for part in step.command)]
     started = time.monotonic()
     with log.open("wb") as written:

@@ -51,7 +51,7 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
             "conformance",
             "one",
             "`cuda_ipc` between processes keeps every promise of an engine",
-            (*_COMMAND, "conformance", "cuda_ipc", "--junit", "{out}"),
+            (*_COMMAND, "conformance", "cuda_ipc", "--out", "{out}"),
             counted,
             150,
             "weightlane conformance cuda_ipc",
@@ -83,7 +83,7 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
         _bench(
             "bench-1gb",
             "a sync of 1.2 GB, and loops beside it",
-            "--engine cuda_ipc,shm,gloo --integrity off --model qwen3-0.6b --rounds 2 --loops --receivers 1",
+            "--engine cuda_ipc --engine shm --engine gloo --integrity off --model qwen3-0.6b --rounds 2 --loops --receivers 1",
             120,
         ),
         _bench(
@@ -155,7 +155,7 @@ def _on_several(count: int, ini: Path) -> list[Step]:
             "nccl-conformance",
             "multi",
             "`nccl` keeps every promise of an engine",
-            (*_COMMAND, "conformance", "nccl", "--junit", "{out}"),
+            (*_COMMAND, "conformance", "nccl", "--out", "{out}"),
             counted,
             180,
             "weightlane conformance nccl",
@@ -175,7 +175,7 @@ def _on_several(count: int, ini: Path) -> list[Step]:
             _bench(
                 "nccl-bench",
                 "a sync of 1.2 GB from GPU to GPU",
-                "--engine nccl,cuda_ipc --integrity off --model qwen3-0.6b --rounds 2"
+                "--engine nccl --engine cuda_ipc --integrity off --model qwen3-0.6b --rounds 2"
                 f" --devices {devices} --receivers {devices - 1}",
                 150,
             ),
@@ -235,7 +235,7 @@ def _with_vllm(devices: Sequence[Mapping[str, Any]]) -> list[Step]:
 
 def _bench(name: str, about: str, options: str, limit_s: float) -> Step:
     shown = f"bench --device cuda {options}"
-    command = (*_COMMAND, *shown.split(), "--deadline-s", "90", "--json", "{out}")
+    command = (*_COMMAND, *shown.split(), "--deadline-s", "90", "--out", "{out}")
     return Step(name, "one", about, command, benched, limit_s, f"weightlane {shown}")
 
 

@@ -1,4 +1,4 @@
-"""``weightlane bench`` runs the benchmark and shows its report as tables, JSON and a plot."""
+"""``weightlane bench`` runs the benchmark and shows its report as tables, JSON and plots."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,43 +16,59 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 
 from ..bench import BenchReport, BenchSettings, report_tables, run_bench, unavailable_table
 from ..bench.report.plot import check_plot, plot_report
-from ..config.toml_file import toml_value
-from ..output import console
+from ..config.toml_file import apply_setting
+from ..output import console, own_stdout
 
 _PART = "benchmark"
+_JSON = ".json"
 
 
-def measure(settings: Sequence[str], *, json_file: Path | None, plot_file: Path | None, **values: Any) -> bool:
+def measure(settings: Sequence[str], *, as_json: bool, out: Sequence[Path], **values: Any) -> bool:
     """Run the benchmark and print its report. Returns False if no engine could run, or a receiver got wrong bytes.
 
     Args:
         settings: Options of engines, each ``engine.key=value`` with a TOML value or plain text.
-        json_file: File to write the report to as JSON.
-        plot_file: File to draw the report into; its ending chooses the format.
+        as_json: Print the report as JSON. The tables then go to standard error.
+        out: Files for the report: as JSON where the name ends with ``.json``, else a plot in the format of its ending.
         values: Values of `BenchSettings`, as the user gave them.
     """
-    shown = console(soft_wrap=False)
     chosen = BenchSettings.checked(options=_options(settings), **values)
-    for path in (json_file, plot_file):
-        if path is not None and not path.resolve().parent.is_dir():
+    for path in out:
+        if not path.resolve().parent.is_dir():
             raise ConfigError(f"there is no directory {path.resolve().parent} to write {path.name} to.", part=_PART)
-    if plot_file is not None:
-        check_plot(plot_file)
-    with _terminable():
+        if path.suffix != _JSON:
+            check_plot(path)
+    with own_stdout() as stdout, _terminable():
+        shown = console(sys.stderr if as_json else stdout, soft_wrap=False)
         found = run_bench(chosen, lambda text: shown.print(text, style="dim", markup=False))
+        if not isinstance(found, BenchReport):
+            shown.print(unavailable_table(found))
+            found_text = json.dumps({"unavailable": found})
+        else:
+            for part in report_tables(found):
+                shown.print(part)
+            found_text = _text_of(found)
+        if as_json:
+            print(found_text, file=stdout)
     if not isinstance(found, BenchReport):
-        shown.print(unavailable_table(found))
         return False
-    for part in report_tables(found):
-        shown.print(part)
-    if json_file is not None:
-        try:
-            json_file.write_text(json.dumps(found.model_dump(mode="json"), indent=1) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"{json_file} cannot be written: {error}.", part=_PART) from error
-    if plot_file is not None:
-        plot_report(found, plot_file)
+    for path in out:
+        _write(found, path)
     return found.verified
+
+
+def _text_of(report: BenchReport) -> str:
+    return json.dumps(report.model_dump(mode="json"), indent=1)
+
+
+def _write(report: BenchReport, path: Path) -> None:
+    if path.suffix != _JSON:
+        plot_report(report, path)
+        return
+    try:
+        path.write_text(_text_of(report) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be written: {error}.", part=_PART) from error
 
 
 @contextlib.contextmanager
@@ -71,17 +88,11 @@ def _terminable() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def listed(text: str) -> tuple[str, ...]:
-    """Split ``"a,b"`` into names."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 def _options(settings: Sequence[str]) -> dict[str, dict[str, Any]]:
     options: dict[str, dict[str, Any]] = {}
     for setting in settings:
-        path, equals, text = setting.partition("=")
-        engine, dot, key = path.rpartition(".")
-        if not (equals and dot and engine and key):
+        apply_setting(options, setting)
+        engine = setting.partition("=")[0].partition(".")[0]
+        if not isinstance(options.get(engine), dict):
             raise ConfigError(f"--set {setting!r} does not have the form engine.key=value.", part=_PART)
-        options.setdefault(engine, {})[key] = toml_value(text)
     return options

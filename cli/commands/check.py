@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -20,64 +19,59 @@ from ..run.resources import Machines, Sizes, described, described_machines, fitt
 from .sft import SftPreparation, prepare_sft
 
 
-def check_run(path: Path, overrides: Sequence[str], console: Console, *, resume: bool = False) -> None:
-    """Print the resources that the configuration at the absolute `path` needs.
+def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> dict[str, str]:
+    """Return name and amount of every resource that the configuration at the absolute `path` needs, and of what was not checked.
 
-    Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane serve` if there
+    Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane tinker` if there
     is [service]; with `resume`, those of resuming. With ``ray.address``, the machines of the cluster are assumed to have the GPUs
     of this machine.
     """
     command = command_of(read_toml(path))
     if command == "sft":
-        _print(path, _supervised(prepare_sft(path, overrides, resume=resume)), console)
-        return
-    if command == "serve":
-        _print(path, _served(path, overrides), console)
-        return
+        return _supervised(prepare_sft(path, overrides, resume=resume))
+    if command == "tinker":
+        return _served(path, overrides)
     ready = prepare(path, overrides, resume=resume)
-    _print(path, _cluster(ready.config, ready.model), console)
+    return _cluster(ready.config, ready.model)
 
 
-def _served(path: Path, overrides: Sequence[str]) -> Sequence[tuple[str, str]]:
-    """Return name and amount of what ``weightlane serve`` needs."""
+def _served(path: Path, overrides: Sequence[str]) -> dict[str, str]:
     from weightlane.trainer.service.http.server import listening  # noqa: PLC0415 - needs an extra
 
-    from .serve import prepare_service  # noqa: PLC0415 - as above
+    from .tinker import prepare_service  # noqa: PLC0415 - as above
 
     ready = prepare_service(path, overrides)
     with listening(ready.config.service.host, ready.config.service.port):
         return _cluster(ready.config, ready.model)
 
 
-def _cluster(config: ClusterConfig, model: ModelInfo) -> Sequence[tuple[str, str]]:
-    """Return name and amount of what trainer ranks and replicas need, or is not known of them."""
+def _cluster(config: ClusterConfig, model: ModelInfo) -> dict[str, str]:
     Rendezvous.host(config.sync.host, config.sync.port).close()
     _open_metrics(config.observers)
     machines, sizes = Machines.here(), Sizes.of(config, model)
     config = fitted(config, sizes, machines, counted=not config.ray.address)
-    rows = list(described(config, sizes, machines))
+    rows = dict(described(config, sizes, machines))
     if config.ray.address:
-        return [*rows, ("not checked", "vLLM, which runs on the machines of ray.address")]
+        return rows | {"not checked": "vLLM, which runs on the machines of ray.address"}
     # Loads vLLM: after everything that can be wrong without it.
     from weightlane.rollout.vllm.checked_replica import check_replica  # noqa: PLC0415 - as above
 
     unknown = check_replica(config.rollout, model.path)
-    return [*rows, ("not checked", unknown)] if unknown else rows
+    return rows | ({"not checked": unknown} if unknown else {})
 
 
-def _supervised(ready: SftPreparation) -> list[tuple[str, str]]:
-    """Return name and amount of what ``weightlane sft`` needs."""
+def _supervised(ready: SftPreparation) -> dict[str, str]:
     config, machines, train = ready.config, Machines.here(), ready.train
     _open_metrics(config.observers)
     trainer = fitted_trainer(config.trainer, machines, counted=not config.ray.address)
     tokens = sum(example.sequence.length for example in train.all)
     skipped = f", {train.skipped} left out as too long" if train.skipped else ""
-    return [
-        ("machine", described_machines(machines)),
-        ("trainer", f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs"),
-        ("examples", f"{len(train.all)} of {tokens} tokens{skipped}; {len(ready.heldout.all)} held out"),
-        ("training", f"{config.sft.all_steps(len(train.all))} optimizer steps of {config.sft.batch_size} examples"),
-    ]
+    return {
+        "machine": described_machines(machines),
+        "trainer": f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs",
+        "examples": f"{len(train.all)} of {tokens} tokens{skipped}; {len(ready.heldout.all)} held out",
+        "training": f"{config.sft.all_steps(len(train.all))} optimizer steps of {config.sft.batch_size} examples",
+    }
 
 
 def _open_metrics(observers: ObserversSection) -> None:
@@ -86,8 +80,9 @@ def _open_metrics(observers: ObserversSection) -> None:
         metrics_endpoint(observers.prometheus_port, observers.prometheus_host)[0].close()
 
 
-def _print(path: Path, rows: Sequence[tuple[str, str]], console: Console) -> None:
+def resource_table(path: Path, rows: Mapping[str, str]) -> Table:
+    """Return a table of what `check_run` found."""
     table = Table(title=f"{escape(str(path))} can run", title_justify="left", show_header=False)
-    for name, amount in rows:
+    for name, amount in rows.items():
         table.add_row(name, escape(amount))
-    console.print(table)
+    return table

@@ -11,7 +11,7 @@ from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.runner.run_dir import RunDir
 
 from ..config.any_config import load_any_config
-from ..config.serve_config import ServeConfig
+from ..config.tinker_config import TinkerConfig
 
 _PART = "export"
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -29,7 +29,7 @@ def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
     if not config_file.is_file():
         raise ConfigError(f"{run} is not the directory of a run: it has no config.toml.", part=_PART)
     config = load_any_config(config_file, runs_here=False)
-    if isinstance(config, ServeConfig):
+    if isinstance(config, TinkerConfig):
         raise ConfigError(
             f"{run} is the directory of a service, which trains adapters alone.",
             part=_PART,

@@ -1,1 +1,1 @@
-"""The configuration files of ``weightlane train``, ``sft`` and ``serve``: their sections, reading and checks."""
+"""The configuration files of ``weightlane train``, ``sft`` and ``tinker``: their sections, reading and checks."""

@@ -6,18 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .run_config import RunConfig, load_config
-from .serve_config import ServeConfig, as_written, load_serve_config
 from .sft_config import SftRunConfig, load_sft_config
+from .tinker_config import TinkerConfig, as_written, load_tinker_config
 from .toml_file import command_of, read_toml
 
 
 def load_any_config(
     path: Path, overrides: Sequence[str] = (), *, runs_here: bool = True
-) -> RunConfig | SftRunConfig | ServeConfig:
-    """Read the configuration of ``weightlane sft`` if there is a section [sft], of ``serve`` if [service], else of ``train``."""
+) -> RunConfig | SftRunConfig | TinkerConfig:
+    """Read the configuration of ``weightlane sft`` if there is a section [sft], of ``tinker`` if [service], else of ``train``."""
     command = command_of(read_toml(path))
     if command == "sft":
         return load_sft_config(path, overrides)
-    if command == "serve":
-        return as_written(load_serve_config(path, overrides))
+    if command == "tinker":
+        return as_written(load_tinker_config(path, overrides))
     return load_config(path, overrides, runs_here=runs_here)

@@ -31,7 +31,6 @@ SetOption = Annotated[
 
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Resume from the last saved step in run.dir.")]
 PlainOption = Annotated[bool, typer.Option("--plain", help="Print lines instead of a live table.")]
-AddressOption = Annotated[str, typer.Option(help="Address of a Ray cluster, as with ray.address.")]
 
 SenderSpeedOption = Annotated[
     float, typer.Option(help="Gbit/s of a trainer rank's network card; 0: no seconds are shown.", min=0)
@@ -42,13 +41,9 @@ ReceiverSpeedOption = Annotated[
 LinksOption = Annotated[int, typer.Option(help="Number of busiest links to list.", min=0)]
 
 
-def overrides_of(override: list[str] | None, address: str) -> list[str]:
-    """Return all overrides of a run's configuration, and keep Python's warnings out of the run's display.
-
-    The display itself shows everything important.
-    """
+def keep_logs_off_the_terminal() -> None:
+    """Let no warning that is logged reach standard error by itself: a run's display shows everything important."""
     logging.getLogger("weightlane").addHandler(logging.NullHandler())
-    return [*(override or []), *([f'ray.address="{address}"'] if address else [])]
 
 
 def is_live(*, plain: bool) -> bool:

@@ -16,6 +16,8 @@ from weightlane.ckpt_engines import ConfigError
 from .toml_file import apply_setting, read_toml
 
 _PART = "configuration"
+FILLED_IN = ("rollout.adapter", "trainer.frozen")
+"""Fields of sections that a command fills in. In a file they are no keys."""
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -27,27 +29,35 @@ def read_config(path: Path, overrides: Sequence[str], model: type[_Model]) -> _M
     raw = read_toml(path)
     for override in overrides:
         apply_setting(raw, override)
+    part = f"{_PART} {path}"
+    for section, name in (key.split(".") for key in FILLED_IN):
+        if isinstance(given := raw.get(section), dict) and name in given:
+            raise ConfigError(_no_such_key([section, name], model), part=part)
     try:
         return model.model_validate(raw)
     except ValidationError as error:
         problems = [_describe(item, model) for item in error.errors()]
-        raise ConfigError(" ".join(problems), part=f"{_PART} {path}") from None
+        raise ConfigError(" ".join(problems), part=part) from None
 
 
 def _describe(item: Mapping[str, Any], root: type[BaseModel]) -> str:
     path = ".".join(map(str, item["loc"]))
     if item["type"] == "extra_forbidden":
-        section, known = _known_keys(item["loc"][:-1], root)
-        nearest = difflib.get_close_matches(str(item["loc"][-1]), known, n=1, cutoff=0.4)
-        guess = f" Did you mean {'.'.join([*section, nearest[0]])}?" if nearest else ""
-        where = f"[{'.'.join(section)}]" if section else "The file"
-        return f"there is no key {path}.{guess} {where} has the keys {', '.join(known)}."
+        return _no_such_key(item["loc"], root)
     if item["type"] == "missing":
         return f"{path} is missing."
     if item["type"] == "model_type":
         _, known = _known_keys(item["loc"], root)
         return f"{path} must be a section with the keys {', '.join(known)} (got {item['input']!r})."
     return f"{path}: {item['msg']} (got {item['input']!r})."
+
+
+def _no_such_key(location: Sequence[Any], root: type[BaseModel]) -> str:
+    section, known = _known_keys(location[:-1], root)
+    nearest = difflib.get_close_matches(str(location[-1]), known, n=1, cutoff=0.4)
+    guess = f" Did you mean {'.'.join([*section, nearest[0]])}?" if nearest else ""
+    where = f"[{'.'.join(section)}]" if section else "The file"
+    return f"there is no key {'.'.join(map(str, location))}.{guess} {where} has the keys {', '.join(known)}."
 
 
 def _known_keys(location: Sequence[Any], model: type[BaseModel]) -> tuple[list[str], list[str]]:
@@ -59,7 +69,7 @@ def _known_keys(location: Sequence[Any], model: type[BaseModel]) -> tuple[list[s
             break
         section.append(str(name))
         model = inner
-    return section, list(model.model_fields)
+    return section, [name for name in model.model_fields if ".".join([*section, name]) not in FILLED_IN]
 
 
 def _model_of(annotation: Any) -> type[BaseModel] | None:
@@ -84,6 +94,8 @@ def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
     inner: list[tuple[str, BaseModel]] = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
+        if f"{path}.{name}" in FILLED_IN:
+            continue
         if isinstance(value, BaseModel):  # in TOML a table ends the keys of its parent
             inner.append((f"{path}.{name}", value))
             continue

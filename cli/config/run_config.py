@@ -168,19 +168,11 @@ def with_store_in_run_dir(config: _Config) -> _Config:
 def _with_adapter(config: RunConfig) -> RunConfig:
     """Fill in ``rollout.adapter`` where versions are adapters. Raises `ConfigError` for settings that are for weights only."""
     lora, rollout = config.trainer.lora, config.rollout
-    wanted = None
-    if lora is not None and lora.publish == "adapter":
-        wanted = AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
-    if rollout.adapter not in (None, wanted):
-        raise ConfigError(
-            "rollout.adapter is another adapter than that of trainer.lora, or trainer.lora.publish is not adapter.",
-            part=_PART,
-            hint="Leave rollout.adapter out: a run fills it in.",
-        )
-    if wanted is None:
+    if lora is None or lora.publish != "adapter":
         return config
+    adapter = AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     refuse_for_adapters(config.sync, rollout, "trainer.lora.publish is adapter", 'trainer.lora.publish to "merged"')
-    return config.model_copy(update={"rollout": rollout.model_copy(update={"adapter": wanted})})
+    return config.model_copy(update={"rollout": rollout.model_copy(update={"adapter": adapter})})
 
 
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:

@@ -53,8 +53,8 @@ def toml_value(text: str) -> Any:
 
 
 def command_of(sections: dict[str, Any]) -> str:
-    """Return the command that a configuration with these `sections` is for: ``sft``, ``serve`` or ``train``."""
-    return "sft" if "sft" in sections else "serve" if "service" in sections else "train"
+    """Return the command that a configuration with these `sections` is for: ``sft``, ``tinker`` or ``train``."""
+    return "sft" if "sft" in sections else "tinker" if "service" in sections else "train"
 
 
 def runs_elsewhere(path: Path, overrides: Sequence[str]) -> bool:

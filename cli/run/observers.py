@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +20,7 @@ from weightlane.plugins.trace.part import parts_dir
 from weightlane.plugins.trackers import TRACKERS, TrackerObserver
 
 from ..config.run_config import ObserversSection
+from .bounded_call import within
 
 _TRACKER_S = 120.0
 """Longest time that a tracker may take to begin its run, and to take the rest of it at the end."""
@@ -111,7 +111,7 @@ class RunObservers:
         """Begin the tracker's run, so that who cannot log hears of it before anything starts."""
         tracker = TRACKERS[name](project, self._run_dir.name, self._settings, self._run_dir)
         try:
-            _within(_TRACKER_S, tracker.open)
+            within(_TRACKER_S, tracker.open)
         except Exception as error:
             raise ConfigError(
                 f"cannot log to {name}: {type(error).__name__}: {str(error).strip().rstrip('.')}.",
@@ -122,7 +122,7 @@ class RunObservers:
 
     def _close_tracker(self, name: str, tracker: TrackerObserver) -> None:
         try:
-            _within(_TRACKER_S, tracker.close)
+            within(_TRACKER_S, tracker.close)
         except Exception as error:  # noqa: BLE001 - the run is over, and its own files are whole
             self._say(f"{name} did not take everything: {type(error).__name__}: {error}")
 
@@ -143,25 +143,6 @@ class RunObservers:
         """Print each report of a disabled plugin once, even if every process of the run has it."""
         for text in dict.fromkeys([*map(str, hooks.reports), *reported_in(self._reports)[earlier:]]):
             self._say(f"{text} (details: {self._reports})")
-
-
-def _within(seconds: float, call: Callable[[], None]) -> None:
-    """Make a call that may hang in a library; raises what it raises, or `TimeoutError`."""
-    errors: list[Exception] = []
-
-    def run() -> None:
-        try:
-            call()
-        except Exception as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError(f"no answer within {seconds:g} s")
-    if errors:
-        raise errors[0]
 
 
 def _set_environment(values: dict[str, str] | dict[str, str | None]) -> None:

@@ -13,9 +13,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from weightlane.cli.config.config_file import FILLED_IN
 from weightlane.cli.config.run_config import RunConfig
-from weightlane.cli.config.serve_config import ServeConfig
 from weightlane.cli.config.sft_config import SftRunConfig
+from weightlane.cli.config.tinker_config import TinkerConfig
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys
@@ -32,7 +33,7 @@ SUPERVISED = """
 SERVED = """
 ## The service
 
-`weightlane serve` has the sections `run`, `model`, `checkpoint_engine`, `sync`, `trainer`, `rollout`, `ray` and `observers` of
+`weightlane tinker` has the sections `run`, `model`, `checkpoint_engine`, `sync`, `trainer`, `rollout`, `ray` and `observers` of
 above, and this one.
 """
 
@@ -42,6 +43,8 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
     inner: list[tuple[str, type[BaseModel]]] = []
     rows = []
     for name, field in model.model_fields.items():
+        if f"{path}.{name}" in FILLED_IN:
+            continue
         if section := _section_in(field.annotation):
             inner.append((f"{path}.{name}" if path else name, section))
             continue
@@ -92,7 +95,7 @@ def page() -> str:
     supervised = "".join(line for name, section in own.items() if section for line in sections(name, section))
     # Its data section has the name of another one above.
     supervised = supervised.replace("## [data]", "## [data] of supervised fine-tuning")
-    service = ServeConfig.model_fields["service"].annotation
+    service = TinkerConfig.model_fields["service"].annotation
     assert service is not None
     parts = [*sections("", RunConfig), SUPERVISED, supervised, SERVED, *sections("service", service)]
     return HEAD + "".join(parts).rstrip() + "\n"

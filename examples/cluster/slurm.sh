@@ -2,7 +2,7 @@
 # A run or a service on a Slurm allocation: Ray over all its nodes, weightlane on the first one.
 #
 #     sbatch --nodes=4 examples/cluster/slurm.sh train run.toml --set loop.steps=1000
-#     sbatch --nodes=2 examples/cluster/slurm.sh serve serve.toml --set service.host=0.0.0.0
+#     sbatch --nodes=2 examples/cluster/slurm.sh tinker service.toml --set service.host=0.0.0.0
 #
 # The environment with weightlane, the model, and run.dir must have the same paths on every node. See docs/guides/clusters.md.
 #SBATCH --job-name=weightlane
@@ -23,4 +23,4 @@ export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 
 # --kill-on-bad-exit: when the run fails, no node waits for the others until the time limit.
 exec srun --kill-on-bad-exit=1 ray symmetric-run --address "$HEAD_ADDRESS:$RAY_PORT" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
-    weightlane "$@" --address "$HEAD_ADDRESS:$RAY_PORT" --set "sync.host=$HEAD_ADDRESS"
+    weightlane "$@" --set "ray.address=$HEAD_ADDRESS:$RAY_PORT" --set "sync.host=$HEAD_ADDRESS"

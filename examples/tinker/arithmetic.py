@@ -3,7 +3,7 @@
     export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-any
     python examples/tinker/arithmetic.py --data runs/arithmetic/task-0
 
-Needs ``pip install tinker``, and a service: see ``serve.toml``. Prints the held-out accuracy before and after each part.
+Needs ``pip install tinker``, and a service: see ``service.toml``. Prints the held-out accuracy before and after each part.
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ def material(tmp_path_factory: pytest.TempPathFactory) -> Material:
 @pytest.fixture
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail a test in which a command starts a process before it has found its user's mistake."""
-    from weightlane.cli.commands import serve, sft, train
+    from weightlane.cli.commands import sft, tinker, train
 
     def started(*arguments: object) -> None:
         raise AssertionError("a process was started before everything had been checked")
 
-    for command in (serve, sft, train):
+    for command in (sft, tinker, train):
         monkeypatch.setattr(command, "RayCluster", started)

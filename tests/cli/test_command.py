@@ -31,10 +31,16 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.to
 
 
 def test_wrong_usage_is_a_message_and_exit_code_2() -> None:
-    for arguments in (["train"], ["train", "x.toml", "--bogus"], ["nope"]):
+    for arguments, said in (
+        (["train"], "Missing argument"),
+        (["train", "x.toml", "--bogus"], "No such option"),
+        (["nope"], "No such command 'nope'"),
+        (["serve", "x.toml"], "'weightlane tinker CONFIG'"),
+    ):
         result = run(*arguments)
         assert result.exit_code == 2
         assert "Usage: " in result.stderr
+        assert said in result.stderr
         assert "Traceback" not in result.output
 
 

@@ -29,13 +29,13 @@ def suite() -> Iterator[Callable[..., ConformanceReport]]:
 
 @pytest.fixture(autouse=True)
 def shared_processes(suite: Callable[..., ConformanceReport], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.cli.commands.conformance.run_conformance", suite)
+    monkeypatch.setattr("weightlane.cli.engines.conformance.run_conformance", suite)
 
 
 def test_checks_that_pass_end_with_0_and_a_line_each_and_are_not_taken_for_all(tmp_path: Path) -> None:
     store = ["--set", f"path={tmp_path}"]
     waiting = ["--check", "test_sending_to_somebody_unknown_is_refused"]
-    result = run("conformance", "filesystem", *store, *ONE_CHECK, *waiting, "--junit", str(tmp_path / "junit.xml"))
+    result = run("conformance", "filesystem", *store, *ONE_CHECK, *waiting, "--out", str(tmp_path / "junit.xml"))
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     (passed,) = (line for line in lines if line.startswith("passed "))

@@ -11,53 +11,46 @@ import pytest
 from command_line import assert_refused, run
 
 from weightlane.ckpt_engines import StorageError
-from weightlane.cli.commands.new_engine import make_engine_package
+from weightlane.cli.engines.new_engine import make_engine_package
 
-TEMPLATE = Path(__file__).parents[2] / "plugins/packages/weightlane-engine-template"
+TEMPLATES = Path(__file__).parents[2] / "plugins/packages"
 
 
-def test_the_package_is_the_template_under_another_name_and_the_next_commands_are_printed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "name", "cased", "template", "group"),
+    [
+        ("", "carrier_pigeon2", "CarrierPigeon2", "engine", "ckpt_engines"),
+        ("--training ", "sprint", "Sprint", "training-engine", "training_engines"),
+    ],
+)
+def test_the_package_is_the_template_under_another_name_and_the_next_commands_are_printed(
+    tmp_path: Path, options: str, name: str, cased: str, template: str, group: str
+) -> None:
     package = tmp_path / "a new" / "engine"
-    result = run("new-engine", "carrier_pigeon2", "--directory", str(package))
+    result = run("new-engine", *options.split(), name, "--out", str(package))
     assert result.exit_code == 0, result.output
     assert result.stdout.splitlines()[1:] == [
         f"    python -m pip install -e '{package}[test]'",
-        "    weightlane conformance carrier_pigeon2",
+        f"    weightlane conformance {options}{name}",
     ]
     texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*") if path.is_file()}
-    module = "weightlane_carrier_pigeon2"
+    module = f"weightlane_{name}"
     assert set(texts) == {"README.md", "pyproject.toml", f"{module}.py", "tests/test_conformance.py"}
     assert [name for name, text in texts.items() if "emplate" in text] == []
-    assert (
-        texts[f"{module}.py"].replace("CarrierPigeon2", "Template").replace("carrier_pigeon2", "template")
-        == (TEMPLATE / "weightlane_engine_template.py").read_text()
-    )
+    original = TEMPLATES / f"weightlane-{template}-template" / f"weightlane_{template.replace('-', '_')}_template.py"
+    assert texts[f"{module}.py"].replace(cased, "Template").replace(name, "template") == original.read_text()
     project = tomllib.loads(texts["pyproject.toml"])["project"]
-    assert project["name"] == "weightlane-carrier-pigeon2"
-    engine = f"{module}:CarrierPigeon2Engine"
-    assert project["entry-points"]["weightlane.ckpt_engines"] == {"carrier_pigeon2": engine}
-
-
-def test_a_package_for_a_training_engine_is_its_template_under_another_name(tmp_path: Path) -> None:
-    package = tmp_path / "made"
-    result = run("new-engine", "--training", "sprint", "--directory", str(package))
-    assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines()[2] == "    weightlane conformance --training sprint"
-    texts = {path.relative_to(package).as_posix(): path.read_text() for path in package.rglob("*") if path.is_file()}
-    assert set(texts) == {"README.md", "pyproject.toml", "weightlane_sprint.py", "tests/test_conformance.py"}
-    assert [name for name, text in texts.items() if "emplate" in text] == []
-    project = tomllib.loads(texts["pyproject.toml"])["project"]
-    assert project["entry-points"]["weightlane.training_engines"] == {
-        "sprint": "weightlane_sprint:SprintTrainingEngine"
-    }
+    assert project["name"] == module.replace("_", "-")
+    (engine,) = project["entry-points"][f"weightlane.{group}"].items()
+    assert engine == (name, f"{module}:{cased}{'TrainingEngine' if options else 'Engine'}")
 
 
 def test_a_name_that_is_none_a_place_in_use_and_an_installed_engine_are_refused(tmp_path: Path) -> None:
     for name in ("Pigeon", "carrier pigeon", "2pigeons", "", "../pigeon", "pigéon"):
-        assert_refused("is not a name for an engine", "new-engine", "--directory", str(tmp_path / "x"), "--", name)
-    assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--directory", str(tmp_path))
-    assert_refused("'shm' is already installed", "new-engine", "shm", "--directory", str(tmp_path / "shm"))
-    training = ["--training", "fsdp2", "--directory", str(tmp_path / "x")]
+        assert_refused("is not a name for an engine", "new-engine", "--out", str(tmp_path / "x"), "--", name)
+    assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--out", str(tmp_path))
+    assert_refused("'shm' is already installed", "new-engine", "shm", "--out", str(tmp_path / "shm"))
+    training = ["--training", "fsdp2", "--out", str(tmp_path / "x")]
     assert_refused("'fsdp2' is already installed", "new-engine", *training)
     assert list(tmp_path.iterdir()) == []
 

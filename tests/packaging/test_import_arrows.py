@@ -81,7 +81,7 @@ def test_only_the_conformance_command_needs_pytest() -> None:
         and "conformance" not in path.relative_to(ROOT).parts[:2]
         and any(f"{suite}.conformance" in name for name in imported(path) for suite in ("ckpt_engines", "trainer"))
     }
-    assert importing == {"cli/commands/conformance.py"}
+    assert importing == {"cli/engines/conformance.py"}
 
 
 def relative(path: Path) -> set[Path]:

@@ -15,7 +15,7 @@ MAX_LORA_RANK = 512
 
 
 class ServiceConfig(BaseModel):
-    """The HTTP service of ``weightlane serve``."""
+    """The HTTP service of ``weightlane tinker``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tiny_run import Material
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError, WeightlaneError
@@ -42,7 +41,7 @@ class Trial:
         with pytest.raises(error) as caught:
             asyncio.run(run_training(path, [], resume=resume, live=False))
         with pytest.raises(error) as checked:
-            check_run(path, [], Console(quiet=True), resume=resume)
+            check_run(path, [], resume=resume)
         assert str(checked.value).partition("probe-")[0] == str(caught.value).partition("probe-")[0]
         for text in said:
             assert text in str(caught.value)
@@ -124,7 +123,11 @@ def test_a_bad_model_task_reward_engine_or_address_is_refused(
     trial.fails(ConfigError, *said)
 
 
-def test_a_used_run_directory_offers_to_resume(trial: Trial) -> None:
+def test_a_taken_port_is_refused_and_a_used_run_directory_offers_to_resume(trial: Trial) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        trial.sections["sync"] = {"port": port}
+        trial.fails(AddressInUseError, str(port))
     (trial.run_dir / "state").mkdir(parents=True)
     (trial.run_dir / "state" / "latest.json").write_text('{"step": 2}')
     (trial.run_dir / "metrics.jsonl").touch()
@@ -149,10 +152,3 @@ def test_resuming_needs_a_run_that_is_not_over(trial: Trial) -> None:
     trial.fails(ConfigError, "loop state is damaged", resume=True)
     loop.write_text("{")
     trial.fails(ConfigError, "loop.json is damaged", resume=True)
-
-
-def test_a_taken_port_is_refused(trial: Trial) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        trial.sections["sync"] = {"port": port}
-        trial.fails(AddressInUseError, str(port))

@@ -13,7 +13,7 @@ from pydantic import BaseModel, Field
 from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
-from weightlane.cli.config.config_file import explain
+from weightlane.cli.config.config_file import FILLED_IN, explain
 from weightlane.cli.config.run_config import RunConfig, load_config
 
 MINIMAL = """
@@ -104,20 +104,10 @@ def test_a_file_that_is_no_toml_is_named_with_the_line(tmp_path: Path, content: 
 
 
 def test_overrides_take_toml_values_and_bare_words(minimal: Path) -> None:
-    config = load_config(
-        minimal,
-        [
-            "trainer.betas=[0.8, 0.95]",
-            "rollout.enforce_eager=false",
-            "rollout.commit=in_place",
-            "loop.steps=7",
-            "run.dir=a b",
-            'ray.address="auto"',
-        ],
-    )
-    assert config.trainer.betas == (0.8, 0.95)
-    assert (config.rollout.enforce_eager, config.rollout.commit) == (False, "in_place")
-    assert (config.loop.steps, config.run.dir, config.ray.address) == (7, Path("a b"), "auto")
+    overrides = ["trainer.betas=[0.8, 0.95]", "loop.steps=7", "run.dir=a b", 'ray.address="auto"']
+    config = load_config(minimal, [*overrides, "rollout.enforce_eager=false"])
+    assert (config.trainer.betas, config.loop.steps, config.run.dir) == ((0.8, 0.95), 7, Path("a b"))
+    assert (config.rollout.enforce_eager, config.ray.address) == (False, "auto")
 
 
 def test_an_engine_that_needs_a_directory_gets_one_in_the_run_directory_unless_it_is_given_one(minimal: Path) -> None:
@@ -154,6 +144,8 @@ def described(config: RunConfig) -> Iterator[tuple[str, str, str, object]]:
         assert isinstance(value, BaseModel)
         for name, field in type(value).model_fields.items():
             assert field.description, f"{section}.{name} has no meaning"
+            if f"{section}.{name}" in FILLED_IN:
+                continue
             if isinstance(getattr(value, name), BaseModel):
                 sections.append((f"{section}.{name}", getattr(value, name)))
                 continue
@@ -163,7 +155,7 @@ def described(config: RunConfig) -> Iterator[tuple[str, str, str, object]]:
 def test_the_printed_configuration_reads_back_the_same(minimal: Path, tmp_path: Path) -> None:
     for overrides in (
         [],
-        ["trainer.lora.publish=adapter"],  # which fills in rollout.adapter
+        ["trainer.lora.publish=adapter"],  # which fills in the replicas' adapter
         [
             "checkpoint_engine.backend=filesystem",
             "rollout.kv_cache_memory_bytes=1048576",
@@ -202,7 +194,7 @@ def test_any_string_and_number_reads_back_the_same(text: str, rate: float) -> No
     [
         ("sync.quantise=fp8", "sync.quantise = fp8 is for versions of weights"),
         ("rollout.commit=in_place", "rollout.commit = in_place is for versions of weights"),
-        ("rollout.adapter.rank=3", "rollout.adapter is another adapter than that of trainer.lora"),
+        ("rollout.adapter.rank=3", "there is no key rollout.adapter. Did you mean rollout.adapter_slots?"),
     ],
 )
 def test_what_versions_of_an_adapter_cannot_be_is_refused_and_rollouts_get_the_trainers_adapter(
@@ -213,6 +205,5 @@ def test_what_versions_of_an_adapter_cannot_be_is_refused_and_rollouts_get_the_t
     assert config.rollout.adapter is not None
     assert config.rollout.adapter.model_dump() == {"rank": 8, "alpha": 32.0, "targets": ("q_proj",)}
     assert load_config(minimal, adapter[:-1]).rollout.adapter is None
-    more = ["rollout.adapter.alpha=32"] if "adapter" in override else []
     with pytest.raises(ConfigError, match=said):
-        load_config(minimal, [*adapter, override, *more])
+        load_config(minimal, [*adapter, override])

@@ -80,7 +80,7 @@ def test_a_missing_state_and_mistakes_in_the_data_are_named_by_file_and_line(tri
     ("setting", "said"),
     [
         ("sft.epoch=2", "there is no key sft.epoch. Did you mean sft.epochs? [sft] has the keys epochs, steps"),
-        ("trainer.frozen=true", "trainer.frozen is true, and this run would train nothing"),
+        ("trainer.frozen=true", "there is no key trainer.frozen."),
         ("model.path=nowhere/at/all", "there is no model directory"),
         ("trainer.lora.targets=['embed_tokens']", "no linear layer 'embed_tokens' in its decoder layers"),
     ],

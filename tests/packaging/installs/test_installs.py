@@ -23,8 +23,8 @@ from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDire
 
 ROOT = Path(__file__).resolve().parents[3]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli")
-COMMANDS = ("engines", "new-engine", "conformance", "bench", "layout", "plan", "plan-shape", "config")
-COMMANDS += ("export", "check", "train", "sft", "serve", "report")
+COMMANDS = ("engines", "doctor", "new-engine", "conformance", "bench", "layout", "plan", "plan-shape", "config")
+COMMANDS += ("export", "check", "train", "sft", "tinker", "report")
 LIGHT: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--help",): (0, "Usage: weightlane"),
     ("--version",): (0, r"weightlane \d+\.\d+\.\d+\n$"),
@@ -40,17 +40,17 @@ TENSORBOARD = ("config", "rl.toml", "--set", "observers.tensorboard=board")
 LACKING = {
     ("train", "rl.toml"): ("ray", "vllm"),
     ("sft", "sft.toml"): ("ray",),
-    ("serve", "serve.toml"): ("service", "vllm"),
+    ("tinker", "service.toml"): ("service", "vllm"),
     ("check", "rl.toml"): ("ray", "vllm"),
     ("check", "sft.toml"): ("ray",),
-    ("check", "serve.toml"): ("service", "vllm"),
+    ("check", "service.toml"): ("service", "vllm"),
     ("plan", "rl.toml"): ("vllm",),
     ("layout", "model"): ("vllm",),
     ("export", "run", "--out", "new"): ("hf",),
     ("conformance", "shm"): ("conformance",),
     ("conformance", "fsdp2"): ("conformance", "hf"),
     ("conformance", "--training", "file.py:Engine"): ("conformance", "hf"),
-    ("bench", "--plot", "x.png"): ("plot",),
+    ("bench", "--out", "x.png"): ("plot",),
 }
 """Commands as a user types them, and the extras that README says they need. Each of them says so before it loads anything."""
 WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
@@ -58,6 +58,7 @@ WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
         ("engines",): (0, "shm"),
         ("config", "rl.toml"): (0, "[checkpoint_engine]"),
         ("new-engine", "pigeon"): (0, "passes the conformance suite"),
+        ("doctor", "vllm"): (2, "pip install 'weightlane[vllm]'"),
         ("plan-shape", "30b"): (0, "busiest"),
         ("report", "run"): (2, "is not the directory of a run"),
         ("bench", "--receivers", "1", "--rounds", "1"): (0, "shm"),
@@ -68,7 +69,7 @@ WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
     "ray": {
         ("sft", "sft.toml"): (2, "there is no model directory"),
         ("sft", "sft.toml", "--set", "trainer.engine=megatron"): (2, "pip install 'weightlane[megatron]'"),
-        ("bench", "--plot", "x.nothing"): (2, "does not end with a format"),
+        ("bench", "--out", "x.nothing"): (2, "does not end with a format"),
     },
     "vllm": {
         ("plan", "rl.toml"): (2, "there is no model directory"),
@@ -144,7 +145,7 @@ def closures(wheel: Path, installed: Installed) -> dict[str, set[str]]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A working directory with the examples' configurations, whose models are not there."""
-    for name, example in (("rl", "arithmetic/arithmetic"), ("sft", "arithmetic/sft"), ("serve", "tinker/serve")):
+    for name, example in (("rl", "arithmetic/arithmetic"), ("sft", "arithmetic/sft"), ("service", "tinker/service")):
         shutil.copy(ROOT / f"examples/{example}.toml", tmp_path / f"{name}.toml")
     (tmp_path / "model").mkdir()
     (tmp_path / "run").mkdir()

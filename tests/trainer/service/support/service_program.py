@@ -1,4 +1,4 @@
-"""A service in one process, with one trainer rank and, if asked for, one replica: what `weightlane serve` composes, without Ray.
+"""A service in one process, with one trainer rank and, if asked for, one replica: what `weightlane tinker` composes, without Ray.
 
     python service_program.py MODEL DIRECTORY PORT_FILE JSON
 

@@ -1,4 +1,4 @@
-"""``weightlane serve`` on Ray: the example that drives it by the public SDK, and an end that leaves nothing behind."""
+"""``weightlane tinker`` on Ray: the example that drives it by the public SDK, and an end that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/tinker/arithmetic.py"
 def test_the_example_trains_and_samples_through_a_service_that_goes_on_when_it_or_one_of_its_processes_is_killed(
     material: Material, start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path
 ) -> None:
-    config = tmp_path / "serve.toml"
+    config = tmp_path / "service.toml"
     config.write_text(
         f"""
         [run]
@@ -73,7 +73,7 @@ def test_the_example_trains_and_samples_through_a_service_that_goes_on_when_it_o
     steps = ("--supervised", "3", "--reinforce", "2")
     saved = ""
     for number, code in enumerate((-signal.SIGKILL, 0)):
-        run = start_run(["serve", str(config)])
+        run = start_run(["tinker", str(config)])
         run.wait_for("TINKER_BASE_URL=")
         if number:
             run.kill("VLLM::EngineCore")

@@ -1,4 +1,4 @@
-"""``weightlane serve`` composes a service from its configuration, and ends everything it started."""
+"""``weightlane tinker`` composes a service from its configuration, and ends everything it started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from weightlane.trainer.service.service import Service
 
 from ..config.config_file import explain
 from ..config.run_config import VERSIONS_DIR, check_engine
-from ..config.serve_config import ServeConfig, as_written, load_serve_config
+from ..config.tinker_config import TinkerConfig, as_written, load_tinker_config
 from ..output import console, http_address
 from ..run.endings import point_to_logs
 from ..run.observers import RunObservers
@@ -106,7 +106,7 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
 class ServicePreparation:
     """Everything that is known of a service before its first process starts."""
 
-    config: ServeConfig
+    config: TinkerConfig
     model: ModelInfo
     clients: Clients
     layers: Sequence[str]
@@ -115,7 +115,7 @@ class ServicePreparation:
 
 def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     """Read the configuration at `path`, and find everything that can be wrong before a process starts."""
-    config = load_serve_config(path, overrides)
+    config = load_tinker_config(path, overrides)
     refuse_taken(config.run.dir, _LOCK, "service")
     clients = Clients(config.service)
     here = not config.ray.address

@@ -1,4 +1,4 @@
-"""The configuration of ``weightlane serve``: sections of a run without data, reward and loop, and the service's own."""
+"""The configuration of ``weightlane tinker``: sections of a run without data, reward and loop, and the service's own."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from .run_config import ClusterConfig, check_sections, refuse_for_adapters, with
 _PART = "configuration"
 
 
-class ServeConfig(ClusterConfig):
-    """The configuration of ``weightlane serve``."""
+class TinkerConfig(ClusterConfig):
+    """The configuration of ``weightlane tinker``."""
 
     service: ServiceConfig = ServiceConfig()
 
 
-def load_serve_config(path: Path, overrides: Sequence[str] = ()) -> ServeConfig:
+def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfig:
     """Read a TOML file as `load_config` does, and fill in what follows from the service's limits."""
-    config = with_store_in_run_dir(read_config(path, overrides, ServeConfig))
+    config = with_store_in_run_dir(read_config(path, overrides, TinkerConfig))
     if config.algorithm != AlgorithmConfig():
         raise ConfigError("[algorithm] is no section of a service: clients say what they train with.", part=_PART)
-    if config.trainer.lora is not None or config.trainer.frozen or config.rollout.adapter is not None:
+    if config.trainer.lora is not None:
         raise ConfigError(
-            "trainer.lora, trainer.frozen and rollout.adapter are no settings of a service.",
+            "[trainer.lora] is no section of a service.",
             part=_PART,
-            hint="Leave them out: clients say which adapters they train, up to service.max_lora_rank.",
+            hint="Leave it out: clients say which adapters they train, up to service.max_lora_rank.",
         )
     if config.trainer.head != "tokens":
         raise ConfigError(
@@ -57,8 +57,8 @@ def load_serve_config(path: Path, overrides: Sequence[str] = ()) -> ServeConfig:
     return config
 
 
-def as_written(config: ServeConfig) -> ServeConfig:
-    """The configuration as a file may have it: without what `load_serve_config` fills in."""
+def as_written(config: TinkerConfig) -> TinkerConfig:
+    """The configuration as a file may have it: without what `load_tinker_config` fills in."""
     return config.model_copy(
         update={
             "trainer": config.trainer.model_copy(update={"lora": None, "frozen": False}),

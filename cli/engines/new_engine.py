@@ -74,7 +74,7 @@ def make_engine_package(name: str, directory: Path | None = None, *, training: b
             raise
     except FileExistsError as error:
         raise ConfigError(
-            f"{target} already exists.", part=_PART, hint="Choose another directory with --directory, or remove it."
+            f"{target} already exists.", part=_PART, hint="Choose another --out, or remove it."
         ) from error
     except OSError as error:
         raise StorageError(f"{target} cannot be written: {error}.", part=_PART) from error

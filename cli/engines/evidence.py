@@ -1,6 +1,6 @@
 """Evidence for each built-in engine: which tests were run, where and when, and which were not.
 
-`engine_reference` prints it. Update it together with the run.
+`reference` prints it. Update it together with the run.
 """
 
 from __future__ import annotations

@@ -1,1 +1,0 @@
-"""The engine reference of the documentation, made from what engines declare."""

@@ -1,0 +1,260 @@
+"""``weightlane doctor``: what this machine has, what will not work on it, and the way out for each."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from weightlane.ckpt_engines import ConfigError
+
+from ..extras import COMMANDS, extras_of_users, how_to_install_extra, library_of, listed_by, members
+from ..run.bounded_call import within
+
+_PROBE_S = 300.0
+"""Longest time of one probe, of which each engine takes a part. A library that hangs costs its own row only."""
+_GB = 1e9
+_LEAST_SHM_BYTES = 512 << 20
+"""Free shared memory that vLLM's ranks and Ray need. A container has 64 MiB unless it is told otherwise."""
+_LEAST_FILES = 1024
+"""Open files of a coordinator with some hundred participants, each of which has a connection."""
+_LEAST_DISK_BYTES = 2 << 30
+"""Free disk for logs and for a saved state of a small model."""
+SHM = Path("/dev/shm")  # noqa: S108 - shared memory of every Linux
+CPUINFO = Path("/proc/cpuinfo")
+GPU_NODE = Path("/dev/nvidia0")
+"""Device file of the first GPU, whether or not torch can use it."""
+RDMA = Path("/sys/class/infiniband")
+"""Network cards with RDMA; missing where there is none."""
+
+
+class State(StrEnum):
+    """Whether something can be used."""
+
+    OK = "ok"
+    ABSENT = "not here"
+    """Optional, and not installed, or without its device."""
+    BROKEN = "broken"
+    """Here, and does not work, or too small for any run."""
+
+
+_STYLES = {State.OK: "green", State.ABSENT: "dim", State.BROKEN: "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A row of ``weightlane doctor``."""
+
+    kind: str
+    """``machine``, ``library``, ``extra``, or the kind of an engine."""
+    name: str
+    found: str
+    """Its version, size or number, in words."""
+    state: State = State.OK
+    trouble: str = ""
+    """Effect on runs; empty when it is ok."""
+    way_out: str = ""
+
+
+Probe = Callable[[], Iterator[Finding]]
+
+
+def diagnose() -> list[Finding]:
+    """Run every probe. One that raises, exits or hangs is a row of its own."""
+    return [row for (kind, name), probe in _PROBES.items() for row in _rows(kind, name, probe)]
+
+
+def _rows(kind: str, name: str, probe: Probe) -> list[Finding]:
+    try:
+        return within(_PROBE_S, lambda: list(probe()))
+    except BaseException as error:  # noqa: BLE001 - of a library, which may exit
+        why = f"{type(error).__name__}: {error}"
+        return [
+            Finding(
+                kind, name, "", State.BROKEN, why, "Install that library again, or weightlane in a fresh environment."
+            )
+        ]
+
+
+def all_work(findings: Sequence[Finding], asked: Sequence[str]) -> bool:
+    """Whether nothing is broken, and each of the `asked` can be used: commands, extras, engines, or other rows.
+
+    Raises `ConfigError` for a name that is none of these.
+    """
+    states: dict[str, list[State]] = {}
+    for row in findings:
+        states.setdefault(row.name, []).append(row.state)
+    for name in asked:
+        if unknown := [each for each in COMMANDS.get(name, (name,)) if each not in states]:
+            raise ConfigError(
+                f"there is nothing called {unknown[0]!r} to look at.",
+                part="doctor",
+                hint=f"Names: {', '.join([*COMMANDS, *states])}.",
+            )
+    needed = [state for name in asked for each in COMMANDS.get(name, (name,)) for state in states[each]]
+    return not any(row.state is State.BROKEN for row in findings) and all(state is State.OK for state in needed)
+
+
+def findings_table(findings: Sequence[Finding]) -> Table:
+    """Return a table of all findings, with a section for each kind."""
+    table = Table("", "found", "", "what will not work, and the way out")
+    kind = ""
+    for row in findings:
+        if row.kind != kind:
+            table.add_section()
+            table.add_row(Text(row.kind, "bold"))
+            kind = row.kind
+        told = " ".join(part for part in (row.trouble and f"{row.trouble.rstrip('.')}.", row.way_out) if part)
+        table.add_row(Text(row.name), Text(row.found), Text(row.state, _STYLES[row.state]), Text(told))
+    return table
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("machine", "python", f"{platform.python_version()}, weightlane {version('weightlane')}")
+
+
+def _cpu() -> Iterator[Finding]:
+    flags = set(CPUINFO.read_text(encoding="utf-8", errors="replace").split())
+    paths = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}
+    has = [path for path, flag in paths.items() if flag in flags]
+    found = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {', '.join(has) or 'no AVX2'}"
+    if has or platform.machine() != "x86_64":
+        yield Finding("machine", "cpu", found)
+    else:
+        yield Finding("machine", "cpu", found, State.BROKEN, "vLLM's CPU build needs AVX2", "Use a newer CPU or a GPU.")
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch  # noqa: PLC0415 - may be broken
+
+    from weightlane.ckpt_engines.runtime.devices import device_count  # noqa: PLC0415 - imports torch
+
+    if count := device_count("cuda"):
+        cards = [torch.cuda.get_device_properties(number) for number in range(count)]
+        yield Finding("machine", "gpu", ", ".join(f"{card.name} of {card.total_memory / _GB:.0f} GB" for card in cards))
+    elif GPU_NODE.exists():
+        trouble = f"torch {torch.__version__} does not see the GPU of this machine"
+        way_out = "Install torch for CUDA, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+        yield Finding("machine", "gpu", "none that torch sees", State.BROKEN, trouble, way_out)
+    else:
+        yield Finding("machine", "gpu", "none", State.ABSENT, "Everything runs on the CPU")
+
+
+def _shared_memory() -> Iterator[Finding]:
+    usage = shutil.disk_usage(SHM)
+    found = f"{usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free in {SHM}"
+    if usage.free >= _LEAST_SHM_BYTES:
+        yield Finding("machine", "shared memory", found)
+        return
+    least = f"{_LEAST_SHM_BYTES >> 20} MiB"
+    trouble = f"vLLM's ranks and Ray need at least {least} there"
+    way_out = f"Remove files of programs that have ended, or: docker run --shm-size=8g, mount -o remount,size=8g {SHM}."
+    yield Finding("machine", "shared memory", found, State.BROKEN, trouble, way_out)
+
+
+def _open_files() -> Iterator[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{_limit(soft)}, at most {_limit(hard)}"
+    if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
+        yield Finding("machine", "open files", found)
+    else:
+        trouble = "a coordinator runs out of connections, and Ray refuses to start"
+        yield Finding("machine", "open files", found, State.BROKEN, trouble, f"Set ulimit -n {4 * _LEAST_FILES}.")
+
+
+def _locked_memory() -> Iterator[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
+    if soft == resource.RLIM_INFINITY or not RDMA.exists():
+        yield Finding("machine", "locked memory", found)
+    else:
+        trouble = "network cards with RDMA cannot register memory (nccl, nixl, mooncake)"
+        way_out = "Set ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1."
+        yield Finding("machine", "locked memory", found, State.BROKEN, trouble, way_out)
+
+
+def _limit(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def _disk() -> Iterator[Finding]:
+    usage = shutil.disk_usage(".")
+    found = f"{usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free in {Path.cwd()}"
+    if usage.free >= _LEAST_DISK_BYTES:
+        yield Finding("machine", "disk", found)
+    else:
+        trouble = "a run cannot save its state here"
+        yield Finding("machine", "disk", found, State.BROKEN, trouble, "Set run.dir to a directory on another disk.")
+
+
+def _torch() -> Iterator[Finding]:
+    import torch  # noqa: PLC0415 - may be broken
+
+    yield Finding("library", "torch", f"{torch.__version__}, {torch.backends.cpu.get_cpu_capability()} on the CPU")
+
+
+def _extras() -> Iterator[Finding]:
+    for extra in ("", *extras_of_users()):
+        libraries = [library_of(name) for name in dict.fromkeys(members(extra))]
+        own = libraries[: len(listed_by(extra))]
+        found = ", ".join(f"{library.distribution} {library.version}" for library in own if library.version)
+        users = [command for command, extras in COMMANDS.items() if extra in extras]
+        kind, name = ("extra", extra) if extra else ("library", "weightlane")
+        way_out = how_to_install_extra(extra)
+        if misfits := [library.misfit for library in libraries if library.misfit]:
+            yield Finding(kind, name, found, State.BROKEN, "; ".join(misfits), way_out)
+        elif absent := [library.distribution for library in libraries if not library.version]:
+            trouble = f"{', '.join(absent)} not installed" + (f", for weightlane {', '.join(users)}" if users else "")
+            yield Finding(kind, name, found, State.ABSENT if extra else State.BROKEN, trouble, way_out)
+        else:
+            yield Finding(kind, name, found)
+
+
+def _engines() -> Iterator[Finding]:
+    from .listing import listings  # noqa: PLC0415 - imports torch
+
+    for kind, rows in listings().items():
+        usable = [row["name"] for row in rows if row["unavailable"] is None]
+        for row in rows:
+            why = row["unavailable"]
+            if why is None:
+                yield Finding(f"{kind} engine", row["name"], row["distribution"])
+                continue
+            absent = row.get("capabilities") is not None or "not installed" in why or "ModuleNotFoundError" in why
+            way_out = f"Use {' or '.join(usable)}." if usable else ""
+            state = State.ABSENT if absent else State.BROKEN
+            yield Finding(f"{kind} engine", row["name"], row["distribution"], state, why, way_out)
+
+
+def _vllm_platform() -> Iterator[Finding]:
+    if not library_of("vllm").version:
+        return
+    from weightlane.rollout.config import RolloutConfig  # noqa: PLC0415 - imports torch
+    from weightlane.rollout.vllm.environment import prepare_environment  # noqa: PLC0415 - imports vLLM
+
+    on_cpu = prepare_environment(RolloutConfig())
+    yield Finding("rollout engine", "vllm's platform", "cpu" if on_cpu else "an accelerator")
+
+
+_PROBES: dict[tuple[str, str], Probe] = {
+    ("machine", "python"): _python,
+    ("machine", "cpu"): _cpu,
+    ("machine", "gpu"): _gpus,
+    ("machine", "shared memory"): _shared_memory,
+    ("machine", "open files"): _open_files,
+    ("machine", "locked memory"): _locked_memory,
+    ("machine", "disk"): _disk,
+    ("library", "torch"): _torch,
+    ("library", "extras"): _extras,
+    ("engine", "engines"): _engines,
+    ("rollout engine", "vllm's platform"): _vllm_platform,
+}
