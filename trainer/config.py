@@ -298,7 +298,7 @@ class AlgorithmConfig(BaseModel):
         description="Divide a group's centred rewards by their standard deviation; false is Dr. GRPO's variant.",
     )
     temperature: float = Field(
-        default=1.0, gt=0, description="Sampling temperature; the trainer scales its logits the same way."
+        default=1.0, ge=0.01, le=2, description="Sampling temperature; the trainer scales its logits the same way."
     )
     max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
     compute_zero_advantage: bool = Field(

@@ -8,10 +8,11 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Table
 
-from weightlane.sync import Rendezvous
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
+from weightlane.sync import Rendezvous, dtype_of
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
-from ..config.run_config import ClusterConfig, ObserversSection
+from ..config.run_config import ClusterConfig, ObserversSection, wire_dtype
 from ..config.toml_file import command_of, read_toml
 from ..run.observers import metrics_endpoint
 from ..run.preparation import prepare
@@ -48,7 +49,7 @@ def _served(path: Path, overrides: Sequence[str]) -> dict[str, str]:
 def _cluster(config: ClusterConfig, model: ModelInfo) -> dict[str, str]:
     Rendezvous.host(config.sync.host, config.sync.port).close()
     _open_metrics(config.observers)
-    machines, sizes = Machines.here(), Sizes.of(config, model)
+    machines, sizes, limit = Machines.here(), Sizes.of(config, model), config.rollout.staging_limit_bytes
     config = fitted(config, sizes, machines, counted=not config.ray.address)
     rows = dict(described(config, sizes, machines))
     if config.ray.address:
@@ -57,7 +58,36 @@ def _cluster(config: ClusterConfig, model: ModelInfo) -> dict[str, str]:
     from weightlane.rollout.vllm.checked_replica import check_replica  # noqa: PLC0415 - as above
 
     unknown = check_replica(config.rollout, model.path)
+    if limit is not None:
+        _refuse_small_staging(config, model, limit)
     return rows | ({"not checked": unknown} if unknown else {})
+
+
+def _refuse_small_staging(config: ClusterConfig, model: ModelInfo, limit: int) -> None:
+    """Raise `ConfigError` if a rank of a replica cannot stage any full version in `limit` bytes.
+
+    Counts the slices that the rank will ask for, in the narrower of the two dtypes that may be sent.
+    """
+    from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - loads vLLM
+
+    facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
+    if facts.views or config.sync.quantise != "none" or config.rollout.commit == "in_place":
+        return  # a version needs no memory of its own, or less than is known here, or `fitted` has compared a bucket
+    needs = planned_needs(config.rollout, model.path)
+    width = dtype_of(wire_dtype(config, needs.dtype)).itemsize if needs.dtype else 1
+    for placement in filter(None, needs.ranks):
+        elements = ((spec, box.numel) for spec, box in placement.slices)
+        if facts.persistent:  # whose ranks receive whole tensors
+            elements = ((spec, spec.numel) for spec in placement.specs)
+        needed = sum(count * min(width, spec.dtype.itemsize) for spec, count in elements)
+        if needed > limit:
+            raise ConfigError(
+                f"a rollout rank needs {needed / 2**20:.1f} MiB to stage a version, and rollout.staging_limit_bytes allows"
+                f" {limit / 2**20:.1f} MiB.",
+                part="resources",
+                hint="Raise rollout.staging_limit_bytes, or leave it out. Or set rollout.commit to in_place, which needs one"
+                " bucket.",
+            )
 
 
 def _supervised(ready: SftPreparation) -> dict[str, str]:

@@ -176,6 +176,14 @@ def _staging(config: ClusterConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, 
     rollout = config.rollout
     engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
     bucket = 2 * config.sync.bucket_bytes
+    smallest = min(config.sync.bucket_bytes, sizes.version)
+    limit = rollout.staging_limit_bytes
+    if rollout.commit == "in_place" and limit is not None and limit < smallest and not engine.capabilities.views:
+        raise ConfigError(
+            f"rollout.staging_limit_bytes is {limit}, and versions are written in place from buckets of {smallest} bytes.",
+            part=_PART,
+            hint="Lower sync.bucket_mib, or raise rollout.staging_limit_bytes.",
+        )
     choices = [rollout.staging_limit_bytes] if rollout.staging_limit_bytes is not None else []
     if not choices and rollout.commit == "in_place":
         choices = [bucket]

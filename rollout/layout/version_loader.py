@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import CommitError, ConfigError
 from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
+from weightlane.sync.version.tensor_spec import is_computed
 
 from ..rank_group import RankGroup
 from .loading.derived import StaleView
@@ -176,7 +177,11 @@ class VersionLoader:
     def _learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool) -> None:
         """See `learn`."""
         names = self.expectation.own_names(signature.keys())
-        written = {name: spec for name, spec in signature.items() if names.get(name, name) not in self._optional}
+        written = {
+            name: spec
+            for name, spec in signature.items()
+            if names.get(name, name) not in self._optional and not is_computed(name)
+        }
         self._left_out, signature = frozenset(signature.keys() - written.keys()), written
         known = signature == self._signature and self._writer is not None and not self._writer.moved()
         # A rank that has nothing to learn sends nothing, which keeps this to one small message.

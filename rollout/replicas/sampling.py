@@ -10,6 +10,8 @@ from weightlane.ckpt_engines import ConfigError
 
 _SEEDS = 1 << 63
 """Seeds are below this: torch takes 64 signed bits, and a larger seed ends vLLM's engine."""
+_TEMPERATURES = (0.01, 2.0)
+"""vLLM refuses a higher temperature, and samples with 0.01 in place of a lower one, which a trainer would not know of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +33,19 @@ class Sampling:
         """Refuse what vLLM, which has no tokenizer here, would only notice when its engine fails for all requests.
 
         Raises:
-            ConfigError: A token is outside the vocabulary, or the seed is no number from 0 to 2**63 - 1.
+            ConfigError: A token is outside the vocabulary, the temperature is not one that vLLM samples with, or the seed is no
+                number from 0 to 2**63 - 1.
         """
         for token in (min(prompt_ids, default=0), max(prompt_ids, default=0)):
             if not 0 <= token < vocab_size:
                 raise ConfigError(
                     f"the prompt has token {token}, and the model has tokens 0 to {vocab_size - 1}.", part=part
                 )
+        lowest, highest = _TEMPERATURES
+        if not self.greedy and not lowest <= self.temperature <= highest:
+            raise ConfigError(
+                f"the temperature is {self.temperature:g}, and has to be from {lowest:g} to {highest:g}.", part=part
+            )
         if self.seed is not None and not 0 <= self.seed < _SEEDS:
             raise ConfigError(f"the seed is {self.seed}, and has to be from 0 to 2**63 - 1.", part=part)
 

@@ -15,7 +15,7 @@ from ..config import Relay
 from ..version.bucket_checksums import SessionMailbox
 from ..version.manifest import Manifest
 from ..version.placement import Placement
-from ..version.tensor_spec import TensorSpec
+from ..version.tensor_spec import TensorSpec, is_computed
 
 _PART = "transfer plan"
 WHOLE = ""
@@ -62,6 +62,9 @@ class Supply:
         """
         sent = {spec.name: spec for spec in self.specs}
         needed = needed.named_as(sent.keys())
+        asked = {spec.name for spec in needed.specs}
+        computed = [spec for name, spec in sent.items() if is_computed(name) and name not in asked]
+        needed = Placement((*needed.specs, *computed), (*needed.boxes, *[()] * len(computed)))
         if sent.keys() == {spec.name for spec in needed.specs} and all(
             sent[spec.name].stands_for(spec) or not boxes
             for spec, boxes in zip(needed.specs, needed.boxes, strict=True)

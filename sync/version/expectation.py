@@ -11,7 +11,7 @@ import torch
 from weightlane.ckpt_engines import ManifestError
 
 from .manifest import Manifest
-from .tensor_spec import TensorSpec, dtype_name, renamed
+from .tensor_spec import TensorSpec, dtype_name, is_computed, renamed
 
 _SHOWN = 6
 """Names and problems that one error lists, so that it fits on a screen."""
@@ -45,6 +45,7 @@ class Expectation:
 
     def own_names(self, sent: Collection[str]) -> dict[str, str]:
         """The name here of each tensor that is `sent` under another one. Names that are not expected at all are left out."""
+        sent = [name for name in sent if not is_computed(name)]
         if self.tensors.keys() >= set(sent):
             return {}
         expected = [*self.tensors, *self.unread]
@@ -72,7 +73,8 @@ def check_coverage(
 ) -> None:
     """Raise one `ManifestError` that lists every kind of disagreement, or return.
 
-    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors.
+    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors. A version may have tensors that are unread
+    or `is_computed`.
 
     Args:
         manifest: The version.
@@ -91,7 +93,7 @@ def check_coverage(
         if alias in sent
     ]
     known = {*expectation.tensors, *expectation.unread, *expectation.tied, *own}
-    if unexpected := [name for name in sent if name not in known]:
+    if unexpected := [name for name in sent if name not in known and not is_computed(name)]:
         fused = [name for name in unexpected if any(word in name for word in _FUSED)]
         note = " (these look fused; send Hugging Face's unfused tensors)" if fused else ""
         names.append(f"unexpected {_some(unexpected)}{note}")

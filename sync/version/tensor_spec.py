@@ -71,6 +71,18 @@ def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
     return frozenset(wide)
 
 
+_COMPUTED = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Name endings of tensors that follow from a model's config. vLLM's loading skips the same ones (`AutoWeightsLoader`)."""
+
+
+def is_computed(name: str) -> bool:
+    """Whether `name` is a buffer of rotary position embeddings: no weight, but old checkpoints and some trainers have it.
+
+    A receiver's model computes such a buffer itself, so no version needs one.
+    """
+    return name.endswith(_COMPUTED)
+
+
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8, 1-D.
 

@@ -18,7 +18,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import Expectation, ExpectedTensor
-from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, kept_in_float32
+from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, is_computed, kept_in_float32
 
 from ..map.layout_map import SourceSpec
 
@@ -34,8 +34,6 @@ _EMBEDDINGS = (
     "backbone.embeddings.weight",
 )
 """Endings of the input embedding's name in causal language models of Hugging Face."""
-_NOT_WEIGHTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Endings of buffers that old checkpoints hold. vLLM computes these buffers itself, and a trainer does not send them."""
 
 
 def expectation_of(model: str | os.PathLike[str], *, dtype: torch.dtype, tied_embeddings: bool) -> Expectation:
@@ -139,7 +137,7 @@ def stored_tensors(model: str | os.PathLike[str]) -> dict[str, tuple[tuple[int, 
         name: (shape, on_disk)
         for file in checkpoint_files(model)
         for name, shape, on_disk in _header(file)
-        if not name.endswith(_NOT_WEIGHTS) and _layer_of(name) < layers
+        if not is_computed(name) and _layer_of(name) < layers
     }
 
 

@@ -56,6 +56,7 @@ def minimal(tmp_path: Path) -> Path:
         ("trainer.betas=[0.9,1.5]", ConfigError, ["trainer", "betas must lie in [0, 1)"]),
         ("run=3", ConfigError, ["run must be a section with the keys dir, seed (got 3)"]),
         ("rollout.concurrency=4", ConfigError, ["rollout.concurrency (4)", "algorithm.group_size (8)"]),
+        ("algorithm.temperature=5", ConfigError, ["algorithm.temperature", "less than or equal to 2"]),
         ("trainer.ranks", ConfigError, ["--set 'trainer.ranks'", "a.b=value"]),
         ("loop.step=3 rollout.dtype=int8", ConfigError, ["there is no key loop.step.", "rollout.dtype"]),
         (

@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted
+from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 GB = 10**9
@@ -82,6 +83,9 @@ def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_
     assert "in_place" in caught.value.hint
     in_place = configured(rollout={"commit": "in_place"})
     assert fitted(in_place, sized(32, in_place), Machines(2, H100)).rollout.staging_limit_bytes == 2 * 32 << 20
+    small = configured(rollout={"commit": "in_place", "staging_limit_bytes": 32 << 20 >> 1})
+    with pytest.raises(ConfigError, match="16777216, and versions are written in place from buckets of 33554432 bytes"):
+        fitted(small, sized(32, small), Machines(2, H100))
     through_host = configured(checkpoint_engine={"backend": "gloo"})
     assert fitted(through_host, sized(32, through_host), Machines(2, H100)).rollout.gpu_memory_utilization == 0.9
 
@@ -108,8 +112,9 @@ def test_without_a_gpu_nothing_asks_for_one_and_what_was_set_stays() -> None:
 
 @pytest.mark.usefixtures("forked_answers")
 def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
-    material: Material, tmp_path: Path
+    material: Material, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv(CACHE_ENV, "off")
     path = material.write_config(tmp_path / "config", tmp_path / "run")
     result = run("check", str(path))
     assert result.exit_code == 0, result.output
@@ -119,3 +124,5 @@ def test_the_command_says_what_a_run_takes_or_what_is_wrong_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
     assert_refused("203.0.113.7", "check", str(path), "--set", "sync.host=203.0.113.7")
     assert_refused("could not be imported", "check", str(path), "--set", "reward.function=nobody:home")
+    small = ["--set", "rollout.staging_limit_bytes=100", "--set", "checkpoint_engine.backend=gloo"]
+    assert_refused("to stage a version, and rollout.staging_limit_bytes allows 0.0 MiB", "check", str(path), *small)

@@ -139,7 +139,8 @@ def test_a_rank_gets_its_slices_under_the_names_that_are_sent_and_nothing_of_wha
     rows = Box((2, 0), (2, 8))
     needed = Placement.of_boxes([(w, [rows]), (mask, [])])
     sent = TensorSpec("transformer.h.w", w.shape, BF16)
-    for more in [], [TensorSpec("transformer.h.mask", (3,), torch.bool)]:
+    buffer = TensorSpec("transformer.h.0.rotary_emb.inv_freq", (2,), torch.float32)  # that no file has
+    for more in [], [TensorSpec("transformer.h.mask", (3,), torch.bool)], [buffer]:
         supply = Supply({"trainer-0": Placement.whole([sent, *more])}, 64, checksummed=True, quantised="")
         wanted = supply.on_the_wire(needed)
         assert wanted is not None

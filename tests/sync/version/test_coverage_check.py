@@ -37,7 +37,9 @@ def check(tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         lambda name: name.replace("norm", "decoder_norm"),  # the model puts both into one place
     ],
 )
-@pytest.mark.parametrize("more", [{}, {"mask": ((7,), torch.bool)}])
+@pytest.mark.parametrize(
+    "more", [{}, {"mask": ((7,), torch.bool)}, {"model.layers.0.self_attn.rotary_emb.inv_freq": ((2,), F32)}]
+)
 def test_tensors_are_accepted_under_names_that_mean_the_same_and_with_others_that_no_rank_reads(
     names: Callable[[str], str], more: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> None:

@@ -37,8 +37,9 @@ class HubForm:
         return found | self._extra(version)
 
     def with_unread(self, version: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The version of a trainer that has the further tensors, too, with its names."""
-        return {**version, **{f"{self.without}{name}": tensor for name, tensor in self._extra(version).items()}}
+        """The version of a trainer that has the further tensors, too, with its names, and a buffer that no file has."""
+        extra = self._extra(version) | {"layers.0.rotary_emb.inv_freq": torch.rand(4)}
+        return {**version, **{f"{self.without}{name}": tensor for name, tensor in extra.items()}}
 
     def _extra(self, version: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         narrow = next(iter(version.values())).dtype
