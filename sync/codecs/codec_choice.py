@@ -80,7 +80,7 @@ class CodecChooser:
         self._counted = changed, compared
 
     def change(self, elements: int) -> RankChange | None:
-        """What this rank tells the others, if it sends `elements` of a version; None where nothing was compared yet."""
+        """Counts of this rank for the others, if it sends `elements` of a version; None where nothing was compared yet."""
         return None if self._counted is None else RankChange(*self._counted, elements, self._sparse)
 
     def by_density(self, changes: Sequence[RankChange | None]) -> Choice:

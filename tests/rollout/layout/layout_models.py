@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from weightlane.rollout.layout import CommitPlan
-
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -25,17 +23,3 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> tor
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of the raw bytes."""
     return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-
-
-def scatter(plan: CommitPlan, name: str, positions: torch.Tensor, values: torch.Tensor) -> None:
-    """Replace single elements of a checkpoint tensor in the live parameters, found as a delta finds them."""
-    for found in plan.locate(name, positions):
-        found.storage.index_copy_(0, found.offsets, values[found.chosen].to(found.storage))
-
-
-def gather(plan: CommitPlan, name: str, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The live elements at `positions` of a checkpoint tensor; 0 for those that are not here."""
-    result = torch.zeros(positions.numel(), dtype=dtype)
-    for found in plan.locate(name, positions):
-        result[found.chosen] = found.storage.index_select(0, found.offsets)
-    return result

@@ -16,7 +16,7 @@ import torch
 from cpu_paths import cpu_path  # noqa: F401 - tests call it by this name
 from hub_forms import HUB_FORMS, HubForm
 from json_program import serve
-from layout_models import random_bits, scatter
+from layout_models import random_bits
 from loaded_models import (
     broken_layer,
     committed,
@@ -109,7 +109,8 @@ def compare(path: str, dtype: str, options: dict[str, Any], way: str = "", hub: 
                 flat, new = third[name].view(-1), random_bits((third[name].numel(),), third[name].dtype, seed=len(name))
                 positions = torch.arange(len(name) % min(3, flat.numel()), flat.numel(), 3)
                 flat[positions] = new[positions]
-                scatter(plan, name, positions, new[positions])
+                for found in plan.locate(name, positions):
+                    found.storage.index_copy_(0, found.offsets, new[positions][found.chosen].to(found.storage.dtype))
             made = ordinary(stored(third, Path(folder) / "third"), config)
             answer["sparse"] = [name for name in differing(state(model), made) if name not in unwritten]
         return answer | {

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from deltas import delta_between
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_models import bits, gather, random_bits, scatter
+from layout_models import bits, random_bits
 
 from weightlane.ckpt_engines import CommitError, ProtocolError
 from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading
 from weightlane.rollout.layout.map.coverage import target_coverage, unused_elements
+from weightlane.rollout.layout.write.live_delta import LiveDelta
 
 Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]
 A = {"a": SourceSpec((6, 8), torch.float32)}
@@ -61,15 +63,18 @@ def check_followed(model: Model, old: torch.Tensor, new: torch.Tensor) -> None:
         for start in range(0, old.numel(), length):
             plan.write_elements("a", start, old.view(-1)[start : start + length].clone())
         assert torch.equal(bits(model.w), wanted), length
-    shuffled = torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))
-    positions = shuffled[: old.numel() // 3].sort().values
-    values, was = new.view(-1)[positions], gather(plan, "a", positions, model.w.dtype)
-    scatter(plan, "a", positions, values)
-    scattered = bits(model.w)
-    plan.commit({"a": old.view(-1).index_copy(0, positions, values).view(old.shape)})
-    assert torch.equal(bits(model.w), scattered)
-    scatter(plan, "a", positions, was)
-    assert torch.equal(bits(model.w), wanted)
+    positions = torch.randperm(old.numel(), generator=torch.Generator().manual_seed(4))[: old.numel() // 3]
+    changed = old.view(-1).index_copy(0, positions, new.view(-1)[positions]).view(old.shape)
+    if model.w.dtype != old.dtype:
+        old, changed = old.nan_to_num(), changed.nan_to_num()
+    plan.commit({"a": changed})
+    after = bits(model.w)
+    plan.commit({"a": old})
+    delta = LiveDelta(plan, delta_between("a", old, changed), lambda: None)
+    for wanted in (after, bits(model.w)):
+        delta.swap()
+        assert torch.equal(bits(model.w), wanted)
+    assert plan.keeps_sent_bits
 
 
 def through_a_buffer(w: torch.nn.Parameter, t: torch.Tensor) -> None:
@@ -108,6 +113,17 @@ COPIES: dict[str, tuple[Loader, tuple[int, ...], torch.dtype]] = {
 def test_a_loader_that_copies_is_followed_bit_for_bit_however_a_version_comes(case: str) -> None:
     loader, shape, dtype = COPIES[case]
     check_followed(Model(loader), random_bits(shape, dtype, seed=1), random_bits(shape, dtype, seed=2))
+
+
+def test_a_delta_is_refused_where_live_bits_do_not_tell_what_was_sent() -> None:
+    assert not planned(Model(lambda w, t: w.data.copy_(t), dtype=torch.bfloat16), A["a"]).keeps_sent_bits
+    plan = planned(Model(lambda w, t: w.data.copy_(t)), SourceSpec((6, 8), torch.bfloat16))
+    old = random_bits((6, 8), torch.bfloat16, seed=1)
+    plan.commit({"a": old})
+    with pytest.raises(
+        CommitError, match=r"a holds values in torch\.float32 that were not sent"
+    ):  # a NaN with a payload
+        LiveDelta(plan, delta_between("a", old, old.nan_to_num()), lambda: None)
 
 
 def rearranged(tensor: torch.Tensor, choices: Random) -> torch.Tensor:
