@@ -14,7 +14,7 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 from ..config.run_config import ClusterConfig, ObserversSection, wire_dtype
 from ..config.toml_file import command_of, read_toml
-from ..run.observers import metrics_endpoint
+from ..run.open_observers import metrics_endpoint
 from ..run.preparation import prepare
 from ..run.resources import Machines, Sizes, described, described_machines, fitted, fitted_trainer
 from .sft import SftPreparation, prepare_sft

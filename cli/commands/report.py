@@ -6,8 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..report.page import write_page
-from ..report.page_server import PageServer
+from ..report.html_report import write_page
+from ..report.live_report import PageServer
 from ..report.run_record import read_record
 
 

@@ -32,7 +32,7 @@ from ..config.config_file import explain
 from ..config.sft_config import SftRunConfig, load_sft_config
 from ..output import console
 from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
-from ..run.observers import RunObservers
+from ..run.open_observers import RunObservers
 from ..run.preparation import saved_state
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Machines, fitted_trainer

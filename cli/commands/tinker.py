@@ -38,7 +38,7 @@ from ..config.run_config import VERSIONS_DIR, check_engine
 from ..config.tinker_config import TinkerConfig, as_written, load_tinker_config
 from ..output import console, http_address
 from ..run.endings import point_to_logs
-from ..run.observers import RunObservers
+from ..run.open_observers import RunObservers
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster, refuse_loopback
 from ..run.resources import Sizes, fitted, refuse_unfitting, reserved_cpus

@@ -26,7 +26,7 @@ from ..config.run_config import VERSIONS_DIR, RunConfig
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
-from ..run.observers import RunObservers
+from ..run.open_observers import RunObservers
 from ..run.preparation import prepare
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster

@@ -15,7 +15,7 @@ import pytest
 from command_line import assert_refused, run
 from waiting import HANG_S
 
-from weightlane.cli.report.page_server import PageServer
+from weightlane.cli.report.live_report import PageServer
 from weightlane.cli.report.run_record import read_record
 from weightlane.trainer.service.records.store import DATABASE, Store, StoredRequest
 

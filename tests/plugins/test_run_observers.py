@@ -15,7 +15,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.cli.config.run_config import ObserversSection, RunConfig, load_config
-from weightlane.cli.run.observers import RunObservers
+from weightlane.cli.run.open_observers import RunObservers
 from weightlane.plugins import hookimpl, process_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV
 from weightlane.plugins.trace.observer import TRACE_ENV, TraceObserver
@@ -92,7 +92,7 @@ def test_a_tracker_that_does_not_answer_ends_a_run_before_it_starts_and_no_run_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("weightlane.cli.run.observers.TRACKERS", {"mlflow": Unreachable})
+    monkeypatch.setattr("weightlane.cli.run.open_observers.TRACKERS", {"mlflow": Unreachable})
     with pytest.raises(ConfigError, match=r"cannot log to mlflow: OSError: no answer\. Log in to mlflow"):
         observers(tmp_path, said, mlflow="p").__enter__()
     monkeypatch.setattr(Unreachable, "at_end", True)
@@ -100,7 +100,7 @@ def test_a_tracker_that_does_not_answer_ends_a_run_before_it_starts_and_no_run_t
         hooks.training_step(step=1, facts={"reward": 0.5})
     assert said == ["mlflow did not take everything: OSError: no answer"]
     hangs = threading.Event()
-    monkeypatch.setattr("weightlane.cli.run.observers._TRACKER_S", 0.05)
+    monkeypatch.setattr("weightlane.cli.run.open_observers._TRACKER_S", 0.05)
     monkeypatch.setattr(Unreachable, "_close", lambda *_: hangs.wait(HANG_S))
     with observers(tmp_path, said, mlflow="p") as hooks:
         hooks.training_step(step=1, facts={"reward": 0.5})

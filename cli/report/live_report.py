@@ -12,7 +12,7 @@ from weightlane.ckpt_engines import AddressInUseError, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, is_loopback
 
 from ..output import http_address
-from .page import json_of, page_of
+from .html_report import json_of, page_of
 from .run_record import read_record
 
 _REQUEST_TIMEOUT_S = 10.0
