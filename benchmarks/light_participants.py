@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Deadline, Topology, WeightlaneError
+from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import CommitReport, Manifest, Placement, TensorSpec
-from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.hub.frames import Kind
 from weightlane.sync.control.mailbox import Mailbox
 from weightlane.sync.control.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
 from weightlane.sync.control.participant import Participant

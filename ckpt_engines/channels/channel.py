@@ -1,13 +1,13 @@
 """`Channel`: one connection between a sender and a receiver, bounded by deadlines and ended by a close or a death.
 
-Either side's end closes its sockets, whatever killed it, and the other side sees that at once. Messages are JSON
-(`weightlane.ckpt_engines.channels.messages`) or bytes of a size that both sides know.
+Either side's end closes its sockets, whatever killed it, and the other side sees that at once. Messages are JSON objects in
+signed frames, or plain bytes of a size that both sides know.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import json
 import select
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 from ..deadline import Deadline
 from ..errors import PeerLostError, ProtocolError
 from ..runtime.lifecycle import Lifecycle
-from .messages import LENGTH_BYTES, MAX_MESSAGE_BYTES, decode_text, encode_message, text_bytes
+from .connection import LEAST_BYTES, LENGTH, Connection, Frame, Keys
+from .handshake import decode_text
 
 Address = Mapping[str, Any]
 """JSON data by which peers reach a half or a link. Its maker chooses the keys; it is never pickled."""
@@ -26,25 +27,25 @@ _ROOM = "room to send to it"
 _T = TypeVar("_T")
 
 
-class Channel:
-    """One connected, non-blocking stream socket, which the channel owns.
+class Channel(Connection):
+    """A connection whose calls wait until a deadline.
 
     One thread at a time sends, and one receives, which may be another. Any thread may poll `fileno` or call `hang_up` meanwhile.
     `close` may be called only when no other call runs and no thread polls; `Lifecycle` takes care of that.
 
     Args:
-        sock: The connected socket.
+        sock: The connected socket, which the channel owns.
+        keys: See `Keys`.
         life: Lifecycle of the half that uses the channel; closing it ends every wait of the channel with `ClosedError`.
         peer: Name of the other side for error messages.
     """
 
-    def __init__(self, sock: socket.socket, life: Lifecycle, peer: str) -> None:
-        sock.setblocking(False)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._sock = sock
+    most_bytes = LEAST_BYTES + 64 * 1024
+    """Longest frame; real messages have a few kB."""
+
+    def __init__(self, sock: socket.socket, keys: Keys, life: Lifecycle, peer: str) -> None:
+        super().__init__(sock, keys, peer)
         self.life = life
-        self.peer = peer
 
     @property
     def part(self) -> str:
@@ -55,15 +56,11 @@ class Channel:
         """Make closing `life` end the channel's waits from now on. A half that gets the channel passes its own."""
         self.life = life
 
-    def fileno(self) -> int:
-        """Return the socket's file descriptor, for `Lifecycle.wait`."""
-        return self._sock.fileno()
-
     def send(self, data: bytes, deadline: Deadline) -> None:
         """Send all of `data`. Raises `PeerLostError`, `DeadlineExceededError` or `ClosedError`."""
         rest = memoryview(data)
         while rest:
-            rest = rest[self._when_ready(select.POLLOUT, deadline, _ROOM, functools.partial(self._sock.send, rest)) :]
+            rest = rest[self._when_ready(select.POLLOUT, deadline, _ROOM, functools.partial(self.socket.send, rest)) :]
 
     def send_some(self, data: memoryview) -> int:
         """Send as much of `data` as there is room for now, and return how many bytes that is, perhaps 0.
@@ -71,7 +68,7 @@ class Channel:
         Raises `PeerLostError`.
         """
         try:
-            return self._sock.send(data)
+            return self.socket.send(data)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -81,7 +78,7 @@ class Channel:
         """Return the next `nbytes` bytes. Raises as `send`."""
         data = b""
         while len(data) < nbytes:
-            receive = functools.partial(self._sock.recv, nbytes - len(data))
+            receive = functools.partial(self.socket.recv, nbytes - len(data))
             chunk = self._when_ready(select.POLLIN, deadline, waiting_for, receive)
             if not chunk:
                 raise self.lost()
@@ -91,7 +88,7 @@ class Channel:
     def receive_into(self, view: memoryview, deadline: Deadline, waiting_for: str) -> None:
         """Fill `view`, writable bytes, with the next bytes, without a copy in between. Raises as `send`."""
         while view.nbytes:
-            receive = functools.partial(self._sock.recv_into, view)
+            receive = functools.partial(self.socket.recv_into, view)
             count = self._when_ready(select.POLLIN, deadline, waiting_for, receive)
             if not count:
                 raise self.lost()
@@ -99,7 +96,7 @@ class Channel:
 
     def send_descriptors(self, descriptors: Sequence[int], deadline: Deadline) -> None:
         """Pass file descriptors, one to four, over a Unix socket; they stay open here. Raises as `send`."""
-        self._when_ready(select.POLLOUT, deadline, _ROOM, lambda: socket.send_fds(self._sock, [b"\0"], descriptors))
+        self._when_ready(select.POLLOUT, deadline, _ROOM, lambda: socket.send_fds(self.socket, [b"\0"], descriptors))
 
     def receive_descriptors(self, deadline: Deadline, waiting_for: str) -> list[int]:
         """Return the file descriptors that `send_descriptors` passes; the caller owns them. Raises as `send`."""
@@ -107,7 +104,7 @@ class Channel:
             select.POLLIN,
             deadline,
             waiting_for,
-            lambda: socket.recv_fds(self._sock, 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC),
+            lambda: socket.recv_fds(self.socket, 1, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC),
         )
         if not flag:
             raise self.lost()
@@ -115,14 +112,16 @@ class Channel:
 
     def send_json(self, message: Mapping[str, Any], deadline: Deadline) -> None:
         """Send one JSON object. Raises as `send`."""
-        self.send(encode_message(message), deadline)
+        text = json.dumps(message).encode()
+        self.send(self._signed(Frame(0, 0, "", text)) + text, deadline)
 
     def receive_json(self, deadline: Deadline, waiting_for: str) -> dict[str, Any]:
-        """Return the next JSON object. Raises as `send`, or `ProtocolError` when the message is anything else or too long."""
-        length = text_bytes(self.receive(LENGTH_BYTES, deadline, waiting_for))
-        if length > MAX_MESSAGE_BYTES:
-            raise ProtocolError(f"a message of {length} bytes is too long.", part=self.part, peer=self.peer)
-        message = decode_text(self.receive(length, deadline, waiting_for))
+        """Return the next JSON object.
+
+        Raises as `send`, or `ProtocolError` when the message is not signed by the peer, is anything else or too long.
+        """
+        nbytes = self._length(self.receive(LENGTH.size, deadline, waiting_for))
+        message = decode_text(self._verified(self.receive(nbytes, deadline, waiting_for)).payload)
         if message is None:
             raise ProtocolError("a message is not a JSON object.", part=self.part, peer=self.peer)
         return message
@@ -145,12 +144,3 @@ class Channel:
             peer=self.peer,
             hint="Look at the peer's own log for the reason.",
         )
-
-    def hang_up(self) -> None:
-        """Tell the peer that nothing more will be sent. Threads that poll the socket here are not disturbed."""
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._sock.close()

@@ -1,4 +1,4 @@
-"""A receiver's side of the handshake: connect to a sender and join its session."""
+"""The dialing side of a connection: connect to a listener, and prove that this end knows the key."""
 
 from __future__ import annotations
 
@@ -11,43 +11,34 @@ from ..deadline import Deadline
 from ..errors import PeerLostError, ProtocolError, TransportError
 from ..runtime.lifecycle import Lifecycle
 from .channel import Channel
-from .handshake import ReceiverHello
+from .connection import LENGTH, Keys
+from .handshake import Agreement, Challenge, Hello, configure, decode_text, encode_message, text_bytes
 from .local_socket import SHARED_DIRECTORY_HINT
 
 _BACKLOG_PAUSE_S = 0.01
 """How long to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event for room in it."""
-_ADDRESS_HINT = "Check that the sender is alive and that the address can be reached from here."
-_SOCKET_HINT = f"Check that the sender is alive. {SHARED_DIRECTORY_HINT}"
+_ADDRESS_HINT = "Check that the peer is alive and that its address can be reached from here."
+_SOCKET_HINT = f"Check that the peer is alive. {SHARED_DIRECTORY_HINT}"
 
 
 def dial(
-    address: tuple[str, int] | str,
-    life: Lifecycle,
-    deadline: Deadline,
-    *,
-    session: str,
-    name: str,
-    peer: str,
-    lane: str = "",
-    key: bytes = b"",
+    address: tuple[str, int] | str, life: Lifecycle, deadline: Deadline, *, peer: str, key: bytes, hello: Hello
 ) -> Channel:
-    """Connect to a sender and have it admit this receiver. `welcomed` then waits for the other receivers.
+    """Connect to a listener and have it admit this end.
 
     Args:
         address: Host and port, or the path of a Unix socket.
-        life: Lifecycle of this receiver; closing it ends the waits.
-        deadline: By when the sender has to admit this receiver.
-        session: See `Topology.session`.
-        name: Name of this receiver in the topology.
-        peer: Name of the sender, for error messages.
-        lane: Tells several connections to one sender apart.
-        key: See `Topology.key`; both sides prove that they know it.
+        life: Lifecycle of this end; closing it ends the waits.
+        deadline: By when the listener has to admit this end.
+        peer: Name of the other end, for error messages.
+        key: The key that both ends prove to know.
+        hello: The session to join, and the name of this end in it.
 
     Raises:
-        PeerLostError: Nothing listens at the address, or the sender is gone.
-        ProtocolError: The sender refuses this receiver, or does not prove that it knows the key.
-        TransportError: The host's name cannot be resolved.
-        DeadlineExceededError: The sender did not answer in time.
+        PeerLostError: Nothing listens at the address, or the peer is gone.
+        ProtocolError: The peer refuses this end, or does not prove that it knows the key.
+        TransportError: The host's name cannot be resolved, or the peer has no file descriptor left.
+        DeadlineExceededError: The peer did not answer in time.
         ClosedError: `life` was closed.
     """
     target: Any = address
@@ -60,35 +51,45 @@ def dial(
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         _connect(sock, target, life, peer, deadline)
-        channel = Channel(sock, life, peer)
-        _say_hello(channel, ReceiverHello.of(session, name, lane, key), key, deadline)
+        return _agree(sock, life, peer, key, hello, deadline)
     except BaseException:
         sock.close()
         raise
-    return channel
 
 
-def welcomed(channel: Channel, deadline: Deadline) -> None:
-    """Wait until the sender has admitted every receiver of the topology. Raises as `dial`."""
-    _answer(channel, deadline, "the sender's welcome, which needs every receiver")
+def _agree(sock: socket.socket, life: Lifecycle, peer: str, key: bytes, hello: Hello, deadline: Deadline) -> Channel:
+    bare = Channel(sock, Keys(b"", b""), life, peer)  # only its plain bytes are used
+    challenge = Challenge.read(_message(bare, deadline))
+    unknown = ProtocolError(
+        f"the program that listens at the address of {peer} does not know this session's key.",
+        part=life.part,
+        peer=peer,
+        hint="Another program may have taken the address, or it is of another run; see docs/security.md.",
+    )
+    if challenge is None:
+        raise unknown
+    agreement = Agreement.dialled(key, challenge, hello)
+    bare.send(encode_message(agreement.message()), deadline)
+    if not agreement.welcomed_by(_message(bare, deadline)):
+        raise unknown
+    configure(sock, challenge.silence_s)
+    return Channel(sock, agreement.keys(listens=False), life, peer)
 
 
-def _say_hello(channel: Channel, hello: ReceiverHello, key: bytes, deadline: Deadline) -> None:
-    channel.send_json(hello.message(key), deadline)
-    if key and not hello.admitted_by(_answer(channel, deadline, "the sender to admit it"), key):
-        raise ProtocolError(
-            "the listener at the sender's address does not know this session's key.",
-            part=channel.part,
-            peer=channel.peer,
-            hint="Another program may have taken the sender's address; see docs/security.md.",
+def _message(bare: Channel, deadline: Deadline) -> dict[str, Any]:
+    """Return the listener's next message, empty if it is none. Raises `ProtocolError` or `TransportError` for a refusal."""
+    waiting_for = f"{bare.peer} to admit it"
+    length = text_bytes(bare.receive(LENGTH.size, deadline, waiting_for))
+    message = {} if length is None else decode_text(bare.receive(length, deadline, waiting_for)) or {}
+    if "full" in message:
+        raise TransportError(
+            "the peer has no file descriptor left for one more connection.",
+            part=bare.part,
+            peer=bare.peer,
+            hint="Raise the limit of open files (ulimit -n) of the peer's process.",
         )
-
-
-def _answer(channel: Channel, deadline: Deadline, waiting_for: str) -> dict[str, Any]:
-    """Return the sender's next message, or raise `ProtocolError` when it is a refusal."""
-    message = channel.receive_json(deadline, waiting_for)
     if "refused" in message:
-        raise ProtocolError(f"the sender refused: {message['refused']}.", part=channel.part, peer=channel.peer)
+        raise ProtocolError(f"the peer refused: {message['refused']}.", part=bare.part, peer=bare.peer)
     return message
 
 
@@ -96,9 +97,9 @@ def _connect(sock: socket.socket, target: Any, life: Lifecycle, peer: str, deadl
     sock.setblocking(False)
     while (code := sock.connect_ex(target)) == errno.EAGAIN:  # a Unix socket whose backlog is full
         life.wait({}, min(_BACKLOG_PAUSE_S, deadline.remaining_s))
-        deadline.check("the sender to accept the connection", part=life.part, peer=peer)
+        deadline.check("the peer to accept the connection", part=life.part, peer=peer)
     if code == errno.EINPROGRESS:
-        life.wait_until({sock.fileno(): select.POLLOUT}, deadline, "the connection to the sender", peer)
+        life.wait_until({sock.fileno(): select.POLLOUT}, deadline, "the connection to the peer", peer)
         code = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     if code:
         raise PeerLostError(

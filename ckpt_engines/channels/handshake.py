@@ -1,63 +1,148 @@
-"""The handshake by which a receiver joins a session, and both sides prove that they know the session's key.
+"""The handshake of every connection: both ends prove that they know a key, and derive the keys of this connection from it.
 
-A receiver dials the sender's listening socket and says hello with the session and its name. The sender admits exactly the
-receivers of the topology, and then welcomes all of them. With a session key (`Topology.key`) the hello carries a fresh nonce and
-an HMAC over session, name, lane and nonce, and the sender admits the receiver with an HMAC over the same under another label. The
-key itself is never sent. A recorded hello is of no use in another session, whose key differs, nor in the same one, which a name
-joins once. A recorded admission is of no use because the nonce is fresh.
+Three messages, each a JSON object behind its length:
+
+    1. [listener]  a nonce, and after how many seconds of silence the other host counts as gone
+    2. [dialer]    its `Hello`, a nonce of its own, and an HMAC over all of these
+    3. [listener]  an HMAC over the same under another label, or why it refuses the dialer
+
+The key itself is never sent: it is the run's secret for the hub, and `Topology.key` for senders and receivers. Both nonces are
+fresh, so a recorded message is of no use on any other connection. The keys that sign the frames of either direction derive from
+the key, the nonces and the hello, so a program in the middle that forwards the handshake can forge no frame.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import secrets
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Self
 
+from .connection import LENGTH, Keys
 from .mac import proof, proves
 
-_HELLO, _ADMISSION = "weightlane hello", "weightlane admission"
+MOST_BYTES = 4096
+"""Longest message of a handshake: what an unproven peer can make this process keep. A hello has a few hundred bytes."""
 _NONCE_BYTES = 16
+_LONGEST_SILENCE_S = 1 << 15
+"""Most seconds that Linux takes for keep-alive probes (MAX_TCP_KEEPIDLE)."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReceiverHello:
-    """A receiver's first message."""
+class Hello(NamedTuple):
+    """The session that a dialer wants to join; all of it empty for a participant that dials the hub."""
 
-    session: str
-    name: str
-    lane: str
-    """Which of its connections to the sender this is."""
+    session: str = ""
+    name: str = ""
+    """Name of the dialer in the session's topology."""
+    lane: str = ""
+    """Tells several connections of one dialer apart."""
+
+
+class Challenge(NamedTuple):
+    """The listener's first message."""
+
     nonce: str
-    """Hexadecimal digits that were never sent before; empty in a session without a key."""
+    silence_s: int
+    """After how many seconds of silence the other host counts as gone; 0 leaves that to the kernel."""
 
     @classmethod
-    def of(cls, session: str, name: str, lane: str, key: bytes) -> ReceiverHello:
-        """Make a new hello."""
-        return cls(session, name, lane, secrets.token_hex(_NONCE_BYTES) if key else "")
+    def new(cls, silence_s: float) -> Self:
+        """Make a challenge that was never sent before."""
+        return cls(secrets.token_hex(_NONCE_BYTES), math.ceil(silence_s))
 
     @classmethod
-    def read(cls, message: Mapping[str, Any]) -> ReceiverHello:
-        """Return the hello in a `message`. Its fields may be of any type, as an unknown peer sent them."""
-        return cls(*(message.get(name) for name in cls.__slots__))  # type: ignore[arg-type]
+    def read(cls, message: Mapping[str, Any]) -> Self | None:
+        """Return the challenge in a message of an unknown peer, or None when there is none in it."""
+        nonce, silence_s = message.get("nonce"), message.get("silence_s")
+        if isinstance(nonce, str) and type(silence_s) is int and 0 <= silence_s < _LONGEST_SILENCE_S:
+            return cls(nonce, silence_s)
+        return None
 
-    @property
-    def _signed(self) -> tuple[str, ...]:
-        return self.session, self.name, self.lane, self.nonce
 
-    def message(self, key: bytes) -> dict[str, str]:
-        """Return the message that a receiver sends; with a `key`, it proves that the receiver knows it."""
-        message = {"session": self.session, "name": self.name, "lane": self.lane}
-        return {**message, "nonce": self.nonce, "proof": proof(key, _HELLO, *self._signed)} if key else message
+class Agreement:
+    """Everything that both ends of one connection know after the dialer's message; `key` is the one that each must know."""
 
-    def proven_by(self, message: Mapping[str, Any], key: bytes) -> bool:
-        """Tell whether the receiver's `message` proves that it knows `key`."""
-        return isinstance(self.nonce, str) and proves(key, message.get("proof"), _HELLO, *self._signed)
+    def __init__(self, key: bytes, challenge: Challenge, hello: Hello, nonce: str) -> None:
+        self.hello = hello
+        self._nonce = nonce
+        parts = (challenge.nonce, str(challenge.silence_s), nonce, *hello)
+        self._shared = bytes.fromhex(proof(key, "weightlane connection", *parts))
 
-    def admission(self, key: bytes) -> dict[str, str]:
-        """Return the sender's answer, which proves that the sender knows `key`."""
-        return {"proof": proof(key, _ADMISSION, *self._signed)}
+    @classmethod
+    def dialled(cls, key: bytes, challenge: Challenge, hello: Hello) -> Self:
+        """[dialer] Make the agreement with a fresh nonce."""
+        return cls(key, challenge, hello, secrets.token_hex(_NONCE_BYTES))
 
-    def admitted_by(self, answer: Mapping[str, Any], key: bytes) -> bool:
-        """Tell whether the sender's `answer` proves that it knows `key`."""
-        return proves(key, answer.get("proof"), _ADMISSION, *self._signed)
+    @classmethod
+    def heard(cls, key: bytes, challenge: Challenge, message: Mapping[str, Any]) -> Self:
+        """[listener] Return the agreement that a dialer's message asks for; fields that are no texts count as empty."""
+        fields = (message.get(field) for field in (*Hello._fields, "nonce"))
+        *hello, nonce = (field if isinstance(field, str) else "" for field in fields)
+        return cls(key, challenge, Hello(*hello), nonce)
+
+    def message(self) -> dict[str, str]:
+        """[dialer] Return the message for the listener."""
+        return {**self.hello._asdict(), "nonce": self._nonce, "proof": proof(self._shared, "join")}
+
+    def proven_by(self, message: Mapping[str, Any]) -> bool:
+        """[listener] Tell whether the dialer's `message` proves that it knows the key."""
+        return proves(self._shared, message.get("proof"), "join")
+
+    def welcome(self) -> dict[str, str]:
+        """[listener] Return the answer, which proves that the listener knows the key."""
+        return {"proof": proof(self._shared, "welcome")}
+
+    def welcomed_by(self, answer: Mapping[str, Any]) -> bool:
+        """[dialer] Tell whether the listener's `answer` proves that it knows the key."""
+        return proves(self._shared, answer.get("proof"), "welcome")
+
+    def keys(self, *, listens: bool) -> Keys:
+        """Return the keys of one end's frames."""
+        down, up = (bytes.fromhex(proof(self._shared, direction)) for direction in ("down", "up"))
+        return Keys(down, up) if listens else Keys(up, down)
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """Return a message of a handshake as the bytes to send."""
+    text = json.dumps(message).encode()
+    return LENGTH.pack(len(text)) + text
+
+
+def text_bytes(head: bytes | bytearray) -> int | None:
+    """Return the length that the first bytes of a message give to its text; None if no message of a handshake is that long."""
+    (length,) = LENGTH.unpack_from(head)
+    return length if length <= MOST_BYTES else None
+
+
+def decode_text(text: bytes) -> dict[str, Any] | None:
+    """Return the JSON object in `text`, or None when it holds anything else."""
+    try:
+        message = json.loads(text)
+    except (ValueError, RecursionError):  # not JSON, or nested without end
+        return None
+    return message if isinstance(message, dict) else None
+
+
+def configure(sock: socket.socket, silence_s: int) -> None:
+    """Have the kernel send at once, and end the connection after the other host was silent for `silence_s` seconds.
+
+    The kernel sends keep-alive probes while the connection is idle, and limits how long sent bytes may stay unacknowledged. A
+    process that is only busy is not taken for gone, unless it reads nothing for so long while more waits than its socket holds.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if not silence_s:
+        return
+    probes = 3
+    between_s = max(1, silence_s // (2 * probes))
+    for level, option, value in (
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, silence_s - probes * between_s)),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, between_s),
+        (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes),
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * silence_s),
+    ):
+        sock.setsockopt(level, option, value)

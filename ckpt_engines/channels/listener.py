@@ -1,47 +1,192 @@
-"""A sender's side of the handshake: listen, admit only the receivers of the session, and welcome them."""
+"""The listening side of connections: `Listener` admits those whose other end knows the key, and refuses all others."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import select
+import logging
+import resource
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ..deadline import Deadline
 from ..errors import AddressInUseError, ConfigError
-from ..runtime.lifecycle import Lifecycle
-from .channel import Address, Channel
-from .handshake import ReceiverHello
-from .messages import LENGTH_BYTES, MAX_MESSAGE_BYTES, decode_text, encode_message, text_bytes
+from .channel import Address
+from .connection import LENGTH, Keys
+from .handshake import MOST_BYTES, Agreement, Challenge, Hello, configure, decode_text, encode_message, text_bytes
+from .io_loop import unwatch, watch
 
+_log = logging.getLogger(__name__)
 _BACKLOG = 1024
 """Connections that the kernel keeps until they are accepted; more than a run has receivers, so that none has to try again."""
-_MAX_PENDING = 128
-"""Accepted connections without a complete hello, beyond those of the receivers. A further connection closes the oldest, so that
-silent ones cannot use up the process's file descriptors."""
-_DESCRIPTORS_PAUSE_S = 0.05
-"""How long to wait when the process has no file descriptor left: its other threads may close some."""
+_PENDING_S = 30.0
+"""How long a handshake may take, in seconds, before the arrival of another connection drops it."""
+_DESCRIPTORS_PAUSE_S = 0.01
+"""How long the loop sleeps when no file descriptor is left: other threads may close some."""
 
 
-@dataclass(frozen=True, slots=True)
+class Admission(NamedTuple):
+    """The rules of a listener. Both functions are called on the loop's thread."""
+
+    key: bytes
+    """The key that both ends prove to know."""
+    refusal: Callable[[Hello, bool], str]
+    """Return why a dialer with this hello is refused, which has proven the key or has not; empty to admit it."""
+    on_admitted: Callable[[socket.socket, Keys, Hello], None]
+    """Takes an admitted connection."""
+    most_pending: int
+    """How many connections may be in their handshake. A further one drops the oldest, so that silent ones cannot use up the
+    process's file descriptors."""
+    silence_s: float = 0.0
+    """See `Challenge.silence_s`."""
+    tells_when_full: bool = False
+    """Whether dialers are told at once when no file descriptor is left; else they wait for one."""
+
+
+class _Pending(NamedTuple):
+    """A connection whose other end has not proven yet that it knows the key."""
+
+    sock: socket.socket
+    challenge: Challenge
+    since: float
+    heard: bytearray
+
+
 class Listener:
-    """A listening socket and the address that leads to it."""
+    """A listening socket and the address that leads to it. `admit` starts to accept connections.
 
-    socket: socket.socket
-    address: Address
-    path: Path | None = None
-    """Path of a Unix socket; None for TCP."""
+    Args:
+        sock: The listening socket, which this object owns.
+        address: JSON data for dialers.
+        path: Path of a Unix socket; None for TCP.
+    """
+
+    def __init__(self, sock: socket.socket, address: Address, path: Path | None = None) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self.address = address
+        self.path = path
+        self.closed = False
+        self.hint = ""
+        """Why the last connection could not be accepted, if that is known."""
+        self._admission: Admission | None = None
+        self._pending: dict[int, _Pending] = {}
+        """Connections in their handshake by descriptor, the oldest first."""
+        self._spare: socket.socket | None = None
+        """Given up when no descriptor is left, so that a dialer can be told."""
+        self._on_close: Callable[[], None] = lambda: None
+
+    def admit(self, admission: Admission, on_close: Callable[[], None] = lambda: None) -> None:
+        """Accept connections from now on, on the thread of `io_loop`, which calls `on_close` there once after `close`."""
+        self._admission, self._on_close = admission, on_close
+        if admission.tells_when_full:
+            self._spare = socket.socket()
+        watch(self.socket, lambda _: self._accept(admission))
 
     def close(self) -> None:
-        """Stop listening. Idempotent; never raises: the next sender removes a path that could not be removed here."""
-        self.socket.close()
-        if self.path is not None:
-            with contextlib.suppress(OSError):
+        """Stop listening, and drop connections in their handshake. Idempotent; never waits or raises.
+
+        Takes no lock, since the garbage collector may call it anywhere: the loop notices, and does the rest. The next sender
+        removes a path that could not be removed here.
+        """
+        self.closed = True
+        with contextlib.suppress(OSError):
+            if self.path is not None:
                 self.path.unlink()
+        with contextlib.suppress(OSError):
+            if self._admission is None:
+                self.socket.close()
+            else:
+                self.socket.shutdown(socket.SHUT_RDWR)
+
+    def _accept(self, admission: Admission) -> None:
+        """[loop's thread] Accept one connection, or end."""
+        if self.closed:
+            for pending in list(self._pending.values()):
+                self._drop(pending)
+            if self._spare is not None:
+                self._spare.close()
+            self._on_close()
+            unwatch(self.socket)
+            self.socket.close()
+            return
+        self.hint = ""
+        self._drop_old(admission.most_pending)
+        try:
+            sock, _ = self.socket.accept()
+        except OSError as error:  # the dialer may have left again
+            if error.errno in (errno.EMFILE, errno.ENFILE) and not _raise_descriptor_limit():
+                self._refuse(error)
+            return
+        sock.setblocking(False)
+        pending = _Pending(sock, Challenge.new(admission.silence_s), time.monotonic(), bytearray())
+        self._pending[sock.fileno()] = pending
+        _send(sock, pending.challenge._asdict())
+        watch(sock, lambda _: self._hear(pending, admission))
+
+    def _drop(self, pending: _Pending) -> None:
+        del self._pending[pending.sock.fileno()]
+        unwatch(pending.sock)
+        pending.sock.close()
+
+    def _drop_old(self, most_pending: int) -> None:
+        """Drop connections whose handshake takes too long, and the oldest when there are too many."""
+        end = time.monotonic() - _PENDING_S
+        while self._pending:
+            oldest = next(iter(self._pending.values()))
+            if len(self._pending) < most_pending and oldest.since > end:
+                return
+            self._drop(oldest)
+
+    def _refuse(self, error: OSError) -> None:
+        """Tell a dialer that there is no descriptor for it, by the spare one; without it the connection stays in the backlog."""
+        self.hint = "No file descriptor is left for a further connection: raise ulimit -n."
+        if self._spare is None:
+            time.sleep(_DESCRIPTORS_PAUSE_S)
+        else:
+            _log.warning("a connection was turned away: %s. %s", error, self.hint)
+            self._spare.close()
+            self._spare = None
+            with contextlib.suppress(OSError):  # another thread may take the descriptor first
+                sock, _ = self.socket.accept()
+                with sock:
+                    _send(sock, {"full": True})
+        if self._admission is not None and self._admission.tells_when_full:
+            with contextlib.suppress(OSError):
+                self._spare = socket.socket()
+
+    def _hear(self, pending: _Pending, admission: Admission) -> None:
+        """[loop's thread] Read what a dialer sent, and answer a complete message."""
+        sock, heard = pending.sock, pending.heard
+        try:
+            chunk = sock.recv(LENGTH.size + MOST_BYTES)
+        except BlockingIOError:
+            return  # the event was for an earlier socket with this descriptor
+        except OSError:
+            chunk = b""
+        heard += chunk
+        if chunk and len(heard) < LENGTH.size:
+            return
+        length = text_bytes(heard) if len(heard) >= LENGTH.size else None
+        if chunk and length is not None and len(heard) < LENGTH.size + length:
+            return
+        message = {} if length is None else decode_text(bytes(heard[LENGTH.size :])) or {}
+        agreement = Agreement.heard(admission.key, pending.challenge, message)
+        refusal = admission.refusal(agreement.hello, agreement.proven_by(message))
+        if refusal or not _send(sock, agreement.welcome()):
+            _send(sock, {"refused": refusal})
+            self._drop(pending)
+            return
+        del self._pending[sock.fileno()]
+        unwatch(sock)
+        try:
+            configure(sock, pending.challenge.silence_s)
+        except OSError:  # the dialer is gone
+            sock.close()
+            return
+        admission.on_admitted(sock, agreement.keys(listens=True), agreement.hello)
 
 
 def listen_tcp(host: str, port: int = 0) -> socket.socket:
@@ -62,133 +207,19 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
         ) from error
 
 
-def accept_receivers(
-    listener: socket.socket,
-    life: Lifecycle,
-    session: str,
-    names: Iterable[str],
-    deadline: Deadline,
-    *,
-    lanes: Sequence[str] = ("",),
-    key: bytes = b"",
-) -> list[dict[str, Channel]]:
-    """Wait until every receiver in `names` has said hello with this `session` on each of `lanes`. All others are refused.
-
-    With a `key` (`Topology.key`) both sides prove that they know it. Returns for each lane the channels in the order of `names`.
-    Raises `PeerLostError` when a receiver that had connected is gone, `DeadlineExceededError` naming those that did not connect,
-    or `ClosedError`.
-    """
-    listener.setblocking(False)
-    acceptor = _Acceptor(listener, life, session, tuple(names), tuple(lanes), key)
-    try:
-        while missing := acceptor.missing():
-            acceptor.step(deadline, f"{', '.join(missing)} to connect")
-    except BaseException:
-        for channel in acceptor.joined.values():
-            channel.close()
-        raise
-    finally:
-        acceptor.drop_pending()
-    return [{name: acceptor.joined[lane, name] for name in acceptor.names} for lane in lanes]
-
-
-def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:
-    """Tell receivers that all of them have joined."""
-    for channel in channels:
-        channel.send_json({}, deadline)
-
-
-@dataclass(slots=True)
-class _Acceptor:
-    """Accepts connections and hears all of them at once, until each is a joined receiver or refused."""
-
-    listener: socket.socket
-    life: Lifecycle
-    session: str
-    names: tuple[str, ...]
-    lanes: tuple[str, ...]
-    key: bytes
-    joined: dict[tuple[str, str], Channel] = field(default_factory=dict)
-    """Channels by lane and name."""
-    pending: dict[int, tuple[socket.socket, bytearray]] = field(default_factory=dict)
-    """Connections without a complete hello, and the bytes of it so far, by file descriptor; the oldest first."""
-    hint: str = ""
-    """Why the last connection could not be accepted, if that is known."""
-
-    def missing(self) -> list[str]:
-        return [name for name in self.names if any((lane, name) not in self.joined for lane in self.lanes)]
-
-    def drop_pending(self) -> None:
-        for sock, _ in self.pending.values():
-            sock.close()
-
-    def step(self, deadline: Deadline, waiting_for: str) -> None:
-        joined = {channel.fileno(): channel for channel in self.joined.values()}
-        descriptors = (self.listener.fileno(), *self.pending, *joined)
-        for descriptor in self.life.wait_until(dict.fromkeys(descriptors, select.POLLIN), deadline, waiting_for):
-            if descriptor in joined:  # a receiver sends nothing before it is welcomed, so this is its end
-                raise joined[descriptor].lost(f"while waiting for {waiting_for}")
-            if descriptor in self.pending:
-                self._hear(descriptor)
-            else:
-                self._accept(deadline)
-        # A connection that sends without end keeps the wait from reaching the deadline.
-        deadline.check(waiting_for, part=self.life.part, hint=self.hint)
-
-    def _accept(self, deadline: Deadline) -> None:
-        self.hint = ""
-        try:
-            sock, _ = self.listener.accept()
-        except OSError as error:  # the caller may have left again
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # the connection stays in the backlog until there are some
-                self.hint = "No file descriptor is left for a further connection: raise ulimit -n."
-                self.life.wait({}, min(_DESCRIPTORS_PAUSE_S, deadline.remaining_s))
-            return
-        sock.setblocking(False)
-        self.pending[sock.fileno()] = (sock, bytearray())
-        if len(self.pending) > _MAX_PENDING + len(self.lanes) * len(self.names):
-            self.pending.pop(next(iter(self.pending)))[0].close()
-
-    def _hear(self, descriptor: int) -> None:
-        sock, heard = self.pending[descriptor]
-        try:
-            chunk = sock.recv(MAX_MESSAGE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            chunk = b""
-        heard += chunk
-        length = text_bytes(heard) if len(heard) >= LENGTH_BYTES else MAX_MESSAGE_BYTES
-        if chunk and length <= MAX_MESSAGE_BYTES and len(heard) < LENGTH_BYTES + length:
-            return
-        del self.pending[descriptor]
-        self._answer(sock, decode_text(bytes(heard[LENGTH_BYTES:])) or {})
-
-    def _answer(self, sock: socket.socket, message: dict[str, Any]) -> None:
-        """Let the receiver that sent `message` over `sock` join, or refuse it."""
-        hello = ReceiverHello.read(message)
-        if hello.session != self.session:
-            refusal = "it waits for another session"
-        elif hello.name not in self.names or hello.lane not in self.lanes:
-            refusal = "that is not the name of a receiver of this session"
-        elif self.key and not hello.proven_by(message, self.key):
-            refusal = f"{hello.name} did not prove that it knows this session's key"
-        elif (hello.lane, hello.name) in self.joined:
-            refusal = f"{hello.name!r} is connected already"
-        else:
-            if not self.key or _sent(sock, hello.admission(self.key)):
-                self.joined[hello.lane, hello.name] = Channel(sock, self.life, hello.name)
-            else:
-                sock.close()
-            return
-        _sent(sock, {"refused": refusal})
-        sock.close()
-
-
-def _sent(sock: socket.socket, message: dict[str, str]) -> bool:
+def _send(sock: socket.socket, message: dict[str, Any]) -> bool:
     """Send a short message at once, and tell whether the connection took all of it: its buffer is empty so far."""
     data = encode_message(message)
     try:
         return sock.send(data) == len(data)
     except OSError:
         return False
+
+
+def _raise_descriptor_limit() -> bool:
+    """Raise this process's limit of open files as far as is allowed. Returns whether that gave any."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return False
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return True

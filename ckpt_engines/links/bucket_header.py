@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from ..channels.mac import proof, proves
-
-_LABEL = "weightlane bucket"
 
 
 @dataclass(slots=True)  # not frozen, which costs microseconds for every bucket
@@ -24,10 +18,9 @@ class BucketHeader:
     checksum: str
     """The checksum as the sender's caller gave it; empty for none."""
 
-    def message(self, session: str, key: bytes) -> dict[str, Any]:
-        """Return the header as a message, signed with the session's `key`."""
-        fields = [self.version, self.index, self.nbytes, self.to_all, self.checksum]
-        return {"bucket": fields, "proof": proof(key, _LABEL, session, json.dumps(fields))}
+    def message(self) -> dict[str, Any]:
+        """Return the header as a message; the control connection signs it."""
+        return {"bucket": [self.version, self.index, self.nbytes, self.to_all, self.checksum]}
 
     @classmethod
     def of(cls, fields: object) -> BucketHeader | None:
@@ -36,8 +29,3 @@ class BucketHeader:
             case [int(version), int(index), int(nbytes), bool(to_all), str(checksum)]:
                 return cls(version, index, nbytes, to_all, checksum)
         return None
-
-
-def is_signed(message: Mapping[str, Any], session: str, key: bytes) -> bool:
-    """Tell whether a sender that knows the session's `key` made this `message`."""
-    return proves(key, message.get("proof"), _LABEL, session, json.dumps(message.get("bucket")))

@@ -61,8 +61,6 @@ class Link(ABC, Generic[H]):
         self._channels: dict[str, Channel] = {}
         """The engine's connections, by peer."""
         self._closed = False
-        self._session = ""
-        self._key = b""
         self._call_start: float | None = None
         """When the running call began, on the monotonic clock; None while none is running."""
         self._lost: WeightlaneError | None = None
@@ -93,7 +91,6 @@ class Link(ABC, Generic[H]):
 
         Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError`, `ClosedError`, or what the half raises.
         """
-        self._session, self._key = topology.session, topology.key
         with self._call():
             if self._connects:
                 self._connect_peers(topology, deadline)

@@ -10,13 +10,15 @@ from typing import cast
 import torch
 
 from ..channels.channel import Address, Channel
-from ..channels.dialer import dial, welcomed
+from ..channels.dialer import dial
+from ..channels.handshake import Hello
+from ..channels.receivers import welcomed
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology, WeightReceiver
 from ..contract.viewing import ViewingReceiver
 from ..deadline import Deadline
 from ..errors import ProtocolError, WeightlaneError
-from .bucket_header import BucketHeader, is_signed
+from .bucket_header import BucketHeader
 from .link import LOSS_WAIT_S, Link
 
 
@@ -57,11 +59,9 @@ class ReceiverLink(Link[WeightReceiver]):
                         target,
                         self._life,
                         deadline,
-                        session=topology.session,
-                        name=self._name,
                         peer=sender,
-                        lane=lane,
                         key=topology.key,
+                        hello=Hello(topology.session, self._name, lane),
                     )
                     opened.callback(channels[sender].close)
             control, *engine = lanes.values()
@@ -113,8 +113,6 @@ class ReceiverLink(Link[WeightReceiver]):
         channel = self._channel(sender)
         what = f"bucket {index} of version {version}"
         message = channel.receive_json(deadline, what)
-        if not is_signed(message, self._session, self._key):
-            raise ProtocolError(f"the header of {what} is not the sender's.", part=self.part, peer=sender)
         header = BucketHeader.of(message.get("bucket"))
         if header is None:
             offer = repr(message.get("bucket"))

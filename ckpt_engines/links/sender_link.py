@@ -10,7 +10,8 @@ from typing import cast
 import torch
 
 from ..channels.channel import Address, Channel
-from ..channels.listener import Listener, accept_receivers, welcome
+from ..channels.listener import Listener
+from ..channels.receivers import accept_receivers, welcome
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology, WeightSender
 from ..contract.storing import StoringSender, VersionFiles
@@ -48,10 +49,9 @@ class SenderLink(Link[WeightSender]):
         return self._listener
 
     def _connect_peers(self, topology: Topology, deadline: Deadline) -> None:
-        listener = self._listen()
         self._keep(
             accept_receivers(
-                listener.socket,
+                self._listen(),
                 self._life,
                 topology.session,
                 topology.receivers,
@@ -60,7 +60,6 @@ class SenderLink(Link[WeightSender]):
                 key=topology.key,
             )
         )
-        listener.close()
         welcome(self._control.values(), deadline)
 
     def _release(self) -> None:
@@ -80,7 +79,7 @@ class SenderLink(Link[WeightSender]):
                     raise ProtocolError(f"not connected to {', '.join(unknown)}.", part=self.part)
                 bucket = replace(bucket, to_all=len(set(receivers)) == len(self._control))
                 header = BucketHeader(bucket.version, bucket.index, bucket.nbytes, bucket.to_all, checksum)
-                message = header.message(self._session, self._key)
+                message = header.message()
                 for name in receivers:
                     self._control[name].send_json(message, deadline)
             self.half.post(bucket, receivers)

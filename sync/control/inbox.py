@@ -5,9 +5,10 @@ from __future__ import annotations
 from queue import Empty
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
+from weightlane.ckpt_engines.channels.connection import Frame
 
 from .hub.client import HubClient, Item, Mark
-from .hub.frames import Frame, Kind
+from .hub.frames import Kind
 from .messages import Message, Stop, decode, encode
 
 

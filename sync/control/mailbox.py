@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from weightlane.ckpt_engines import Deadline
+from weightlane.ckpt_engines.channels.connection import Frame
 
 from .hub.client import HubClient, PendingReply
-from .hub.frames import Frame, Kind
+from .hub.frames import Kind
 from .hub.plain_bytes import from_bytes, to_bytes
 
 

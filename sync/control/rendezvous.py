@@ -19,14 +19,17 @@ from typing import Any
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+from weightlane.ckpt_engines.channels.connection import Frame
+from weightlane.ckpt_engines.channels.dialer import dial
+from weightlane.ckpt_engines.channels.handshake import Hello
 from weightlane.ckpt_engines.channels.mac import derive_key, new_secret
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import join_store
+from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 from ..config import SILENCE_S
 from .hub.client import HubClient
 from .hub.connection import ControlConnection
-from .hub.frames import COORDINATOR, Frame, Kind
-from .hub.handshake import dial
+from .hub.frames import COORDINATOR, Kind
 from .hub.hub import ControlHub
 from .hub.mailboxes import Member
 from .inbox import Inbox
@@ -95,19 +98,25 @@ class Rendezvous:
         The host of a member, or of the hub, counts as gone after `silence_s` seconds of silence.
         """
         secret, client = new_secret(), HubClient()
-        hub = ControlHub(host, port, secret, silence_s)
+        hub = ControlHub(host, port, _key(secret), silence_s)
         member = Member(lambda frame, _digest: client.received(frame))
         client.send = lambda frame: hub.handle(member, frame)
         return cls(client, RendezvousAddress(host, hub.port, secret), hub.close, hub.close, hub)
 
     @classmethod
     def join(cls, address: RendezvousAddress | Mapping[str, Any], timeout_s: float = _JOIN_TIMEOUT_S) -> Rendezvous:
-        """Connect to the hub of another process. Raises the errors of `weightlane.sync.control.hub.handshake.dial`."""
+        """Connect to the hub of another process. Raises the errors of `weightlane.ckpt_engines.channels.dialer.dial`."""
         if not isinstance(address, RendezvousAddress):
             address = RendezvousAddress.from_plain(address)
-        sock, keys = dial(address.host, address.port, address.secret, Deadline.after(timeout_s))
-        client = HubClient()
-        connection = ControlConnection(sock, keys, client.received, lambda reason: client.ended(_gone(address, reason)))
+        client, life = HubClient(), Lifecycle("control connection", lambda: None)
+        try:
+            where, deadline = (address.host, address.port), Deadline.after(timeout_s)
+            channel = dial(where, life, deadline, peer=COORDINATOR, key=_key(address.secret), hello=Hello())
+        finally:
+            life.close()
+        connection = ControlConnection(
+            channel.socket, channel.keys, client.received, lambda reason: client.ended(_gone(address, reason))
+        )
         client.send = connection.send
         connection.start()
         return cls(client, address, connection.close, connection.abandon)
@@ -187,6 +196,11 @@ class Rendezvous:
         """[host] About how many messages and bytes have gone through the hub, in either direction."""
         messages, nbytes = self._hub.traffic
         return messages, nbytes
+
+
+def _key(secret: str) -> bytes:
+    """The key that members of a run and its hub prove to know."""
+    return derive_key(secret, "control")
 
 
 def _when_forgotten(owner: object, close: Callable[[], None]) -> None:

@@ -21,20 +21,19 @@ from fuzzing import REGISTRY, mutated, mutated_bytes, peak_bytes, survives
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save
-from sessions import descriptors, frame, soon, wait_until_closed
+from sessions import KEYS, descriptors, signed, soon, wait_until_closed
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import Bucket, ProtocolError, Topology, WeightlaneError
 from weightlane.ckpt_engines.channels.channel import Channel
-from weightlane.ckpt_engines.channels.mac import proof
+from weightlane.ckpt_engines.channels.connection import Frame, Keys
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from weightlane.ckpt_engines.toolkit.bucket_messages import expect
 from weightlane.rollout.layout.loading.expectation import expectation_of
 from weightlane.sync import Rendezvous
 from weightlane.sync.control.hub.connection import ControlConnection
-from weightlane.sync.control.hub.frames import Frame, Kind
-from weightlane.sync.control.hub.handshake import Keys
+from weightlane.sync.control.hub.frames import Kind
 from weightlane.sync.control.hub.plain_bytes import full_text, to_bytes
 from weightlane.sync.control.messages import Stop
 
@@ -49,7 +48,7 @@ def ends() -> Iterator[Callable[[bytes], Channel]]:
         for channel in opened:
             channel.close()
         bare, other = socket.socketpair()
-        opened.append(Channel(other, life, "s"))
+        opened.append(Channel(other, KEYS, life, "s"))
         with bare:
             bare.sendall(sent)
         return opened[-1]
@@ -66,12 +65,12 @@ ANNOUNCED = {"version": 1, "index": 0, "nbytes": 4, "segment": 0, "offset": 0}
 @pytest.mark.property
 def test_frames_and_announcements_are_read_or_refused(ends: Callable[[bytes], Channel]) -> None:
     bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
-    valid = frame(json.dumps(ANNOUNCED).encode())
+    valid = signed(json.dumps(ANNOUNCED).encode())
     assert expect(ends(valid), bucket, soon()) == ANNOUNCED
 
     @given(mutated_bytes(valid) | mutated(ANNOUNCED))
     def fuzz(changed: Any) -> None:
-        sent = changed if isinstance(changed, bytes) else frame(json.dumps(changed).encode())
+        sent = changed if isinstance(changed, bytes) else signed(json.dumps(changed).encode())
         survives(lambda: expect(ends(sent), bucket, soon()))
 
     fuzz()
@@ -88,10 +87,10 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
         ours, theirs = socket.socketpair()
         unsealed = os.memfd_create("weightlane-test")
         os.truncate(unsealed, 4096)
-        channel = Channel(theirs, Lifecycle("link", lambda: None), "s")
+        channel = Channel(theirs, KEYS, Lifecycle("link", lambda: None), "s")
         try:
             with ours:
-                ours.sendall(frame(json.dumps(plain).encode()))
+                ours.sendall(signed(json.dumps(plain).encode()))
                 socket.send_fds(ours, [b"\0"], [unsealed])
                 receiver.connect(Topology("s", {"s": {}}, {"r": {}}), {"s": channel}, soon())
                 ours.shutdown(socket.SHUT_WR)
@@ -124,36 +123,34 @@ HEADER = [1, 0, 4, True, "xxh3:0"]
 
 
 @pytest.mark.property
-def test_headers_of_buckets_are_read_or_refused_whoever_made_them() -> None:
+def test_headers_of_buckets_are_read_or_refused_whoever_made_them(ends: Callable[[bytes], Channel]) -> None:
     """The headers come from a peer that knows the session's key, and from others who changed the bytes that it signed."""
     bucket = Bucket(1, 0, torch.zeros(4, dtype=torch.uint8))
 
-    def signed(said: Any) -> bytes:
-        claim = proof(links.KEY, "weightlane bucket", links.SESSION, json.dumps(said))
-        return frame(json.dumps({"bucket": said, "proof": claim}).encode())
-
-    def hear(sent: bytes) -> str:
+    def hear(said: Any) -> str:
         def say(channel: Channel) -> None:
-            channel.send(sent, soon())
+            channel.send_json({"bucket": said}, soon())
             channel.close()
 
         with links.told_by(say) as link:
             return link.post(bucket, "s", soon())
 
-    assert hear(signed(HEADER)) == "xxh3:0"
+    assert hear(HEADER) == "xxh3:0"
+    messages = [{"bucket": [1, index, *HEADER[2:]]} for index in range(2)]
 
-    @given(mutated_bytes(signed(HEADER)))
+    @given(mutated_bytes(b"".join(signed(json.dumps(each).encode(), number) for number, each in enumerate(messages))))
     def forged(sent: bytes) -> None:
-        try:
-            heard = hear(sent)
-        except WeightlaneError:
-            return
-        assert heard == "xxh3:0", "which its sender has said"
+        channel, heard = ends(sent), list[Any]()
+        with contextlib.suppress(WeightlaneError):
+            while True:
+                heard.append(channel.receive_json(soon(), "a header"))
+        assert heard == messages[: len(heard)], "which its sender has said"
 
     @given(mutated(HEADER))
     def malformed(said: Any) -> None:
-        survives(lambda: hear(signed(said)))
+        survives(lambda: hear(said))
 
+    ends(b"")
     before = descriptors()
     forged()
     malformed()

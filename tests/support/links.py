@@ -26,8 +26,8 @@ from weightlane.ckpt_engines import (
     ViewableSender,
     ViewingReceiver,
 )
-from weightlane.ckpt_engines.channels.listener import accept_receivers, welcome
 from weightlane.ckpt_engines.channels.meeting import TcpMeeting
+from weightlane.ckpt_engines.channels.receivers import accept_receivers, welcome
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
@@ -122,7 +122,7 @@ def told_by(say: Callable[[Channel], None]) -> Iterator[ReceiverLink]:
         opened.callback(link.close)
 
         def serve() -> Channel:
-            (control,) = accept_receivers(listener.socket, life, SESSION, ["r"], soon(), lanes=("control",), key=KEY)
+            (control,) = accept_receivers(listener, life, SESSION, ["r"], soon(), lanes=("control",), key=KEY)
             opened.callback(control["r"].close)
             welcome(control.values(), soon())
             return control["r"]

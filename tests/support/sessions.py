@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import socket
+import hashlib
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ import torch
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import Bucket, CheckpointEngine, Deadline, Topology
+from weightlane.ckpt_engines.channels.connection import Keys
+from weightlane.ckpt_engines.channels.mac import tag
 from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import SenderLink, make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
@@ -30,22 +31,19 @@ def never() -> Deadline:
     return Deadline.after(NEVER_S)
 
 
+KEYS = Keys(b"k" * 32, b"k" * 32)
+"""Keys of a connection whose other end a test is."""
+
+
 def frame(body: bytes) -> bytes:
-    """A message on a control connection."""
+    """A message of a handshake."""
     return struct.pack("<I", len(body)) + body
 
 
-def answer_once(listener: socket.socket, answer: Callable[[bytes], bytes], descriptor: int | None = None) -> None:
-    """In the place of a sender accept a connection, answer its hello, pass a descriptor, and wait until it hangs up."""
-    sock, _ = listener.accept()
-    with sock, contextlib.suppress(OSError):
-        (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
-        sock.sendall(answer(sock.recv(length, socket.MSG_WAITALL)))
-        if descriptor is not None:
-            socket.send_fds(sock, [b"\0"], [descriptor])
-        sock.shutdown(socket.SHUT_WR)
-        while sock.recv(65536):
-            pass
+def signed(body: bytes, number: int = 0) -> bytes:
+    """Message `number` on a connection with `KEYS`."""
+    head = struct.pack("<BIH", 0, 0, 0)
+    return frame(tag(KEYS.sending, number, head, hashlib.sha256(body).digest()) + head + body)
 
 
 def send(link: SenderLink, bucket: Bucket, to: Sequence[str], deadline: Deadline | None = None) -> None:

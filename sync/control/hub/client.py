@@ -8,8 +8,9 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError
+from weightlane.ckpt_engines.channels.connection import Frame
 
-from .frames import Frame, Kind
+from .frames import Kind
 
 _CANCEL_S = 2.0
 """How long a question that was not answered in time waits for the hub to say which keys are there."""

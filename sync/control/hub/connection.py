@@ -1,4 +1,4 @@
-"""`ControlConnection`: signed frames in both directions over one TCP connection."""
+"""`ControlConnection`: the connections of the control plane, which the process's io loop serves."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from weightlane.ckpt_engines import as_weightlane_error
-
-from .frames import PART, Frame, FrameReader, frame_start, payload_digest
-from .handshake import Keys
-from .io_loop import IoLoop, watch
+from weightlane.ckpt_engines.channels.connection import LENGTH, Connection, Frame, Keys, payload_digest
+from weightlane.ckpt_engines.channels.io_loop import unwatch, watch, watch_writable
 
 _READ_BYTES = 256 << 10
 """Most bytes read at once, so that no connection keeps the loop from the others for long."""
@@ -24,43 +22,39 @@ CLOSED_BY_PEER = "it was closed at the other end"
 """The reason with which a connection ends that has not failed."""
 
 
-class ControlConnection:
-    """One end of a connection after its handshake. Every method may be called from any thread.
+class ControlConnection(Connection):
+    """A connection that never waits. Every method may be called from any thread.
 
     Args:
-        sock: The configured socket, which this object owns.
-        keys: See `admit` and `dial`.
+        sock: The connected socket, which this object owns.
+        keys: See `Keys`.
         on_frame: Called on the loop's thread with every frame that arrives; an error that it raises ends the connection.
         on_end: Called there once, with the reason, when the connection has ended.
     """
 
+    most_bytes = 1 << 30
+    """Longest frame: the memory that a member can make another one use. The manifest of a model with a million tensors has a
+    tenth of that."""
+
     def __init__(
-        self,
-        sock: socket.socket,
-        keys: Keys,
-        on_frame: Callable[[Frame], None],
-        on_end: Callable[[str], None],
+        self, sock: socket.socket, keys: Keys, on_frame: Callable[[Frame], None], on_end: Callable[[str], None]
     ) -> None:
-        self._sock = sock
-        self._key = keys.sending
-        self._reader = FrameReader(keys.receiving)
+        super().__init__(sock, keys, "")
         self._on_frame = on_frame
         self._on_end = on_end
-        self._sequence = 0
-        """How many frames were sent."""
+        self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
         """Bytes that the socket had no room for."""
         self._turn = threading.Lock()
         """Keeps frames apart and in order while one is sent."""
         self._closing = self._ended = False
-        self._loop: IoLoop | None = None
 
     def start(self) -> None:
         """Begin to read."""
         with self._turn:
-            self._loop = watch(self._sock, self._handle)
+            watch(self.socket, self._handle)
             if self._outgoing:
-                self._loop.watch_writable(self._sock, True)
+                watch_writable(self.socket, True)
 
     def send(self, frame: Frame, digest: bytes | None = None) -> None:
         """Send a frame, or keep it until the socket has room; nothing happens after the connection's end. Never waits.
@@ -71,19 +65,18 @@ class ControlConnection:
         with self._turn:
             if self._closing or self._ended:
                 return
-            buffers = [memoryview(frame_start(frame, self._key, self._sequence, digest)), memoryview(frame.payload)]
-            self._sequence += 1
+            buffers = [memoryview(self._signed(frame, digest)), memoryview(frame.payload)]
             if self._outgoing:
                 self._outgoing += buffers
                 return
             self._write(buffers)
-            if self._outgoing and self._loop is not None:
-                self._loop.watch_writable(self._sock, True)
+            if self._outgoing:
+                watch_writable(self.socket, True)
 
     def abandon(self) -> None:
         """End the connection now. Takes no lock, since the garbage collector may call it anywhere."""
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)  # the loop notices, and closes the socket
+            self.socket.shutdown(socket.SHUT_RDWR)  # the loop notices, and closes the socket
 
     def close(self) -> None:
         """End the connection once everything is sent. Idempotent, never waits."""
@@ -94,41 +87,52 @@ class ControlConnection:
 
     def _handle(self, events: int) -> None:
         """[loop's thread] Read or send, or notice that the other end is gone."""
-        with self._turn:  # the first events may arrive before `start` has returned
-            loop = self._loop
-        assert loop is not None, "it calls"
         if events & select.EPOLLOUT:
             with self._turn:
                 waiting, self._outgoing = list(self._outgoing), deque()
                 self._write(waiting)
                 if not self._outgoing:
-                    loop.watch_writable(self._sock, False)
+                    watch_writable(self.socket, False)
                     if self._closing:
                         self.abandon()
         if events & ~select.EPOLLOUT:
-            self._read(loop)
+            self._read()
 
-    def _read(self, loop: IoLoop) -> None:
+    def _read(self) -> None:
         try:
-            chunk = self._sock.recv(_READ_BYTES)
+            chunk = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError as error:
-            self._end(loop, os.strerror(error.errno) if error.errno else str(error))
+            self._end(os.strerror(error.errno) if error.errno else str(error))
             return
         if not chunk:
-            self._end(loop, CLOSED_BY_PEER)
+            self._end(CLOSED_BY_PEER)
             return
         try:
-            for frame in self._reader.frames(chunk):
+            for frame in self._frames(chunk):
                 self._on_frame(frame)
         except Exception as error:  # noqa: BLE001 - whatever a member has sent, the other connections go on
-            self._end(loop, as_weightlane_error(error, PART).message)
+            self._end(as_weightlane_error(error, self.part).message)
+
+    def _frames(self, chunk: bytes) -> Iterator[Frame]:
+        """Yield the frames that `chunk` completes. Raises `ProtocolError` for bytes that are not signed, or no frame."""
+        incoming = self._incoming
+        incoming += chunk
+        offset = 0
+        while len(incoming) - offset >= LENGTH.size:
+            start = offset + LENGTH.size
+            end = start + self._length(incoming, offset)
+            if len(incoming) < end:
+                break
+            offset = end
+            yield self._verified(bytes(memoryview(incoming)[start:end]))
+        del incoming[:offset]
 
     def _write(self, buffers: list[memoryview]) -> None:
         """Send what the socket has room for, and keep the rest."""
         try:
-            sent = self._sock.sendmsg(buffers[:_MOST_BUFFERS])
+            sent = self.socket.sendmsg(buffers[:_MOST_BUFFERS])
         except BlockingIOError:
             sent = 0
         except OSError:
@@ -138,11 +142,12 @@ class ControlConnection:
                 self._outgoing.append(buffer[sent:])
             sent = max(0, sent - buffer.nbytes)
 
-    def _end(self, loop: IoLoop, reason: str) -> None:
+    def _end(self, reason: str) -> None:
         with self._turn:
             if self._ended:
                 return
             self._ended = True
             self._outgoing.clear()
-            loop.close(self._sock)
+            unwatch(self.socket)
+            self.socket.close()
         self._on_end(reason)

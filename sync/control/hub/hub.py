@@ -12,16 +12,19 @@ import threading
 from collections.abc import Callable, Iterable
 
 from weightlane.ckpt_engines import as_weightlane_error
+from weightlane.ckpt_engines.channels.connection import Frame, Keys, payload_digest
+from weightlane.ckpt_engines.channels.handshake import Hello
+from weightlane.ckpt_engines.channels.listener import Admission, Listener, listen_tcp
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 
 from .connection import CLOSED_BY_PEER, ControlConnection
-from .frames import COORDINATOR, Frame, Kind, payload_digest
-from .handshake import Keys
-from .listener import ControlListener
+from .frames import COORDINATOR, Kind
 from .mailboxes import Mailboxes, Member
 from .torch_store import TorchStore
 
 _log = logging.getLogger(__name__)
+_MOST_PENDING = 8192
+"""How many connections may be in their handshake; a thousand may come at once."""
 
 
 class ControlHub:
@@ -30,7 +33,7 @@ class ControlHub:
     Args:
         host: Address to listen on.
         port: 0 takes a free one.
-        secret: The run's secret.
+        key: The key that members prove to know.
         silence_s: Seconds of silence after which the host of a member, or of the hub, counts as gone.
 
     Raises:
@@ -38,7 +41,7 @@ class ControlHub:
         ConfigError: `host` is no address of this machine.
     """
 
-    def __init__(self, host: str, port: int, secret: str, silence_s: float) -> None:
+    def __init__(self, host: str, port: int, key: bytes, silence_s: float) -> None:
         self._lock = threading.Lock()
         self._readers: dict[str, Member] = {}
         """The reader of each inbox."""
@@ -52,8 +55,20 @@ class ControlHub:
         """About how many messages and bytes have gone through the hub, in either direction."""
         self.mailboxes = Mailboxes(self._send)
         self.torch_store = TorchStore(host)
-        self._listener = ControlListener(host, port, secret, silence_s, self._connect, self._close_connections)
-        self.port = self._listener.port
+        sock = listen_tcp(host, port)
+        self.port: int = sock.getsockname()[1]
+        self._listener = Listener(sock, {"host": host, "port": self.port})
+        self._listener.admit(
+            Admission(
+                key,
+                lambda _, proven: "" if proven else "it does not know this run's secret",
+                self._connect,
+                _MOST_PENDING,
+                silence_s,
+                tells_when_full=True,
+            ),
+            self._close_connections,
+        )
 
     def close(self) -> None:
         """Stop serving. Idempotent, never waits. Takes no lock, since the garbage collector may call it anywhere."""
@@ -135,7 +150,7 @@ class ControlHub:
             # Last: `post` looks without the lock, and later messages must be behind the early ones.
             self._readers[inbox] = member
 
-    def _connect(self, sock: socket.socket, keys: Keys) -> None:
+    def _connect(self, sock: socket.socket, keys: Keys, _: Hello) -> None:
         """[loop's thread] Serve another member."""
         member = Member(send=lambda *_: None)
         connection = ControlConnection(

@@ -14,7 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import chain
 
-from .frames import Frame, Kind, payload_digest
+from weightlane.ckpt_engines.channels.connection import Frame, payload_digest
+
+from .frames import Kind
 
 _ENTRY = struct.Struct("<HI")
 """Lengths of a key and its value."""

@@ -16,28 +16,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sessions import answer_once, frame, soon
+from sessions import KEYS, frame, signed, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
 from weightlane.ckpt_engines.channels.channel import Channel
-from weightlane.ckpt_engines.channels.dialer import dial, welcomed
-from weightlane.ckpt_engines.channels.listener import accept_receivers, listen_tcp, welcome
+from weightlane.ckpt_engines.channels.dialer import dial
+from weightlane.ckpt_engines.channels.handshake import Hello
+from weightlane.ckpt_engines.channels.listener import Listener, listen_tcp
 from weightlane.ckpt_engines.channels.local_socket import host_identity
+from weightlane.ckpt_engines.channels.receivers import accept_receivers, welcome, welcomed
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
 SESSION = "session-1"
-HELLO = {"session": SESSION, "name": "a", "lane": ""}
 
 
 class Lobby:
     """A sender that waits for receivers `a` and `b`, and everything that was opened on the way."""
 
     def __init__(self, key: bytes) -> None:
-        self.listener = listen_tcp("127.0.0.1")
-        self.address = self.listener.getsockname()
-        self.life = Lifecycle("sender s", lambda: None)
+        self.listener = Listener(listen_tcp("127.0.0.1"), {})
+        self.address = self.listener.socket.getsockname()
+        self.life, self.dialling = (Lifecycle(part, lambda: None) for part in ("sender s", "receiver"))
         self.threads = ThreadPoolExecutor(4)
         self.channels: list[Channel] = []
         self.sockets: list[socket.socket] = []
@@ -53,16 +54,17 @@ class Lobby:
         return self.threads.submit(self._dial, name, key, lane)
 
     def _dial(self, name: str, key: bytes, lane: str) -> str:
-        channel = dial(self.address, self.life, soon(), session=SESSION, name=name, peer="s", lane=lane, key=key)
+        channel = dial(self.address, self.dialling, soon(), peer="s", key=key, hello=Hello(SESSION, name, lane))
         self.channels.append(channel)
         welcomed(channel, soon())
         return "welcome"
 
     def stranger(self, *sent: bytes) -> socket.socket:
+        """Connect, and send something once the challenge has come."""
         sock = socket.create_connection(self.address, timeout=HANG_S)
         self.sockets.append(sock)
-        for data in sent:
-            sock.sendall(data)
+        self.challenge = message(sock)
+        sock.sendall(b"".join(sent))
         return sock
 
     def expect_everybody(self) -> None:
@@ -71,8 +73,7 @@ class Lobby:
         assert [welcome.result(HANG_S) for welcome in welcomes] == ["welcome"] * 2
 
     def close(self) -> None:
-        self.life.close()
-        for resource in (*self.channels, *self.sockets, self.listener):
+        for resource in (self.life, self.dialling, *self.channels, *self.sockets, self.listener):
             resource.close()
         self.threads.shutdown()
 
@@ -90,12 +91,17 @@ def lobby() -> Iterator[Callable[[bytes], Lobby]]:
         one.close()
 
 
+def message(sock: socket.socket) -> dict[str, Any]:
+    """The next message of a handshake."""
+    (length,) = struct.unpack("<I", sock.recv(4, socket.MSG_WAITALL))
+    return dict(json.loads(sock.recv(length, socket.MSG_WAITALL)))
+
+
 def refusal(sock: socket.socket) -> str:
     """Return the reason that the sender gives for its refusal before it hangs up."""
-    heard = b"".join(iter(lambda: sock.recv(65536), b""))
-    (length,) = struct.unpack_from("<I", heard)
-    assert len(heard) == 4 + length
-    return str(json.loads(heard[4:])["refused"])
+    said = str(message(sock)["refused"])
+    assert sock.recv(1) == b""
+    return said
 
 
 def test_a_receiver_without_the_key_is_refused_and_disturbs_nobody(lobby: Callable[[bytes], Lobby]) -> None:
@@ -109,11 +115,22 @@ def test_a_receiver_without_the_key_is_refused_and_disturbs_nobody(lobby: Callab
     assert list(sender.joined.result(HANG_S)) == ["a", "b"]
 
 
-def dial_impostor(life: Lifecycle, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Dial, as receiver `a`, an impostor of the sender that replies to the hello with `answer`."""
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def dial_impostor(life: Lifecycle, challenge: dict[str, Any], answer: Answer) -> None:
+    """Dial, as receiver `a`, an impostor of the sender that sends `challenge`, and replies to the hello with `answer`."""
+
+    def serve() -> None:
+        sock, _ = listener.accept()
+        with sock:
+            sock.sendall(frame(json.dumps(challenge).encode()))
+            sock.sendall(frame(json.dumps(answer(message(sock))).encode()))
+            sock.recv(1)
+
     with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
-        threads.submit(answer_once, listener, lambda hello: frame(json.dumps(answer(json.loads(hello))).encode()))
-        dial(listener.getsockname(), life, soon(), session=SESSION, name="a", peer="s", key=KEY)
+        threads.submit(serve)
+        dial(listener.getsockname(), life, soon(), peer="s", key=KEY, hello=Hello(SESSION, "a"))
 
 
 def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof(
@@ -126,48 +143,52 @@ def test_an_impostor_can_neither_make_up_nor_repeat_nor_mirror_the_senders_proof
     def forward(hello: dict[str, Any]) -> dict[str, Any]:
         """Forward the hello to the real sender and record its reply; return a made-up proof."""
         real.sendall(frame(json.dumps(hello).encode()))
-        (length,) = struct.unpack("<I", real.recv(4, socket.MSG_WAITALL))
-        recorded.append(json.loads(real.recv(length, socket.MSG_WAITALL)))
+        recorded.append(message(real))
         return {"proof": "0" * 64}
 
     for answer in (forward, lambda _: recorded[0], lambda hello: {"proof": hello["proof"]}, lambda _: {}):
         with pytest.raises(ProtocolError, match="does not know"):
-            dial_impostor(sender.life, answer)
+            dial_impostor(sender.dialling, sender.challenge, answer)
     assert len(recorded[0]["proof"]) == 64
+    for other in ({}, {"nonce": 1, "silence_s": 0}, {"nonce": "0", "silence_s": -1}, {"nonce": "0", "silence_s": True}):
+        with pytest.raises(ProtocolError, match="does not know"):
+            dial_impostor(sender.dialling, other, lambda _: recorded[0])
 
 
-def test_a_recorded_hello_opens_no_other_session_and_not_the_same_one_twice(lobby: Callable[[bytes], Lobby]) -> None:
-    sender, next_session = lobby(KEY), lobby(OTHER_KEY)
-    recorded: dict[str, Any] = {}
+def test_a_recorded_hello_opens_no_other_connection(lobby: Callable[[bytes], Lobby]) -> None:
+    sender, recorded = lobby(KEY), dict[str, Any]()
+    real = sender.stranger()
     with pytest.raises(ProtocolError):
-        dial_impostor(sender.life, lambda hello: recorded.update(hello) or {})
-    hello, renamed, other_lane = (
-        frame(json.dumps(recorded | changes).encode()) for changes in ({}, {"name": "b"}, {"lane": "engine"})
-    )
+        dial_impostor(sender.dialling, sender.challenge, lambda hello: recorded.update(hello) or {})
+    changes: list[dict[str, str]] = [{}, {"name": "b"}, {"lane": "engine"}, {"session": "s"}]
+    hello, renamed, other_lane, other = (frame(json.dumps(recorded | each).encode()) for each in changes)
     assert KEY not in hello
     assert KEY.hex().encode() not in hello
-    assert "did not prove" in refusal(next_session.stranger(hello))
-    assert "did not prove" in refusal(sender.stranger(renamed))
+    assert "another session" in refusal(sender.stranger(other))
+    for changed in (hello, renamed):
+        assert "did not prove" in refusal(sender.stranger(changed))
     assert "not the name" in refusal(sender.stranger(other_lane))
-    first = sender.stranger(hello)
-    assert b"proof" in first.recv(65536)
-    assert "connected already" in refusal(sender.stranger(hello))
+    real.sendall(hello)  # it is of use where it was asked for
+    assert "proof" in message(real)
+    with pytest.raises(ProtocolError, match="connected already"):
+        sender.dial("a", KEY).result(HANG_S)
 
 
 def test_whatever_a_stranger_says_it_is_refused_in_words_and_the_others_get_in(lobby: Callable[[bytes], Lobby]) -> None:
     sender = lobby(KEY)
 
     def hello(**said: object) -> bytes:
-        return frame(json.dumps({**HELLO, **said}).encode())
+        return frame(json.dumps({**Hello(SESSION, "a")._asdict(), **said}).encode())
 
     for sent, said in (
-        (frame(b"[" * 60_000), "another session"),
+        (frame(b"[" * 4000), "another session"),
         (struct.pack("<I", 2**32 - 1), "another session"),
         (hello(session=[SESSION]), "another session"),
         (hello(name="nobody"), "not the name of a receiver"),
         (hello(name=["a"]), "not the name of a receiver"),
         (hello(lane="other"), "not the name of a receiver"),
         (hello(nonce="\ud800", proof="\ud800"), "did not"),
+        (hello(nonce=5, proof=["x"]), "did not"),
     ):
         assert said in refusal(sender.stranger(sent))
     sender.expect_everybody()
@@ -202,7 +223,7 @@ def test_a_sender_without_file_descriptors_says_so_at_its_deadline_and_lets_rece
         socket.create_connection(listener.getsockname()),
         pytest.raises(DeadlineExceededError, match=r"a to connect.*ulimit -n"),
     ):
-        accept_receivers(listener, life, SESSION, ["a"], Deadline.after(0.5))
+        accept_receivers(Listener(listener, {}), life, SESSION, ["a"], Deadline.after(0.5))
     assert len(failed) < 100, "it does not spin"
     life.close()
     failed.clear()
@@ -213,9 +234,9 @@ def test_a_sender_without_file_descriptors_says_so_at_its_deadline_and_lets_rece
 def test_a_message_that_is_too_long_or_no_json_object_is_refused_before_it_takes_memory() -> None:
     life = Lifecycle("receiver r", lambda: None)
     bare, other = socket.socketpair()
-    channel = Channel(other, life, "s")
-    for sent in (b"[1]", b"\xff", b'{"a":' * 12_000, b""):
-        bare.sendall(frame(sent))
+    channel = Channel(other, KEYS, life, "s")
+    for number, sent in enumerate((b"[1]", b"\xff", b'{"a":' * 12_000, b"")):
+        bare.sendall(signed(sent, number))
         with pytest.raises(ProtocolError, match="not a JSON object"):
             channel.receive_json(soon(), "a message")
     bare.sendall(struct.pack("<I", 2**32 - 1) + b"{}")
@@ -233,19 +254,19 @@ def test_a_host_that_is_none_is_a_typed_error() -> None:
     life = Lifecycle("receiver r", lambda: None)
     for host in ("a..b", "nul\0", "", "\ud800", "256.0.0.1"):
         with pytest.raises(TransportError):
-            dial((host, 1), life, soon(), session=SESSION, name="r", peer="s")
+            dial((host, 1), life, soon(), peer="s", key=KEY, hello=Hello(SESSION, "r"))
     life.close()
 
 
 def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are_not_mixed_up() -> None:
-    life = Lifecycle("test", lambda: None)
+    life, dialling = (Lifecycle(part, lambda: None) for part in ("sender s", "receiver"))
     lanes = ("control", "engine")
-    with listen_tcp("127.0.0.1") as listener, ThreadPoolExecutor(1) as threads:
+    listener = Listener(listen_tcp("127.0.0.1"), {})
+    address = listener.socket.getsockname()
+    with ThreadPoolExecutor(1) as threads:
         accepting = threads.submit(accept_receivers, listener, life, SESSION, ["a", "b"], soon(), lanes=lanes, key=KEY)
         dialled = {
-            (lane, name): dial(
-                listener.getsockname(), life, soon(), session=SESSION, name=name, peer="s", lane=lane, key=KEY
-            )
+            (lane, name): dial(address, dialling, soon(), peer="s", key=KEY, hello=Hello(SESSION, name, lane))
             for lane, name in (("engine", "b"), ("control", "a"), ("control", "b"), ("engine", "a"))
         }
         joined = accepting.result()
@@ -257,6 +278,7 @@ def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are
             channel.close()
             dialled[lane, name].close()
     life.close()
+    dialling.close()
 
 
 def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_it_is_found() -> None:

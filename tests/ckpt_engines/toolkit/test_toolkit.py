@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
-from sessions import Session, soon
+from sessions import KEYS, Session, soon
 from waiting import NEVER_S
 
 from weightlane.ckpt_engines import (
@@ -34,8 +34,8 @@ class Pair:
         ends = socket.socketpair()
         self.sender_life = toolkit.Lifecycle("test sender", lambda: None)
         self.receiver_life = toolkit.Lifecycle("test receiver", lambda: None)
-        self.to_receiver = toolkit.Channel(ends[0], self.sender_life, "rollout")
-        self.to_sender = toolkit.Channel(ends[1], self.receiver_life, "trainer")
+        self.to_receiver = toolkit.Channel(ends[0], KEYS, self.sender_life, "rollout")
+        self.to_sender = toolkit.Channel(ends[1], KEYS, self.receiver_life, "trainer")
         self.never = threading.Event()
 
     @property

@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 import torch
 from hub_calls import HubProcess, RemoteMembers, raised_by, value_counts
-from sessions import never, soon
+from sessions import frame, never, soon
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
+from weightlane.ckpt_engines.channels import listener
+from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, TensorSpec
-from weightlane.sync.control.hub import listener
-from weightlane.sync.control.hub.frames import Frame, Kind
+from weightlane.sync.control.hub.frames import Kind
 from weightlane.sync.control.messages import Abort, Committed, Stop
 from weightlane.sync.control.tensor_lists import TensorLists
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
@@ -47,11 +48,11 @@ def test_a_program_that_took_over_the_port_is_not_believed() -> None:
         def serve() -> None:
             sock, _ = server.accept()
             with sock:
-                sock.sendall(b"WLC1" + b"0" * 40 + b"0" * 64)
+                sock.sendall(frame(b'{"nonce": "0", "silence_s": 20}') + frame(b'{"proof": "0"}'))
                 sock.recv(1000)
 
         threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(ProtocolError, match="does not know this run's secret"):
+        with pytest.raises(ProtocolError, match="does not know this session's key"):
             Rendezvous.join(address)
 
 
@@ -60,7 +61,7 @@ def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
 ) -> None:
     monkeypatch.setattr(listener, "_PENDING_S", 0.0)
     with socket.create_connection((rendezvous.address.host, rendezvous.address.port), HANG_S) as silent:
-        assert silent.recv(1000).startswith(b"WLC1")
+        assert b"nonce" in silent.recv(1000)
         Rendezvous.join(rendezvous.address).close()
         assert silent.recv(1000) == b"", "the hub has hung up"
 
@@ -162,7 +163,7 @@ def test_a_hub_and_a_member_that_nobody_refers_to_end_wherever_garbage_is_collec
     ):  # the collector may run on the thread that holds any of these
         del joined, host
         gc.collect()
-    wait_until(lambda: connection._ended and hub._listener._sock.fileno() < 0, "end of both")
+    wait_until(lambda: connection._ended and hub._listener.socket.fileno() < 0, "end of both")
 
 
 # -- mailboxes and sessions ----------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_a_coordinator_that_is_only_busy_is_not_taken_for_a_dead_one(start: Any)
     with closing(Rendezvous.join(address)) as member:
         with hub.frozen():
             member.mailbox("s").put("key", 1)
-            sock = member._client.send.__self__._sock  # type: ignore[attr-defined]
+            sock = member._client.send.__self__.socket  # type: ignore[attr-defined]
             # A host that has vanished, and acknowledges nothing, is waited for no longer than one second.
             wait_until(lambda: acknowledged_after_ms(sock) > 3000, "answers of the host's kernel to keep-alive probes")
         assert member.mailbox("s").get("key", soon()) == 1

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from sessions import KEYS
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, TransportError
@@ -99,7 +100,7 @@ def test_memory_is_held_until_the_last_receiver_that_may_map_it_has_hung_up() ->
     life = Lifecycle("sender", lambda: None)
     segment = Something()
     gone = weakref.ref(segment)
-    CudaSegmentKind().before_close([Channel(ours, life, "receiver") for ours, _ in pairs], [segment])
+    CudaSegmentKind().before_close([Channel(ours, KEYS, life, "receiver") for ours, _ in pairs], [segment])
     del segment
     (_, first), (_, second) = pairs
     first.close()
@@ -135,7 +136,7 @@ def test_a_receiver_that_is_closed_during_a_copy_is_not_taken_for_gone_before_it
     ours, senders = socket.socketpair()
     life = Lifecycle("receiver", lambda: None)
     receiver = _segment_receiver.SegmentReceiver("receiver", CudaSegmentKind(), torch.device("cpu"))
-    receiver._channels = {"s": Channel(ours, life, "s")}
+    receiver._channels = {"s": Channel(ours, KEYS, life, "s")}
     stuck, ended = Copying(), Copying()
     ended.over = True
     receiver._mappings = {("s", 0): stuck, ("s", 1): ended}
