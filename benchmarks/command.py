@@ -1,89 +1,110 @@
-"""Helpers for benchmark commands: options, a case in its own process, and output as a table, JSON and an exit code."""
+"""Parts of all benchmarks: options, one form of results, tables, and how a command ends."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
+import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import WeightlaneError
-from weightlane.cli.bench.workload.workload import MODELS
-
 Report = dict[str, Any]
+"""Findings of a benchmark: its settings, ``rows``, and ``verified``, whether every bit was right. `finish` adds the rest."""
 
 
 def say(what: str) -> None:
-    """Tell on standard error what is going on."""
+    """Report progress on standard error."""
     print(what, file=sys.stderr, flush=True)
 
 
 def options_of(
-    about: str | None, *, model: str = "", rounds: int = 0, deadline_s: float = 0.0
+    about: str | None, *, rounds: int = 0, deadline_s: float = 0.0, device: str = ""
 ) -> argparse.ArgumentParser:
-    """Takes --json, and --model, --rounds and --deadline-s with these defaults where they are given.
+    """A parser that takes --json, and --rounds, --deadline-s and --device where a default is given.
 
     Args:
         about: The benchmark's docstring, for --help.
-        model: Name of a workload.
-        rounds: How often each way is measured.
-        deadline_s: Longest time for any single thing, in seconds.
+        rounds: How often each method is measured.
+        deadline_s: Longest time of any single operation, in seconds.
+        device: ``cuda`` or ``cpu``.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if model:
-        names = ", ".join(dict.fromkeys((model, *MODELS)))
-        parser.add_argument("--model", default=model, help=f"{names}, or a directory of safetensors files")
     if rounds:
         parser.add_argument("--rounds", type=int, default=rounds)
     if deadline_s:
-        parser.add_argument("--deadline-s", type=float, default=deadline_s, help="for any single thing")
+        parser.add_argument("--deadline-s", type=float, default=deadline_s, help="of any single operation")
+    if device:
+        parser.add_argument("--device", default=device, choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
     return parser
 
 
-def case_in_own_process(name: str, case: str, arguments: Sequence[str], timeout_s: float) -> Report:
-    """Run ``python -m benchmarks.NAME --here CASE ARGUMENTS`` on one thread; return its last line, parsed as JSON."""
-    done = subprocess.run(  # noqa: S603 - a benchmark of this folder
-        [sys.executable, "-m", f"benchmarks.{name}", "--here", case, *arguments],
-        cwd=Path(__file__).resolve().parents[1],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    if done.returncode:
-        raise SystemExit(f"{name}: {case} ended with {done.returncode}: {done.stderr[-2000:]}")
-    row: Report = json.loads(done.stdout.splitlines()[-1])
-    return row
+def spread(values: Iterable[float]) -> dict[str, float]:
+    """Median, least and most of some values."""
+    found = list(values)
+    return {"median": statistics.median(found), "min": min(found), "max": max(found)}
 
 
-def finish(name: str, measure: Callable[[], Report], text: Callable[[Report], str], to: Path | None) -> int:
+def shown(values: dict[str, float], scale: float = 1.0, digits: int = 3) -> str:
+    """A `spread` as text: ``median (least to most)``, in as many significant digits."""
+    median, least, most = (f"{scale * values[name]:.{digits}g}" for name in ("median", "min", "max"))
+    return f"{median} ({least} to {most})"
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown, on the page and in the terminal alike."""
+    cells = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in row)} |" for row in cells) + "\n"
+
+
+def put_into(document: str, name: str, made: str) -> str:
+    """The text `document` with a table between the lines for `name`. Raises ValueError when it lacks them."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    before, began, rest = document.partition(begin)
+    _, ended, after = rest.partition(end)
+    if not began or not ended:
+        raise ValueError(f"the document lacks the lines {begin} and {end}, between which the table goes")
+    return f"{before}{begin}\n{made}{end}{after}"
+
+
+def as_figures(report: Report) -> str:
+    """The ``figures`` of a report that has no rows, as JSON."""
+    return json.dumps(report["figures"], indent=1) + "\n"
+
+
+def finish(
+    name: str, measure: Callable[[], Report], text: Callable[[Report], str], to: Path | None, device: str = "cpu"
+) -> int:
     """Measure, print the table, and write the report as JSON if asked to.
 
     Args:
-        name: Of the benchmark, for its errors.
-        measure: Makes the report; its ``verified`` says whether every bit was right.
+        name: Of the benchmark.
+        measure: Makes the report.
         text: The report as a table.
         to: Where the JSON goes.
+        device: Whose name belongs to the machine.
 
     Returns:
-        The exit code: 1 when any bit was wrong, 2 where the benchmark cannot run here.
+        The exit code: 1 when any bit was wrong, or the report says that an aim was not ``met``; 2 where it cannot run here.
     """
+    from weightlane.ckpt_engines import WeightlaneError  # not above: `make gpu` runs where it is not installed
+    from weightlane.cli.bench.report.machine import this_machine
+
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was begun is ended
     try:
-        report = measure()
+        found = measure()
     except WeightlaneError as error:
         say(f"{name}: {error}")
         return 2
     except KeyboardInterrupt:
         return 130
-    print(text(report))
+    date, machine = datetime.now(UTC).date().isoformat(), this_machine(device).model_dump()
+    report = {"benchmark": name, "date": date, "machine": machine, **found}
+    print(text(report) + ("" if report["verified"] else "NOT VERIFIED: not every bit was right"))
     if to is not None:
         to.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    return 0 if report["verified"] else 1
+    return 0 if report["verified"] and report.get("met", True) else 1

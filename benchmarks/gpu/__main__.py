@@ -17,8 +17,10 @@ from typing import Any
 if sys.version_info < (3, 11):  # noqa: UP036 - what is imported below needs it, too
     sys.exit("weightlane needs Python 3.11 or newer: name one that has torch, with make gpu PYTHON=...")
 
+from benchmarks.command import put_into
+
 from .checkout import PACKAGES, ROOT, make_importable, what_is_missing
-from .report import markdown, put_into, report_of
+from .report import markdown, report_of
 from .running import PASSED, Result, run_step
 from .steps import TOTAL_S, steps
 
@@ -120,7 +122,9 @@ def publish(report: dict[str, Any], options: argparse.Namespace) -> int:
     (options.out / "gpu.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     (options.out / "gpu.md").write_text(table, encoding="utf-8")
     if options.document is not None:
-        put_into(options.document, table)
+        options.document.write_text(
+            put_into(options.document.read_text(encoding="utf-8"), "make gpu", table), encoding="utf-8"
+        )
     print(f"\n{table}")
     failed = [step["name"] for step in report["steps"] if step["outcome"] != PASSED]
     print(f"not passed: {', '.join(failed)}" if failed else "all passed")

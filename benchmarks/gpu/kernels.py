@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import Report, as_figures, finish, options_of
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, numbered_device, runtime_of
 from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.quantised import block_fp8
-
-from .program import finish, options_of
 
 DENSITY = 0.01
 ROUNDS = 5
@@ -123,10 +122,14 @@ def measure(device: str, mib: int) -> dict[str, Any]:
 
 def main() -> int:
     """Measure, and write JSON if asked to."""
-    parser = options_of(__doc__)
+    parser = options_of(__doc__, device="cuda")
     parser.add_argument("--mib", type=int, default=1024, help="of the weights")
     options = parser.parse_args()
-    return finish(measure(options.device, options.mib), options.json)
+
+    def measured() -> Report:
+        return {"figures": measure(options.device, options.mib), "verified": True}
+
+    return finish("kernels", measured, as_figures, options.json, options.device)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import Report, as_figures, finish, options_of
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.ckpt_engines.runtime.devices import numbered_device, runtime_of
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
@@ -37,8 +38,6 @@ from weightlane.sync import (
     SyncConfig,
     TensorSpec,
 )
-
-from .program import finish, options_of
 
 ENGINES = {"cuda": ("cuda_ipc", "shm"), "cpu": ("shm",)}
 SHAPES = {"embedding": (4000, 512), "norm": (513,), "wide": (512, 3072), "bias": (7,)}
@@ -208,7 +207,7 @@ def sync(engine: str, codec: str, device: torch.device, deadline_s: float) -> in
 
 def main() -> int:
     """Sync over every engine; exit code 1 as soon as there is a race, or a wrong bit."""
-    parser = options_of(__doc__, deadline_s=40.0)
+    parser = options_of(__doc__, deadline_s=40.0, device="cuda")
     parser.add_argument("--engine", action="append")
     parser.add_argument("--receive", metavar="ENGINE", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -218,11 +217,15 @@ def main() -> int:
     if options.receive:
         receive(options.receive, device)
         return 0
-    figures: dict[str, Any] = {}
-    for engine in options.engine or ENGINES[options.device]:
-        for codec in ("dense", "delta"):
-            figures[f"versions over {engine}, {codec}"] = sync(engine, codec, device, options.deadline_s)
-    return finish(figures, options.json)
+
+    def measured() -> Report:
+        figures: dict[str, Any] = {}
+        for engine in options.engine or ENGINES[options.device]:
+            for codec in ("dense", "delta"):
+                figures[f"versions over {engine}, {codec}"] = sync(engine, codec, device, options.deadline_s)
+        return {"figures": figures, "verified": True}
+
+    return finish("sanitizer", measured, as_figures, options.json, options.device)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import Report, as_figures, finish, options_of
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, numbered_device, runtime_of
 from weightlane.sync import LocalShard, TensorSpec
 from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.send_memory import SendMemory
 from weightlane.sync.send.snapshot.snapshot import Snapshot
 from weightlane.sync.version.packing import compact_places
-
-from .program import finish, options_of
 
 ROUNDS = 7
 TENSORS = 64
@@ -123,11 +122,18 @@ def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str
 
 def main() -> int:
     """Measure, and write JSON if asked to."""
-    parser = options_of(__doc__, deadline_s=60.0)
+    parser = options_of(__doc__, deadline_s=60.0, device="cuda")
     parser.add_argument("--mib", type=int, default=4096, help="of parameters, float32")
     parser.add_argument("--step-ms", type=float, default=100.0)
     options = parser.parse_args()
-    return finish(measure(options.device, options.mib, options.step_ms / 1e3, options.deadline_s), options.json)
+
+    def measured() -> Report:
+        return {
+            "figures": measure(options.device, options.mib, options.step_ms / 1e3, options.deadline_s),
+            "verified": True,
+        }
+
+    return finish("snapshot", measured, as_figures, options.json, options.device)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import xml.etree.ElementTree as ET
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,78 +37,28 @@ def steps(facts: Mapping[str, Any], ini: Path) -> list[Step]:
 def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
     large = _memory_bytes(devices) > _ROOM_FOR_8_GB
     model, size = ("qwen3-4b", "8 GB") if large else ("qwen3-1.7b", "3.4 GB")
+    tests = _pytest(ini, *_gpu_tests())
+    off = "--integrity off --model"
     return [
-        Step(
-            "tests",
-            "one",
-            "tests that need one GPU",
-            _pytest(ini, *_gpu_tests()),
-            counted,
-            120,
-            "python -m pytest -m gpu",
-        ),
-        Step(
-            "conformance",
-            "one",
-            "`cuda_ipc` between processes keeps every promise of an engine",
-            (*_COMMAND, "conformance", "cuda_ipc", "--out", "{out}"),
-            counted,
-            150,
-            "weightlane conformance cuda_ipc",
-        ),
-        Step(
-            "sanitizer",
-            "one",
-            "torch's CUDA stream sanitizer finds no race in two processes that sync",
-            ("-m", "benchmarks.gpu.sanitizer", "--json", "{out}"),
-            _as_they_are,
-            60,
-        ),
-        Step(
-            "kernels",
-            "one",
-            "delta and fp8: speed, and the CPU's result bit for bit",
-            ("-m", "benchmarks.gpu.kernels", "--json", "{out}"),
-            _as_they_are,
-            60,
-        ),
-        Step(
-            "snapshot",
-            "one",
-            "a training step beside a snapshot",
-            ("-m", "benchmarks.gpu.snapshot", "--json", "{out}"),
-            _as_they_are,
-            60,
-        ),
+        Step("tests", "one", "tests that need one GPU", tests, counted, 120, "python -m pytest -m gpu"),
+        _suite("cuda_ipc", "one", "`cuda_ipc` between processes keeps every promise of an engine", 150, "conformance"),
+        _program("sanitizer", "torch's CUDA stream sanitizer finds no race in two processes that sync"),
+        _program("kernels", "delta and fp8: speed, and the CPU's result bit for bit"),
+        _program("snapshot", "a training step next to a snapshot"),
         _bench(
-            "bench-1gb",
-            "a sync of 1.2 GB, and loops beside it",
-            "--engine cuda_ipc --engine shm --engine gloo --integrity off --model qwen3-0.6b --rounds 2 --loops --receivers 1",
-            120,
+            "bench-1gb", "a sync of 1.2 GB, with loops", f"cuda_ipc,shm,gloo {off} qwen3-0.6b --rounds 2 --loops", 120
         ),
         _bench(
             "bench-delta",
             "the same of which 1 % has changed",
-            "--engine cuda_ipc --codec delta --model qwen3-0.6b --rounds 2 --receivers 1",
+            "cuda_ipc --codec delta --model qwen3-0.6b --rounds 2",
             60,
         ),
-        _bench(
-            "bench-large",
-            f"a sync of {size}",
-            f"--engine cuda_ipc --integrity off --model {model} --rounds 1 --receivers 1",
-            150,
-        ),
+        _bench("bench-large", f"a sync of {size}", f"cuda_ipc {off} {model} --rounds 1", 150),
     ]
 
 
 def _of_training() -> list[Step]:
-    def with_package(*names: str) -> Any:
-        def missing(facts: Mapping[str, Any]) -> str:
-            absent = [name for name in names if name not in facts["optional"]]
-            return f"not installed: {', '.join(absent)}" if absent else ""
-
-        return missing
-
     suites = [
         Step(
             f"{engine}-conformance{'-on-one' if ranks > 1 else ''}",
@@ -117,22 +67,16 @@ def _of_training() -> list[Step]:
             ("-m", "benchmarks.gpu.one_gpu", engine, "--ranks", str(ranks), "--junit", "{out}"),
             counted,
             180,
-            needs=with_package("transformers", "safetensors", *packages),
+            needs=_packages("transformers", "safetensors", *packages),
         )
         for ranks in (1, 2)
         for engine, packages in (("fsdp2", ()), ("megatron", ("megatron",)))
     ]
+    about = "log-probabilities of 8,192 targets, forward and backward, next to the kernels of others that are installed"
+    command = ("-m", "benchmarks.training.engines", "--parts", "cuda-head", "--json", "{out}")
     return [
         *suites,
-        Step(
-            "heads",
-            "training",
-            "log-probabilities of 8,192 targets, forward and backward, beside the kernels of others that are installed",
-            ("-m", "benchmarks.training", "--parts", "cuda-head", "--json", "{out}"),
-            _heads,
-            120,
-            needs=with_package("transformers", "triton"),
-        ),
+        Step("heads", "training", about, command, _heads, 120, needs=_packages("transformers", "triton")),
     ]
 
 
@@ -140,48 +84,21 @@ def _on_several(count: int, ini: Path) -> list[Step]:
     def two(facts: Mapping[str, Any]) -> str:
         return "" if len(facts["devices"]) > 1 else "it takes two GPUs or more"
 
+    def one_only(facts: Mapping[str, Any]) -> str:
+        return "with several GPUs the next step shows more" if not two(facts) else ""
+
     devices = max(2, min(count, 4))
+    file = "tests/ckpt_engines/engines/torch_distributed/test_nccl.py"
+    on_one = ("-m", "benchmarks.gpu.one_gpu", "nccl", "--junit", "{out}")
+    shared = "`nccl` between processes that share a GPU, as ranks of several machines do"
+    senders = "several senders (four GPUs), groups next to a training's own"
+    options = f"nccl,cuda_ipc --integrity off --model qwen3-0.6b --rounds 2 --devices {devices}"
+    bench = _bench("nccl-bench", "a sync of 1.2 GB from GPU to GPU", options, 150, devices - 1)
     return [
-        Step(
-            "nccl-conformance-on-one",
-            "multi",
-            "`nccl` between processes that share a GPU, as ranks of several machines do",
-            ("-m", "benchmarks.gpu.one_gpu", "nccl", "--junit", "{out}"),
-            counted,
-            300,
-            needs=lambda facts: "with several GPUs the next step shows more" if not two(facts) else "",
-        ),
-        Step(
-            "nccl-conformance",
-            "multi",
-            "`nccl` keeps every promise of an engine",
-            (*_COMMAND, "conformance", "nccl", "--out", "{out}"),
-            counted,
-            180,
-            "weightlane conformance nccl",
-            two,
-        ),
-        Step(
-            "nccl-tests",
-            "multi",
-            "several senders (four GPUs), groups beside a training's own",
-            _pytest(ini, "tests/ckpt_engines/engines/torch_distributed/test_nccl.py"),
-            counted,
-            120,
-            "python -m pytest -m gpu tests/ckpt_engines/engines/torch_distributed/test_nccl.py",
-            two,
-        ),
-        replace(
-            _bench(
-                "nccl-bench",
-                "a sync of 1.2 GB from GPU to GPU",
-                "--engine nccl --engine cuda_ipc --integrity off --model qwen3-0.6b --rounds 2"
-                f" --devices {devices} --receivers {devices - 1}",
-                150,
-            ),
-            part="multi",
-            needs=two,
-        ),
+        Step("nccl-conformance-on-one", "multi", shared, on_one, counted, 300, needs=one_only),
+        _suite("nccl", "multi", "`nccl` keeps every promise of an engine", 180, "nccl-conformance", two),
+        Step("nccl-tests", "multi", senders, _pytest(ini, file), counted, 120, f"python -m pytest -m gpu {file}", two),
+        replace(bench, part="multi", needs=two),
     ]
 
 
@@ -193,48 +110,53 @@ def _memory_bytes(devices: Sequence[Mapping[str, Any]]) -> int:
 def _with_vllm(devices: Sequence[Mapping[str, Any]]) -> list[Step]:
     def needs(ranks: int) -> Any:
         def missing(facts: Mapping[str, Any]) -> str:
-            absent = [name for name in ("vllm", "safetensors", "aiohttp") if name not in facts["optional"]]
-            if absent:
-                return f"not installed: {', '.join(absent)}"
+            if absent := _packages("vllm", "safetensors", "aiohttp")(facts):
+                return absent
             if len(facts["devices"]) < ranks:
                 return f"it takes {ranks} GPUs"
-            fits = (
-                f"the Hugging Face cache (HF_HOME) has no causal language model of at most {largest_bytes / 1e9:.1f} GB"
-            )
-            return "" if models else fits
+            size = f"{largest_bytes / 1e9:.1f} GB"
+            return "" if models else f"the Hugging Face cache (HF_HOME) has no causal language model of at most {size}"
 
         return missing
 
     hub = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
     largest_bytes = SHARE_OF_MEMORY * _memory_bytes(devices)
     models = cached_models(hub, largest_bytes)
+    paths, names = [str(path) for path in models.values()], " ".join(models) or "MODEL"
     return [
         Step(
             f"vllm-tp{ranks}-{engine}",
             "vllm",
             f"versions into vLLM with CUDA graphs, TP{ranks}, over `{engine}`",
-            (
-                "-m",
-                "benchmarks.gpu.vllm_server",
-                "--json",
-                "{out}",
-                "--tp",
-                str(ranks),
-                "--engine",
-                engine,
-                *(str(path) for path in models.values()),
-            ),
+            ("-m", "benchmarks.gpu.vllm_server", "--json", "{out}", "--tp", str(ranks), "--engine", engine, *paths),
             _as_they_are,
             600,
-            f"python -m benchmarks.gpu.vllm_server --tp {ranks} --engine {engine} {' '.join(models) or 'MODEL'}",
+            f"python -m benchmarks.gpu.vllm_server --tp {ranks} --engine {engine} {names}",
             needs(ranks),
         )
         for ranks, engine in ((1, "cuda_ipc"), (1, "shm"), (2, "shm"))
     ]
 
 
-def _bench(name: str, about: str, options: str, limit_s: float) -> Step:
-    shown = f"bench --device cuda {options}"
+def _suite(engine: str, part: str, about: str, limit_s: float, name: str, needs: Any = lambda _: "") -> Step:
+    command = (*_COMMAND, "conformance", engine, "--out", "{out}")
+    return Step(name, part, about, command, counted, limit_s, f"weightlane conformance {engine}", needs)
+
+
+def _program(name: str, about: str) -> Step:
+    return Step(name, "one", about, ("-m", f"benchmarks.gpu.{name}", "--json", "{out}"), _as_they_are, 60)
+
+
+def _packages(*names: str) -> Callable[[Mapping[str, Any]], str]:
+    def missing(facts: Mapping[str, Any]) -> str:
+        absent = [name for name in names if name not in facts["optional"]]
+        return f"not installed: {', '.join(absent)}" if absent else ""
+
+    return missing
+
+
+def _bench(name: str, about: str, options: str, limit_s: float, receivers: int = 1) -> Step:
+    shown = f"bench --device cuda {options} --receivers {receivers}"
     command = (*_COMMAND, *shown.split(), "--deadline-s", "90", "--out", "{out}")
     return Step(name, "one", about, command, benched, limit_s, f"weightlane {shown}")
 
@@ -295,13 +217,11 @@ def _rate(row: Mapping[str, Any], seconds: Mapping[str, float]) -> float:
 
 
 def _heads(file: Path) -> dict[str, Any]:
-    found = json.loads(file.read_text(encoding="utf-8"))["cuda-head"]
-    return {
-        f"{way}: {name}": value
-        for way, row in found.items()
-        for name, value in (("ms", 1e3 * row["seconds"]), ("MB", row["bytes"] / 1e6))
-    }
+    figures: dict[str, Any] = {}
+    for row in json.loads(file.read_text(encoding="utf-8"))["rows"]:
+        figures |= {f"{row['method']}: ms": 1e3 * row["seconds"], f"{row['method']}: MB": row["bytes"] / 1e6}
+    return figures
 
 
 def _as_they_are(file: Path) -> dict[str, Any]:
-    return dict(json.loads(file.read_text(encoding="utf-8")))
+    return dict(json.loads(file.read_text(encoding="utf-8"))["figures"])

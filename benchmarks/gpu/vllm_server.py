@@ -49,15 +49,7 @@ def server(model: Path, ranks: int) -> Iterator[str]:
         port = reserved.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            str(model),
-            "--served-model-name",
-            "m",
-        ),
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name=m"),
         *("--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(ranks), "--max-model-len", "1024"),
         *("--gpu-memory-utilization", str(_SHARE_OF_GPU), "--weight-transfer-config", '{"backend": "weightlane"}'),
     ]
@@ -170,7 +162,7 @@ def main() -> int:
             f"{name_of(model)}: {what}": value for what, value in measure(model, options.tp, options.engine).items()
         }
         if options.json is not None:  # what was found stays when a later model fails
-            options.json.write_text(json.dumps(figures) + "\n", encoding="utf-8")
+            options.json.write_text(json.dumps({"figures": figures}) + "\n", encoding="utf-8")
         torch.cuda.empty_cache()
     print(json.dumps(figures, indent=1))
     return 0

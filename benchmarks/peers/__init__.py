@@ -1,6 +1,16 @@
-"""Other ways to carry a state dict from one process to several, measured beside weightlane's in one run.
+"""The same weights, sent by other libraries, by weightlane's own engines and by plain copies, in turns in one run.
 
     python -m benchmarks.peers --model qwen3-0.6b --receivers 2 --rounds 5 --json peers.json
+    python -m benchmarks.peers --only weightlane,gloo,ray --model tiny     # names, or their beginnings
+    python -m benchmarks.peers --list
 
-See README.md in this folder.
+A round: the sender changes every element (not timed); the exchange lasts from then until the last receiver has the new values in
+its own tensors, in place; each receiver's CRC-32 must equal the sender's (not timed). A peer that cannot run here has a row with
+the reason. Every process computes with one thread; a turn of a peer is a process group of its own, which is killed when the turn
+has ended or takes too long.
+
+*trainer blocked* lasts until the sender may change its tensors again. *rollout blocked* is the time for which the slowest
+receiver's tensors were in use: from when the data are available where it pulls, the whole transfer where it takes part.
+*first round* is cold. *x memcpy-all* is the latency over that of every receiver copying the payload at once, by which rows of
+different runs compare; *x fastest peer* is weightlane's over that of the fastest peer through the same medium.
 """

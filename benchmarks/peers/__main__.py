@@ -1,135 +1,180 @@
-"""The command line; see README.md."""
+"""Runs the peers in turns; see the package's docstring."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+import torch
+
+from benchmarks.command import Report, finish, options_of, say
 from weightlane.ckpt_engines import ConfigError
-from weightlane.cli.bench.workload.workload import MODELS
+from weightlane.cli.bench.workload.workload import MODELS, named_workload
 
-from .catalogue import catalogue
-from .report import merged
-from .runner import Plan, run
-from .table import markdown
+from .catalogue import CATALOGUE
+from .halves import Peer
+from .report import rows_of, text
+from .state import Workload
 
-
-def main() -> int:
-    """Measure, print the table, write the JSON. Exit code 1 when a peer that ran delivered wrong values or failed."""
-    parser = _parser()
-    arguments = parser.parse_args()
-    if arguments.show:
-        print(markdown(json.loads(arguments.show.read_text())))
-        return 0
-    if arguments.add and not arguments.json:
-        parser.error("--add adds to a --json file")
-    everything = catalogue()
-    names = [name for name in everything if arguments.only is None or name.startswith(arguments.only)]
-    if not names:
-        parser.error(f"nothing begins with {', '.join(arguments.only)}; there are {', '.join(everything)}")
-    if arguments.add:
-        names = [name for name in everything if name in names or everything[name].group == "limit"]
-    if arguments.list:
-        for name in names:
-            print(f"{name:30} {everything[name].what}")
-        return 0
-    try:
-        return _measure(arguments, names, list(everything))
-    except (ConfigError, ValueError) as error:
-        parser.error(str(error))
+ROOT = Path(__file__).resolve().parents[2]
+MEASURE = "from benchmarks.peers.measure import main; main()"
+"""Not run by ``-m``: the processes that the peer starts would import this main module again."""
+END_S = 3.0
+TMPFS = "/dev/shm"  # noqa: S108 - everything goes into fresh folders below it
 
 
-def _measure(arguments: argparse.Namespace, names: list[str], everything: list[str]) -> int:
-    plan = Plan(
-        arguments.model,
-        arguments.receivers,
-        arguments.rounds,
-        arguments.passes,
-        repeats=arguments.repeats,
-        turn_s=arguments.turn_s,
-        deadline_s=arguments.deadline_s,
-        quiet_s=arguments.quiet_s,
-        interpreters={
-            name: path for beginning, path in arguments.python for name in everything if name.startswith(beginning)
-        },
-        lock=arguments.lock,
-        lock_s=arguments.lock_s,
+def run(options: argparse.Namespace, names: Sequence[str]) -> Report:
+    """Measure the peers `names`, forwards and backwards in turn, so that changes of the machine meet everybody."""
+    workload = workload_named(options.model)
+    peers = {name: peer for name, peer in CATALOGUE.items() if name in set(names)}
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in peers}
+    passes = min(options.passes, options.rounds)
+    for number in range(passes):
+        rounds = options.rounds * (number + 1) // passes - options.rounds * number // passes
+        for name in list(peers) if number % 2 == 0 else reversed(list(peers)):
+            if not any(each.keys() & {"unavailable", "failed"} for each in answers[name]):
+                found = turn(options, workload, peers[name], rounds)
+                answers[name] += found
+                say(f"pass {number + 1} of {passes}, {name}: {outcome(found)}")
+    rows = rows_of(peers, answers)
+    passed = {
+        "verified": all(row.get("verified", True) for row in rows),
+        "met": not any("failed" in row for row in rows),
+    }
+    about = {"name": workload.name, "payload_bytes": workload.nbytes, "tensors": len(workload.shapes)}
+    return {"workload": {**about, "receivers": options.receivers}, "rows": rows, **passed}
+
+
+def workload_named(name: str) -> Workload:
+    """The workload of `name`: a model that `weightlane bench` knows, or a directory of safetensors files.
+
+    Raises:
+        ConfigError: `name` is neither, or not all of its tensors are bfloat16.
+    """
+    specs = named_workload(name).specs
+    if any(spec.dtype is not torch.bfloat16 for spec in specs):
+        raise ConfigError(f"not all tensors of {name} are bfloat16, which is what peers carry here.", part="peers")
+    return Workload(name, {spec.name: spec.shape for spec in specs})
+
+
+def turn(options: argparse.Namespace, workload: Workload, peer: Peer, rounds: int) -> list[dict[str, Any]]:
+    """The answers of one peer's turn, in a process of its own that is gone afterwards with everything it started."""
+    with _folders() as (memory_dir, disk_dir):
+        settings = {
+            "receivers": options.receivers,
+            "rounds": rounds,
+            "turn_s": options.turn_s,
+            "deadline_s": options.deadline_s,
+        }
+        order = {
+            "peer": peer.name,
+            "workload": workload.to_plain(),
+            "memory_dir": str(memory_dir),
+            "disk_dir": str(disk_dir),
+        }
+        home = memory_dir / "home"  # some peers leave files there
+        home.mkdir()
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        environment = {**os.environ, **threads, "HOME": str(home), "PYTHONPATH": str(ROOT), **peer.environment}
+        with tempfile.TemporaryFile("w+") as complaints:
+            process = subprocess.Popen(  # noqa: S603 - this program
+                [sys.executable, "-c", MEASURE],
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=complaints,
+                text=True,
+                start_new_session=True,
+            )
+            try:
+                answer, _ = process.communicate(json.dumps(order | settings), timeout=options.block_s)
+            except subprocess.TimeoutExpired:
+                return [{"failed": f"it did not end within {options.block_s:.0f} s"}]
+            finally:
+                _end(process)
+            answers = [json.loads(line) for line in answer.splitlines()]
+            if not answers or not answers[-1].keys() & {"done", "failed", "unavailable"}:
+                complaints.seek(0)
+                last = (complaints.read().strip().splitlines() or ["without a word"])[-1]
+                answers.append({"failed": f"its process ended with exit code {process.returncode}: {last}"})
+            return answers
+
+
+def outcome(answers: Sequence[dict[str, Any]]) -> str:
+    """Outcome of a turn, in a line."""
+    for each in answers:
+        for kind in each.keys() & {"unavailable", "failed"}:
+            return f"{kind}: {each[kind]}"
+    return " ".join(
+        f"{each['latency_s']:.3f}{'' if each['verified'] else ' WRONG'}" for each in answers if "round" in each
     )
-    before = json.loads(arguments.json.read_text()) if arguments.add and arguments.json.exists() else None
-
-    def whole(report: dict[str, Any]) -> dict[str, Any]:
-        return merged(before, report, everything) if before else report
-
-    def save(report: dict[str, Any]) -> None:
-        if arguments.json:
-            arguments.json.write_text(json.dumps(whole(report), indent=1) + "\n")
-
-    # Told to end, it ends what it started and removes its folders.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = run(plan, names, lambda line: print(line, file=sys.stderr, flush=True), save)
-    print(markdown(whole(report)))
-    return int(any("failed" in row or not row.get("verified", True) for row in report["rows"]))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__)
+def _end(process: subprocess.Popen[str]) -> None:
+    """End the process, its group, and whatever else it started and is still there."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=END_S)
+    for each in family:
+        # Python's own tracker ends when the others have, after removing the semaphores they left in shared memory.
+        with contextlib.suppress(psutil.Error):
+            if "multiprocessing.resource_tracker" not in " ".join(each.cmdline()):
+                each.kill()
+    process.kill()
+    process.communicate()
+
+
+@contextlib.contextmanager
+def _folders() -> Iterator[tuple[Path, Path]]:
+    """A folder on tmpfs and one on disk."""
+    folders = Path(tempfile.mkdtemp(prefix="peers-", dir=TMPFS)), Path(tempfile.mkdtemp(prefix="peers-"))
+    try:
+        yield folders
+    finally:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table, write the JSON. Exit code 1 when a peer that ran delivered wrong values or failed."""
+    parser = options_of(__doc__, rounds=5, deadline_s=60.0)
+    models = ", ".join(MODELS)
     parser.add_argument(
-        "--model", default="qwen3-0.6b", help=f"{', '.join(MODELS)}, or a directory of safetensors files, all bfloat16"
+        "--model", default="qwen3-0.6b", help=f"{models}, or a directory of safetensors files, all bfloat16"
     )
     parser.add_argument("--receivers", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds per peer")
     parser.add_argument(
         "--passes", type=int, default=2, help="how often to go through the list, a part of the rounds each"
     )
-    parser.add_argument(
-        "--repeats", type=int, default=2, help="more turns for peers of which others disturbed most rounds"
-    )
-    parser.add_argument(
-        "--turn-s", type=float, default=20.0, help="seconds of rounds after which a slow peer's turn ends early"
-    )
-    parser.add_argument("--only", type=_names, help="names, or beginnings of names, separated by commas")
-    parser.add_argument("--json", type=Path, help="write the report there")
-    parser.add_argument(
-        "--add",
-        action="store_true",
-        help="keep those rows of the --json file that are not measured now; limits always are",
-    )
-    parser.add_argument(
-        "--show", type=Path, metavar="JSON", help="print the table of an earlier report and measure nothing"
-    )
+    parser.add_argument("--turn-s", type=float, default=20.0, help="seconds of rounds after which a turn ends early")
+    parser.add_argument("--block-s", type=float, default=240.0, help="most seconds of a turn from start to end")
+    parser.add_argument("--only", help="names, or beginnings of names, separated by commas; limits are always measured")
     parser.add_argument("--list", action="store_true", help="print what there is and measure nothing")
-    parser.add_argument(
-        "--python",
-        type=_interpreter,
-        action="append",
-        default=[],
-        metavar="NAME=PATH",
-        help="measure the peers whose name begins so with this interpreter",
-    )
-    parser.add_argument(
-        "--lock", type=Path, metavar="FILE", help="hold this file's lock while peers run, some minutes at a time"
-    )
-    parser.add_argument("--lock-s", type=float, default=150.0, help="after how long others get a turn at that lock")
-    parser.add_argument(
-        "--quiet-s", type=float, default=30.0, help="longest wait for a quiet machine per turn; 0 for none"
-    )
-    parser.add_argument("--deadline-s", type=float, default=60.0, help="for every single wait of a peer")
-    return parser
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name for name in text.split(",") if name)
-
-
-def _interpreter(text: str) -> tuple[str, str]:
-    name, found, path = text.partition("=")
-    if not found or not Path(path).is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=PATH of a Python interpreter")
-    return name, path
+    options = parser.parse_args(arguments)
+    if min(options.receivers, options.rounds, options.passes) < 1:
+        parser.error("--receivers, --rounds and --passes must be at least 1")
+    asked = tuple((options.only or "").split(","))
+    names = [name for name, peer in CATALOGUE.items() if name.startswith(asked) or peer.group == "limit"]
+    if options.list:
+        print("\n".join(f"{name:30} {CATALOGUE[name].what}" for name in names))
+        return 0
+    return finish("peers", lambda: run(options, names), text, options.json)
 
 
 if __name__ == "__main__":

@@ -1,43 +1,38 @@
-"""Peers whose sender and receivers are plain processes: each half is a class, run in a process of its own."""
+"""Sender and receivers of every row of the comparison, each a class that runs in a process of its own."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
 import multiprocessing
 import queue
 import time
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from .peer import Peer, Session, Task, Times
-from .workload import State, Workload
+from .state import State, Workload
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 """Each half is forked from a process that has torch, and nothing else, loaded: importing it takes longer than most rounds."""
 _JOIN_S = 10.0
 
 
-class Link:
-    """Channel between a peer's halves for everything but the weights: signals by semaphore, and queues of plain data.
+class Line:
+    """Signals and plain data between a peer's halves: everything but the weights. Every wait has a deadline."""
 
-    Every wait has a deadline.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.receivers = task.receivers
-        self.deadline_s = task.deadline_s
-        self.memory_dir: Path = task.memory_dir
-        self.disk_dir: Path = task.disk_dir
-        self._ready = [_PROCESSES.Semaphore(0) for _ in range(task.receivers)]
-        self._done = [_PROCESSES.Semaphore(0) for _ in range(task.receivers)]
-        self._down: list[Any] = [_PROCESSES.Queue() for _ in range(task.receivers)]
-        self._up: list[Any] = [_PROCESSES.Queue() for _ in range(task.receivers)]
+    def __init__(self, receivers: int, deadline_s: float, memory_dir: Path, disk_dir: Path) -> None:
+        self.receivers, self.deadline_s = receivers, deadline_s
+        self.memory_dir, self.disk_dir = memory_dir, disk_dir
+        """Empty folders on tmpfs and on a disk, gone when the turn has ended."""
+        self._ready = [_PROCESSES.Semaphore(0) for _ in range(receivers)]
+        self._down: list[Any] = [_PROCESSES.Queue() for _ in range(receivers)]
+        self._up: list[Any] = [_PROCESSES.Queue() for _ in range(receivers)]
 
     def signal_receivers(self) -> None:
         """Sender: the weights are there to be taken."""
@@ -46,16 +41,8 @@ class Link:
 
     def await_sender(self, receiver: int) -> None:
         """Receiver: wait for `signal_receivers`."""
-        self._acquire(self._ready[receiver], "the sender")
-
-    def signal_sender(self, receiver: int) -> None:
-        """Receiver: done with what the sender lent."""
-        self._done[receiver].release()
-
-    def await_receivers(self) -> None:
-        """Sender: wait for the `signal_sender` of every receiver."""
-        for number, semaphore in enumerate(self._done):
-            self._acquire(semaphore, f"receiver {number}")
+        if not self._ready[receiver].acquire(timeout=self.deadline_s):
+            raise TimeoutError(f"no signal from the sender within {self.deadline_s:.0f} s")
 
     def tell_receiver(self, receiver: int, what: object) -> None:
         """Sender: plain data for one receiver."""
@@ -66,7 +53,7 @@ class Link:
         for receiver in range(self.receivers):
             self.tell_receiver(receiver, what)
 
-    def hear_sender(self, receiver: int) -> Any:
+    def from_sender(self, receiver: int) -> Any:
         """Receiver: what the sender told it."""
         return self._get(self._down[receiver], "the sender")
 
@@ -74,17 +61,13 @@ class Link:
         """Receiver: plain data for the sender."""
         self._up[receiver].put(what)
 
-    def hear_receiver(self, receiver: int) -> Any:
+    def from_receiver(self, receiver: int) -> Any:
         """Sender: what that receiver told it."""
         return self._get(self._up[receiver], f"receiver {receiver}")
 
-    def hear_receivers(self) -> list[Any]:
+    def from_receivers(self) -> list[Any]:
         """Sender: what each receiver told it."""
-        return [self.hear_receiver(receiver) for receiver in range(self.receivers)]
-
-    def _acquire(self, semaphore: Any, who: str) -> None:
-        if not semaphore.acquire(timeout=self.deadline_s):
-            raise TimeoutError(f"no signal from {who} within {self.deadline_s:.0f} s")
+        return [self.from_receiver(receiver) for receiver in range(self.receivers)]
 
     def _get(self, source: Any, who: str) -> Any:
         try:
@@ -94,142 +77,127 @@ class Link:
 
 
 class Half:
-    """The sender or a receiver, in its own process.
-
-    Args:
-        link: to the other halves.
-        rank: 0 is the sender; receivers count from 1.
-        workload: what is carried.
-        options: the peer's.
-    """
+    """The sender (rank 0) or a receiver (from 1 on), in its own process; only `exchange` is timed."""
 
     flat = False
     """Whether its tensors are views of one buffer."""
 
-    def __init__(self, link: Link, rank: int, workload: Workload, options: Mapping[str, Any]) -> None:
-        self.link = link
-        self.rank = rank
-        self.workload = workload
-        self.options = options
+    def __init__(self, line: Line, rank: int, workload: Workload, options: Mapping[str, Any]) -> None:
+        self.line, self.rank, self.workload, self.options = line, rank, workload, options
+        self.receiver = rank - 1
+        """A receiver's number on the line, from 0."""
         self.state = State(workload, 1000 + rank, flat=self.flat)
-
-    @property
-    def receiver(self) -> int:
-        """This receiver's number on the link, from 0."""
-        return self.rank - 1
-
-    @property
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """This half's own tensors."""
-        return self.state.tensors
+        self.tensors = self.state.tensors
 
     def prepare(self) -> None:
-        """Connect to the other halves. Once, not timed."""
+        """Connect to the other halves, once."""
 
     def before_round(self, round_number: int) -> None:
-        """Not timed; the sender's tensors have their new values."""
+        """Called when the sender's tensors have their new values."""
+
+    def exchange(self, round_number: int) -> float | None:
+        """Send the tensors, or bring the new values into them. Returning frees them.
+
+        Returns:
+            Of a receiver that pulls: the ``time.monotonic()`` from which on the tensors were in use.
+        """
+        raise NotImplementedError
 
     def after_round(self, round_number: int) -> None:
-        """Not timed; everybody has the new values."""
+        """Called when everybody has the new values."""
 
     def close(self) -> None:
         """Release what `prepare` made."""
 
 
-class Sender(Half, ABC):
-    """The sending half."""
+@dataclass(frozen=True)
+class Peer:
+    """A row of the comparison; its processes get `environment`, and the interpreter named for it, if any."""
 
-    @abstractmethod
-    def send(self, round_number: int) -> None:
-        """Send the tensors. Returning means that they may change again."""
+    name: str
+    through: Literal["memory", "network", "files"]
+    """Medium of the weights: only rows with the same can replace one another."""
+    what: str
+    """Description of how it carries the weights, for the list."""
+    sender: type[Half]
+    receiver: type[Half]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    group: Literal["limit", "weightlane", "peer"] = "peer"
+    packages: tuple[str, ...] = ("torch",)
+    """Distributions whose versions belong to the row."""
+    modules: tuple[str, ...] = ()
+    """Imports beyond torch, once it is prepared."""
+    install: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    most_receivers: int = 1 << 10
 
-
-class Receiver(Half, ABC):
-    """A receiving half."""
-
-    @abstractmethod
-    def receive(self, round_number: int) -> float | None:
-        """Bring the new values into the tensors.
-
-        Returns:
-            The ``time.monotonic()`` from which on the tensors were in use for it, when not from the beginning.
-        """
-
-
-class HalvesPeer(Peer):
-    """A peer made of a `Sender` and a `Receiver` class."""
-
-    sender: type[Sender]
-    receiver: type[Receiver]
-    receivers_at_most: int | None = None
-
-    def __init__(self, name: str, what: str, **options: Any) -> None:
-        self.name = name
-        self.what = what
-        self.options = options
-
-    def unavailable_reason(self) -> str | None:
-        """Return None, since plain processes need nothing but torch. Peers with other dependencies override this."""
+    def missing(self) -> str | None:
+        """Reason why it cannot run here and what to do about it, or None."""
+        for module in self.modules:
+            try:
+                importlib.import_module(module)
+            except Exception as error:  # noqa: BLE001 - a broken installation fails in its own ways; the reason is reported
+                return f"{module} cannot be imported ({type(error).__name__}: {error}); {self.install}"
         return None
 
-    @contextmanager
-    def open(self, task: Task) -> Iterator[Session]:
-        """Start sender and receivers as processes and connect them; leaving ends them. See `Peer.open`."""
-        if self.receivers_at_most is not None:
-            receivers = min(task.receivers, self.receivers_at_most)
-            task = Task(task.workload, receivers, task.deadline_s, task.memory_dir, task.disk_dir)
-        session = _HalvesSession(self, task)
-        try:
-            session.prepare()
-            yield session
-        finally:
-            session.close()
+    def versions(self) -> dict[str, str]:
+        """The installed version of each of `packages`."""
+        found = {}
+        for package in self.packages:
+            try:
+                found[package] = importlib.metadata.version(package)
+            except importlib.metadata.PackageNotFoundError:
+                continue
+        return found
 
 
-class _HalvesSession(Session):
-    def __init__(self, peer: HalvesPeer, task: Task) -> None:
-        _PROCESSES.set_forkserver_preload([__name__, type(peer).__module__])
-        self._deadline_s = task.deadline_s
-        self._link = Link(task)  # its semaphores last as long as it does
+class Session:
+    """A peer's halves in their processes. A round is `change`, `exchange` and `verify`; `close` ends them."""
+
+    def __init__(self, peer: Peer, workload: Workload, line: Line) -> None:
+        _PROCESSES.set_forkserver_preload([__name__, peer.sender.__module__])
+        self._line = line  # its semaphores last as long as it does
         self._pipes: list[Connection] = []
         self._processes = []
-        for rank in range(task.receivers + 1):
+        self._digest = 0
+        for rank in range(line.receivers + 1):
             mine, theirs = _PROCESSES.Pipe()
             kind = peer.receiver if rank else peer.sender
-            process = _PROCESSES.Process(
-                target=_serve,
-                args=(theirs, kind, self._link, rank, task.workload, peer.options),
-                name=f"{peer.name}/{rank}",
-            )
+            arguments = (theirs, kind, line, rank, workload, peer.options)
+            process = _PROCESSES.Process(target=_serve, args=arguments, name=f"{peer.name}/{rank}")
             process.start()
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
 
     def prepare(self) -> None:
+        """Connect the halves."""
         self._all("prepare")
 
     def change(self, round_number: int) -> None:
-        self._ask(0, "change", round_number)
-        self._digest = self._answer(0)
+        """Change every element of the sender's tensors."""
+        (self._digest,) = self._all("change", round_number, ranks=[0])
         self._all("before_round", round_number)
 
-    def exchange(self, round_number: int) -> Times:
+    def exchange(self, round_number: int) -> dict[str, float]:
+        """Bring the sender's tensors into every receiver's own. Returns seconds, by figure."""
         answers = self._all("exchange", round_number)
         began, _, freed = answers[0]
-        received = [(max(began, blocked_from), done) for _, blocked_from, done in answers[1:]]
-        return Times(
-            trainer_blocked_s=freed - began,
-            rollout_blocked_s=max(done - blocked_from for blocked_from, done in received),
-            latency_s=max(done for _, done in received) - began,
-        )
+        received = [(max(began, in_use_from), done) for _, in_use_from, done in answers[1:]]
+        return {
+            "trainer_blocked_s": freed - began,
+            "rollout_blocked_s": max(done - in_use_from for in_use_from, done in received),
+            "latency_s": max(done for _, done in received) - began,
+        }
 
     def verify(self, round_number: int) -> bool:
+        """Whether every receiver's tensors now have the sender's digest. Also tidies up after the round."""
         digests = self._all("digest")[1:]
         self._all("after_round", round_number)
         return all(digest == self._digest for digest in digests)
 
     def close(self) -> None:
+        """End the processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -238,18 +206,16 @@ class _HalvesSession(Session):
                 process.kill()
                 process.join(_JOIN_S)
 
-    def _all(self, what: str, *arguments: int) -> list[Any]:
-        for rank in reversed(range(len(self._pipes))):  # whoever receives is there before the sender begins
-            self._ask(rank, what, *arguments)
-        return [self._answer(rank) for rank in range(len(self._pipes))]
-
-    def _ask(self, rank: int, what: str, *arguments: int) -> None:
-        self._pipes[rank].send((what, arguments))
+    def _all(self, what: str, *arguments: int, ranks: Iterable[int] = ()) -> list[Any]:
+        asked = list(ranks) or list(range(len(self._pipes)))
+        for rank in reversed(asked):  # whoever receives is there before the sender begins
+            self._pipes[rank].send((what, arguments))
+        return [self._answer(rank) for rank in asked]
 
     def _answer(self, rank: int) -> Any:
         name = self._processes[rank].name
-        if not self._pipes[rank].poll(self._deadline_s):
-            raise TimeoutError(f"{name} does not answer within {self._deadline_s:.0f} s")
+        if not self._pipes[rank].poll(self._line.deadline_s):
+            raise TimeoutError(f"{name} does not answer within {self._line.deadline_s:.0f} s")
         try:
             error, value = self._pipes[rank].recv()
         except (EOFError, ConnectionResetError):
@@ -261,7 +227,7 @@ class _HalvesSession(Session):
 
 
 def _serve(
-    pipe: Connection, kind: type[Half], link: Link, rank: int, workload: Workload, options: Mapping[str, Any]
+    pipe: Connection, kind: type[Half], line: Line, rank: int, workload: Workload, options: Mapping[str, Any]
 ) -> None:
     """Run one half until the pipe closes."""
     torch.set_num_threads(1)
@@ -272,8 +238,7 @@ def _serve(
         except EOFError:
             break
         try:
-            if half is None:
-                half = kind(link, rank, workload, options)
+            half = half or kind(line, rank, workload, options)
             pipe.send((False, _do(half, what, *arguments)))
         except Exception:  # noqa: BLE001 - any error belongs in the table
             pipe.send((True, traceback.format_exc(limit=-4)))
@@ -282,19 +247,10 @@ def _serve(
 
 
 def _do(half: Half, what: str, *arguments: int) -> Any:
-    match what:
-        case "change":
-            half.state.change(*arguments)
-            return half.state.digest()
-        case "digest":
-            return half.state.digest()
-        case "exchange":
-            began = time.monotonic()
-            blocked_from = None
-            if isinstance(half, Receiver):
-                blocked_from = half.receive(*arguments)
-            elif isinstance(half, Sender):
-                half.send(*arguments)
-            return began, began if blocked_from is None else blocked_from, time.monotonic()
-        case _:
-            return getattr(half, what)(*arguments)
+    if what == "change":
+        half.state.change(*arguments)
+    if what in {"change", "digest"}:
+        return half.state.digest()
+    began = time.monotonic()
+    answer = getattr(half, what)(*arguments)
+    return (began, began if answer is None else answer, time.monotonic()) if what == "exchange" else answer

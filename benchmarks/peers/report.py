@@ -1,72 +1,58 @@
-"""Builds the report of a run: one row per peer, with the ratio of its latency to that of the limit `memcpy-all`."""
+"""The report of a run: one row per peer, with its latency as a multiple of the limit `memcpy-all`."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import platform
-import statistics
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.command import Report, shown, spread, table
 
-from .peer import Peer
-from .workload import Workload
+from .halves import Peer
 
-_TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
+TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
 YARDSTICK = "memcpy-all"
-"""The limit that every row is held against, in the run that it comes from."""
+COLUMNS = (
+    "",
+    "through",
+    "latency, s",
+    "x memcpy-all",
+    "x fastest peer",
+    "trainer blocked",
+    "rollout blocked",
+    "first round",
+    "rounds",
+)
 
 
-def report_of(
-    passes: int, receivers: int, workload: Workload, peers: Mapping[str, Peer], words: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The report, as README.md describes it, of what the peers' processes said so far."""
-    rows = [_row(peer, words[name]) for name, peer in peers.items() if words[name]]
+def rows_of(peers: Mapping[str, Peer], answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The rows of what the peers' processes have answered so far."""
+    rows = [_row(peers[name], each) for name, each in answers.items() if each]
     limit = next((row["latency_s"]["median"] for row in rows if row["name"] == YARDSTICK and "latency_s" in row), None)
     for row in rows:
         if limit is not None and "latency_s" in row:
             row["x_memcpy_all"] = round(row["latency_s"]["median"] / limit, 3)
+    return rows
+
+
+def _row(peer: Peer, answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"name": peer.name, "group": peer.group, "through": peer.through, "what": peer.what}
+    rounds = [each for each in answers if "round" in each]
+    counted = [each for each in rounds if not each["warm_up"]]
+    for each in answers:
+        row |= {kind: each[kind] for kind in ("unavailable", "failed") if kind in each}
+    if not counted or "failed" in row:
+        return row
     return {
-        "benchmark": "peers",
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "machine": machine(),
-        "workload": {
-            "name": workload.name,
-            "payload_bytes": workload.nbytes,
-            "tensors": len(workload.shapes),
-            "receivers": receivers,
-        },
-        "passes": passes,
-        "rows": rows,
+        **row,
+        "versions": next(each["versions"] for each in answers if "versions" in each),
+        **{figure: spread(each[figure] for each in counted) for figure in TIMES},
+        "first_round_s": rounds[0]["latency_s"],
+        "rounds": len(counted),
+        "verified": all(each["verified"] for each in rounds),
     }
 
 
-def merged(before: Mapping[str, Any], now: Mapping[str, Any], order: Sequence[str]) -> dict[str, Any]:
-    """`now`, and those rows of an earlier report that were not measured again.
-
-    Every row keeps its ratio to the limit of the run that it comes from; rows of different runs compare by that only.
-
-    Args:
-        before: The earlier report.
-        now: The later one.
-        order: Of the rows, by name.
-
-    Raises:
-        ValueError: The two are not of the same machine, workload and receivers.
-    """
-    for what in ("machine", "workload"):
-        if before[what] != now[what]:
-            raise ValueError(f"the earlier report is of another {what}: {before[what]}, now {now[what]}")
-    rows = {row["name"]: row for row in [*before["rows"], *now["rows"]]}
-    place = {name: position for position, name in enumerate(order)}
-    return {**now, "rows": sorted(rows.values(), key=lambda row: place.get(row["name"], len(place)))}
-
-
-def fastest_peers(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def fastest_peers(report: Report) -> dict[str, dict[str, Any]]:
     """The fastest peer's row by what it goes through: memory, network or files."""
     found: dict[str, dict[str, Any]] = {}
     for row in report["rows"]:
@@ -77,49 +63,28 @@ def fastest_peers(report: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def machine() -> dict[str, Any]:
-    """Describe the hardware and software that the figures depend on, without anything that identifies the machine."""
-    processor = ""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        processor = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return {
-        "cpus": os.cpu_count(),
-        "cpu": processor,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30), 1),
-        "kernel": platform.release().partition("-")[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "threads_per_process": 1,
-    }
-
-
-def _row(peer: Peer, words: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": peer.name, "group": peer.group, "through": peer.through, "what": peer.what}
-    for word in words:
-        for kind in ("unavailable", "failed"):
-            if kind in word:
-                return {**row, kind: word[kind]}
-    measured = [word for word in words if "round" in word and not word["warm_up"]]
-    clean = [word for word in measured if word["clean"]]
-    counted = clean or measured
-    return {
-        **row,
-        "versions": next(word["versions"] for word in words if "versions" in word),
-        **{time_: _spread([word[time_] for word in counted]) for time_ in _TIMES},
-        "first_round_s": next(word["latency_s"] for word in words if word.get("warm_up")),
-        "setup_s": next(word["setup_s"] for word in words if "setup_s" in word),
-        "rounds": len(counted),
-        "disturbed_rounds": len(measured) - len(clean),
-        "clean": bool(clean),
-        "failed_turns": [word["failed_before"] for word in words if "failed_before" in word],
-        "verified": all(word["verified"] for word in words if "round" in word),
-    }
-
-
-def _spread(values: Sequence[float]) -> dict[str, float]:
-    return {
-        "median": round(statistics.median(values), 5),
-        "min": round(min(values), 5),
-        "max": round(max(values), 5),
-    }
+def text(report: Report) -> str:
+    """One table of all rows, fastest first within its group. What did not run says why, at the end."""
+    order, fastest, lines = {"limit": 0, "weightlane": 1, "peer": 2}, fastest_peers(report), []
+    ran = [row for row in report["rows"] if "latency_s" in row]
+    for row in sorted(ran, key=lambda row: (order[row["group"]], row["latency_s"]["median"])):
+        best = fastest.get(row["through"]) if row["group"] == "weightlane" and "x_memcpy_all" in row else None
+        times = [f"{row[figure]['median']:.2g}" for figure in ("trainer_blocked_s", "rollout_blocked_s")]
+        of_limit = f"{row['x_memcpy_all']:.1f}" if "x_memcpy_all" in row else ""
+        of_best = f"{row['x_memcpy_all'] / best['x_memcpy_all']:.2f} ({best['name']})" if best else ""
+        rounds = f"{row['rounds']}{'' if row['verified'] else ' **WRONG VALUES**'}"
+        cells = (
+            row["through"],
+            shown(row["latency_s"]),
+            of_limit,
+            of_best,
+            *times,
+            f"{row['first_round_s']:.2f}",
+            rounds,
+        )
+        lines.append((row["name"], *cells))
+    for row in report["rows"]:
+        for kind, words in (("unavailable", "cannot run here"), ("failed", "failed")):
+            if reason := row.get(kind):
+                lines.append((row["name"], row["through"], f"{words}: {reason}".replace("\n", " "), *[""] * 6))
+    return table(COLUMNS, lines)

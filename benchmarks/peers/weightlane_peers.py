@@ -27,17 +27,15 @@ from weightlane.sync import (
     TensorSpec,
 )
 
-from .halves import HalvesPeer, Link, Receiver, Sender
-from .peer import Peer, Through
-from .workload import copy_all
+from .halves import Half, Line, Peer
+from .state import copy_all
 
 
 class _Replica:
     """A receiver as the coordinator sees it, which runs in the sender's process."""
 
-    def __init__(self, link: Link, number: int) -> None:
-        self._link = link
-        self._number = number
+    def __init__(self, line: Line, number: int) -> None:
+        self._line, self._number = line, number
         self.name = f"rollout-{number}"
 
     def subscriber_names(self) -> list[str]:
@@ -56,11 +54,13 @@ class _Replica:
         raise RuntimeError("a receiver failed") from error
 
     async def _call(self, what: str, arguments: object) -> Any:
-        self._link.tell_receiver(self._number, (what, arguments))
-        return await asyncio.to_thread(self._link.hear_receiver, self._number)
+        self._line.tell_receiver(self._number, (what, arguments))
+        return await asyncio.to_thread(self._line.from_receiver, self._number)
 
 
-class _Publishes(Sender):
+class _Publishes(Half):
+    """Publishes a version, and passes the fence."""
+
     def prepare(self) -> None:
         shards = [
             LocalShard.whole(TensorSpec(name, tuple(tensor.shape), torch.bfloat16), tensor)
@@ -68,22 +68,22 @@ class _Publishes(Sender):
         ]
         engine: dict[str, Any] = {}
         if self.options["engine"] == "filesystem":
-            engine = {"path": str(self.link.disk_dir / "versions"), "keep_versions": 1}
+            engine = {"path": str(self.line.disk_dir / "versions"), "keep_versions": 1}
         self._publisher = CollectivePublisher(
             shards,
-            [_Replica(self.link, number) for number in range(self.link.receivers)],
+            [_Replica(self.line, number) for number in range(self.line.receivers)],
             backend=self.options["engine"],
             options=engine,
             config=SyncConfig(
-                deadline_s=self.link.deadline_s,
-                stall_s=self.link.deadline_s,
+                deadline_s=self.line.deadline_s,
+                stall_s=self.line.deadline_s,
                 quorum=1.0,
                 integrity=self.options["integrity"],
             ),
             max_failed=1,
         )
 
-    def send(self, round_number: int) -> None:
+    def exchange(self, round_number: int) -> None:
         self._publisher.publish(round_number)
         self._publisher.fence()
 
@@ -97,24 +97,26 @@ class _Publishes(Sender):
             self._publisher.close()
 
 
-class _Subscribes(Receiver):
+class _Subscribes(Half):
+    """Commits by copying."""
+
     def prepare(self) -> None:
-        what, (rendezvous, backend, options) = self.link.hear_sender(self.receiver)
+        what, (rendezvous, backend, options) = self.line.from_sender(self.receiver)
         assert what == "connect", what
         expected = {
             name: ExpectedTensor(tuple(tensor.shape), frozenset({torch.bfloat16}))
             for name, tensor in self.tensors.items()
         }
         self._subscriber = Subscriber(f"rollout-{self.receiver}/0", rendezvous, backend, options, Expectation(expected))
-        self.link.tell_sender(self.receiver, "connected")
+        self.line.tell_sender(self.receiver, "connected")
 
-    def receive(self, round_number: int) -> float:
-        what, version = self.link.hear_sender(self.receiver)
+    def exchange(self, round_number: int) -> float:
+        what, version = self.line.from_sender(self.receiver)
         assert (what, version) == ("commit", round_number), (what, version)
         blocked_from = time.monotonic()
         copy_all(self.tensors, self._subscriber.take(version))
         self._subscriber.release(version)
-        self.link.tell_sender(self.receiver, time.monotonic() - blocked_from)
+        self.line.tell_sender(self.receiver, time.monotonic() - blocked_from)
         return blocked_from
 
     def close(self) -> None:
@@ -122,29 +124,24 @@ class _Subscribes(Receiver):
             self._subscriber.close()
 
 
-_ENGINES: tuple[tuple[str, Through, str], ...] = (
-    ("shm", "memory", "buckets in shared memory"),
-    ("gloo", "network", "buckets broadcast over gloo"),
-    ("filesystem", "files", "files through the page cache"),
-)
-
-
-class _Weightlane(HalvesPeer):
-    group = "weightlane"
-    packages = ("weightlane",)
-    sender = _Publishes
-    receiver = _Subscribes
-
-    def __init__(self, engine: str, through: Through, how: str, suffix: str, integrity: str, said: str) -> None:
-        super().__init__(f"weightlane-{engine}{suffix}", f"{how}; {said}", engine=engine, integrity=integrity)
-        self.through = through
-
-
-WEIGHTLANE: tuple[Peer, ...] = tuple(
-    _Weightlane(engine, through, how, suffix, integrity, said)
-    for engine, through, how in _ENGINES
-    for suffix, integrity, said in (
+WEIGHTLANE = tuple(
+    Peer(
+        f"weightlane-{engine}{suffix}",
+        through,
+        f"{how}; {checked}",
+        _Publishes,
+        _Subscribes,
+        {"engine": engine, "integrity": integrity},
+        group="weightlane",
+        packages=("weightlane",),
+    )
+    for engine, through, how in (
+        ("shm", "memory", "buckets in shared memory"),
+        ("gloo", "network", "buckets broadcast over gloo"),
+        ("filesystem", "files", "files through the page cache"),
+    )
+    for suffix, integrity, checked in (
         ("", "full", "every bucket checksummed on both sides"),
-        ("-unchecked", "off", "integrity off, as every peer"),
+        ("-unchecked", "off", "integrity off, as with every peer"),
     )
 )

@@ -1,4 +1,4 @@
-"""Draws every folder of the product from its imports: ``python docs/site/architecture.py`` writes `docs/architecture.md`.
+"""Draws every folder of the product from its imports: `make docs` puts the page into the site, and no file holds it.
 
 An arrow means "imports", at run time, inside functions or for types alone. Arrows that follow from others are not drawn.
 """
@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs/architecture.md"
 FOLDERS = ("plugins", "ckpt_engines", "sync", "trainer", "rollout", "cli")
 MOST_ENTRIES = 12
 """Largest number of entries of a folder, beside its ``__init__.py``: as many as a reader takes in at a glance."""
@@ -170,7 +168,7 @@ def page() -> str:
     lines = [
         "# Architecture",
         "",
-        "Every folder of the product, drawn from its imports by `python docs/site/architecture.py`. An arrow means",
+        "Every folder of the product, drawn from its imports by `make docs`. An arrow means",
         "“imports”; arrows that follow from others are left out. No arrows form a circle, a folder has at most",
         f"{MOST_ENTRIES} entries, and no module has more than {MOST_LINES} lines: `tests/packaging/test_architecture.py`",
         "holds that. Why things are so: [Design](design.md).",
@@ -179,15 +177,3 @@ def page() -> str:
     for folder, entries in folders(known).items():
         lines += section(folder, entries, known)
     return "\n".join(lines).rstrip() + "\n"
-
-
-def main() -> None:
-    """Write the page; with ``--check`` only say whether it is up to date."""
-    text = page()
-    if "--check" in sys.argv:
-        raise SystemExit(PAGE.read_text() != text)
-    PAGE.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

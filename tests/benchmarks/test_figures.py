@@ -1,32 +1,43 @@
-"""Figures of the smaller benchmarks are computed as their pages say, and wrong bits are noticed."""
+"""Figures are computed as their page says, wrong bits are noticed, and the page shows the committed results."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import dataclasses
+import json
+import subprocess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+ROOT = Path(__file__).resolve().parents[2]
 
-def test_decoding_beside_a_sync_is_a_share_of_the_turn_just_before(decoding: ModuleType) -> None:
-    """A machine that slows down during the benchmark does not count."""
-    way = decoding.Way("shm", "keep")
-    for alone, beside in ((100.0, 90.0), (50.0, 45.0), (10.0, 8.0)):
-        way.pairs.append((decoding.Turn(alone, 0, 0.0, 2.0), decoding.Turn(beside, 4, 0.2, 2.0)))
-    figures = way.figures()
-    assert figures["share"] == {"median": 0.9, "min": 0.8, "max": 0.9}
-    assert figures["versions_per_s"] == 2.0
-    assert figures["blocked_s_per_version"] == pytest.approx(0.05)
-    report = {
-        "payload_bytes": 10**8, "tensors": 3, "concurrency": 8, "machine": {"cores": 2}, "rounds": 3,
-        "rows": [{"threads": 1, **figures}], "verified": False,
-    }  # fmt: skip
-    assert " 0.90 " in decoding.text(report)
-    assert "NOT VERIFIED" in decoding.text(report)
+
+def test_the_page_is_what_the_committed_results_give(figures: ModuleType) -> None:
+    text = figures.PAGE.read_text()
+    assert text == figures.page(text), "run python -m benchmarks.figures"
+    names = ["bench-*", *(name.removeprefix("make ") for name in figures.TABLES)]
+    assert sum(len(figures.results(name)) for name in names) == len([*figures.RESULTS.glob("*/*")]), "one is not shown"
+
+
+def test_a_row_of_the_bench_has_the_limits_of_its_own_run_and_says_if_bits_were_wrong(figures: ModuleType) -> None:
+    report = json.loads(next(figures.RESULTS.glob("*/bench-*-shm-off-*.json")).read_text())
+    row = report["rows"][0]
+    row["latency_s"]["median"], row["raw_transport_s"]["median"] = 0.5, 0.4
+    assert "| 500 | 400 | 1.25 | 100.00% |" in figures.bench([report])
+    assert "NOT VERIFIED" not in figures.bench([report])
+    row["verified"] = False
+    assert "NOT VERIFIED" in figures.bench([report])
+
+
+def test_a_document_without_its_lines_is_refused(figures: ModuleType) -> None:
+    document = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
+    assert figures.put_into(document, "x", "new\n") == "a\n<!-- x: begin -->\nnew\n<!-- x: end -->\nb\n"
+    with pytest.raises(ValueError, match="lacks the lines <!-- y: begin -->"):
+        figures.put_into(document, "y", "new\n")
 
 
 def test_a_changed_element_is_one_with_any_other_bit_on_the_wire_and_tied_weights_count_once(
@@ -45,75 +56,41 @@ def test_a_changed_element_is_one_with_any_other_bit_on_the_wire_and_tied_weight
     assert density.changed_share(before, before) == 0.0
 
 
-def test_a_plan_that_moves_more_than_is_needed_is_not_verified(
-    plan_scale: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shape_named, explained = plan_scale.shape_named, plan_scale.plan_report
-    monkeypatch.setattr(plan_scale, "shape_named", lambda name: dataclasses.replace(shape_named(name), layers=1))
-    row = plan_scale.measure_case("30b", 2)
-    assert row["verified"]
-    assert len(row["wall_s"]) == len(row["cpu_s"]) == 2
-    report = {"rows": [row], "verified": True}
-    assert all(cell in plan_scale.markdown(report) for cell in plan_scale.cells(row))
-
-    def one_byte_more(*arguments: Any, **settings: Any) -> dict[str, Any]:
-        report: dict[str, Any] = explained(*arguments, **settings)
-        return report | {"crossing_bytes": report["crossing_bytes"] + 1}
-
-    monkeypatch.setattr(plan_scale, "plan_report", one_byte_more)
-    assert not plan_scale.measure_case("30b", 1)["verified"]
-    assert "NOT VERIFIED" in plan_scale.text(report | {"verified": False})
-
-
-def test_every_operation_on_small_tensors_leaves_the_very_bits_and_a_missing_one_is_noticed(
-    small_tensors: ModuleType,
-) -> None:
-    found = small_tensors.measure(50, 256, 1)
-    assert found["verified"]
-    assert all(taken["min"] > 0 for taken in found["seconds"].values())
-    for name in ("snapshot of one rank", "buckets of two ranks", "commit"):
-        torch.manual_seed(0)
-        measured, as_sent = small_tensors.ways(50, 256)
-        for other, way in measured.items():
-            if other != name:
-                way()
-        assert not as_sent(), f"nobody notices that there was no {name}"
-        for way in measured.values():
-            way()
-        assert as_sent()
-
-
-def test_the_cost_of_a_version_is_the_median_and_the_95th_percentile(version_cost: ModuleType) -> None:
-    carried = [version_cost.Carried(0.001 * turn, 0.002 * turn, 0.01 * turn) for turn in range(1, 22)]
-    row = version_cost.figures("shm", carried)
-    assert row["versions"] == 21
-    assert row["trainer_blocked_s"] == {"median": pytest.approx(0.011), "p95": pytest.approx(0.02)}
-    report = {"payload_bytes": 10**6, "concurrency": 64, "machine": {"cores": 2}, "rows": [row], "verified": False}
-    assert "     11.0     20.0      22.0     40.0     110.0    200.0" in version_cost.text(report)
-    assert "NOT VERIFIED" in version_cost.text(report)
+def test_costs_of_versions_are_medians_and_the_share_is_of_the_time_just_before(versions: ModuleType) -> None:
+    """A machine that slows down during the benchmark does not count."""
+    costs = [versions.Cost(0.001 * turn, 0.002 * turn, 0.01 * turn) for turn in range(1, 22)]
+    turns = [versions.Turn(costs, alone, meanwhile) for alone, meanwhile in ((100.0, 90.0), (50.0, 45.0), (10.0, 8.0))]
+    row = versions.row_of("shm", turns)
+    assert row["versions"] == 63
+    assert row["trainer_blocked_s"] == {"median": 0.011, "min": 0.001, "max": 0.021, "p95": pytest.approx(0.02)}
+    assert row["share"] == {"median": 0.9, "min": 0.8, "max": 0.9}
+    settings = {"payload_bytes": 10**6, "requests": 64, "kv": "keep", "threads": 1, "between_s": 0.1}
+    shown = versions.text({**settings, "machine": {"cores": 2}, "rows": [row]})
+    assert "| shm | 63 | 11.0 (20.0) | 22.0 (40.0) | 110.0 (200.0) | 0.90 (0.80 to 0.90) |" in shown
 
 
 @pytest.mark.parametrize("wrong_turn", [None, 3])
-def test_the_bits_of_every_turn_of_version_cost_are_compared(version_cost: ModuleType, wrong_turn: int | None) -> None:
+def test_the_bits_of_every_turn_of_versions_are_compared(versions: ModuleType, wrong_turn: int | None) -> None:
     turns: list[str] = []
 
     class Measured:
-        async def connected(self, way: str) -> Any:
-            async def carry() -> Any:
-                return version_cost.Carried(1.0, 2.0, 3.0)
-
-            return carry
-
-        async def block(self) -> Any:
-            return version_cost.Carried(4.0, 5.0, 6.0)
+        async def turn(self, method: str) -> Any:
+            return versions.Turn([versions.Cost(1.0, 2.0, 3.0 if method == "shm" else 6.0)] * 3, 1.0, 1.0)
 
         async def differing(self) -> list[str]:
             turns.append("turn")
             return ["weight"] if len(turns) - 1 == wrong_turn else []
 
-    options = argparse.Namespace(engine=["shm"], rounds=2, versions=3, between_s=0.0)
-    found, verified = asyncio.run(version_cost.carry_in_turns(Measured(), options))
+    found, verified = asyncio.run(versions.take_turns(Measured(), argparse.Namespace(engine=["shm"], rounds=2)))
     assert verified is (wrong_turn is None)
     assert len(turns) == 4
-    assert [carried.latency_s for carried in found["shm"]] == [3.0] * 6
-    assert [carried.latency_s for carried in found[version_cost.BLOCKING]] == [6.0] * 6
+    latencies = {method: [cost.latency_s for turn in each for cost in turn.costs] for method, each in found.items()}
+    assert latencies == {"shm": [3.0] * 6, versions.BLOCKING: [6.0] * 6}
+
+
+def test_a_slow_link_that_cannot_be_made_is_refused_with_what_is_missing(tmp_path: Path) -> None:
+    for program in ("unshare", "ip", "weightlane"):
+        (tmp_path / program).symlink_to("/bin/true")
+    script = ["/bin/sh", str(ROOT / "benchmarks/sync/slow-link.sh"), "--model", "tiny"]
+    done = subprocess.run(script, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "slow-link: tc not found (Debian: util-linux, iproute2)\n")

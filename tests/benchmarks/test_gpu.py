@@ -97,12 +97,12 @@ def test_the_report_has_the_date_the_machine_and_each_figure_with_its_command(gp
     table = gpu.report.markdown(report)
     assert "| one | what / it shows | `python -m x` | passed | 3 | GB/s 12.3; n 3 |" in table
     document = tmp_path / "page.md"
-    document.write_text(f"before\n{gpu.report.BEGIN}\nold\n{gpu.report.END}\nafter\n")
+    document.write_text("before\n<!-- make gpu: begin -->\nold\n<!-- make gpu: end -->\nafter\n")
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    shown = ["--show", str(tmp_path / "report.json"), "--document", str(document), "--out", str(tmp_path / "out")]
     for _ in range(2):
-        gpu.report.put_into(document, table)
-    assert document.read_text() == f"before\n{gpu.report.BEGIN}\n{table}{gpu.report.END}\nafter\n"
-    committed = (ROOT / "docs" / "performance.md").read_text()
-    assert committed.index(gpu.report.BEGIN) < committed.index(gpu.report.END)
+        assert gpu.__main__.main(shown) == 0
+    assert document.read_text() == f"before\n<!-- make gpu: begin -->\n{table}<!-- make gpu: end -->\nafter\n"
 
 
 def test_a_failure_hides_no_other_step(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +126,7 @@ def test_figures_are_taken_from_the_files_of_tests_and_of_the_benchmark(gpu: Mod
     with pytest.raises(gpu.running.StepFailedError, match="no test has run"):
         gpu.steps.counted(junit)
 
-    (kept,) = sorted((ROOT / "benchmarks/baselines").glob("*/*-qwen3-0.6b-shm-full.json"))[-1:]
+    (kept,) = (ROOT / "benchmarks/results").glob("*/bench-qwen3-0.6b-shm-full-*.json")
     bench = json.loads(kept.read_text())
     name = "{engine} {codec}".format(**bench["rows"][0])
     bench["rows"][0]["verified"], bench["unavailable"] = False, {"nccl": "no second GPU"}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import importlib
-import os
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from waiting import HANG_S, NEVER_S, wait_until
@@ -30,7 +32,7 @@ time.sleep(3600)
 def tmpfs(peers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A folder for the peers' shared memory, which must be empty in the end."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        monkeypatch.setattr(peers, "_TMPFS", folder)
+        monkeypatch.setattr(peers, "TMPFS", folder)
         yield Path(folder)
         assert list(Path(folder).iterdir()) == []
 
@@ -39,26 +41,30 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(f"benchmarks.peers.{name}")
 
 
+def offspring() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def options(**changed: Any) -> argparse.Namespace:
+    defaults = {"model": "tiny", "receivers": 1, "rounds": 1, "passes": 1, "turn_s": NEVER_S, "deadline_s": HANG_S}
+    return argparse.Namespace(**{**defaults, "block_s": HANG_S, **changed})
+
+
 @pytest.mark.exhaustive
-def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType, tmpfs: Path) -> None:
-    name = "copy-in-then-out"
-    patience = {"quiet_s": 0.0, "turn_s": NEVER_S, "deadline_s": HANG_S, "block_s": HANG_S}
-    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, repeats=0, **patience)
-    said: list[str] = []
-    before = module("cpu_guard").descendants(os.getpid())  # other tests' forkserver
-    report = peers.run(plan, [name], said.append)
+@pytest.mark.usefixtures("tmpfs")
+def test_a_peer_is_measured_and_verified_and_nothing_is_left(peers: ModuleType) -> None:
+    name, before = "copy-in-then-out", offspring()  # other tests' forkserver
+    report = peers.run(options(), [name])
     (row,) = report["rows"]
-    assert row["name"] == name
+    assert (row["name"], row["rounds"]) == (name, 1)
     assert row["verified"], report
-    assert row["rounds"] + row["disturbed_rounds"] >= 1
     assert all(row[figure]["median"] > 0 for figure in ("rollout_blocked_s", "latency_s", "trainer_blocked_s"))
-    assert len(said) == 1
-    assert module("cpu_guard").descendants(os.getpid()) == before
-    assert f"| {name} |" in module("table").markdown(report)
+    assert offspring() == before
+    assert f"| {name} |" in module("report").text(report)
 
 
 def test_a_digest_notices_any_bit_and_any_place_and_every_round_changes_every_element(peers: ModuleType) -> None:
-    workload = module("workload")
+    workload = module("state")
     tiny = peers.workload_named("tiny")
     sender, receiver = workload.State(tiny, 1), workload.State(tiny, 2, flat=True)
     assert sender.digest() != receiver.digest()
@@ -79,82 +85,51 @@ def test_a_digest_notices_any_bit_and_any_place_and_every_round_changes_every_el
     assert sender.digest() != receiver.digest()
 
 
-def turn_of(rounds: int, took_s: float = 1.0, *, clean: bool = True) -> list[dict[str, Any]]:
-    """A sender's report of one turn: a warm-up and `rounds` rounds, each of `took_s` seconds."""
-    times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
-    words = [{"round": n, "warm_up": n == 0, "clean": clean, "verified": True, **times} for n in range(rounds + 1)]
-    return [{"versions": {}, "setup_s": 0.0}, *words]
-
-
-def row_of(peers: ModuleType, name: str, seconds: float, limit_s: float) -> dict[str, Any]:
+def row_of(name: str, seconds: float, limit_s: float, *, verified: bool = True) -> dict[str, Any]:
     """A row as one run gives it in which `memcpy-all` took `limit_s`."""
-    catalogue = module("catalogue").catalogue()
-    both = {"memcpy-all": turn_of(1, limit_s), name: turn_of(1, seconds)}
-    tiny = peers.workload_named("tiny")
-    report: dict[str, Any] = module("report").report_of(1, 2, tiny, {each: catalogue[each] for each in both}, both)
-    return report
+    catalogue = module("catalogue").CATALOGUE
+
+    def answers(took_s: float) -> list[dict[str, Any]]:
+        times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
+        rounds = [{"round": n, "warm_up": n == 0, "verified": verified, **times} for n in range(2)]
+        return [{"versions": {}}, *rounds]
+
+    both = {"memcpy-all": answers(limit_s), name: answers(seconds)}
+    row: dict[str, Any] = module("report").rows_of(catalogue, both)[-1]
+    return row
 
 
-def test_rows_of_two_runs_compare_by_what_they_are_of_their_own_runs_limit(peers: ModuleType) -> None:
+@pytest.mark.usefixtures("peers")
+def test_rows_compare_by_what_they_are_of_their_own_runs_limit_with_the_fastest_through_the_same() -> None:
     report = module("report")
-    order = list(module("catalogue").catalogue())
-    peer, slow_peer = row_of(peers, "nixl", 4.0, 2.0), row_of(peers, "ray-object-store", 3.0, 1.0)
-    ours = row_of(peers, "weightlane-shm-unchecked", 1.0, 1.0)
-    whole = report.merged(report.merged(peer, slow_peer, order), ours, order)
-    assert [row["name"] for row in whole["rows"]] == [
-        "memcpy-all",
-        "weightlane-shm-unchecked",
-        "nixl",
-        "ray-object-store",
+    rows = [
+        row_of("nixl", 4.0, 2.0),
+        row_of("ray-object-store", 3.0, 1.0),
+        row_of("weightlane-shm-unchecked", 1.0, 1.0),
     ]
+    whole = {"rows": [*rows, row_of("gloo-flat", 0.1, 1.0)]}
     assert report.fastest_peers(whole)["memory"]["name"] == "nixl"
-    assert "| 1.0 | 0.50 (nixl) |" in module("table").markdown(whole)
-    again = row_of(peers, "nixl", 9.0, 1.0)
-    assert report.fastest_peers(report.merged(whole, again, order))["memory"]["name"] == "ray-object-store"
-    with pytest.raises(ValueError, match="another workload"):
-        report.merged({**peer, "workload": {}}, ours, order)
-
-
-def test_a_turn_that_others_disturbed_or_that_failed_is_repeated_and_the_row_says_so(
-    peers: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = peers.Plan("tiny", receivers=1, rounds=4, passes=2, repeats=1)
-    turns: list[tuple[str, int]] = []
-
-    def turn(_plan: object, _workload: object, peer: Any, rounds: int, _lock: object) -> list[dict[str, Any]]:
-        turns.append((peer.name, rounds))
-        if len(turns) == 1:
-            return [{"failed": "no word from the sender within 60 s"}]
-        return turn_of(rounds, clean=peer.name == "memcpy" or len(turns) == 6)
-
-    monkeypatch.setattr(peers, "_block", turn)
-    report = peers.run(plan, ["memcpy", "gloo-flat"], lambda line: None)
-    disturbed = [("gloo-flat", 2), ("gloo-flat", 2), ("memcpy", 2), ("gloo-flat", 4)]
-    assert turns == [("memcpy", 2), ("memcpy", 2), *disturbed]
-    row = report["rows"][1]
-    assert (row["rounds"], row["disturbed_rounds"], row["clean"]) == (4, 4, True)
-    assert "a turn failed and was repeated: no word from the sender" in module("table").markdown(report)
+    assert "| 1.0 | 0.50 (nixl) |" in report.text(whole)
+    whole["rows"][0] = row_of("nixl", 4.0, 2.0, verified=False)
+    assert report.fastest_peers(whole)["memory"]["name"] == "ray-object-store"
+    assert "WRONG VALUES" in report.text(whole)
 
 
 def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: ModuleType) -> None:
-    reason = module("peer").Needs(("no_such_module_at_all",), "pip install it").missing()
-    assert reason is not None
+    ray = module("catalogue").CATALOGUE["ray-object-store"]
+    absent = dataclasses.replace(ray, modules=("no_such_module_at_all",))
+    reason = absent.missing()
     assert "no_such_module_at_all" in reason
-    assert reason.endswith("pip install it")
-    row = module("report")._row(module("catalogue").catalogue()["nixl"], [{"unavailable": reason}])
-    report = {
-        "workload": {"name": "tiny", "payload_bytes": 1, "tensors": 1, "receivers": 1},
-        "machine": module("report").machine(),
-        "date": "2026-01-01",
-        "rows": [row],
-    }
-    assert "cannot run here: no_such_module_at_all" in module("table").markdown(report)
+    assert reason.endswith("pip install ray")
+    rows = module("report").rows_of({absent.name: absent}, {absent.name: [{"unavailable": reason}]})
+    assert "cannot run here: no_such_module_at_all" in module("report").text({"rows": rows})
+    assert peers.outcome([{"unavailable": reason}]).startswith("unavailable: no_such")
 
 
 def test_a_peer_that_hangs_is_ended_with_all_its_processes(
     peers: ModuleType, tmpfs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = tmp_path / "semaphore"
+    ready, before = tmp_path / "semaphore", offspring()
 
     class Measured(subprocess.Popen[str]):
         """Its time begins when it hangs, however long it took to come so far."""
@@ -163,14 +138,15 @@ def test_a_peer_that_hangs_is_ended_with_all_its_processes(
             wait_until(ready.exists, "peer that hangs")
             return super().communicate(input, timeout)
 
-    monkeypatch.setattr(peers, "_MEASURE", HANGS.format(path=str(ready)))
-    monkeypatch.setattr(peers, "_TERM_S", 0.1)
+    monkeypatch.setattr(peers, "MEASURE", HANGS.format(path=str(ready)))
+    monkeypatch.setattr(peers, "END_S", 0.1)
     monkeypatch.setattr(subprocess, "Popen", Measured)
-    plan = peers.Plan("tiny", receivers=1, rounds=1, passes=1, quiet_s=0.0, block_s=0.2, retries=0)
-    before = module("cpu_guard").descendants(os.getpid())  # other tests' forkserver
-    row = peers.run(plan, ["memcpy"], lambda line: None)["rows"][0]
+    report = peers.run(options(block_s=0.2), ["memcpy"])
+    (row,) = report["rows"]
     assert row["failed"] == "it did not end within 0 s"
     assert "latency_s" not in row
+    assert not report["met"]
     semaphore = Path("/dev/shm") / f"sem.{ready.read_text().lstrip('/')}"
     wait_until(lambda: not semaphore.exists(), "removal of its semaphore")
-    assert module("cpu_guard").descendants(os.getpid()) == before
+    assert offspring() == before
+    assert list(tmpfs.iterdir()) == []

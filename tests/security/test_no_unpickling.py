@@ -58,14 +58,9 @@ ALLOWED = {
     ("trainer/data/rewards.py", "pebble"): "a pool of its own processes",
     # Hooks into the module, so that the suite notices an engine that unpickles.
     ("ckpt_engines/conformance/processes/unpickling.py", "pickle"): "watches for unpickling",
-    ("benchmarks/direct.py", "multiprocessing"): "processes of a benchmark",
-    ("benchmarks/direct_ranks.py", "multiprocessing"): "processes of a benchmark",
     # What is measured there is what others do; none of it is installed.
-    ("benchmarks/peers/file_peers.py", "torch.distributed.checkpoint"): "a peer that is measured",
     ("benchmarks/peers/halves.py", "multiprocessing"): "processes of a benchmark",
-    ("benchmarks/peers/ray_peers.py", "ray"): "a peer that is measured",
-    ("benchmarks/peers/verl_peers.py", "pickle"): "a peer that is measured",
-    ("benchmarks/peers/verl_peers.py", "ray"): "a peer that is measured",
+    ("benchmarks/peers/others.py", "ray"): "a peer that is measured",
     # ``parent_process()`` only: which process to outlive.
     ("rollout/vllm/watchdog.py", "multiprocessing"): "asks for the parent's process id",
 }

@@ -18,7 +18,6 @@ from weightlane.sync.config import Quantise
 
 from ..workload.workload import Payload, Workload, restored_crc
 from .load_loop import Loop
-from .network_namespace import enter_network
 from .participants import ReceivingSide, SendingSide
 from .peak_memory import PeakMemory
 from .raw_transports import RawGloo, load, save
@@ -76,10 +75,6 @@ class WorkerMethods(Generic[Side]):
         self._payload = Payload(self._workload.specs, self._runtime.device)
         if self._index == 0:
             self._payload.fill(seed, finite=finite)
-
-    def enter_network(self, path: str) -> None:
-        """Enter a network namespace: see `network_namespace.enter_network`."""
-        enter_network(path)
 
     def crc(self, quantise: Quantise = "none") -> int:
         """Return the CRC-32 of the present parameters; in the sender, of the parameters after quantising and restoring."""

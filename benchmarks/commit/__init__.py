@@ -1,0 +1,1 @@
+"""Commits into real vLLM: what versions cost while it decodes, beside its own reload."""
