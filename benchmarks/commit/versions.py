@@ -35,7 +35,7 @@ from benchmarks.command import Report, finish, options_of, say, spread, table
 from weightlane.cli.bench.processes.participants import CoordinatingSide, sync_config
 from weightlane.cli.bench.processes.processes import Processes, Worker
 from weightlane.cli.bench.workload.workload import named_workload
-from weightlane.rollout import RolloutConfig, RolloutWorker
+from weightlane.rollout import LocalReplica, RolloutConfig
 from weightlane.sync import Outcome
 
 BLOCKING = "blocking"
@@ -94,7 +94,7 @@ class Turn:
 class Measured:
     """A replica that decodes, and a trainer's process that publishes to it over one engine at a time."""
 
-    def __init__(self, worker: RolloutWorker, sender: Worker, directory: Path, options: argparse.Namespace) -> None:
+    def __init__(self, worker: LocalReplica, sender: Worker, directory: Path, options: argparse.Namespace) -> None:
         self._worker, self._sender, self._directory, self._options = worker, sender, directory, options
         self._versions, self._rows = itertools.count(1), itertools.count()
         self._left: Callable[[], Any] | None = None
@@ -245,7 +245,7 @@ async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, l
         kv_on_commit=options.kv,
         extra_engine_args={"worker_extension_cls": "benchmarks.commit.versions.Checks"},
     )
-    worker = RolloutWorker("rollout-0", config, model)
+    worker = LocalReplica("rollout-0", config, model)
     with tempfile.TemporaryDirectory(dir=_SHARED_MEMORY) as directory, Processes(0, 1) as processes:
         call, workload = processes.sender.call, named_workload(str(model))
         await asyncio.to_thread(call, "prepare", workload.to_plain(), 0, 1, timeout_s=options.deadline_s)

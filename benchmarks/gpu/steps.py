@@ -46,15 +46,18 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
         _program("kernels", "delta and fp8: speed, and the CPU's result bit for bit"),
         _program("snapshot", "a training step next to a snapshot"),
         _bench(
-            "bench-1gb", "a sync of 1.2 GB, with loops", f"cuda_ipc,shm,gloo {off} qwen3-0.6b --rounds 2 --loops", 120
+            "bench-1gb",
+            "a sync of 1.2 GB, with loops",
+            f"--engine cuda_ipc --engine shm --engine gloo {off} qwen3-0.6b --rounds 2 --loops",
+            120,
         ),
         _bench(
             "bench-delta",
             "the same of which 1 % has changed",
-            "cuda_ipc --codec delta --model qwen3-0.6b --rounds 2",
+            "--engine cuda_ipc --codec delta --model qwen3-0.6b --rounds 2",
             60,
         ),
-        _bench("bench-large", f"a sync of {size}", f"cuda_ipc {off} {model} --rounds 1", 150),
+        _bench("bench-large", f"a sync of {size}", f"--engine cuda_ipc {off} {model} --rounds 1", 150),
     ]
 
 
@@ -92,7 +95,7 @@ def _on_several(count: int, ini: Path) -> list[Step]:
     on_one = ("-m", "benchmarks.gpu.one_gpu", "nccl", "--junit", "{out}")
     shared = "`nccl` between processes that share a GPU, as ranks of several machines do"
     senders = "several senders (four GPUs), groups next to a training's own"
-    options = f"nccl,cuda_ipc --integrity off --model qwen3-0.6b --rounds 2 --devices {devices}"
+    options = f"--engine nccl --engine cuda_ipc --integrity off --model qwen3-0.6b --rounds 2 --devices {devices}"
     bench = _bench("nccl-bench", "a sync of 1.2 GB from GPU to GPU", options, 150, devices - 1)
     return [
         Step("nccl-conformance-on-one", "multi", shared, on_one, counted, 300, needs=one_only),

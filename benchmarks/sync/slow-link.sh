@@ -1,7 +1,7 @@
 #!/bin/sh
 # How much sooner a delta is there than a full version when both sides are joined by a slow link:
 #
-#     benchmarks/sync/slow-link.sh --model qwen3-0.6b --receivers 2 --rounds 2 --json link.json
+#     benchmarks/sync/slow-link.sh --model qwen3-0.6b --receivers 2 --rounds 2 --out link.json
 #
 # `weightlane bench` with gloo runs in a network namespace whose loopback carries RATE (tc, token bucket) in all, for weights and
 # control messages alike. DELAY=20ms delays every packet, if the kernel has netem. It takes Linux, root, and unshare, ip and tc.

@@ -20,7 +20,7 @@ PACKAGES = {
     "toolkit": ("", ["ckpt_engines.toolkit"]),
     "trainer": (
         f"Its classes of configuration are sections of a run, `[trainer]` and `[data]` among them: {KEYS}.",
-        ["trainer", "trainer.torchrun"],
+        ["trainer", "trainer.user_program"],
     ),
     "rollout": (f"`RolloutConfig` is the section `[rollout]` of a run: {KEYS}.", ["rollout"]),
     "plugins": ("", ["plugins"]),
