@@ -20,8 +20,8 @@ from ..config import LoraConfig
 from ..data.batch import MiniBatch, TokenBatch
 from ..engines.adam_params import AdamParams
 from ..engines.contract import BackwardResult, StatePart, TrainingEngine
-from ..engines.lora.adapters import DEFAULT
 from ..engines.lora.joint import BackwardPart, JoinsPasses, one_by_one
+from ..engines.lora.sites import DEFAULT
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .residency import Moves

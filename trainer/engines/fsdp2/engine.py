@@ -26,6 +26,7 @@ from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
 from ..lora.joint import BackwardPart, JoinsPasses, PreparedPart, one_by_one
 from ..lora.rank_pass import PassQuery
+from ..lora.saved import check_adapters
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
 from .checked_model import checked_model, decoder_layers
@@ -34,7 +35,7 @@ from .lora import Fsdp2Adapted
 from .mesh import RankMesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
-from .state import export_model, export_saved, resume, save_state
+from .state import check_saved, export_model, export_saved, resume, save_state
 
 
 class Fsdp2Engine(AdaptedEngine, JoinsPasses):
@@ -52,9 +53,12 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         """The weights that an adapter is added to, by in-memory name, as they are published."""
 
     @classmethod
-    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+    def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
-        checked_model(config, model_dir)
+        model = checked_model(config, model_dir)
+        if state is not None:
+            check_saved(state, _shapes(model))
+            check_adapters(state, config)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
@@ -267,7 +271,7 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
         model = model_without_weights(model_dir, head)
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         kept = kept_types(model_dir, (run.name for run in runs))
-        export_saved(state, ExportedModel(model_dir, head, dtype, _sources(runs, kept)), directory)
+        export_saved(state, ExportedModel(model_dir, head, dtype, _sources(runs, kept)), _shapes(model), directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -384,3 +388,8 @@ class Fsdp2Engine(AdaptedEngine, JoinsPasses):
 def _sources(runs: Sequence[CheckpointRun], kept: Collection[str]) -> set[str]:
     """The parameters and buffers that are saved as the checkpoint tensors `kept`."""
     return {run.source for run in runs if run.name in kept}
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of what a saved state has of `model`, by in-memory name."""
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}
