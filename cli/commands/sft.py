@@ -19,7 +19,7 @@ from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
-from weightlane.trainer.engines.lora.adapters import DEFAULT
+from weightlane.trainer.engines.lora.sites import DEFAULT
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
@@ -81,7 +81,7 @@ def prepare_sft(path: Path, overrides: Sequence[str], *, resume: bool = False) -
     train = examples(config.data.train, "data.train")
     heldout = examples(config.data.heldout, "data.heldout") if config.data.heldout else Examples([], 0)
     _check_apart(train.all, heldout.all)
-    state = _saved_state(run_dir, config, train.all) if resume else None
+    state = _saved_state(run_dir, config, train.all, model) if resume else None
     return SftPreparation(config, run_dir, state, model, train, heldout)
 
 
@@ -199,8 +199,8 @@ def _tokens(example: Example) -> tuple[bytes, bytes]:
     return example.sequence.tokens.numpy().tobytes(), example.sequence.targets.numpy().tobytes()
 
 
-def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]) -> LoopState:
-    return saved_state(
+def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example], model: ModelInfo) -> LoopState:
+    state = saved_state(
         run_dir,
         train,
         steps=config.sft.all_steps(len(train)),
@@ -208,3 +208,6 @@ def _saved_state(run_dir: RunDir, config: SftRunConfig, train: Sequence[Example]
         seed=config.run.seed,
         may_change=config.data.changed == "accept",
     )
+    engine_class = training_engine_class(config.trainer.engine)
+    engine_class.check(config.trainer, model.path, run_dir.trainer_state(state.step))
+    return state

@@ -69,7 +69,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     objective = Objective(policy_objective(config.algorithm), own_modules)
-    state = _saved_state(run_dir, config, train_tasks) if resume else None
+    state = _saved_state(run_dir, config, train_tasks, role_models) if resume else None
     return Preparation(
         config, run_dir, state, model, role_models, tokenizer, train_tasks, heldout_tasks, reward, objective
     )
@@ -114,8 +114,10 @@ def saved_state(
     return state
 
 
-def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]) -> LoopState:
-    """`saved_state`, which must have a critic where one is trained."""
+def _saved_state(
+    run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task], role_models: Mapping[str, Path]
+) -> LoopState:
+    """`saved_state`, which every role must be able to load, and which must have a critic where one is trained."""
     state = saved_state(
         run_dir,
         train_tasks,
@@ -124,12 +126,17 @@ def _saved_state(run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task]
         seed=config.run.seed,
         may_change=config.data.changed == "accept",
     )
-    if CRITIC in role_names(config.algorithm) and not critic_state(run_dir.trainer_state(state.step)).is_dir():
+    policy = run_dir.trainer_state(state.step)
+    states = {POLICY: policy, CRITIC: critic_state(policy)}
+    if CRITIC in role_names(config.algorithm) and not states[CRITIC].is_dir():
         raise ConfigError(
             f"the run in {run_dir.path} was saved without a critic, which algorithm.objective = ppo needs.",
             part="resume",
             hint="Resume it with the objective that it had, or begin a new run from its model.",
         )
+    for role in (role for role in states if role in role_models):
+        trainer = role_trainer(role, config.trainer, config.critic)
+        training_engine_class(trainer.engine).check(trainer, role_models[role], states[role])
     return state
 
 

@@ -20,7 +20,7 @@ from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
 from ..engines.adam_params import AdamParams
 from ..engines.contract import BackwardResult, ForwardBackward, OptimStep, StatePart, TrainingEngine, with_adapters
-from ..engines.lora.adapters import DEFAULT
+from ..engines.lora.sites import DEFAULT
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .hosted_role import HostedRole, MiniBatch

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from tiny_run import Material
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError, WeightlaneError
 
@@ -87,6 +90,11 @@ def several_roles_on_megatron(trial: Trial) -> None:
 
 
 TARGET = configured("trainer", **{"engine": "megatron", "lora.targets": ["qkv_proj"]})
+OTHER_WEIGHTS = [
+    ({"model.norm.weight": torch.zeros(0)}, "missing keys model.norm.weight"),
+    ({"model.norm.weight": torch.zeros(96)}, "mismatched shapes of model.norm.weight"),
+    ({"model.layers.9.mlp.up_proj.weight": torch.zeros(1)}, "unexpected keys model.layers.9.mlp"),
+]
 SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.tensor_parallel": 2})
 
 
@@ -134,20 +142,28 @@ def test_a_taken_port_is_refused_and_a_used_run_directory_offers_to_resume(trial
     trial.fails(ConfigError, str(trial.run_dir), "already holds a run", "--resume", "--set run.dir=")
 
 
-def test_resuming_needs_a_run_that_is_not_over(trial: Trial) -> None:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process writes the states
+def test_resuming_needs_a_run_that_is_not_over_and_the_state_of_this_model(trial: Trial) -> None:
     trial.fails(ConfigError, "no saved state", "Leave --resume out", resume=True)
     (trial.run_dir / "state" / "step-3").mkdir(parents=True)
     (trial.run_dir / "state" / "latest.json").write_text('{"step": 3}')
     loop = trial.run_dir / "state" / "step-3" / "loop.json"
     stream = {"seed": 0, "tasks": 40, "epoch": 0, "position": 12}
     loop.write_text(json.dumps({"step": 3, "stream": stream | {"tasks": 7}, "outstanding": []}))
-    trial.fails(
-        ConfigError, "tasks = 7, this one has 40", resume=True
-    )  # not over: a full disk has kept it from its model
+    # Not over: a full disk has kept it from its model.
+    trial.fails(ConfigError, "tasks = 7, this one has 40", resume=True)
     (trial.run_dir / "model").mkdir()
     trial.fails(ConfigError, "has taken 3 of 3 steps", "Raise loop.steps", resume=True)
     loop.write_text(json.dumps({"step": 2, "stream": stream | {"tasks": 7}, "outstanding": []}))
     trial.fails(ConfigError, "tasks = 7, this one has 40", resume=True)
+    loop.write_text(json.dumps({"step": 2, "stream": stream, "outstanding": []}))
+    trial.fails(ConfigError, "holds no saved training state", resume=True)
+    for step, (change, says) in enumerate(OTHER_WEIGHTS):
+        loop.write_text(json.dumps({"step": step, "stream": stream, "outstanding": []}))
+        weights = load_file(trial.material.model / "model.safetensors") | change
+        state = {"model": {name: tensor for name, tensor in weights.items() if tensor.numel()}}
+        save(state, checkpoint_id=trial.run_dir / f"state/step-{step}/trainer", no_dist=True)
+        trial.fails(ConfigError, f"does not fit this model: {says}", resume=True)
     loop.write_text("{}")
     trial.fails(ConfigError, "loop state is damaged", resume=True)
     loop.write_text("{")

@@ -89,8 +89,8 @@ class TrainingEngine(ABC):
         self.rendezvous = rendezvous
 
     @classmethod  # noqa: B027 - by default nothing
-    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
-        """Raise `ConfigError` when this engine cannot train the model in `model_dir` as `config` asks for.
+    def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
+        """Raise `ConfigError` when this engine cannot train the model in `model_dir` as `config` asks for, or `load` a `state`.
 
         Called before any process is started, on a directory that `check_model_dir` accepts; reads no weights.
         """

@@ -27,6 +27,7 @@ from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
 from ..lora.joint import StartedPass
 from ..lora.rank_pass import PassQuery
+from ..lora.saved import check_adapters
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
 from .checked_model import checked_model, decoder_layers
@@ -35,7 +36,7 @@ from .lora import Fsdp2Adapted
 from .mesh import RankMesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
-from .state import export_model, export_saved, resume, save_state
+from .state import check_saved, export_model, export_saved, resume, save_state
 
 
 class Fsdp2Engine(AdaptedEngine):
@@ -53,9 +54,12 @@ class Fsdp2Engine(AdaptedEngine):
         """The weights that an adapter is added to, by in-memory name, as they are published."""
 
     @classmethod
-    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+    def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
-        checked_model(config, model_dir)
+        model = checked_model(config, model_dir)
+        if state is not None:
+            check_saved(state, _shapes(model))
+            check_adapters(state, config)
 
     def setup(self, model_dir: Path, seed: int) -> None:
         """See `TrainingEngine.setup`."""
@@ -268,7 +272,7 @@ class Fsdp2Engine(AdaptedEngine):
         model = model_without_weights(model_dir, head)
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         kept = kept_types(model_dir, (run.name for run in runs))
-        export_saved(state, ExportedModel(model_dir, head, dtype, _sources(runs, kept)), directory)
+        export_saved(state, ExportedModel(model_dir, head, dtype, _sources(runs, kept)), _shapes(model), directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -385,3 +389,8 @@ class Fsdp2Engine(AdaptedEngine):
 def _sources(runs: Sequence[CheckpointRun], kept: Collection[str]) -> set[str]:
     """The parameters and buffers that are saved as the checkpoint tensors `kept`."""
     return {run.source for run in runs if run.name in kept}
+
+
+def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    """Whole shapes of what a saved state has of `model`, by in-memory name."""
+    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}

@@ -21,7 +21,7 @@ from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
-from ..hf.stored_slices import misfit
+from ..hf.saved_shapes import refuse_other_state
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
 from .loading import model_class, weights_reader
@@ -103,6 +103,28 @@ def resume(
     return 0
 
 
+def check_saved(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
+    """Look whether `directory` has a training state of the model whose tensors have these `shapes`, by in-memory name.
+
+    Reads no weights; not collective. Returns torch's description of everything in the state, by key.
+
+    Raises `ConfigError` for no state or one of another model, `StorageError` for one that cannot be read.
+    """
+    if not (directory / ".metadata").is_file():
+        raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.")
+    try:
+        known: Mapping[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
+    except (CheckpointException, OSError) as cause:
+        raise _storage_error("read", directory, cause) from cause
+    saved = {
+        key.removeprefix(_MODEL): tuple(about.size)
+        for key, about in known.items()
+        if key.startswith(_MODEL) and isinstance(about, TensorStorageMetadata)
+    }
+    refuse_other_state(directory, saved, shapes)
+    return known
+
+
 def load_state(
     directory: Path,
     tensors: Mapping[str, torch.Tensor],
@@ -111,13 +133,10 @@ def load_state(
     device: torch.device,
 ) -> int:
     """Fill `tensors` and `optimizer` in place from `directory` and return the step; restore this rank's random state."""
-    if not (directory / ".metadata").is_file():
-        raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.")
+    known = check_saved(directory, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     state = _state(tensors, optimizer, rank)
     state["step"] = torch.tensor(0)
     try:
-        known = FileSystemReader(directory).read_metadata().state_dict_metadata
-        _refuse_another_model(directory, known, tensors)
         # Saved with fewer ranks, there is no random state for this one: it keeps the seed's.
         state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
         load(state, checkpoint_id=directory)
@@ -136,17 +155,6 @@ def load_state(
     return int(state["step"])
 
 
-def _refuse_another_model(directory: Path, known: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ConfigError` unless the state holds exactly these weights: torch overlooks those that no rank asks for."""
-    held = {key.removeprefix(_MODEL): about.size for key, about in known.items() if key.startswith(_MODEL)}
-    if difference := misfit(held, {name: tensor.shape for name, tensor in tensors.items()}):
-        raise ConfigError(
-            f"the training state in {directory} does not fit this model: {difference}.",
-            part=PART,
-            hint="Check model and path.",
-        )
-
-
 def export_model(
     directory: Path, about: ExportedModel, tensors: Mapping[str, torch.Tensor], rank: int, device: torch.device
 ) -> None:
@@ -161,16 +169,12 @@ def export_model(
     write_on_rank_zero(lambda: _write_hf(directory, about, full), directory, rank, device)
 
 
-def export_saved(state: Path, about: ExportedModel, directory: Path) -> None:
-    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
-    if not (state / ".metadata").is_file():
-        raise ConfigError(f"{state} holds no saved training state.", part=PART, hint="Check the path.")
+def export_saved(state: Path, about: ExportedModel, shapes: Mapping[str, tuple[int, ...]], directory: Path) -> None:
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. See `check_saved`."""
+    saved = check_saved(state, shapes)
     try:
-        saved = FileSystemReader(state).read_metadata().state_dict_metadata
         tensors = {
-            key.removeprefix(_MODEL): torch.empty(about.size, dtype=about.properties.dtype)
-            for key, about in saved.items()
-            if key.startswith(_MODEL) and isinstance(about, TensorStorageMetadata)
+            name: torch.empty(shape, dtype=saved[f"{_MODEL}{name}"].properties.dtype) for name, shape in shapes.items()
         }
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant

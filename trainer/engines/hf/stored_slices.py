@@ -94,22 +94,6 @@ def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
     }
 
 
-def misfit(held: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]]) -> str:
-    """How the tensors of files, shapes by name, differ from those that a model has; empty where they do not."""
-    for kind, names in (
-        ("missing keys", wanted.keys() - held.keys()),
-        ("unexpected keys", held.keys() - wanted.keys()),
-        (
-            "mismatched shapes of",
-            {name for name in wanted.keys() & held.keys() if tuple(wanted[name]) != tuple(held[name])},
-        ),
-    ):
-        if names:
-            first = sorted(names)[:5]
-            return f"{kind} {', '.join(first)}{' and more' if len(names) > len(first) else ''}"
-    return ""
-
-
 def shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
     """Key and shape of every tensor in a safetensors file; `StorageError` for one that cannot be read."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -21,11 +21,7 @@ from .merged import MergedWeights
 from .peft_files import read_peft
 from .published import adapter_names, adapter_shards, check_carries, copy_padded
 from .saved import SavedAdapters
-from .sites import PART, LoraSite, check_name, chosen_sites
-
-DEFAULT = "default"
-"""Name of the adapter that ``trainer.lora`` makes, as PEFT calls an adapter that is given no name."""
-
+from .sites import DEFAULT, PART, LoraSite, check_name, chosen_sites
 
 PairOf = Callable[[str], LayerPair | None]
 """Returns A and B that a layer, by its name, computes with now; None for nothing."""
@@ -250,29 +246,7 @@ class Adapters:
 
     def check(self, saved: SavedAdapters, directory: Path) -> None:
         """Raise `ConfigError` unless `saved`, which was read from `directory`, is about exactly these adapters."""
-        ours = {name: adapter.config for name, adapter in self._trained.items()}
-        theirs = {name: config for name, (config, _) in saved.about.items()}
-        for name in sorted({*ours, *theirs}):
-            if name not in theirs or name not in ours:
-                without, with_ = ("state", "engine") if name in ours else ("engine", "state")
-                raise ConfigError(
-                    f"the training state in {directory} does not fit: the {with_} has an adapter {name!r}, the {without} none.",
-                    part=PART,
-                    hint="Give the engine the adapters of the state before load: by trainer.lora, or by add_adapter.",
-                )
-            if _shaping(ours[name]) != _shaping(theirs[name]):
-                raise ConfigError(
-                    f"the training state in {directory} does not fit: its adapter {name!r} has {_shaping(theirs[name])}, the"
-                    f" engine's {_shaping(ours[name])}.",
-                    part=PART,
-                    hint="Use the configuration with which it was saved.",
-                )
-        if saved.published != self._own:
-            raise ConfigError(
-                f"the training state in {directory} was saved {'with' if saved.published else 'without'} trainer.lora.",
-                part=PART,
-                hint="Set trainer.lora as it was.",
-            )
+        saved.refuse_others({name: adapter.config for name, adapter in self._trained.items()}, self._own, directory)
         for name, adapter in self._trained.items():
             for piece in adapter.slices():
                 whole = saved.tensors.get(f"{name}|{piece.key}")
@@ -291,8 +265,3 @@ class Adapters:
             adapter.set_step(saved.about[name][1])
             adapter.clear_gradients()
         self.refresh()
-
-
-def _shaping(config: LoraConfig) -> Mapping[str, object]:
-    """The settings that must not change between saving and loading."""
-    return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(config.targets)}

@@ -21,11 +21,11 @@ from ..hf.partial_dir import write_on_rank_zero
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TorchEngine
 from .adapter import Adapter
-from .adapters import DEFAULT, AdaptedModel, Adapters
+from .adapters import AdaptedModel, Adapters
 from .peft_files import read_optimizer, write_peft
 from .rank_pass import PassQuery
 from .saved import SavedAdapters
-from .sites import PART
+from .sites import DEFAULT, PART
 
 
 class AdaptedEngine(TorchEngine, AdapterEngine):

@@ -15,10 +15,10 @@ from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...config import LoraConfig
+from ...config import LoraConfig, TrainerConfig
 from ..hf.partial_dir import storage_error
 from .merged import merge_whole
-from .sites import PART
+from .sites import DEFAULT, PART
 
 _ABOUT, _TENSORS = "adapters.json", "adapters.safetensors"
 
@@ -73,6 +73,37 @@ class SavedAdapters:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ValidationError) as cause:
             raise ConfigError(f"{directory / _ABOUT} is no list of adapters: {cause}.", part=PART) from cause
 
+    def refuse_others(self, configs: Mapping[str, LoraConfig], published: str, directory: Path) -> None:
+        """Raise `ConfigError` unless these adapters, which were read from `directory`, are those of an engine.
+
+        Args:
+            configs: Configuration of each trained adapter that the engine has.
+            published: The one that is part of its published weights; empty for none.
+            directory: The state.
+        """
+        saved = {name: config for name, (config, _) in self.about.items()}
+        for name in sorted({*configs, *saved}):
+            if name not in saved or name not in configs:
+                without, with_ = ("state", "engine") if name in configs else ("engine", "state")
+                raise ConfigError(
+                    f"the training state in {directory} does not fit: the {with_} has an adapter {name!r}, the {without} none.",
+                    part=PART,
+                    hint="Give the engine the adapters of the state before load: by trainer.lora, or by add_adapter.",
+                )
+            if _shaping(configs[name]) != _shaping(saved[name]):
+                raise ConfigError(
+                    f"the training state in {directory} does not fit: its adapter {name!r} has {_shaping(saved[name])}, the"
+                    f" engine's {_shaping(configs[name])}.",
+                    part=PART,
+                    hint="Use the configuration with which it was saved.",
+                )
+        if self.published != published:
+            raise ConfigError(
+                f"the training state in {directory} was saved {'with' if self.published else 'without'} trainer.lora.",
+                part=PART,
+                hint="Set trainer.lora as it was.",
+            )
+
     @property
     def merged_names(self) -> set[str]:
         """The checkpoint tensors to which `merge_into` adds something."""
@@ -85,3 +116,14 @@ class SavedAdapters:
             prefix = f"{self.published}|"
             mine = {key.removeprefix(prefix): each for key, each in self.tensors.items() if key.startswith(prefix)}
             merge_whole(weights, mine, self.about[self.published][0].scale)
+
+
+def check_adapters(state: Path, config: TrainerConfig) -> None:
+    """Raise the `ConfigError` with which an engine of `config`, as it is set up, would refuse the adapters in `state`."""
+    own = {} if config.lora is None or config.frozen else {DEFAULT: config.lora}
+    SavedAdapters.read(state).refuse_others(own, "".join(own), state)
+
+
+def _shaping(config: LoraConfig) -> Mapping[str, object]:
+    """The settings that must not change between saving and loading."""
+    return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(config.targets)}

@@ -17,6 +17,8 @@ from weightlane.sync.version.box import Box
 from ...config import LoraConfig
 
 PART = "lora adapter"
+DEFAULT = "default"
+"""Name of the adapter that ``trainer.lora`` makes, as PEFT calls an adapter that is given no name."""
 MATRICES = ("A", "B")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 

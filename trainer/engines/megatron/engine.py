@@ -43,7 +43,7 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora, frozen
     from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
     from .schedule import Part, run_chunk, run_schedule
-    from .state import check_weights, export_model, export_saved, load_model, load_state, save_state
+    from .state import check_files, export_model, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
         WeightSlice,
@@ -80,11 +80,11 @@ class MegatronEngine(AdaptedEngine):
         )  # of which are tokens in a micro-batch
 
     @classmethod
-    def check(cls, config: TrainerConfig, model_dir: Path) -> None:
+    def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
         shape = read_model(model_dir, config.head).shape
         check_layout(config, shape, config.ranks)
-        check_weights(model_dir, shape)
+        check_files(config, model_dir, shape, state)
         if config.lora is not None:
             check_lora(shape, config.lora)
 

@@ -19,14 +19,16 @@ import torch.distributed as dist
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.version.box import Box
 
-from ...config import Head
+from ...config import Head, TrainerConfig
 from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
-from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, misfit, shapes_in
-from ..lora.saved import SavedAdapters
+from ..hf.saved_shapes import misfit, refuse_other_state
+from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
+from ..lora.saved import SavedAdapters, check_adapters
 from ..rank_collectives import on_every_rank, share_json
 from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
+from .model_facts import read_model
 from .weights import WEIGHT, WeightSlice
 
 _STATE = "state.json"
@@ -66,9 +68,15 @@ def load_model(
     on_every_rank(read, device, PART)
 
 
-def check_weights(model_dir: Path, model: CheckpointShape) -> None:
-    """Raise the `ConfigError` of `load_model`. Reads headers; not collective."""
+def check_files(config: TrainerConfig, model_dir: Path, model: CheckpointShape, state: Path | None) -> None:
+    """Raise the `ConfigError` with which `load_model` would refuse `model_dir`, or `load` of the engine a saved `state`.
+
+    Reads headers; not collective.
+    """
     _fitting_tensors(model_dir, model, checkpoint_shapes(model))
+    if state is not None:
+        refuse_other_state(state, _saved_shapes(_state_tensors(state)[1]), checkpoint_shapes(model))
+        check_adapters(state, config)
 
 
 def _fitting_tensors(
@@ -169,18 +177,14 @@ def load_state(
 
     def check() -> None:
         about, stored = _state_tensors(directory)
-        held = {
-            key.split("|")[1]: _full_shape(pieces) for key, pieces in stored.items() if key.startswith(f"{WEIGHT}|")
-        }
-        difference = misfit(held, shapes)
+        refuse_other_state(directory, _saved_shapes(stored), shapes)
         with Shelf(stored) as shelf:
-            lacking = next((name for name, box, _ in wanted if not shelf.holds(name, box)), None)
-        if difference or lacking:
-            raise ConfigError(
-                f"the training state in {directory} does not fit this model: {difference or f'it lacks some of {lacking}'}.",
-                part=PART,
-                hint="Check model and path.",
-            )
+            if lacking := next((name for name, box, _ in wanted if not shelf.holds(name, box)), None):
+                raise ConfigError(
+                    f"the training state in {directory} does not fit this model: it lacks some of {lacking}.",
+                    part=PART,
+                    hint="Check model and path.",
+                )
         found.append((int(about["step"]), stored))
 
     def read() -> None:
@@ -235,25 +239,31 @@ def export_model(
 def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head) -> None:
     """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
     _, stored = _state_tensors(state)
+    refuse_other_state(state, _saved_shapes(stored), checkpoint_shapes(read_model(model_dir, head).shape))
     kept, adapters = kept_types(model_dir, (key.split("|")[1] for key in stored)), SavedAdapters.read(state)
     full: dict[str, torch.Tensor] = {}
     with Shelf(stored) as shelf:
-        for key, slices in stored.items():
-            kind, name = key.split("|")
-            if kind == WEIGHT:
-                shape = _full_shape(slices)
-                exact = name in kept or name in adapters.merged_names
-                full[name] = torch.empty(shape, dtype=torch.float32 if exact else dtype)
-                shelf.read(key, Box.whole(shape), full[name])
+        for name, shape in _saved_shapes(stored).items():
+            exact = name in kept or name in adapters.merged_names
+            full[name] = torch.empty(shape, dtype=torch.float32 if exact else dtype)
+            shelf.read(f"{WEIGHT}|{name}", Box.whole(shape), full[name])
     adapters.merge_into(full)
     full |= {name: full[name].to(dtype) for name in adapters.merged_names if name not in kept}
     _write_hf(directory, ExportedModel(model_dir, head, dtype, kept), full)
 
 
-def _full_shape(slices: Iterable[StoredSlice]) -> tuple[int, ...]:
-    """Shape of the tensor of which these are all slices."""
-    ends = (map(sum, zip(piece.box.starts, piece.box.shape, strict=True)) for piece in slices)
-    return tuple(map(max, zip(*ends, strict=True)))
+def _saved_shapes(stored: Mapping[str, Sequence[StoredSlice]]) -> dict[str, tuple[int, ...]]:
+    """Shape of each checkpoint tensor of a state, of which `stored` has all slices by ``kind|name``."""
+    kinds = {key: key.split("|") for key in stored}
+    return {
+        name: tuple(map(max, zip(*(_end(piece.box) for piece in stored[key]), strict=True)))
+        for key, (kind, name) in kinds.items()
+        if kind == WEIGHT
+    }
+
+
+def _end(box: Box) -> tuple[int, ...]:
+    return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
 
 
 def _write_hf(directory: Path, about: ExportedModel, full: dict[str, torch.Tensor]) -> None:
