@@ -18,7 +18,7 @@ from .agreement.rank_agreement import Interrupt
 from .send_session import SendSession
 from .snapshot.progress import Progress
 from .snapshot.slots import DeltaBase, SnapshotSlot, SnapshotSlots
-from .snapshot.steps import Leftovers
+from .snapshot.steps import PendingBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +46,7 @@ class Publication:
     """This rank's segments, once they are encoded."""
     encoded_for: str = ""
     """Digest of the layout of the session in which `delta` was encoded."""
-    leftovers: Leftovers = field(default_factory=Leftovers)
+    pending_blocks: PendingBlocks = field(default_factory=PendingBlocks)
     """Results of quantising beside the snapshot."""
     is_complete: bool = False
     """Whether blocks that other ranks have a part of are quantised, too."""

@@ -43,7 +43,7 @@ class Snapshotter:
                 publication.digests = contribution.replicated.digests(publication.number, everything=everything)
         publication.slot, publication.base = slot, base
         self._queue.begin(publication)
-        snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.leftovers)
+        snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.pending_blocks)
         self._snapshot_s = seconds = time.perf_counter() - began
         facts = {"seconds": seconds, "nbytes": snapshot.nbytes, "participant": rank.name}
         rank.hooks.snapshot_taken(version=publication.version, facts=facts)

@@ -96,7 +96,7 @@ class VersionSender:
             version=go.version,
             nbytes=nbytes,
             seconds=seconds,
-            error=publication.leftovers.error.to_plain() if self._ours.scheme else None,
+            error=publication.pending_blocks.error.to_plain() if self._ours.scheme else None,
         )
 
     def _deadline(self) -> Deadline:
@@ -114,21 +114,21 @@ class VersionSender:
             raise publication.progress.error
         if not self._ours.scheme:
             return
-        snapshot, leftovers, version = self._ours.snapshot, publication.leftovers, publication.version
+        snapshot, pending_blocks, version = self._ours.snapshot, publication.pending_blocks, publication.version
         if snapshot.is_cut:
             publication.progress.wait_read(snapshot.read_end, deadline)
         if session.agreement is not None:  # in every session: other ranks may have missed it in the one before
-            session.agreement.say(MAGNITUDES, version, magnitudes_to_plain(leftovers.magnitudes))
+            session.agreement.say(MAGNITUDES, version, magnitudes_to_plain(pending_blocks.magnitudes))
         if publication.is_complete or not snapshot.is_cut:
             return
-        parts = leftovers.magnitudes
+        parts = pending_blocks.magnitudes
         if session.agreement is not None:
             said = session.agreement.hear(MAGNITUDES, version, deadline, publication.superseded)
             parts = [part for plain in said.values() for part in magnitudes_from_plain(plain)]
         with self._rank.slots.writing:
             if publication.superseded.is_set or publication.slot is None:
                 raise ClosedError(f"version {version} was given up.", part=self._rank.name)
-            leftovers.quantise_cuts(parts, publication.slot.memory.data)
+            pending_blocks.quantise_cuts(parts, publication.slot.memory.data)
             publication.is_complete = True
 
     def _agree_on_codec(self, publication: Publication, session: SendSession) -> None:

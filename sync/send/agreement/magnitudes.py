@@ -1,6 +1,6 @@
 """Trainer ranks agree on the scale of a block that a cut between them divides: each says the largest magnitude of its part.
 
-The elements of such blocks wait in the ranks' `Leftovers.cuts`. A rank says one number for each block of a version.
+The elements of such blocks wait in the ranks' `PendingBlocks.cuts`. A rank says one number for each block of a version.
 """
 
 from __future__ import annotations

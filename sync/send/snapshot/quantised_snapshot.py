@@ -2,7 +2,7 @@
 
 Blocks that lie whole in a shard are quantised straight from the live parameters. A block that a cut between two ranks divides
 has one scale, which depends on both ranks. Each rank copies its part of such a block as it is, so that parameters may change as
-soon as they were read, and quantises it when every rank has said its magnitudes (`Leftovers.cuts`). With blocks of 128 x 128
+soon as they were read, and quantises it when every rank has said its magnitudes (`PendingBlocks.cuts`). With blocks of 128 x 128
 that is at most 254 rows and 254 columns of each shard.
 """
 
@@ -21,7 +21,7 @@ from ...version.box import Box
 from ...version.tensor_spec import LazyShard, LocalShard, Shard
 from .quantised_blocks import CutBlocks, QuantisedMatrix, corner, regions_of
 from .snapshot import Snapshot, device_of
-from .steps import Copy, Leftovers, Milestone, copies
+from .steps import Copy, Milestone, PendingBlocks, copies
 
 _Key = tuple[str, Box]
 _CHUNK_NUMEL = 4 << 20
@@ -38,19 +38,19 @@ class _Quantise:
     box: Box
     is_cut: bool
 
-    def run(self, memory: torch.Tensor, leftovers: Leftovers) -> None:
+    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
         """See `Step`."""
         matrix, box = self.matrix, self.box
         data = matrix.data(box)
         magnitudes = matrix.magnitudes(box, data)
         if self.is_cut:
-            leftovers.cuts.append(CutBlocks(matrix, box, data.clone()))
-            leftovers.magnitudes.append(magnitudes)
+            pending_blocks.cuts.append(CutBlocks(matrix, box, data.clone()))
+            pending_blocks.magnitudes.append(magnitudes)
             return
         scales = block_fp8.scales_of(magnitudes.values)
         quantised = matrix.put(memory, box, data, scales)
         few = slice(0, _SAMPLED_ROWS)
-        leftovers.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
+        pending_blocks.error += block_fp8.error_of(data[few], quantised[few], scales[:1], at=corner(box))
 
 
 class QuantisedShards:
@@ -102,7 +102,7 @@ class QuantisedShards:
             numbers = (number for start, number in copied if start < offset + shard.nbytes)
             ends[shard.spec.name] = max(numbers, default=0)
         is_cut = any(isinstance(step, _Quantise) and step.is_cut for step in steps)
-        # On one thread: steps add to `Leftovers`.
+        # On one thread: steps add to `PendingBlocks`.
         return Snapshot(device_of(self._shards), milestones, nbytes, ends, len(steps), is_cut=is_cut)
 
 

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpu
 
 from ...version.tensor_spec import LocalShard
 from .progress import Progress
-from .steps import Leftovers, Milestone, copies
+from .steps import Milestone, PendingBlocks, copies
 
 _BATCH_BYTES = 16 << 20
 """Bytes that a thread copies, at least, before it gets new steps: handing steps over costs as much as copying 1 MiB."""
@@ -79,17 +79,19 @@ class Snapshot:
             yield
 
     @torch.no_grad()
-    def take(self, memory: torch.Tensor, after: Any, progress: Progress, leftovers: Leftovers | None = None) -> None:
+    def take(
+        self, memory: torch.Tensor, after: Any, progress: Progress, pending_blocks: PendingBlocks | None = None
+    ) -> None:
         """Copy every shard, as it is after `mark`, into `memory` (uint8), cast in the same pass. Blocks.
 
         A version that cannot be quantised fails alone: parameters may change then.
         """
-        leftovers = leftovers or Leftovers()
+        pending_blocks = pending_blocks or PendingBlocks()
         try:
             if self.runtime.has_streams:
-                self._take_on_stream(memory, after, progress, leftovers)
+                self._take_on_stream(memory, after, progress, pending_blocks)
             else:
-                with closing(self._reached(memory, leftovers)) as milestones:
+                with closing(self._reached(memory, pending_blocks)) as milestones:
                     for milestone in milestones:
                         progress.advance(milestone.done_bytes, milestone.read)
         except WeightlaneError:
@@ -97,21 +99,23 @@ class Snapshot:
             raise
         progress.advance(self.nbytes, self.read_end)
 
-    def _take_on_stream(self, memory: torch.Tensor, after: Any, progress: Progress, leftovers: Leftovers) -> None:
+    def _take_on_stream(
+        self, memory: torch.Tensor, after: Any, progress: Progress, pending_blocks: PendingBlocks
+    ) -> None:
         queued: list[tuple[Any, Milestone]] = []
         with self.reading(after):
             for milestone in self._milestones:
-                milestone.step.run(memory, leftovers)
+                milestone.step.run(memory, pending_blocks)
                 queued.append((self.runtime.recorded(self._stream), milestone))
         for event, milestone in queued:
             event.synchronize()
             progress.advance(milestone.done_bytes, milestone.read)
 
-    def _reached(self, memory: torch.Tensor, leftovers: Leftovers) -> Generator[Milestone, None, None]:
+    def _reached(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> Generator[Milestone, None, None]:
         """Run the steps, side by side where torch itself uses one thread. Yields each milestone, in order, once it is reached."""
         if self._workers == 1 or torch.get_num_threads() > 1:
             for milestone in self._milestones:
-                milestone.step.run(memory, leftovers)
+                milestone.step.run(memory, pending_blocks)
                 yield milestone
             return
         if self._threads is None:
@@ -120,7 +124,7 @@ class Snapshot:
 
         def run(batch: Sequence[Milestone]) -> None:
             for milestone in batch:
-                milestone.step.run(memory, leftovers)
+                milestone.step.run(memory, pending_blocks)
 
         try:
             for batch in _batches(self._milestones):

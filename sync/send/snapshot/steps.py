@@ -21,7 +21,7 @@ _SMALL_BYTES = 256 << 10
 
 
 @dataclass(slots=True)
-class Leftovers:
+class PendingBlocks:
     """Results of a snapshot beside its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
 
     cuts: list[CutBlocks] = field(default_factory=list)
@@ -42,8 +42,8 @@ class Leftovers:
 class Step(Protocol):
     """A part of taking a snapshot."""
 
-    def run(self, memory: torch.Tensor, leftovers: Leftovers) -> None:
-        """Write into `memory`, and add to `leftovers` what cannot be written yet."""
+    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
+        """Write into `memory`, and add to `pending_blocks` what cannot be written yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Copy:
     end: int
     dtype: torch.dtype
 
-    def run(self, memory: torch.Tensor, leftovers: Leftovers) -> None:  # noqa: ARG002 - nothing is left
+    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:  # noqa: ARG002 - nothing is left
         """See `Step`."""
         room = memory[self.start : self.end]
         into = room.view(self.dtype)

@@ -14,7 +14,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ..hf.names import CheckpointRun, checkpoint_runs
-from ..hf.stored_slices import Shelf, hf_tensors
+from ..hf.stored_slices import SliceReader, hf_tensors
 from ..hf.value_head import unused_heads, value_head
 from .shards import checkpoint_tensors, local_shards
 
@@ -117,9 +117,9 @@ def _refuse_names(model_dir: Path, kind: str, found: Iterable[object]) -> None:
 
 def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill what this rank holds of `tensors`, by in-memory name, from the files in `model_dir`."""
-    with Shelf({name: [entry] for name, entry in hf_tensors(model_dir).items()}) as shelf:
+    with SliceReader({name: [entry] for name, entry in hf_tensors(model_dir).items()}) as reader:
         for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
-            shelf.read(shard.spec.name, shard.box, shard.data)
+            reader.read(shard.spec.name, shard.box, shard.data)
 
 
 def weights_reader(

@@ -29,7 +29,7 @@ class StoredSlice:
     """Under which the file holds it."""
 
 
-class Shelf:
+class SliceReader:
     """Slices of tensors by name. A context manager that keeps the files open that were read from."""
 
     def __init__(self, stored: Mapping[str, Sequence[StoredSlice]]) -> None:

@@ -24,7 +24,7 @@ from ..hf.export import ExportedModel, write_model_dir
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..hf.saved_shapes import misfit, refuse_other_state
-from ..hf.stored_slices import Shelf, StoredSlice, hf_tensors, shapes_in
+from ..hf.stored_slices import SliceReader, StoredSlice, hf_tensors, shapes_in
 from ..lora.saved import SavedAdapters, check_adapters
 from ..rank_collectives import on_every_rank, share_json
 from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
@@ -58,10 +58,10 @@ def load_model(
     on_every_rank(lambda: stored.update(_fitting_tensors(model_dir, model, shapes)), device, PART)
 
     def read() -> None:
-        with Shelf({name: [entry] for name, entry in stored.items()}) as shelf:
+        with SliceReader({name: [entry] for name, entry in stored.items()}) as reader:
             for piece in slices:
                 if piece.name in stored:
-                    shelf.read(piece.name, piece.box, piece.weight)
+                    reader.read(piece.name, piece.box, piece.weight)
                 else:
                     piece.weight.zero_()
 
@@ -178,8 +178,8 @@ def load_state(
     def check() -> None:
         about, stored = _state_tensors(directory)
         refuse_other_state(directory, _saved_shapes(stored), shapes)
-        with Shelf(stored) as shelf:
-            if lacking := next((name for name, box, _ in wanted if not shelf.holds(name, box)), None):
+        with SliceReader(stored) as reader:
+            if lacking := next((name for name, box, _ in wanted if not reader.holds(name, box)), None):
                 raise ConfigError(
                     f"the training state in {directory} does not fit this model: it lacks some of {lacking}.",
                     part=PART,
@@ -188,9 +188,9 @@ def load_state(
         found.append((int(about["step"]), stored))
 
     def read() -> None:
-        with Shelf(stored) as shelf:
+        with SliceReader(stored) as reader:
             for name, box, into in wanted:
-                shelf.read(name, box, into)
+                reader.read(name, box, into)
         _restore_random_state(directory, rank, device)
 
     on_every_rank(check, device, PART)  # before any rank reads
@@ -242,11 +242,11 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
     refuse_other_state(state, _saved_shapes(stored), checkpoint_shapes(read_model(model_dir, head).shape))
     kept, adapters = kept_types(model_dir, (key.split("|")[1] for key in stored)), SavedAdapters.read(state)
     full: dict[str, torch.Tensor] = {}
-    with Shelf(stored) as shelf:
+    with SliceReader(stored) as reader:
         for name, shape in _saved_shapes(stored).items():
             exact = name in kept or name in adapters.merged_names
             full[name] = torch.empty(shape, dtype=torch.float32 if exact else dtype)
-            shelf.read(f"{WEIGHT}|{name}", Box.whole(shape), full[name])
+            reader.read(f"{WEIGHT}|{name}", Box.whole(shape), full[name])
     adapters.merge_into(full)
     full |= {name: full[name].to(dtype) for name in adapters.merged_names if name not in kept}
     _write_hf(directory, ExportedModel(model_dir, head, dtype, kept), full)
