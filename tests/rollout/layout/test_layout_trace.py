@@ -120,9 +120,7 @@ def test_a_delta_is_refused_where_live_bits_do_not_tell_what_was_sent() -> None:
     plan = planned(Model(lambda w, t: w.data.copy_(t)), SourceSpec((6, 8), torch.bfloat16))
     old = random_bits((6, 8), torch.bfloat16, seed=1)
     plan.commit({"a": old})
-    with pytest.raises(
-        CommitError, match=r"a holds values in torch\.float32 that were not sent"
-    ):  # a NaN with a payload
+    with pytest.raises(CommitError, match=r"a holds values in torch\.float32 that were not sent"):  # a NaN's payload
         LiveDelta(plan, delta_between("a", old, old.nan_to_num()), lambda: None)
 
 
