@@ -10,7 +10,7 @@ from ..version.manifest import CODEC_DELTA, CODEC_DENSE
 
 DELTA_BELOW = 0.03
 """With `auto`, versions become deltas when the version before changed a smaller share of all elements. Encoding and decoding then
-take less time than sending the rest over 4 Gbit/s (`benchmarks/densities.py`)."""
+take less time than sending the rest over 4 Gbit/s."""
 DENSE_ABOVE = 0.04
 """With `auto`, deltas are sent up to this share once they are sent: shares that vary a little do not change the codec."""
 

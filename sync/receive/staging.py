@@ -87,11 +87,13 @@ class Staging:
 
         A delta is for the kept version, or for the `live` weights.
 
-        Raises `StagingMemoryError` when the version needs more than the limit, `DeltaBaseError` for a delta that needs more than
-        its base leaves of it, or `CommitError` while an earlier version is being loaded.
+        Raises:
+            StagingMemoryError: The version needs more than the limit.
+            DeltaBaseError: A delta needs more of it than its base leaves.
+            CommitError: An earlier version is being loaded.
         """
         needed = 0 if viewed else _DELTA_FACTOR * manifest.wire_bytes if manifest.is_delta else manifest.total_bytes
-        if self._limit and needed > self._limit:
+        if 0 < self._limit < needed and not manifest.is_delta:
             raise StagingMemoryError(
                 f"staging version {manifest.version} needs {needed / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",
                 part=self._part,
@@ -108,7 +110,7 @@ class Staging:
             to_copy = self._viewed if self._viewed is not None and self._is_to_be_kept(self._viewed) else None
             kept = to_copy.nbytes if to_copy else self._serving.data.numel()
             is_too_much = 0 < self._limit < needed + kept
-            if is_too_much and manifest.is_delta and not live:
+            if manifest.is_delta and 0 < self._limit < needed + (0 if live else kept):
                 raise DeltaBaseError(
                     f"version {manifest.version} is a delta that needs {needed / 2**20:.1f} MiB beside version"
                     f" {manifest.base_version} of {kept / 2**20:.1f} MiB, {self._limit / 2**20:.1f} MiB are allowed.",

@@ -21,7 +21,7 @@ from weightlane.sync import ReplicaState
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LORA = {"rank": RANK, "alpha": ALPHA, "publish": "adapter"}
-EVERY = 3
+EVERY = 9
 LAYOUTS = {
     "fsdp2-tp2": {"fsdp2": {"tensor_parallel": 2}},
     "megatron-tp2": {"engine": "megatron", "megatron": {"tensor_parallel": 2, "sequence_parallel": True}},
@@ -47,7 +47,7 @@ class Folder:
         return self._path / f"peft-{version}"
 
     def make(self) -> int:
-        """Change one element in three of the adapter, and publish that; returns its version."""
+        """Change one element in nine of the adapter, and publish that; returns its version."""
         self._newest += 1
         self._trainers.call("nudge", self._newest, EVERY)
         self._trainers.call("export", str(self.merged(self._newest)))

@@ -101,7 +101,7 @@ def test_a_rollback_never_loads_an_older_version_than_the_one_that_served() -> N
 
 def test_what_is_kept_is_neither_dropped_for_its_own_delta_nor_half_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     staging, copied = Staging("rollout-0/0", 100, torch.device("cpu")), ViewedVersion.copy_to
-    base = {"base_version": 1, "base_identity": "a/1", "segments": (DeltaSegment(0, Box((0,), (16,)), nbytes=16),)}
+    base = {"base_version": 1, "base_identity": "a/1", "segments": (DeltaSegment(0, Box((0,), (16,)), nbytes=12),)}
     delta = Manifest(2, (SPEC,), 64, codec="delta", identity="a/2", **base)  # type: ignore[arg-type]
     staged(staging, 1, identity="a/1")
     staging.commit(1)

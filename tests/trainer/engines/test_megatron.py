@@ -139,10 +139,3 @@ def test_an_adam_that_counts_steps_in_its_groups_goes_on_counting_after_a_load()
     first.optimizer.step()
     second.optimizer.step()
     assert torch.equal(resumed, whole)
-
-
-def test_a_layout_that_does_not_fit_is_refused_by_every_rank(teams: Teams) -> None:
-    ranks = teams.of(2)
-    model, trainer = teams.models["qwen3-tied"], megatron({"expert_parallel": 2})
-    says = "expert_parallel=2, but the model has no experts"
-    ranks.all_fail("ConfigError", says, "setup", model=model, trainer=trainer)
