@@ -146,7 +146,7 @@ def layout(
 ) -> None:
     """Show where vLLM puts each tensor of a model on each rank, and which tensors cannot be committed by copies."""
     require("layout")
-    from weightlane.rollout.layout.loading.expectation import checkpoint_files
+    from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_files
 
     checkpoint_files(model)  # says at once that there is no such model; what follows loads vLLM
     from weightlane.rollout.layout.offline.layout_report import layout_report
@@ -217,7 +217,7 @@ def plan_shape(
 def config(path: ConfigArgument, override: SetOption = None) -> None:
     """Print the resolved configuration as TOML, with the meaning and default of every key."""
     from .config.any_config import load_any_config
-    from .config.config_file import explain
+    from .config.validation import explain
 
     typer.echo(explain(load_any_config(path, override or [])))
 

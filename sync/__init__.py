@@ -40,7 +40,7 @@ from .control.coordinator.report import CommitOutcome, CommitReport, FailedAttem
 from .control.rendezvous import Rendezvous, RendezvousAddress
 from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream
-from .receive.stored_version import read_version
+from .receive.read_version import read_version
 from .subscriber import CommitMode, Subscriber
 from .torchrun.collective_publisher import CollectivePublisher
 from .version.expectation import Expectation, ExpectedTensor, check_coverage

@@ -36,8 +36,8 @@ from .control.messages import Accepted, Connect, EngineTraits, Message, Open, Re
 from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
 from .control.tensor_lists import TensorLists, scope_of
+from .plan.plan_exchange import PlanExchange
 from .plan.session_plan import SessionPlan
-from .plan.supply import PlanExchange
 from .receive.live_identity import LiveIdentity
 from .receive.live_stream import LiveStream
 from .receive.receive_loop import StageRequest

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
 from .data.batch import LossDenominators, TokenBatch
 from .data.sequences import IGNORED, MicroBatch, TokenSequence
-from .engines.adam_params import AdamParams
 from .engines.contract import TrainingEngine
+from .engines.optimizer_settings import AdamParams
 from .engines.registry import training_engine_class, training_engine_names
 from .objectives.advantages import gae, group_advantages, whiten
 from .objectives.dpo import dpo

@@ -10,7 +10,6 @@ True
 
 from .data.batch import LossDenominators, TokenBatch
 from .data.sequences import IGNORED, MicroBatch
-from .engines.adam_params import AdamParams
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
 from .engines.fsdp2.shards import checkpoint_tensors, local_shards
@@ -18,6 +17,7 @@ from .engines.fsdp2.state import export_model, init_optimizer_state, resume, sav
 from .engines.hf.export import ExportedModel
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.names import CheckpointRun, checkpoint_runs
+from .engines.optimizer_settings import AdamParams
 from .engines.rank_collectives import on_every_rank, on_rank_zero, require_open, share_json
 from .engines.torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs

@@ -22,8 +22,8 @@ from weightlane.sync.control.mailbox import Mailbox
 from weightlane.sync.control.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
 from weightlane.sync.control.participant import Participant
 from weightlane.sync.control.tensor_lists import TensorLists, scope_of
+from weightlane.sync.plan.plan_exchange import Supply
 from weightlane.sync.plan.session_plan import SessionPlan
-from weightlane.sync.plan.supply import Supply
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 from weightlane.sync.version.box import Box
 

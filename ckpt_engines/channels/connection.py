@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..errors import ProtocolError
-from .mac import TAG_BYTES, tag
+from .authentication import TAG_BYTES, tag
 
 LENGTH = struct.Struct("<I")
 """The first bytes of a frame: how many follow."""

@@ -20,8 +20,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Self
 
+from .authentication import proof, proves
 from .connection import LENGTH, Keys
-from .mac import proof, proves
 
 MOST_BYTES = 4096
 """Longest message of a handshake: what an unproven peer can make this process keep. A hello has a few hundred bytes."""

@@ -9,10 +9,10 @@ from typing import cast
 
 import torch
 
+from ..channels.admission import welcomed
 from ..channels.channel import Address, Channel
 from ..channels.dialer import dial
 from ..channels.handshake import Hello
-from ..channels.receivers import welcomed
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology, WeightReceiver
 from ..contract.viewing import ViewingReceiver

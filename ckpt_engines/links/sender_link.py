@@ -9,9 +9,9 @@ from typing import cast
 
 import torch
 
+from ..channels.admission import accept_receivers, welcome
 from ..channels.channel import Address, Channel
 from ..channels.listener import Listener
-from ..channels.receivers import accept_receivers, welcome
 from ..contract.bucket import Bucket
 from ..contract.engine import CheckpointEngine, Topology, WeightSender
 from ..contract.storing import StoringSender, VersionFiles

@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.devices import device_count, is_available
 
 from .contenders.contenders import RAW, Contender, Copies, Figures, Files, Gloo, plain_options
-from .contenders.weightlane_row import RowContender, RowFacts
+from .contenders.weightlane_contender import RowContender, RowFacts
 from .processes.participants import LOSSY, check_offered, sync_config
 from .processes.processes import Processes
 from .processes.raw_transports import has_safetensors

@@ -22,22 +22,22 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, 
 from weightlane.trainer.engines.lora.sites import DEFAULT
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class
 from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
 from weightlane.trainer.runner.run_dir import RunDir
-from weightlane.trainer.runner.run_files import FailuresFile, MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.runner.sft_loop import SftLoop, SftSummary
 
-from ..config.config_file import explain
 from ..config.sft_config import SftRunConfig, load_sft_config
+from ..config.validation import explain
 from ..output import console
-from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
 from ..run.open_observers import RunObservers
 from ..run.preparation import saved_state
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Machines, fitted_trainer
 from ..run.run_description import about_run
 from ..run.sft_display import SftDisplay, print_sft_summary
+from ..run.signals import cancel_on_sigterm, point_to_logs, start_ray
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,23 +25,23 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import check_trainer
+from weightlane.trainer.runner.file_observers import MetricsFile
 from weightlane.trainer.runner.run_dir import alone_in, refuse_taken
-from weightlane.trainer.runner.run_files import MetricsFile
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.service.base_model import BaseModel
 from weightlane.trainer.service.http.auth import Clients
 from weightlane.trainer.service.http.server import listening, serve
 from weightlane.trainer.service.service import Service
 
-from ..config.config_file import explain
 from ..config.run_config import VERSIONS_DIR, check_engine
 from ..config.tinker_config import TinkerConfig, as_written, load_tinker_config
+from ..config.validation import explain
 from ..output import console, http_address
-from ..run.endings import point_to_logs
 from ..run.open_observers import RunObservers
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster, refuse_loopback
 from ..run.resources import Sizes, fitted, refuse_unfitting, reserved_cpus
+from ..run.signals import point_to_logs
 
 _T = TypeVar("_T")
 _PART = "service"

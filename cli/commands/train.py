@@ -17,21 +17,21 @@ from weightlane.trainer.loop.fleet import Successor
 from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
+from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.jobs import Export, Save
-from weightlane.trainer.runner.run_files import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.runner import Runner
 
-from ..config.config_file import explain
 from ..config.run_config import VERSIONS_DIR, RunConfig
+from ..config.validation import explain
 from ..output import console
 from ..run.display import RunDisplay, print_summary
-from ..run.endings import cancel_on_sigterm, point_to_logs, start_ray
 from ..run.open_observers import RunObservers
 from ..run.preparation import prepare
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Sizes, fitted, reserved_cpus
 from ..run.run_description import about_run
+from ..run.signals import cancel_on_sigterm, point_to_logs, start_ray
 
 
 async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, live: bool) -> RunSummary:

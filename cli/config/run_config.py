@@ -27,7 +27,7 @@ from weightlane.trainer.config import (
 from weightlane.trainer.loop.config import LoopConfig
 
 from ..extras import how_to_install
-from .config_file import read_config
+from .validation import read_config
 
 VERSIONS_DIR = "versions"
 """Directory inside the run directory for an engine that needs one and has none configured."""

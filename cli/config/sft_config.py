@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
 
-from .config_file import read_config
 from .run_config import ModelSection, ObserversSection, RaySection, RunSection, check_observers
+from .validation import read_config
 
 
 class SftRunConfig(BaseModel):

@@ -10,8 +10,8 @@ from weightlane.rollout.config import AdapterConfig
 from weightlane.trainer.config import AlgorithmConfig, LoraConfig
 from weightlane.trainer.service.config import ServiceConfig
 
-from .config_file import read_config
 from .run_config import ClusterConfig, check_sections, refuse_for_adapters, with_store_in_run_dir
+from .validation import read_config
 
 _PART = "configuration"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.runner.run_files import read_metrics
+from weightlane.trainer.runner.file_observers import read_metrics
 from weightlane.trainer.service.records.store import DATABASE
 
 from .service_record import read_service

@@ -13,10 +13,10 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from weightlane.cli.config.config_file import FILLED_IN
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.config.sft_config import SftRunConfig
 from weightlane.cli.config.tinker_config import TinkerConfig
+from weightlane.cli.config.validation import FILLED_IN
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys

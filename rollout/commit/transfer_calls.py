@@ -70,7 +70,7 @@ class UpdateRequest(BaseModel):
 class EngineCommit(BaseModel):
     """The field ``engine_commit`` of an update: the engine core then makes the complete commit in one call.
 
-    vLLM's engine core reads it and does not pass it to the ranks: see `weightlane.rollout.vllm.engine_core`.
+    vLLM's engine core reads it and does not pass it to the ranks: see `weightlane.rollout.vllm.commit_in_core`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

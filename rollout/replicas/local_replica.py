@@ -18,14 +18,14 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
 )
 
-from ..commit.commit_call import CommitFailure, commit_version, roll_back
+from ..commit.commit_client import CommitFailure, commit_version, roll_back
 from ..commit.records import CommitReport, Completion, RolloutStats
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
 from ..layout.loading.adapter_tensors import adapted_layers
 from .adapter_versions import AdapterVersions
 from .generation import generate
-from .observed import Observed
+from .replica_hooks import Observed
 from .sampling import Sampling
 from .vllm_engine import VllmEngine
 

@@ -29,7 +29,7 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitMode, CommitReport
 
-from ..commit.commit_call import ENGINE_SHARE, quarantined, untouched
+from ..commit.commit_client import ENGINE_SHARE, quarantined, untouched
 from ..commit.transfer_calls import EngineCommit
 from .server_calls import CallFailedError, ServerCalls
 

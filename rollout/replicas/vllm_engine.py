@@ -152,7 +152,7 @@ class VllmEngine:
         processor.tokenizer = tokenizer
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:
-        """Call ``update_weights``; see `weightlane.rollout.commit.commit_call.Engine`."""
+        """Call ``update_weights``; see `weightlane.rollout.commit.commit_client.Engine`."""
         figures: dict[str, float]
         (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
         return figures

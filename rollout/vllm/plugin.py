@@ -26,7 +26,7 @@ def _register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from . import engine_core, start_failures  # noqa: PLC0415 - these import vLLM's engine
+    from . import commit_in_core, start_failures  # noqa: PLC0415 - these import vLLM's engine
 
     try:
         WeightTransferEngineFactory.register_engine(
@@ -34,7 +34,7 @@ def _register() -> None:
         )
     except ValueError:  # Registered by an earlier call in this process.
         return
-    engine_core.install()
+    commit_in_core.install()
     start_failures.install()
     if current_platform.is_cpu():
         vllm_cpu.install()

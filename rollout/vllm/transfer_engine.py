@@ -6,7 +6,7 @@ therefore carry only control messages, and one call makes a complete commit::
     init_weight_transfer_engine({"rendezvous": {...}, "replica": "rollout-0", "backend": "shm", "options": {}, ...})
     update_weights({"version": 7, "engine_commit": {"weight_version": "7"}})
 
-vLLM's engine core reads ``engine_commit``, pauses, passes the rest to the ranks, and resumes: see `engine_core`.
+vLLM's engine core reads ``engine_commit``, pauses, passes the rest to the ranks, and resumes: see `commit_in_core`.
 A client can also make these steps itself::
 
     pause_generation(mode="keep", clear_cache=True)
@@ -43,7 +43,7 @@ from weightlane.sync import Subscriber
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError
 from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
 from ..layout import SourceSpec
-from ..layout.loading.expectation import checkpoint_specs, expectation_of_config, place_of
+from ..layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader

@@ -19,10 +19,10 @@ from typing import Any
 import torch.distributed as dist
 
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+from weightlane.ckpt_engines.channels.authentication import derive_key, new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.ckpt_engines.channels.dialer import dial
 from weightlane.ckpt_engines.channels.handshake import Hello
-from weightlane.ckpt_engines.channels.mac import derive_key, new_secret
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import join_store
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 

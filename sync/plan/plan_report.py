@@ -12,10 +12,10 @@ from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Relay, SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name
+from .plan_exchange import Supply
 from .receiver_groups import replica_of
 from .routes import plan_routes
 from .send_assignment import HolderMap
-from .supply import Supply
 from .transfer_plan import TransferPlan, plan_transfer
 
 STORE = "the store"

@@ -17,8 +17,8 @@ from ..version.placement import Placement
 from ..version.sliced_tensors import Slicing
 from ..version.tensor_spec import TensorSlice
 from .links import PlannedLink, collective_links, links_of
+from .plan_exchange import Supply
 from .routes import Route, plan_routes
-from .supply import Supply
 from .transfer_plan import TransferPlan, plan_transfer
 
 

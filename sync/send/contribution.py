@@ -9,7 +9,7 @@ from weightlane.ckpt_engines import ManifestError
 from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Quantise, Relay
 from ..plan import HolderMap
-from ..plan.supply import Supply
+from ..plan.plan_exchange import Supply
 from ..version.manifest import Manifest
 from ..version.packing import CopyTable, compact_places, stream_places
 from ..version.placement import Placement

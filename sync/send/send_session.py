@@ -15,8 +15,8 @@ from ..codecs.delta.encoding import delta_tables
 from ..control.engine_links import EngineLinks
 from ..control.messages import Connect
 from ..control.rendezvous import Rendezvous
+from ..plan.plan_exchange import PlanExchange
 from ..plan.session_plan import SessionPlan
-from ..plan.supply import PlanExchange
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
 from ..version.manifest_message import DeltaSegment

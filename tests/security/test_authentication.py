@@ -12,7 +12,7 @@ import pytest
 from sessions import Session
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
-from weightlane.ckpt_engines.channels.mac import derive_key, new_secret, proof, proves, tag
+from weightlane.ckpt_engines.channels.authentication import derive_key, new_secret, proof, proves, tag
 from weightlane.sync import Rendezvous
 
 SECRET = new_secret()

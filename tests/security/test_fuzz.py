@@ -15,16 +15,16 @@ from hypothesis import given
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ProtocolError, StagingMemoryError, WeightlaneError, error_from_wire
+from weightlane.ckpt_engines.channels.authentication import proves
 from weightlane.ckpt_engines.channels.local_socket import socket_name
-from weightlane.ckpt_engines.channels.mac import proves
 from weightlane.ckpt_engines.channels.meeting import host_and_port
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.rollout.commit.remote_failure import failure_from_text
-from weightlane.rollout.layout.loading.expectation import expectation_of
+from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.sync import Manifest, RendezvousAddress
 from weightlane.sync.control.messages import decode
-from weightlane.sync.plan.supply import Supply
-from weightlane.sync.receive.stored_version import read_version
+from weightlane.sync.plan.plan_exchange import Supply
+from weightlane.sync.receive.read_version import read_version
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.safetensors_files import MANIFEST_FILE, manifest_of_document
 

@@ -30,7 +30,7 @@ from weightlane.ckpt_engines.channels.connection import Frame, Keys
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from weightlane.ckpt_engines.toolkit.bucket_messages import expect
-from weightlane.rollout.layout.loading.expectation import expectation_of
+from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.sync import Rendezvous
 from weightlane.sync.control.hub.connection import ControlConnection
 from weightlane.sync.control.hub.frames import Kind

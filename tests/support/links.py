@@ -26,8 +26,8 @@ from weightlane.ckpt_engines import (
     ViewableSender,
     ViewingReceiver,
 )
+from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome
 from weightlane.ckpt_engines.channels.meeting import TcpMeeting
-from weightlane.ckpt_engines.channels.receivers import accept_receivers, welcome
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle

@@ -18,9 +18,9 @@ from weightlane.sync.publisher import publisher_name
 from ..config import LoraConfig
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
-from ..engines.adam_params import AdamParams
 from ..engines.contract import BackwardResult, ForwardBackward, OptimStep, StatePart, TrainingEngine, with_adapters
 from ..engines.lora.sites import DEFAULT
+from ..engines.optimizer_settings import AdamParams
 from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .hosted_role import HostedRole, MiniBatch

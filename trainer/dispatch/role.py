@@ -16,8 +16,8 @@ from weightlane.sync.publisher import publisher_name
 from ..config import LoraConfig
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
-from ..engines.adam_params import AdamParams
 from ..engines.contract import BackwardAnswer, ForwardBackward, OptimStep, SequenceOutputs
+from ..engines.optimizer_settings import AdamParams
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_outputs import joined
 from .role_group import RoleGroup

@@ -25,8 +25,8 @@ from ..data.tasks import Task, TaskStream
 from .config import LoopConfig
 from .failures import STEP, Failures
 from .fleet import Fleet, Successor
-from .group import PromptGroup, staleness, to_batch
 from .overlap import OverlapClock
+from .prompt_group import PromptGroup, staleness, to_batch
 from .protocols import Newcomer, Rollout, Syncer, Tokenizer, Trainers
 from .rollout_feeder import Judge, Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget

@@ -16,8 +16,8 @@ from ..data.tasks import Task, TaskStream
 from ..data.written_text import WrittenText
 from .failures import Failures
 from .fleet import Fleet
-from .group import PromptGroup
 from .overlap import OverlapClock
+from .prompt_group import PromptGroup
 from .protocols import Completion, Rollout, Tokenizer
 from .staleness_budget import StalenessBudget
 

@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 from ..config import LoraConfig
 from ..data.batch import LossDenominators, TokenBatch, unpacked_batch
 from ..data.sequences import MicroBatch
-from ..engines.adam_params import AdamParams
+from ..engines.optimizer_settings import AdamParams
 from ..objectives.loss import OutputName
 from .jobs import JOBS, Job
 

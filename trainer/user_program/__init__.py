@@ -5,7 +5,7 @@
 tensor([   7,    9, -100])
 """
 
-from ..engines.adam_params import AdamParams
+from ..engines.optimizer_settings import AdamParams
 from .inputs import UNSET, ForwardInput, ForwardInputs
 from .micro_batch import MicroBatch, MicroBatchStats
 from .outputs import ForwardOutput, ForwardOutputs, TopK

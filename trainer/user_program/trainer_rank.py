@@ -12,9 +12,9 @@ import torch
 from weightlane.ckpt_engines import ConfigError, ForwardMemoryError, ProtocolError
 
 from ..config import LoraConfig, TrainerConfig
-from ..engines.adam_params import AdamParams
 from ..engines.lora.engine import AdaptedEngine
 from ..engines.lora.peft_files import saved_config
+from ..engines.optimizer_settings import AdamParams
 from ..engines.rank_collectives import on_every_rank, share_json
 from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, flattened
 from .likeness import digest, refuse_different

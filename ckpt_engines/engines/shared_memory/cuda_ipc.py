@@ -11,7 +11,7 @@ import torch
 
 from ...contract.capabilities import Capabilities, Delivery
 from ...runtime.devices import is_available
-from .cuda_memory import CudaSegmentKind
+from .cuda_segments import CudaSegmentKind
 from .segment_engine import SegmentEngine
 
 

@@ -10,7 +10,7 @@ import weakref
 import torch
 
 from ...errors import StorageError
-from .segments import Segment, SegmentKind
+from .segment_base import Segment, SegmentKind
 
 _MIB = 1 << 20
 

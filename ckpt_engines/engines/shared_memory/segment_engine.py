@@ -13,7 +13,7 @@ from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, Weig
 from ...errors import ProtocolError
 from .receiver import SegmentReceiver
 from .segment_arena import SegmentArena
-from .segments import SegmentKind
+from .segment_base import SegmentKind
 from .sender import SegmentSender
 
 

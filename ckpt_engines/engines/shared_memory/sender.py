@@ -19,7 +19,7 @@ from ...errors import ProtocolError
 from ...toolkit.bucket_messages import announce, checked_answer, choose
 from ...toolkit.halves import ConnectedHalf
 from .segment_arena import SegmentArena
-from .segments import Segment, SegmentKind
+from .segment_base import Segment, SegmentKind
 
 _NO_SEGMENT = -1
 """Number of the segment in the announcement of an empty bucket."""

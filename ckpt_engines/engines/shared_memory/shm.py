@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 
 from ...contract.capabilities import Capabilities, Delivery
-from .memfd import MemfdSegmentKind
+from .host_segments import MemfdSegmentKind
 from .segment_engine import SegmentEngine
 
 

@@ -19,7 +19,7 @@ from weightlane.ckpt_engines import CommitError, ConfigError
 from weightlane.sync import Expectation, ExpectedTensor
 
 from ...config import AdapterConfig
-from .expectation import stored_tensors
+from .checkpoint_expectation import stored_tensors
 
 PUBLISH = "trainer.lora.publish"
 """The setting by which versions are adapters."""

@@ -10,7 +10,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_process
 
-from ..loading.expectation import checkpoint_specs, expectation_of_config
+from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.coverage import target_coverage, unused_elements
 from ..write_method import WriteKind
 from .rank_layouts import RankLayout, checked_config, rank_layouts, rehearsed

@@ -25,7 +25,7 @@ import torch
 
 from weightlane.sync import dtype_name
 
-from ..loading.expectation import checkpoint_files, stored_tensors
+from ..loading.checkpoint_expectation import checkpoint_files, stored_tensors
 
 CACHE_ENV = "WEIGHTLANE_LAYOUT_CACHE"
 """Environment variable that turns the cache off when it is ``off``."""

@@ -13,7 +13,7 @@ from weightlane.sync import Placement, dtype_name
 from weightlane.sync.version.box import Box
 
 from ...config import RolloutConfig
-from ..loading.expectation import checkpoint_specs, expectation_of_config
+from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
 from ..write_method import WriteKind
 from .needs_cache import remembered

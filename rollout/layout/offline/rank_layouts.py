@@ -13,7 +13,7 @@ import torch
 from weightlane.sync.version.box import Box
 
 from ...rank_group import RankGroup
-from ..loading.expectation import expectation_of
+from ..loading.checkpoint_expectation import expectation_of
 from ..loading.refused_models import refuse_other_formats, refuse_unsupported
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec
 from ..map.needs import needed_boxes

@@ -22,7 +22,7 @@ from ...version.snapshot_slices import SnapshotSlice
 from ...version.strided_copy import StridedCopy
 from ...version.tensor_spec import Shard
 from .format import Encoded, TooDense, encode
-from .format.raw import INTEGERS
+from .format.integer_views import INTEGERS
 
 _WINDOWS, _WINDOW_NUMEL = 256, 512
 """Size of a density sample: this many windows of at most this many elements."""

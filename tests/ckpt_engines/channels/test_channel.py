@@ -20,12 +20,12 @@ from sessions import KEYS, frame, signed, soon
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
+from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome, welcomed
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.dialer import dial
 from weightlane.ckpt_engines.channels.handshake import Hello
 from weightlane.ckpt_engines.channels.listener import Listener, listen_tcp
 from weightlane.ckpt_engines.channels.local_socket import host_identity
-from weightlane.ckpt_engines.channels.receivers import accept_receivers, welcome, welcomed
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32

@@ -40,7 +40,7 @@ from weightlane.ckpt_engines import (
     Topology,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
+from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
 from weightlane.ckpt_engines.engines.torch_distributed import collective_halves as _collective_halves
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
 from weightlane.ckpt_engines.links.receiver_link import ReceiverLink, make_receiver_link
@@ -65,7 +65,7 @@ def devices_of(engine: str) -> Iterator[World]:
         return open_group(world, store, rank, size, device.index, backend=backend)
 
     patch.setattr(_device_group, "open_process_group", group)
-    patch.setattr(_cuda_memory, "cuda_driver", lambda: Driver(world))
+    patch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(world))
     try:
         with installed(world, KINDS[engine]):
             yield world
@@ -242,12 +242,12 @@ def on_the_current_device(world: World, patch: pytest.MonkeyPatch) -> None:
 
 def mapped_on_the_first_device(_: World, patch: pytest.MonkeyPatch) -> None:
     """Make an engine map memory on device 0, as if the device had no index."""
-    real = _cuda_memory.CudaMapping
+    real = _cuda_segments.CudaMapping
 
     def first(runtime: Any, *arguments: Any) -> Any:
         return real(runtime_of(torch.device(runtime.device.type, 0)), *arguments)
 
-    patch.setattr(_cuda_memory, "CudaMapping", first)
+    patch.setattr(_cuda_segments, "CudaMapping", first)
 
 
 def without_waiting(_: World, patch: pytest.MonkeyPatch) -> None:
@@ -269,13 +269,13 @@ def at_once_done(_: World, patch: pytest.MonkeyPatch) -> None:
 
 def copied_at_once(_: World, patch: pytest.MonkeyPatch) -> None:
     """A copy out of the sender's memory counts as done when it was started."""
-    real = _cuda_memory.CudaMapping.start_copy
+    real = _cuda_segments.CudaMapping.start_copy
 
     def start(self: Any, *arguments: Any) -> Callable[[], bool]:
         real(self, *arguments)
         return lambda: True
 
-    patch.setattr(_cuda_memory.CudaMapping, "start_copy", start)
+    patch.setattr(_cuda_segments.CudaMapping, "start_copy", start)
 
 
 def connected_by_a_broadcast(_: World, patch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from checked_device.world import World
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
-from weightlane.ckpt_engines.engines.shared_memory import cuda_memory as _cuda_memory
+from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
 from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
 from weightlane.sync import (
     CommitReport,
@@ -46,7 +46,7 @@ SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     made = World(0, devices=4)
-    monkeypatch.setattr(_cuda_memory, "cuda_driver", lambda: Driver(made))
+    monkeypatch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(made))
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
     with installed(made, "cuda"):
         yield made

@@ -13,8 +13,8 @@ from pydantic import BaseModel, Field
 from pydantic_core import PydanticUndefined
 
 from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
-from weightlane.cli.config.config_file import FILLED_IN, explain
 from weightlane.cli.config.run_config import RunConfig, load_config
+from weightlane.cli.config.validation import FILLED_IN, explain
 
 MINIMAL = """
 [run]

@@ -13,8 +13,8 @@ from command_line import run
 from tiny_run import Material
 
 from weightlane.cli.config.any_config import load_any_config
-from weightlane.cli.config.config_file import explain
 from weightlane.cli.config.sft_config import load_sft_config
+from weightlane.cli.config.validation import explain
 from weightlane.trainer.data.sft_examples import load_examples
 from weightlane.trainer.data.tokenizer import HfTokenizer
 

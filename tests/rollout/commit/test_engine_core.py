@@ -59,7 +59,7 @@ class Core:
 
 @pytest.fixture
 def commit_in_core() -> Callable[..., Any]:
-    from weightlane.rollout.vllm.engine_core import commit_in_core
+    from weightlane.rollout.vllm.commit_in_core import commit_in_core
 
     return commit_in_core
 

@@ -37,7 +37,7 @@ from rank_needs import needs, rank_layout, slices_of_reloads  # noqa: F401 - tes
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
-from weightlane.rollout.layout.loading.expectation import checkpoint_specs, expectation_of_config
+from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from weightlane.rollout.layout.offline.layout_report import make_report
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module

@@ -11,7 +11,7 @@ from safetensors.torch import save, save_file
 from tiny_models import load_tensors, make_qwen3
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.rollout.layout.loading.expectation import expectation_of
+from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.sync import ExpectedTensor
 
 TORN = save({"a": torch.zeros(64)})[:-8]

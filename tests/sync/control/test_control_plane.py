@@ -21,8 +21,8 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
 from weightlane.ckpt_engines.channels import listener
+from weightlane.ckpt_engines.channels.authentication import new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
-from weightlane.ckpt_engines.channels.mac import new_secret
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, TensorSpec
 from weightlane.sync.control.hub.frames import Kind
 from weightlane.sync.control.messages import Abort, Committed, Stop

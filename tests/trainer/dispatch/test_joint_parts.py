@@ -18,8 +18,8 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.data.batch import TokenBatch
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.dispatch.role import Role
-from weightlane.trainer.engines.adam_params import AdamParams
 from weightlane.trainer.engines.contract import ForwardBackward, OptimStep
+from weightlane.trainer.engines.optimizer_settings import AdamParams
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.supervised import WEIGHTS, sft
 

@@ -16,7 +16,7 @@ from simulated_time import SimulatedTimeLoop
 
 from weightlane.trainer import AlgorithmConfig, LossDenominators, MicroBatch
 from weightlane.trainer.data.tasks import Task
-from weightlane.trainer.loop.group import PromptGroup, to_batch
+from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
 from weightlane.trainer.loop.staleness_budget import StalenessBudget
 from weightlane.trainer.loop.summary import RunSummary
 

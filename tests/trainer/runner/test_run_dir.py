@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, read_metrics
 from weightlane.trainer.runner.run_dir import RunDir
-from weightlane.trainer.runner.run_files import FailuresFile, MetricsFile, read_metrics
 
 
 def test_a_run_directory_keeps_the_two_newest_states_and_resumes_from_the_last(tmp_path: Path) -> None:

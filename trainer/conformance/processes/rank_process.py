@@ -27,8 +27,8 @@ from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
 from weightlane.sync import Placement, dtype_of
 
 from ...config import TrainerConfig
-from ...engines.adam_params import AdamParams
 from ...engines.contract import SequenceOutputs, StatePart, TrainingEngine
+from ...engines.optimizer_settings import AdamParams
 from ...objectives.loss import OutputName
 from ..batches import BatchSpec, LossSpec
 from .resolve import engine_class

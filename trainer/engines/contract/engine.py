@@ -17,7 +17,7 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ...config import Head, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...objectives.loss import LOGPROBS, Loss, OutputName
-from ..adam_params import AdamParams
+from ..optimizer_settings import AdamParams
 
 SequenceOutputs = Mapping[str, torch.Tensor]
 """Outputs for one sequence by name, on the CPU: what `ModelOutputs` has for its tokens."""

@@ -16,7 +16,6 @@ from ...config import Head, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..adam_params import AdamParams
 from ..contract import STATE_PARTS, BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart
 from ..hf.causal_head import HeadQuery, replace_head
 from ..hf.export import ExportedModel
@@ -26,8 +25,9 @@ from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
 from ..lora.joint import StartedPass
-from ..lora.rank_pass import PassQuery
+from ..lora.pass_query import PassQuery
 from ..lora.saved import check_adapters
+from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
 from .checked_model import checked_model, decoder_layers

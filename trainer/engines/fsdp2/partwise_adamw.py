@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ..adam_params import AdamParams
 from ..hf.names import CheckpointRun
+from ..optimizer_settings import AdamParams
 from .state import init_optimizer_state
 
 PARTS = 8

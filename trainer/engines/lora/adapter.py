@@ -15,8 +15,8 @@ from weightlane.sync.version.box import Box
 
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators
-from ..adam_params import AdamParams
 from ..contract import StatePart
+from ..optimizer_settings import AdamParams
 from .sites import MATRICES, PART, LoraSite, initial_a
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

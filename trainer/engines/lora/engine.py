@@ -14,16 +14,16 @@ from weightlane.ckpt_engines import ConfigError
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
-from ..adam_params import AdamParams
 from ..contract import AdapterEngine, Fence
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
+from ..optimizer_settings import AdamParams
 from ..rank_collectives import on_every_rank, require_open
 from ..torch_engine import TorchEngine
 from .adapter import Adapter
 from .adapters import AdaptedModel, Adapters
+from .pass_query import PassQuery
 from .peft_files import read_optimizer, write_peft
-from .rank_pass import PassQuery
 from .saved import SavedAdapters
 from .sites import DEFAULT, PART
 

@@ -18,12 +18,12 @@ from ...config import Head, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..adam_params import AdamParams
 from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, is_model_dir, kept_types
 from ..lora.engine import AdaptedEngine
-from ..lora.rank_pass import PassQuery
+from ..lora.pass_query import PassQuery
+from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, outputs_by_sequence
 from .checkpoint_names import checkpoint_shapes

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
 from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..head import VocabularyShare, head_outputs
-from ..lora.rank_pass import PassQuery
+from ..lora.pass_query import PassQuery
 
 
 class ValueHead(torch.nn.Module):

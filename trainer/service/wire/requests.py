@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ...engines.adam_params import AdamParams as AdamStep
+from ...engines.optimizer_settings import AdamParams as AdamStep
 from .bodies import PART, WireLimits, checked_size
 from .names import IDENTIFIER, NAME, CheckpointPath
 

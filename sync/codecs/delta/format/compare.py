@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .raw import Positions
+from .integer_views import Positions
 
 Mask = npt.NDArray[np.bool_]
 

@@ -10,8 +10,8 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 from . import flips, gaps
+from .integer_views import PART, Bytes, tensor_of, words_of
 from .patch import BlockFlips, Patch
-from .raw import PART, Bytes, tensor_of, words_of
 from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, aligned
 
 _HINT = "The sender and this side disagree, or the bytes were damaged; a full version helps."

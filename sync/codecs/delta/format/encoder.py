@@ -13,7 +13,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from . import compare, cuda_kernels, flips, gaps
-from .raw import PART, Bytes, Positions, Words, integer_view, words_of
+from .integer_views import PART, Bytes, Positions, Words, integer_view, words_of
 from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, padded
 
 

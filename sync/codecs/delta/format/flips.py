@@ -11,7 +11,7 @@ import numpy as np
 
 from weightlane.ckpt_engines import ProtocolError
 
-from .raw import PART, Bytes, Words, unsigned
+from .integer_views import PART, Bytes, Words, unsigned
 
 _SMALL = 1 << 8
 

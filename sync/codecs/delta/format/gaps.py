@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from weightlane.ckpt_engines import ProtocolError
 
-from .raw import PART, Bytes, Positions, unsigned
+from .integer_views import PART, Bytes, Positions, unsigned
 
 BITMAP = 0
 GAP_BYTES = (1, 2)

@@ -9,7 +9,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from . import cuda_kernels
-from .raw import INTEGERS, PART, integer_view
+from .integer_views import INTEGERS, PART, integer_view
 
 _CHUNK = 1 << 15
 """Elements flipped at once, so few that their copies and their positions widened to 64 bits stay in the cache."""

@@ -20,7 +20,7 @@ import struct
 
 import numpy as np
 
-from .raw import Bytes
+from .integer_views import Bytes
 
 MAGIC = b"WLdl"
 FORMAT = 3

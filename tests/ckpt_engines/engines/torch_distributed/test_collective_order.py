@@ -19,8 +19,8 @@ from weightlane.ckpt_engines.engines.torch_distributed.device_group import Devic
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.sync.plan.links import PlannedLink
+from weightlane.sync.plan.plan_exchange import Supply
 from weightlane.sync.plan.session_plan import SessionPlan
-from weightlane.sync.plan.supply import Supply
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec

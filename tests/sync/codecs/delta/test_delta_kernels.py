@@ -16,7 +16,7 @@ from waiting import HANG_S
 
 from weightlane.sync.codecs.delta.format import cuda_kernels, decode, encode, encoder
 from weightlane.sync.codecs.delta.format.encoder import Encoded
-from weightlane.sync.codecs.delta.format.raw import words_of
+from weightlane.sync.codecs.delta.format.integer_views import words_of
 from weightlane.sync.codecs.delta.format.wire_format import BLOCK
 
 PROGRAM = str(Path(__file__).with_name("triton_program.py"))

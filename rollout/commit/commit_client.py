@@ -31,7 +31,7 @@ class Engine(Protocol):
     name: str
 
     async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:
-        """Call ``update_weights`` on every rank; returns the figures of `weightlane.rollout.vllm.engine_core.commit_in_core`."""
+        """Call ``update_weights`` on every rank; returns the figures of `commit_in_core`."""
 
     def typed(self, cause: BaseException) -> WeightlaneError:
         """An exception of vLLM's as a `WeightlaneError`."""
