@@ -138,7 +138,7 @@ def fitted_trainer(trainer: TrainerConfig, machines: Machines, *, counted: bool 
         raise ConfigError(
             f"{trainer.ranks} trainer ranks x {gpus:g} GPUs need {trainer.ranks * gpus:g} GPUs, but there are {machines.gpus}.",
             part=_PART,
-            hint="Lower trainer.ranks, or let ranks share GPUs: set trainer.gpus_per_rank below 1.",
+            hint="Lower trainer.ranks.",
         )
     return trainer.model_copy(update={"gpus_per_rank": gpus})
 
@@ -151,8 +151,15 @@ def reserved_cpus(config: ClusterConfig) -> float:
 
 
 def _trainer_gpus(trainer: TrainerConfig, machines: Machines) -> float:
-    if trainer.gpus_per_rank is not None:
-        return trainer.gpus_per_rank
+    gpus = trainer.gpus_per_rank
+    if gpus is not None:
+        if trainer.ranks > 1 and 0 < gpus < 1 and trainer.device != "cpu":
+            raise ConfigError(
+                f"{trainer.ranks} trainer ranks of {gpus:g} GPUs each would share one, and NCCL refuses ranks that share a GPU.",
+                part=_PART,
+                hint="Lower trainer.ranks to 1, or raise trainer.gpus_per_rank to 1.",
+            )
+        return gpus
     return float(machines.gpus > 0 and trainer.device != "cpu")
 
 
@@ -166,8 +173,9 @@ def _check_gpus(config: ClusterConfig, trainer_gpus: float, rollout_gpus: float,
             f"{trainer.ranks} trainer ranks x {trainer_gpus:g} and {ranks} rollout ranks x {rollout_gpus:g} GPUs need {needed:g}"
             f" GPUs, but there are {machines.gpus}.",
             part=_PART,
-            hint="Lower trainer.ranks, rollout.replicas or rollout.tensor_parallel. Or let ranks share GPUs: set gpus_per_rank"
-            " of trainer and rollout below 1, and rollout.gpu_memory_utilization to the share of each replica.",
+            hint="Lower trainer.ranks, rollout.replicas or rollout.tensor_parallel. A single trainer rank may share its GPU with"
+            " a rollout rank: set gpus_per_rank of both to 0.5, rollout.gpu_memory_utilization to the share of vLLM, and"
+            ' checkpoint_engine.backend to another one than "nccl".',
         )
 
 

@@ -43,7 +43,11 @@ class TensorLists:
         return plain | {"tensors": self._digest}
 
     def looked_up(self, plain: dict[str, Any], mailbox: Mailbox, deadline: Deadline) -> dict[str, Any]:
-        """[rollout ranks] The inverse of `referred_to`. Raises `ProtocolError`, or the errors of `Mailbox.get`."""
+        """[rollout ranks] The inverse of `referred_to`. Raises `ProtocolError`, or the errors of `Mailbox.get`.
+
+        Waits for an answer of the hub alone, never for another participant: rank 0 puts the list before it offers the version,
+        over the same connection. So the control thread may call it.
+        """
         digest = plain.get("tensors")
         if not isinstance(digest, str):
             return plain

@@ -94,11 +94,13 @@ def test_ranks_that_no_gpu_is_left_for_are_refused_before_ray_waits_for_one() ->
     config = configured(trainer={"ranks": 4}, rollout={"replicas": 2, "tensor_parallel": 2})
     with pytest.raises(ConfigError, match=r"4 trainer ranks x 1 and 4 rollout ranks x 1 GPUs need 8 GPUs"):
         fitted(config, sized(1, config), Machines(4, H100))
-    shared = configured(
-        trainer={"ranks": 2, "gpus_per_rank": 0.5}, rollout={"gpus_per_rank": 0.5, "gpu_memory_utilization": 0.4}
-    )
-    fit = fitted(shared, sized(1, shared), Machines(2, H100))
+    half: Any = {"gpus_per_rank": 0.5}
+    shared = configured(trainer={"ranks": 1, **half}, rollout={**half, "gpu_memory_utilization": 0.4})
+    fit = fitted(shared, sized(1, shared), Machines(1, H100))
     assert (fit.trainer.gpus_per_rank, fit.rollout.gpu_memory_utilization) == (0.5, 0.4)
+    two = configured(trainer={"ranks": 2, **half})
+    with pytest.raises(ConfigError, match="NCCL refuses ranks that share a GPU"):
+        fitted(two, sized(1, two), Machines(4, H100))
 
 
 def test_without_a_gpu_nothing_asks_for_one_and_what_was_set_stays() -> None:

@@ -79,6 +79,7 @@ class LoraCommands:
         moved = [*(piece.data for piece in adapter.slices()), *gradients, *shards]
         engine.offload()
         assert not any(tensor.untyped_storage().nbytes() for tensor in moved)
+        engine.zero_grad("")  # the model's, and not the adapter's
         engine.onload()
 
     def adapter_state(self, name: str) -> list[tuple[Any, ...]]:

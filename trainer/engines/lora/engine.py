@@ -105,6 +105,8 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
     def zero_grad(self, *adapters: str) -> None:
         """See `TrainingEngine.zero_grad`."""
+        if "" in adapters:
+            self.onload(["gradients"])  # the model's are dropped, and those of adapters are away together with them
         super().zero_grad(*adapters)
         for name in adapters or self.adapters:
             if (adapter := self._open_adapters().chosen(name)) is not None:
