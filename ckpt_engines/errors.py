@@ -49,7 +49,7 @@ class ConfigError(WeightlaneError, ValueError):
 
 
 class RegistryError(WeightlaneError, LookupError):
-    """Base of the errors raised when the registry cannot make an engine of a name; nothing was started."""
+    """Base of the errors raised when the registry cannot make the engine of a given name; nothing was started."""
 
 
 class UnknownEngineError(RegistryError):
@@ -73,7 +73,7 @@ class EngineUnavailableError(WeightlaneError, RuntimeError):
 
 
 class TransportError(WeightlaneError, ConnectionError):
-    """Raised when a transport fails for another reason than a lost peer or a deadline.
+    """Raised when a transport fails for a reason other than a lost peer or a deadline.
 
     The connection is closed and a new one can be made.
     """
@@ -108,7 +108,7 @@ class AddressInUseError(WeightlaneError, OSError):
 class ProtocolError(WeightlaneError, ValueError):
     """Raised when a peer sends something that is not a valid message, address or header.
 
-    It is not acted on, and the connection is closed.
+    The invalid data is not used, and the connection is closed.
     """
 
 
@@ -132,11 +132,11 @@ class CommitError(WeightlaneError, RuntimeError):
 
 
 class UntouchedError(CommitError):
-    """Raised when a replica does not take a version and proves that its weights are as before; it continues to serve them."""
+    """Raised when a replica does not take a version and proves that its weights are unchanged; it continues to serve them."""
 
 
 class QuorumError(WeightlaneError, RuntimeError):
-    """Raised when fewer replicas take a version than the run asks for; the version is aborted everywhere."""
+    """Raised when fewer replicas take a version than the run requires; the version is aborted everywhere."""
 
 
 class QuarantinedError(WeightlaneError, RuntimeError):
@@ -144,7 +144,7 @@ class QuarantinedError(WeightlaneError, RuntimeError):
 
 
 class ReplicaTakenError(WeightlaneError, RuntimeError):
-    """Raised when a replica follows another publisher that lives; it keeps following that one."""
+    """Raised when a replica already follows another publisher that is alive; it keeps following that one."""
 
 
 class SupersededError(WeightlaneError, RuntimeError):
@@ -164,7 +164,7 @@ class GradientError(WeightlaneError, ArithmeticError):
 
 
 class ForwardMemoryError(WeightlaneError, MemoryError):
-    """Raised when a forward pass would need more memory than there is; nothing of it was computed."""
+    """Raised when a forward pass would need more memory than there is; nothing was computed."""
 
 
 class TooManyFailuresError(WeightlaneError, RuntimeError):
@@ -172,7 +172,7 @@ class TooManyFailuresError(WeightlaneError, RuntimeError):
 
 
 class DeltaBaseError(WeightlaneError, LookupError):
-    """Raised when a delta needs a base version that the receiver does not hold, or holds with other bits; nothing was changed.
+    """Raised when a delta needs a base version that the receiver does not hold, or holds with different bits; nothing changed.
 
     The message says which version is held and which is needed. A full version replaces both.
     """
@@ -220,8 +220,8 @@ def _subclasses(cls: type[WeightlaneError]) -> dict[str, type[WeightlaneError]]:
 def error_from_wire(data: Any) -> WeightlaneError:
     """Make the error that `WeightlaneError.to_wire` turned into `data`.
 
-    The result is a plain `WeightlaneError` with the same text when this process does not know the type, or cannot make one, as
-    may happen with a third-party engine's own. Malformed `data` gives a plain `WeightlaneError`, too.
+    When this process does not know the type, or cannot construct it, the result is a plain `WeightlaneError` with the same text;
+    that may happen with a third-party engine's own types. Malformed `data` gives a plain `WeightlaneError`, too.
     """
     fields = {name: text for name, text in data.items() if isinstance(text, str)} if isinstance(data, dict) else {}
     message = fields.get("message", "no message")

@@ -29,8 +29,8 @@ from .faulty.engine import faulty
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0
-"""Longest time for the import of one engine's module while engines are listed: more than any library needs, and as long as a
-person may wait."""
+"""Longest time for the import of one engine's module while engines are listed: more than any library needs, and no longer than
+a person is willing to wait."""
 _PART = "engine registry"
 NAME_RULE = "A name begins with a lower-case letter, followed by lower-case letters, digits, - and _."
 _AUTHOR = "Ask its author, or install a release made for this weightlane."
@@ -55,7 +55,7 @@ class EngineListing:
 class CheckpointEngineRegistry:
     """The checkpoint engines that installed distributions register under ``weightlane.ckpt_engines``.
 
-    Finding names reads metadata only. An engine's module is imported when that engine is asked for.
+    Finding names reads metadata only. An engine's module is imported when that engine is requested.
     """
 
     def __init__(self) -> None:
@@ -124,14 +124,14 @@ class CheckpointEngineRegistry:
         return engine
 
     def validate_options(self, name: str, options: Mapping[str, Any] | None = None) -> EngineConfig:
-        """Return `options` as the engine's typed config. Raises `ConfigError` that names every bad key, and as `engine_class`."""
+        """Return `options` as the engine's typed config. Raises as `engine_class`, or `ConfigError` that names every bad key."""
         return checked_options(name, self.engine_class(name), options or {}, "checkpoint_engine.options.")
 
     def list(self) -> list[EngineListing]:
         """Return every registered engine with its capabilities and, where it cannot be used, the reason.
 
-        Imports the engines' modules. An engine whose module raises, exits or hangs gets that as its reason, after at most
-        `LISTING_LIMIT_S` seconds, and does not hide the others.
+        Imports the engines' modules. If an engine's module raises, exits or hangs, that is its reason, after at most
+        `LISTING_LIMIT_S` seconds, and the other engines are still listed.
         """
         return [self._listing(name) for name in self.names()]
 
@@ -165,7 +165,7 @@ class CheckpointEngineRegistry:
 def checked_options(
     name: str, cls: type[CheckpointEngine], options: Mapping[str, Any], prefix: str = ""
 ) -> EngineConfig:
-    """Return `options` of the engine `name` as its typed config. Raises `ConfigError`, with `prefix` before each bad key."""
+    """Return `options` of the engine `name` as its typed config. Raises `ConfigError` with `prefix` before each bad key."""
     try:
         return cls.config_type.model_validate(dict(options))
     except ValidationError as error:
@@ -182,7 +182,7 @@ def is_engine_name(name: str) -> bool:
 def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
     """Return why an engine cannot run here, or None when it can. An exception of its own check counts as a reason.
 
-    Raises `EngineContractError` when the check returns anything but a text or None.
+    Raises `EngineContractError` when the check returns anything but None or a non-blank string.
     """
     try:
         reason = cls.unavailable_reason()
@@ -201,7 +201,7 @@ def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
 
 
 def _bounded(function: Callable[[], _T], limit_s: float) -> _T:
-    """Return what `function`, which never raises, returns in a thread of its own.
+    """Run `function`, which never raises, in a thread of its own, and return its result.
 
     Raises `TimeoutError` after `limit_s` seconds; the thread is then abandoned.
     """
@@ -228,7 +228,7 @@ def _install_hint(entry_point: EntryPoint) -> str:
 
 
 def contract_breach(loaded: object) -> str | None:
-    """Return how an entry point's object breaks the contract, as the end of a sentence, or None when it keeps it."""
+    """Return how an entry point's object breaks the contract, as the end of a sentence; None when it keeps the contract."""
     if not (isinstance(loaded, type) and issubclass(loaded, CheckpointEngine)):
         return f"is not a CheckpointEngine class but {loaded!r}"
     version = getattr(loaded, "api_version", None)

@@ -1,4 +1,4 @@
-"""Exit codes of the command. A scheduler can distinguish a typing error from a lost machine by them."""
+"""Exit codes of the command, by which a scheduler can distinguish a typing error from a lost machine."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Commands(TyperGroup):
     """Reports every expected error as one line on standard error and an exit code. Typer reports wrong usage."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that `args` name. Who types ``serve``, vLLM's word for a server, is told which command is ours."""
+        """Find the command that `args` name. For ``serve``, vLLM's word for a server, the error names ``weightlane tinker``."""
         if args[:1] == ["serve"]:
             ctx.fail(
                 "No such command 'serve'. The service for programs of the Tinker SDK is 'weightlane tinker CONFIG'."
@@ -91,7 +91,7 @@ def _tell(error: WeightlaneError) -> None:
 
 
 def _is_cancelled(error: BaseException) -> bool:
-    """Whether `error` is asyncio's, which `run_training` gets by SIGTERM only. Imports nothing: asyncio takes its time."""
+    """Whether `error` is asyncio's, which commands get only by SIGTERM. Imports nothing, because asyncio is slow to import."""
     asyncio = sys.modules.get("asyncio")
     return asyncio is not None and isinstance(error, asyncio.CancelledError)
 

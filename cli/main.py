@@ -1,6 +1,6 @@
 """The command line of ``weightlane``: commands, options and exit codes.
 
-It imports nothing that takes time, so that help, completion and refusals come at once. Each command imports what it needs.
+It imports nothing slow, so that help, completion and refusals are immediate. Each command imports the modules that it needs.
 """
 
 from __future__ import annotations

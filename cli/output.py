@@ -1,4 +1,4 @@
-"""Consoles for the command's output. Prints of other modules stay out of it, and foreign text is shown unchanged."""
+"""Consoles for the command's output. Output of other modules is kept out of it, and foreign text is shown unchanged."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from .hooks import Facts, hookimpl
 
 
 class CurvesObserver(ABC):
-    """Writes the events of the driver's hooks to where a subclass says, which the first event opens.
+    """Writes the events of the driver's hooks with a writer that a subclass makes. The first event opens the writer.
 
     Curves over optimizer steps are called ``train/...`` and ``eval/...``, those over weight versions ``sync/...``.
     """
@@ -23,7 +23,7 @@ class CurvesObserver(ABC):
 
     @hookimpl
     def training_step(self, step: int, facts: Facts) -> None:
-        """Write every number of the step."""
+        """Write every number of the step except ``seconds`` and ``published_version``."""
         self._add(
             "train", step, {key: value for key, value in facts.items() if key not in ("seconds", "published_version")}
         )
@@ -35,7 +35,7 @@ class CurvesObserver(ABC):
 
     @hookimpl
     def version_committed(self, version: int, facts: Facts) -> None:
-        """Write the cost of the version, and the times of every replica."""
+        """Write every number of the version and of its replicas, and a zero to the curve ``sync/aborted``."""
         replicas = facts.get("replicas", {}).items()
         per_replica = {f"{name}/{key}": value for name, replica in replicas for key, value in replica.items()}
         self._add("sync", version, {**facts, **per_replica, "aborted": 0})
@@ -51,12 +51,12 @@ class CurvesObserver(ABC):
         self._add("sync", int(facts.get("version", -1)), {}, {f"{replica}/quarantined": str(facts.get("error", ""))})
 
     def open(self) -> None:
-        """Open what is written to, as the first event does. Idempotent."""
+        """Open the writer, as the first event does. Idempotent."""
         with self._lock:
             self._opened()
 
     def close(self) -> None:
-        """Write what is left, and close. Idempotent; a later event opens anew."""
+        """Write the pending data and close the writer. Idempotent; a later event opens a new writer."""
         with self._lock:
             writer, self._writer = self._writer, None
         if writer is not None:
@@ -80,7 +80,7 @@ class CurvesObserver(ABC):
 
     @abstractmethod
     def _open(self) -> Any:
-        """Return what `_write` and `_close` get."""
+        """Return a new writer, which `_write` and `_close` get."""
 
     @abstractmethod
     def _write(self, writer: Any, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
@@ -88,4 +88,4 @@ class CurvesObserver(ABC):
 
     @abstractmethod
     def _close(self, writer: Any) -> None:
-        """Write what is left."""
+        """Write the pending data and close `writer`."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPORT_FILE_ENV = "WEIGHTLANE_PLUGIN_LOG"
-"""Environment variable with the file that every process of a run appends its reports to. If unset, only the log has them."""
+"""Environment variable with the file to which every process of a run appends its reports. If unset, only the log has them."""
 
 _LINE = re.compile(r"[-\d]+ [:\d]+ process \d+ reports: (.*)")
 
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HookReport:
-    """A plugin that this process does not call any more, or that could not be loaded."""
+    """A plugin that was disabled in this process, or could not be loaded."""
 
     plugin: str
     hook: str
@@ -36,7 +36,7 @@ class HookReport:
 
 
 def reported_in(file: Path) -> list[str]:
-    """Return the reports in a file that `record` wrote, in their order; none if there is no such file."""
+    """Return the reports in a file that `record` wrote, in the order of the file; none if there is no such file."""
     try:
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

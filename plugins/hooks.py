@@ -19,14 +19,14 @@ hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 
 Facts = Mapping[str, Any]
-"""Facts about an event, which JSON can represent. Keys end with their unit (``_s``, ``_bytes``) or are one (``seconds``)."""
+"""Facts about an event, which JSON can represent. A key ends with its unit (``_s``, ``_bytes``) or is a unit (``seconds``)."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Implementation:
-    """One plugin's function for one hook, and the hook's arguments that it takes."""
+    """One plugin's function for one hook, and those of the hook's arguments that the function takes."""
 
     plugin: str
     function: Callable[..., object]
@@ -45,8 +45,9 @@ class RunHooks:
     - *replica*: takes a replica's requests; with vLLM the process that owns the engine, or the server
 
     Observers cannot change what weightlane does: return values are ignored. An observer that raises an `Exception` is reported
-    once and not called again in this process; the others are. An observer must not block, because the event's thread waits for
-    it. It may implement any subset of the hooks, and take any subset of a hook's arguments. Later versions may add facts.
+    once and not called again in this process; the other observers are. An observer must not block, because the event's thread
+    waits for it. It may implement any subset of the hooks, and take any subset of a hook's arguments. Later versions may add
+    facts.
 
     Observers are called in pluggy's order: the last registered one first, except for ``tryfirst`` and ``trylast``.
     """
@@ -64,7 +65,7 @@ class RunHooks:
     def run_started(self, facts: Facts) -> None:
         """Every participant is connected and the first version serves. Called by the driver.
 
-        Facts: ``step`` (optimizer steps taken before), ``steps`` (optimizer steps of the whole run).
+        Facts: ``step`` (optimizer steps taken before), ``steps`` (optimizer steps of the entire run).
         """
         self._call("run_started", facts=facts)
 
@@ -81,10 +82,10 @@ class RunHooks:
         length of trained completions over that of drawn ones), ``overlap_share``.
 
         In the first step after a publication: ``published_version``, ``trainer_blocked_s`` (publish plus fence of that version).
-        When it is known: ``blocking_way_s`` (time that either side would lose if it waited for the version, see
+        When it is known: ``blocking_way_s`` (time that either side would lose in a synchronous update, see
         ``loop.blocking_syncs``).
 
-        Of ``weightlane sft``: ``epoch`` (how often the examples were trained on so far), ``seconds``, ``grad_norm``, ``tokens``,
+        Of ``weightlane sft``: ``epoch`` (passes over the examples so far), ``seconds``, ``grad_norm``, ``tokens``,
         ``tokens_per_s`` (read by the model), ``failed_items``, and the metrics of the loss.
         """
         self._call("training_step", step=step, facts=facts)
@@ -101,7 +102,7 @@ class RunHooks:
 
     @hookspec
     def samples_trained(self, step: int, facts: Facts) -> None:
-        """Optimizer step `step` used completions, of which some are reported. Called by the driver.
+        """Optimizer step `step` was trained on completions; some of them are reported. Called by the driver.
 
         Facts: ``samples``, each with ``prompt``, ``completion`` (texts), ``reward`` and ``versions`` (that generated its tokens).
         """
@@ -128,11 +129,11 @@ class RunHooks:
 
     @hookspec
     def job_finished(self, kind: str, facts: Facts) -> None:
-        """A job of the runner has ended, well or not. Called by the driver.
+        """A job of the runner has succeeded or failed. Called by the driver.
 
-        `kind` is that of the job, such as ``rl_step`` or ``publish``. Facts: ``seconds`` (in which it was executed), ``waited_s``
-        (behind earlier jobs), ``tokens`` (of its batch), ``adapter`` (its name; empty if there is none), ``error`` (its text;
-        empty if the job ended well).
+        `kind` is the kind of the job, such as ``rl_step`` or ``publish``. Facts: ``seconds`` (of execution), ``waited_s`` (for
+        earlier jobs), ``tokens`` (of its batch), ``adapter`` (its name; empty if there is none), ``error`` (its text; empty if
+        the job succeeded).
         """
         self._call("job_finished", kind=kind, facts=facts)
 
@@ -259,7 +260,7 @@ class RunHooks:
     # -- observers --------------------------------------------------------------------------------------------------------
 
     def register(self, observer: object, name: str = "") -> bool:
-        """Call `observer` from now on. Returns False, and reports it, if it cannot be called: see `reports`."""
+        """Call `observer` from now on. If it cannot be called, report that (see `reports`) and return False."""
         name = self._unused(name or f"{type(observer).__module__}.{type(observer).__qualname__}")
         with self._lock:
             try:
@@ -285,7 +286,7 @@ class RunHooks:
 
     @property
     def reports(self) -> tuple[HookReport, ...]:
-        """The observers that were disabled in this process, and why."""
+        """The observers that were disabled in this process or could not be loaded, with the reasons."""
         with self._lock:
             return tuple(self._reports)
 
@@ -310,7 +311,7 @@ class RunHooks:
             self._manager.unregister(name=plugin)
 
     def _collect(self) -> None:
-        """Replace the mapping of implementations, which callers read without the lock."""
+        """Replace `_implementations`, the mapping that callers read without the lock."""
         found: dict[str, tuple[_Implementation, ...]] = {}
         for hook in HOOK_NAMES:
             caller: pluggy.HookCaller = getattr(self._manager.hook, hook)

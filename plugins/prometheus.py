@@ -21,7 +21,7 @@ PROMETHEUS_TOKEN_ENV = "WEIGHTLANE_PROMETHEUS_TOKEN"  # noqa: S105 - a name, not
 
 LOOPBACK = "127.0.0.1"
 _REQUEST_TIMEOUT_S = 5.0
-"""Longest time a client may leave its connection silent."""
+"""Longest time, in seconds, that a client may leave its connection silent."""
 _SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 """Bounds of the histograms' buckets, in seconds."""
 

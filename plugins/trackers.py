@@ -1,6 +1,6 @@
 """Observers that log a run to an experiment tracker: Weights & Biases, MLflow, or trackio.
 
-Each tracker reads its own environment variables: where its server is, who one is, whether it works offline
+Each tracker reads its own environment variables for its server, the user's account, and work without a connection
 (``WANDB_MODE=offline``, ``MLFLOW_TRACKING_URI``, ``TRACKIO_DIR``).
 """
 
@@ -23,22 +23,22 @@ from .curves import CurvesObserver
 from .hooks import Facts, hookimpl
 
 WANDB_ENV, MLFLOW_ENV, TRACKIO_ENV = "WEIGHTLANE_WANDB", "WEIGHTLANE_MLFLOW", "WEIGHTLANE_TRACKIO"
-"""Environment variables with the name of the project; of the experiment for MLflow."""
+"""Environment variables with the name of the project; for MLflow, of the experiment."""
 _LOGIN_S = 30
-"""Longest time that W&B asks on a terminal who one is."""
+"""Longest time, in seconds, that W&B waits on a terminal for a login."""
 _PARAMS_PER_CALL = 100
 _PARAM_CHARACTERS = 6000
-"""Limits of MLflow."""
+"""MLflow's limits: parameters per call, and characters per parameter or tag."""
 
 
 class TrackerObserver(CurvesObserver):
-    """Logs curves and texts as a run called `name` of `project`, which `open` or the first event begins and `close` ends.
+    """Logs curves and texts as a run of a tracker. `open` or the first event begins the run, and `close` ends it.
 
     Args:
         project: The tracker's project, or experiment; made if there is none.
-        name: What the run is called.
-        settings: What the tracker shows as the run's settings; JSON can represent it.
-        directory: Where the tracker keeps its files, if it keeps any of a run. Only W&B does.
+        name: Name of the run.
+        settings: Settings of the run for the tracker to show; JSON can represent them.
+        directory: Directory for the tracker's files of the run. Only W&B keeps such files.
 
     Raises `ImportError` if the tracker is not installed (extra ``trackers``).
     """
@@ -55,11 +55,11 @@ class TrackerObserver(CurvesObserver):
     @staticmethod
     @abstractmethod
     def library() -> str:
-        """The module that is imported."""
+        """Return the name of the tracker's module."""
 
     @hookimpl
     def run_ended(self, facts: Facts) -> None:
-        """Note whether the run failed, which `close` tells the tracker."""
+        """Record whether the run failed; `close` reports it to the tracker."""
         self._failed = "error" in facts
 
 
@@ -68,7 +68,7 @@ class WandbObserver(TrackerObserver):
 
     @staticmethod
     def library() -> str:
-        """Its name."""
+        """See `TrackerObserver.library`."""
         return "wandb"
 
     def _open(self) -> Any:
@@ -98,15 +98,15 @@ class _MlflowRun:
     client: Any
     id: str
     last: Any = None
-    """The newest call, which need not have ended."""
+    """The newest asynchronous call, which may still be running."""
 
 
 class MlflowObserver(TrackerObserver):
-    """Logs to MLflow. Texts are tags, of which the last one counts."""
+    """Logs to MLflow. Texts are tags; a later text replaces an earlier one of the same name."""
 
     @staticmethod
     def library() -> str:
-        """Its name."""
+        """See `TrackerObserver.library`."""
         return "mlflow"
 
     def _open(self) -> Any:
@@ -139,7 +139,7 @@ class TrackioObserver(TrackerObserver):
 
     @staticmethod
     def library() -> str:
-        """Its name."""
+        """See `TrackerObserver.library`."""
         return "trackio"
 
     def _open(self) -> Any:
@@ -165,7 +165,7 @@ TRACKERS: Mapping[str, type[TrackerObserver]] = {
 
 
 def tracker_from_environment(name: str) -> Callable[[str], TrackerObserver]:
-    """Make tracker `name` for the project that its variable names. It ends with the process."""
+    """Return a function that makes tracker `name` for a project, which its variable names. The run ends with the process."""
 
     def make(project: str) -> TrackerObserver:
         tracker = TRACKERS[name](project, "weightlane")
@@ -176,7 +176,7 @@ def tracker_from_environment(name: str) -> Callable[[str], TrackerObserver]:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Nested settings as dotted names and texts."""
+    """Return nested settings as pairs of a dotted name and a text."""
     found: list[tuple[str, str]] = []
     for key, value in settings.items():
         if isinstance(value, Mapping):

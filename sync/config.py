@@ -10,7 +10,7 @@ Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
 
 CodecPolicy = Literal["dense", "delta", "auto"]
-"""Which codec versions are sent with."""
+"""The codec with which versions are sent."""
 
 Quantise = Literal["none", "fp8"]
 """The type in which the weights of linear layers are sent."""
@@ -19,17 +19,17 @@ Relay = Literal["off", "chain", "tree"]
 """How rollout ranks relay buckets to one another."""
 
 DEFAULT_BUCKET_MIB = 32.0
-"""Payload of a bucket in MiB, large enough that the notices of buckets take no noticeable share of a version's time."""
+"""Payload of a bucket in MiB: so large that the control messages about buckets take a negligible share of a version's time."""
 MIB = 1 << 20
 
 SILENCE_S = 20.0
 """Seconds of silence after which a host counts as gone; longer than a network takes to find another route."""
 _LEAST_SILENCE_S = 2.0
-"""The kernel counts keep-alive probes in whole seconds."""
+"""Lower limit for `SyncConfig.silence_s`, because the kernel counts keep-alive probes in whole seconds."""
 
 
 class CheckpointEngineConfig(BaseModel):
-    """The checkpoint engine, which carries the weights."""
+    """The checkpoint engine, which sends the weights, and its options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -40,7 +40,7 @@ class CheckpointEngineConfig(BaseModel):
 
 
 class SyncConfig(BaseModel):
-    """How a version is sent, with any checkpoint engine."""
+    """Settings of the sync that hold for any checkpoint engine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -121,7 +121,7 @@ class SyncConfig(BaseModel):
 
     @property
     def silence_s(self) -> float:
-        """Seconds of silence after which a host counts as gone: within one sync if possible."""
+        """Seconds of silence after which a host counts as gone: within the deadline of a sync if possible."""
         return max(_LEAST_SILENCE_S, min(SILENCE_S, self.deadline_s))
 
     @property

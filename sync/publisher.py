@@ -1,7 +1,7 @@
 """`Publisher`: the trainer rank's end of a run. It publishes weight versions while training continues.
 
-Every trainer rank has one. One thread copies the rank's shards into a snapshot, another sends the bytes that are there already;
-`weightlane.sync.send` says how.
+Every trainer rank has one. One thread copies the rank's shards into a snapshot, another already sends the copied bytes. For the
+steps see `weightlane.sync.send`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .version.tensor_spec import LocalShard
 
 _log = logging.getLogger(__name__)
 _NOTABLE_S = 0.05
-"""A fence that takes longer is worth a line in the log, once: training waits noticeably."""
+"""A longer wait at the fence is logged, once, because it slows training down noticeably."""
 
 
 def publisher_name(rank: int) -> str:
@@ -56,12 +56,12 @@ class Publisher(Participant):
     """Publishes weight versions of one trainer rank.
 
     The newest snapshot is kept until the next `publish`: it can be sent again, in another session after a failure or to a replica
-    that joins late. It is sent while it is being taken, in place from memory of the engine, unless rank 0 has to gather a version
-    from several ranks for an engine that stores.
+    that joins late. It is sent while it is being taken, directly from the engine's memory. The exception is an engine that stores
+    versions: with several trainer ranks, rank 0 gathers every version.
 
     Args:
         name: This participant's name, e.g. ``"trainer-0"``.
-        rendezvous: Where the run meets, as plain data or an address.
+        rendezvous: Address of the run's rendezvous, as an object or as plain data.
         shards: The shards of this rank. Storage must stay in place; values are read between `publish` and the fence.
         engine: The transport.
         bucket_bytes: Payload of a bucket.
@@ -71,14 +71,14 @@ class Publisher(Participant):
         integrity: ``"full"`` to checksum every bucket, ``"off"`` to leave integrity to the transport.
         quantise: How linear weights are quantised; see `SyncConfig`.
         codec: How versions are encoded; see `SyncConfig`.
-        full_every: With deltas, at the latest every so many versions one is sent in full.
+        full_every: With deltas, at least one of so many versions is sent in full.
         relay: How rollout ranks relay versions to one another, the same on every rank; see `SyncConfig`.
         hooks: Observers; those of this process by default.
 
     Raises:
         StorageError: There is no room for the snapshot in the engine's memory.
         ManifestError: The ranks together do not hold every element, or this rank's shards are not those of its placement.
-        ConfigError: Nothing can be quantised, or not as it is sharded.
+        ConfigError: Nothing can be quantised, the engine cannot send the parameters' memory, or its receivers cannot relay.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class Publisher(Participant):
         """The newest publication."""
         self._said_slow = False
         self._reading: list[Future[None]] = []
-        """Sendings of past sessions: an engine's call that reads memory may take a while to end."""
+        """Unfinished sends of past sessions: the engine's calls may still read their memory."""
         super().__init__(name, rendezvous, self._ours.hooks)
         self._queue = PublicationQueue(self._ours.slots, uses_deltas=self._chooser.uses_deltas, closed=self._closed)
         self._snapshotter = Snapshotter(self._ours, self._queue)
@@ -141,18 +141,18 @@ class Publisher(Participant):
 
     @property
     def busy(self) -> bool:
-        """Whether the newest published version is neither sent nor given up yet."""
+        """Whether the newest published version is neither sent nor aborted yet."""
         return self._queue.busy
 
     def publish(self, version: int) -> None:
         """Offer the parameters as they are now as `version`. Returns at once.
 
-        The snapshot is taken in the background; `fence` must be passed before any parameter changes. An earlier version that
-        is not being sent yet is given up in favour of this one; while one is being sent, the new snapshot waits for it, and
-        the fence with it: look at `busy` first. Every rank must publish the same versions in the same order.
+        The snapshot is taken in the background; call `fence` before any parameter changes. This version supersedes an earlier
+        one that is not being sent yet. If an earlier one is being sent, the new snapshot waits for it, and so does the fence:
+        check `busy` first. Every rank must publish the same versions in the same order.
 
-        Raises `ClosedError` after `close`, `ConfigError` for a `version` that is no whole number from 0, and `ManifestError`
-        where something has moved a parameter to other memory since its shards were made.
+        Raises `ClosedError` after `close`, `ConfigError` if `version` is not an integer from 0 on, and `ManifestError` if a
+        parameter has moved to other memory since its shards were made.
         """
         version = checked_version(version, self.name)
         if self._closed.is_set():
@@ -170,9 +170,9 @@ class Publisher(Participant):
             self._report_superseded(superseded.version)
 
     def fence(self, names: Collection[str] | None = None) -> float:
-        """Wait until the newest published version is snapshot, so that parameters may change. Returns the seconds waited.
+        """Wait until the newest published version is copied, so that parameters may change. Returns the seconds waited.
 
-        With `names`, of checkpoint tensors, wait for this rank's shards of those alone: the others must not change yet.
+        With `names` of checkpoint tensors, wait only for this rank's shards of these tensors: the others must not change yet.
 
         Raises `DeadlineExceededError` when the snapshot takes longer than the deadline, or the error that made it fail.
         """
@@ -197,9 +197,9 @@ class Publisher(Participant):
         return seconds
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves; an engine that stores may still be storing it then.
+        """Block until `version` serves; an engine that stores versions may still be storing it then.
 
-        Raises `SyncAbortedError` with the reason that every participant got.
+        Raises `SyncAbortedError` with the same reason on every participant.
         """
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
@@ -222,12 +222,12 @@ class Publisher(Participant):
             if snapshots
             else "the engine still reads the version that it was sending",
         )
-        # From Python 3.12 on, a program that ends starts no threads; its memory ends with it.
+        # From Python 3.12 on, an exiting program cannot start threads; the kernel frees its memory.
         with suppress(RuntimeError):
             start_thread(f"weightlane-free-{self.name}", self._free_memory)
 
     def _free_memory(self) -> None:
-        """Free all memory once nobody reads it any more."""
+        """Wait until no thread reads the memory any more, and free all of it."""
         for worker in self._workers:
             worker.join()
         wait(self._reading)
@@ -280,9 +280,9 @@ class Publisher(Participant):
     # -- the other threads ----------------------------------------------------------------------------------------------
 
     def _on_own_stream(self, work: Callable[[], None]) -> None:
-        """Run `work` on a stream of its own of the shards' device: it waits for no other work there.
+        """Run `work` on its own stream of the shards' device, where it waits for no other work.
 
-        Also where snapshots are in host memory: blocks that are left to be quantised are still on that device.
+        This holds for snapshots in host memory, too: pending blocks to be quantised are still on that device.
         """
         runtime = self._snapshot.runtime
         with runtime.on(runtime.stream_for(self)):

@@ -1,4 +1,4 @@
-"""`Subscriber`: the rollout rank's end. Stages versions in the background while its process goes on generating."""
+"""`Subscriber`: the rollout rank's end of a run. It stages versions in the background while its process generates."""
 
 from __future__ import annotations
 
@@ -53,29 +53,30 @@ from .version.placement import Placement
 _log = logging.getLogger(__name__)
 
 CommitMode = Literal["staged", "in_place"]
-"""How a version in full is taken: staged until it is complete, or written into the live weights bucket by bucket."""
+"""How full versions are loaded: staged until they are complete, or written into the live weights bucket by bucket."""
 
 
 class Subscriber(Participant):
     """Stages weight versions for one rollout rank.
 
     A control thread checks every offered manifest against `expectation` and answers. A staging thread receives the buckets into
-    one buffer, or views them in the sender's memory where the engine can, and verifies each. Nothing touches the live model:
-    the caller that commits calls `take`, loads the tensors, and calls `release`. Where `staging_limit_bytes` allows, the version
-    that serves is kept until the next commit, so that `take_previous` can undo a failed one.
+    one buffer, or views them in the sender's memory if the engine can, and verifies each. The subscriber itself never changes
+    the live model: to commit, its caller calls `take`, loads the tensors, and calls `release`. If `staging_limit_bytes` allows
+    it, the version that serves is kept until the next commit, so that `take_previous` can undo a failed commit.
 
-    With `commit="in_place"` versions in full are not staged: the caller writes the verified buckets of `take_stream` one after
+    With `commit="in_place"` full versions are not staged: the caller writes the verified buckets of `take_stream` one after
     another, while nothing else uses the weights.
 
     Args:
         name: This participant's name, e.g. ``"rollout-0/1"``.
-        rendezvous: Where the run meets, as plain data or an address.
+        rendezvous: Address of the run's rendezvous, as an object or as plain data.
         backend: Name of the checkpoint engine.
         options: Options of that engine.
         expectation: The tensors of this rank's model.
-        needed: The slices of tensors that this rank needs; by default all of every tensor, as for tensors not named in it.
-        staging_limit_bytes: Most memory for staged versions together; 0 means no limit.
-        commit: How versions in full are taken; deltas are always staged.
+        needed: The slices of tensors that this rank needs. By default, or if it names other tensors than those sent, the rank
+            gets every tensor in full.
+        staging_limit_bytes: Upper limit for the memory of all staged versions; 0 means no limit.
+        commit: How full versions are loaded; deltas are always staged.
         device: Device of the live model. Versions are staged on it if the engine can deliver there, else on the CPU.
         hooks: Observers; those of this process by default.
     """
@@ -108,24 +109,24 @@ class Subscriber(Participant):
         self._live_identity = LiveIdentity()
         self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_identity, self.hooks)
         self._stored_link: ReceiverLink | None = None
-        """The only link, with an engine that stores versions."""
+        """The only link of an engine that stores versions; None with any other engine."""
         self._engine_links: EngineLinks | None = None
-        """The links of the session's plan, with any other engine."""
+        """The links of the session's plan; None with an engine that stores versions."""
         self._receive_session: ReceiveSession | None = None
         """Set while the session is connected."""
         self._tensor_lists = TensorLists()
         self._newest_manifest: Manifest | None = None
         """Manifest of the version offered last, as sent."""
         self._restoring: tuple[Manifest, RestorePlan] | None = None
-        """How tensors are restored in versions like that of the manifest."""
+        """The newest restore plan, with the manifest that it was made for."""
         self._stream: LiveStream | None = None
-        """The version in place that was offered last."""
+        """Stream of the in-place version that was offered last."""
         self.prepare_delta: Callable[[IncomingDelta], Any] | None = None
-        """Prepares a delta for the live weights. Set between two versions by a caller that can put deltas into them directly.
+        """Prepares a delta for the live weights. Set between two versions by a caller that can apply deltas to them directly.
 
-        Called on its own thread with each delta when the first bytes are about to arrive, to do what can be done while the live
-        weights stay unchanged. `take_delta` gives the result once the whole delta was verified. Without `prepare_delta`, deltas
-        are applied to the kept copy of the version that serves, and `take` gives the whole version.
+        Called on its own thread with each delta, just before its first bytes arrive, for work that leaves the live weights
+        unchanged. `take_delta` returns the result once the full delta was verified. Without `prepare_delta`, deltas are applied
+        to the kept copy of the version that serves, and `take` returns the full version.
         """
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         """Calls for the staging thread; None ends it."""
@@ -133,11 +134,11 @@ class Subscriber(Participant):
         self.start()
 
     def take(self, version: int) -> Mapping[str, torch.Tensor]:
-        """The staged, verified tensors of `version` by name: views of memory that must not be written to, valid until `release`.
+        """The staged, verified tensors of `version` by name: read-only views, valid until `release`.
 
         Quantised weights are restored on access where the expectation names the original tensors.
 
-        Raises `SyncAbortedError` if the version was given up, or `CommitError` if it is not staged.
+        Raises `SyncAbortedError` if the version was aborted, or `CommitError` if it is not staged.
         """
         try:
             manifest, staged = self._staging.take(version)
@@ -149,11 +150,11 @@ class Subscriber(Participant):
         return self._restoring_of(manifest)(staged)
 
     def take_stream(self, version: int) -> LiveStream | None:
-        """The stream of `version` to write into the live weights; None when the version is staged, or not known here.
+        """The stream of `version` to write into the live weights; None if the version is staged, or not known here.
 
         The caller uses `LiveStream.begin` and `LiveStream.parts`, and calls `restored` if it has written nothing.
 
-        Raises `SyncAbortedError` if the version was given up.
+        Raises `SyncAbortedError` if the version was aborted.
         """
         stream = self._stream
         if stream is None or stream.version != version:
@@ -164,31 +165,31 @@ class Subscriber(Participant):
         return stream
 
     def take_delta(self, version: int) -> Any | None:
-        """The result of `prepare_delta` for the delta to `version`; None when `take` has the whole version."""
+        """The result of `prepare_delta` for the delta to `version`; None if `take` has the full version."""
         delta = self._live_identity.delta(version)
         if delta is not None:
             self._live_identity.take()
         return delta
 
     def restored(self) -> None:
-        """Say that the live weights are, bit for bit, what they were before the last `take`, `take_stream` or `take_delta`."""
+        """Report that the live weights are, bit for bit, the same as before the last `take`, `take_stream` or `take_delta`."""
         self._live_identity.restore()
 
     def take_previous(self, version: int) -> tuple[int, Mapping[str, torch.Tensor]]:
-        """The version that served before `version`, and its tensors as `take` gives them, valid until `release`.
+        """The version that served before `version`, and its tensors as from `take`, valid until `release`.
 
-        Raises `CommitError` when it is not kept: before the second version, or where memory allows one only.
+        Raises `CommitError` if it is not kept: before the second version, or if there is memory for one version only.
         """
         manifest, kept = self._staging.take_previous(version)
         return manifest.version, self._restoring_of(manifest)(kept)
 
     def release(self, version: int) -> None:
-        """End the use of the tensors of `version` that `take` or `take_previous` gave."""
+        """End the use of the tensors of `version` that `take` or `take_previous` returned."""
         self._staging.release(version)
         self._clean_up_soon(version)
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Block until `version` serves. Raises `SyncAbortedError` with the reason every participant got."""
+        """Block until `version` serves. Raises `SyncAbortedError` with the same reason on every participant."""
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
     def _free(self) -> None:
@@ -230,7 +231,7 @@ class Subscriber(Participant):
             needed = exchange.needed(message.needs, supply, deadline)
             planned = SessionPlan(supply, needed, self._engine.capabilities)
             if self._in_place and planned.relays:
-                # There is memory for one bucket, to be relayed and written at once: the slower of the two would stop both.
+                # There is memory for one bucket. If it were relayed and written at once, the slower of the two would block both.
                 raise ManifestError(
                     f"sync.relay is {supply.relay}, and a rollout that is written in place cannot relay.",
                     part=self.name,
@@ -287,7 +288,7 @@ class Subscriber(Participant):
             self._tell(Accepted(name=self.name, session=self.session, version=message.version, in_place=in_place))
 
     def _checked(self, message: Open) -> StageRequest:
-        """Check the offered version against the model and the memory. Raises the reason to refuse it."""
+        """Check the offered version against the model and the memory limit. Raises an error if it must be refused."""
         session = self._receive_session
         if session is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
@@ -320,12 +321,12 @@ class Subscriber(Participant):
         return StageRequest(manifest, sent, session, deadline, stall_s, viewed, stream, prepare_delta, relay)
 
     def _check_base(self, manifest: Manifest, *, live: bool) -> None:
-        """Raise `DeltaBaseError` unless the base of a delta is kept, or is in the `live` weights that it is for."""
+        """Raise `DeltaBaseError` unless the base of a delta is kept here; for `live` weights, unless they hold the base."""
         have = self._live_identity.identity if live else self._staging.kept_identity(manifest.plan)
         if have != manifest.base_identity:
             raise lacks_base(manifest, self.name, have or "no known version")
         if live:
-            self._staging.forget_kept()  # swapping elements back undoes a delta
+            self._staging.forget_kept()  # no copy is needed: swapping elements back undoes a delta
 
     def _check_bucket_limit(self, needed: int, version: int) -> None:
         if self._limit and needed > self._limit:
@@ -337,7 +338,7 @@ class Subscriber(Participant):
             )
 
     def _restoring_of(self, manifest: Manifest) -> RestorePlan:
-        """How the tensors of a version are restored; the same object for versions that are alike."""
+        """The restore plan of a version; the same object for versions with the same tensors and quantisation."""
         known = self._restoring
         if known is None or known[0].tensors is not manifest.tensors or known[0].quantised != manifest.quantised:
             known = self._restoring = (manifest, RestorePlan(manifest, self._expectation))
@@ -346,14 +347,14 @@ class Subscriber(Participant):
     # -- staging thread -------------------------------------------------------------------------------------------------
 
     def _run_calls(self) -> None:
-        # A stream of its own: staging waits for no decode step, and takes no memory that one may still be using.
+        # On its own stream, staging waits for no decode step, and reuses no memory that a decode step may still be using.
         runtime = runtime_of(self._device)
         with runtime.on(runtime.stream_for(self)):
             while (call := self._calls.get()) is not None:
                 call()
 
     def _stage(self, request: StageRequest) -> None:
-        """Receive one version, and tell the coordinator that it is staged, or why not."""
+        """Receive one version, and report to the coordinator that it is staged, or the error."""
         version, session, nbytes = request.manifest.version, request.session.name, request.manifest.wire_bytes
         started = time.perf_counter()
         try:
@@ -381,7 +382,7 @@ class Subscriber(Participant):
         self._calls.put(partial(self._clean_up, version))
 
     def _clean_up(self, version: int) -> None:
-        """Release the memory of `version` at its senders once nothing here needs it."""
+        """Release the memory of `version` on its senders once nothing here needs it."""
         try:
             if self._staging.clean_up(version, keep=self.prepare_delta is None):
                 self._receiver.release(version)

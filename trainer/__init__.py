@@ -46,7 +46,7 @@ _SLOW = {
     "shards_of": ".engines.fsdp2.shards",
     "take_step": ".algorithms.step",
 }
-"""Names whose modules are slow to import, and where these are."""
+"""The module of each name whose import is slow."""
 
 __all__ = [
     "IGNORED",

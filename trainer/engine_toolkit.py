@@ -1,4 +1,4 @@
-"""Parts for training engines of other distributions: what engines on torch.distributed and transformers share.
+"""Parts for training engines of other distributions, which engines on torch.distributed and transformers share.
 
 `TorchEngine` joins the ranks and counts steps; the rest works on whole parameters and on ``DTensor``s alike. The package
 ``weightlane-training-engine-template`` is an engine that is made of these parts.

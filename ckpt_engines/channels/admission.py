@@ -16,7 +16,7 @@ from .handshake import Hello
 from .listener import Admission, Listener
 
 _MOST_PENDING = 128
-"""Connections in their handshake beyond those of the receivers."""
+"""Handshakes that may be pending at a time, in addition to one for each expected connection."""
 
 
 def accept_receivers(
@@ -52,7 +52,7 @@ def accept_receivers(
 
 @dataclass(slots=True)
 class _Joining:
-    """Receivers that have joined, and those that are still to come. A receiver is a pair of lane and name."""
+    """The connections that have joined and those that are still missing, each a pair of lane and receiver name."""
 
     life: Lifecycle
     session: str
@@ -85,7 +85,7 @@ class _Joining:
         self.life.ring()
 
     def wait(self, deadline: Deadline, waiting_for: str, listener: Listener) -> None:
-        """Wait until a receiver may have joined. Raises what `accept_receivers` does."""
+        """Wait until another receiver may have joined. Raises as `accept_receivers`."""
         channels = {channel.fileno(): channel for channel in list(self.joined.values())}
         for descriptor in self.life.wait(dict.fromkeys(channels, select.POLLIN), deadline.remaining_s):
             # A receiver sends nothing before it is welcomed, so this is its end.
@@ -93,7 +93,7 @@ class _Joining:
         deadline.check(waiting_for, part=self.life.part, hint=listener.hint)
 
     def give_up(self) -> None:
-        """Close all connections, also one that the loop is about to add."""
+        """Close all connections, including one that the loop is about to add."""
         with self.changing:
             self.over = True
         for channel in self.joined.values():

@@ -1,8 +1,8 @@
 """Message authentication: only holders of a run's secret can sign messages.
 
-Signatures are HMAC-SHA256 (RFC 2104). A key of its own is derived from the run's secret for every purpose, and for either
-direction of every control connection. The lengths of the parts are signed, too, so two different lists of parts never give the
-same signature. Secrets and keys are never sent.
+Signatures are HMAC-SHA256 (RFC 2104). A separate key is derived from the run's secret for every purpose, and for each direction
+of every control connection. The lengths of the parts are signed, too, so two different lists of parts never give the same
+signature. Secrets and keys are never sent.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def proof(key: bytes, *parts: str) -> str:
 
 
 def proves(key: bytes, claim: object, *parts: str) -> bool:
-    """Tell whether `claim`, which may be anything a peer sent, is the `proof` of `parts`, in the same time for every claim."""
+    """Tell whether `claim`, any object that a peer sent, is the `proof` of `parts`. Takes the same time for every claim."""
     given = claim.encode(errors="replace") if isinstance(claim, str) else b""
     return hmac.compare_digest(proof(key, *parts).encode(), given)
 

@@ -1,7 +1,7 @@
 """`Channel`: one connection between a sender and a receiver, bounded by deadlines and ended by a close or a death.
 
-Either side's end closes its sockets, whatever killed it, and the other side sees that at once. Messages are JSON objects in
-signed frames, or plain bytes of a size that both sides know.
+When a process ends, for whatever reason, its sockets are closed, and the other side sees that at once. Messages are JSON objects
+in signed frames, or plain bytes of a size that both sides know.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .handshake import decode_text
 Address = Mapping[str, Any]
 """JSON data by which peers reach a half or a link. Its maker chooses the keys; it is never pickled."""
 _MAX_DESCRIPTORS = 4
-"""File descriptors that `Channel.receive_descriptors` takes at once; the kernel closes those beyond. An engine passes one."""
+"""Most file descriptors that `Channel.receive_descriptors` takes at once; the kernel closes any others. An engine passes one."""
 _ROOM = "room to send to it"
 _T = TypeVar("_T")
 
@@ -30,8 +30,9 @@ _T = TypeVar("_T")
 class Channel(Connection):
     """A connection whose calls wait until a deadline.
 
-    One thread at a time sends, and one receives, which may be another. Any thread may poll `fileno` or call `hang_up` meanwhile.
-    `close` may be called only when no other call runs and no thread polls; `Lifecycle` takes care of that.
+    One thread at a time may send, and one at a time may receive; they may be different threads. Any thread may poll `fileno` or
+    call `hang_up` meanwhile. `close` may be called only when no other call runs and no thread polls; `Lifecycle` takes care of
+    that.
 
     Args:
         sock: The connected socket, which the channel owns.
@@ -63,7 +64,7 @@ class Channel(Connection):
             rest = rest[self._when_ready(select.POLLOUT, deadline, _ROOM, functools.partial(self.socket.send, rest)) :]
 
     def send_some(self, data: memoryview) -> int:
-        """Send as much of `data` as there is room for now, and return how many bytes that is, perhaps 0.
+        """Send as much of `data` as the socket has room for now, and return the number of bytes sent, perhaps 0.
 
         Raises `PeerLostError`.
         """
@@ -118,7 +119,7 @@ class Channel(Connection):
     def receive_json(self, deadline: Deadline, waiting_for: str) -> dict[str, Any]:
         """Return the next JSON object.
 
-        Raises as `send`, or `ProtocolError` when the message is not signed by the peer, is anything else or too long.
+        Raises as `send`, or `ProtocolError` when the message is not signed by the peer, is not a JSON object, or is too long.
         """
         nbytes = self._length(self.receive(LENGTH.size, deadline, waiting_for))
         message = decode_text(self._verified(self.receive(nbytes, deadline, waiting_for)).payload)
@@ -127,7 +128,7 @@ class Channel(Connection):
         return message
 
     def _when_ready(self, event: int, deadline: Deadline, waiting_for: str, operation: Callable[[], _T]) -> _T:
-        """Return what `operation` on the socket returns, tried again after each `event` as long as it would block."""
+        """Return the result of `operation` on the socket. While it would block, wait for `event` and try again."""
         while True:
             try:
                 return operation()
@@ -137,7 +138,7 @@ class Channel(Connection):
                 raise self.lost() from error
 
     def lost(self, circumstance: str = "") -> PeerLostError:
-        """Return the error to raise when the peer is gone; `circumstance` may add when, such as ``"while ..."``."""
+        """Return the error to raise when the peer is gone. `circumstance` may say when that was, e.g. ``"while ..."``."""
         return PeerLostError(
             f"the peer closed its connection or died{circumstance and ' '}{circumstance}.",
             part=self.part,

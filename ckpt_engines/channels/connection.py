@@ -1,8 +1,8 @@
 """`Connection`: signed frames over a stream socket, the wire format of every connection that weightlane opens itself.
 
-A frame has a kind, a number, a name and a payload. It carries an HMAC-SHA256 over its contents and over how many frames came
-before it, under a key of this connection and direction: a frame that was forged, changed, repeated, left out or taken from
-another connection is refused. The payload is signed by its digest, so one payload for many peers is hashed once.
+A frame has a kind, a number, a name and a payload. It carries an HMAC-SHA256 over its contents and over the count of the frames
+before it, under a key of this connection and direction. So a forged, changed or repeated frame, one from another connection, and
+the frame after a missing one are refused. The payload is signed by its digest, so one payload for many peers is hashed once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..errors import ProtocolError
 from .authentication import TAG_BYTES, tag
 
 LENGTH = struct.Struct("<I")
-"""The first bytes of a frame: how many follow."""
+"""The first bytes of a frame: the number of bytes that follow."""
 _HEAD = struct.Struct("<BIH")
 """Kind, number, and length of the name."""
 LEAST_BYTES = TAG_BYTES + _HEAD.size
@@ -37,14 +37,14 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """Keys that sign what one end of a connection sends, and what it receives."""
+    """Keys that sign the frames that one end of a connection sends, and the frames that it receives."""
 
     sending: bytes
     receiving: bytes
 
 
 def payload_digest(payload: bytes) -> bytes:
-    """The digest that stands for a payload in the signature of its frame."""
+    """Return the digest that stands for a payload in the signature of its frame: SHA-256."""
     return hashlib.sha256(payload).digest()
 
 
@@ -68,7 +68,7 @@ class Connection:
         self.keys = keys
         self.peer = peer
         self._sent = self._received = 0
-        """How many frames have gone in either direction."""
+        """Number of frames sent, and number of frames received."""
 
     @property
     def part(self) -> str:
@@ -110,7 +110,10 @@ class Connection:
         return int(nbytes)
 
     def _verified(self, data: bytes) -> Frame:
-        """Return the next frame, all of it but its length. Raises `ProtocolError` when the peer has not signed it here."""
+        """Return the frame in `data`, the next frame without its length.
+
+        Raises `ProtocolError` when the frame is not signed with the key of this connection.
+        """
         kind, number, length = _HEAD.unpack_from(data, TAG_BYTES)
         end = LEAST_BYTES + length
         head, payload = data[TAG_BYTES:end], data[end:]

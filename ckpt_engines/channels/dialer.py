@@ -16,7 +16,7 @@ from .handshake import Agreement, Challenge, Hello, configure, decode_text, enco
 from .local_socket import SHARED_DIRECTORY_HINT
 
 _BACKLOG_PAUSE_S = 0.01
-"""How long to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event for room in it."""
+"""Seconds to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event when it has room."""
 _ADDRESS_HINT = "Check that the peer is alive and that its address can be reached from here."
 _SOCKET_HINT = f"Check that the peer is alive. {SHARED_DIRECTORY_HINT}"
 
@@ -77,7 +77,10 @@ def _agree(sock: socket.socket, life: Lifecycle, peer: str, key: bytes, hello: H
 
 
 def _message(bare: Channel, deadline: Deadline) -> dict[str, Any]:
-    """Return the listener's next message, empty if it is none. Raises `ProtocolError` or `TransportError` for a refusal."""
+    """Return the listener's next message; empty if its bytes are no valid message.
+
+    Raises `ProtocolError` when the listener refuses this end, or `TransportError` when it has no file descriptor left.
+    """
     waiting_for = f"{bare.peer} to admit it"
     length = text_bytes(bare.receive(LENGTH.size, deadline, waiting_for))
     message = {} if length is None else decode_text(bare.receive(length, deadline, waiting_for)) or {}

@@ -2,9 +2,9 @@
 
 Three messages, each a JSON object behind its length:
 
-    1. [listener]  a nonce, and after how many seconds of silence the other host counts as gone
+    1. [listener]  a nonce, and the seconds of silence after which the other host counts as gone
     2. [dialer]    its `Hello`, a nonce of its own, and an HMAC over all of these
-    3. [listener]  an HMAC over the same under another label, or why it refuses the dialer
+    3. [listener]  an HMAC over the same values under another label, or the reason why it refuses the dialer
 
 The key itself is never sent: it is the run's secret for the hub, and `Topology.key` for senders and receivers. Both nonces are
 fresh, so a recorded message is of no use on any other connection. The keys that sign the frames of either direction derive from
@@ -24,14 +24,15 @@ from .authentication import proof, proves
 from .connection import LENGTH, Keys
 
 MOST_BYTES = 4096
-"""Longest message of a handshake: what an unproven peer can make this process keep. A hello has a few hundred bytes."""
+"""Longest message of a handshake, and so the most memory that an unauthenticated peer can make this process hold. A hello has a
+few hundred bytes."""
 _NONCE_BYTES = 16
 _LONGEST_SILENCE_S = 1 << 15
 """Most seconds that Linux takes for keep-alive probes (MAX_TCP_KEEPIDLE)."""
 
 
 class Hello(NamedTuple):
-    """The session that a dialer wants to join; all of it empty for a participant that dials the hub."""
+    """The session that a dialer wants to join. All fields are empty for a participant that dials the hub."""
 
     session: str = ""
     name: str = ""
@@ -45,7 +46,7 @@ class Challenge(NamedTuple):
 
     nonce: str
     silence_s: int
-    """After how many seconds of silence the other host counts as gone; 0 leaves that to the kernel."""
+    """Seconds of silence after which the other host counts as gone; 0 leaves that to the kernel."""
 
     @classmethod
     def new(cls, silence_s: float) -> Self:
@@ -54,7 +55,7 @@ class Challenge(NamedTuple):
 
     @classmethod
     def read(cls, message: Mapping[str, Any]) -> Self | None:
-        """Return the challenge in a message of an unknown peer, or None when there is none in it."""
+        """Return the challenge in the `message` of an unauthenticated peer, or None when it contains no valid challenge."""
         nonce, silence_s = message.get("nonce"), message.get("silence_s")
         if isinstance(nonce, str) and type(silence_s) is int and 0 <= silence_s < _LONGEST_SILENCE_S:
             return cls(nonce, silence_s)
@@ -62,7 +63,7 @@ class Challenge(NamedTuple):
 
 
 class Agreement:
-    """Everything that both ends of one connection know after the dialer's message; `key` is the one that each must know."""
+    """The values that both ends of one connection share after the dialer's message. `key` is the secret that both must know."""
 
     def __init__(self, key: bytes, challenge: Challenge, hello: Hello, nonce: str) -> None:
         self.hello = hello
@@ -77,7 +78,7 @@ class Agreement:
 
     @classmethod
     def heard(cls, key: bytes, challenge: Challenge, message: Mapping[str, Any]) -> Self:
-        """[listener] Return the agreement that a dialer's message asks for; fields that are no texts count as empty."""
+        """[listener] Make the agreement from a dialer's `message`. Fields that are not strings count as empty."""
         fields = (message.get(field) for field in (*Hello._fields, "nonce"))
         *hello, nonce = (field if isinstance(field, str) else "" for field in fields)
         return cls(key, challenge, Hello(*hello), nonce)
@@ -111,7 +112,7 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
 
 
 def text_bytes(head: bytes | bytearray) -> int | None:
-    """Return the length that the first bytes of a message give to its text; None if no message of a handshake is that long."""
+    """Return the length of a message's text, which `head`, its first bytes, states; None if it exceeds `MOST_BYTES`."""
     (length,) = LENGTH.unpack_from(head)
     return length if length <= MOST_BYTES else None
 
@@ -129,7 +130,7 @@ def configure(sock: socket.socket, silence_s: int) -> None:
     """Have the kernel send at once, and end the connection after the other host was silent for `silence_s` seconds.
 
     The kernel sends keep-alive probes while the connection is idle, and limits how long sent bytes may stay unacknowledged. A
-    process that is only busy is not taken for gone, unless it reads nothing for so long while more waits than its socket holds.
+    busy process does not count as gone, unless it reads nothing for that long while more bytes wait than its socket holds.
     """
     if sock.family == socket.AF_UNIX:
         return

@@ -62,14 +62,14 @@ def watch(sock: socket.socket, handler: Callable[[int], None]) -> None:
 
 
 def watch_writable(sock: socket.socket, yes: bool) -> None:
-    """Call the handler of `sock` also when there is room to send, or no longer."""
+    """Start or stop (`yes`) calling the handler of `sock` when there is room to send, in addition to its other events."""
     if (loop := _loop) is not None:
         with contextlib.suppress(OSError, ValueError):  # the socket was closed meanwhile
             loop.epoll.modify(sock.fileno(), select.EPOLLIN | (select.EPOLLOUT if yes else 0))
 
 
 def unwatch(sock: socket.socket) -> None:
-    """[loop's thread] Stop to watch `sock`. No other thread may, or close it before: its descriptor could be reused."""
+    """[loop's thread] Stop watching `sock`. No other thread may do so, or close `sock` before: its descriptor could be reused."""
     if (loop := _loop) is not None and loop.watched.pop(sock.fileno(), None) is not None:
         with contextlib.suppress(OSError):
             loop.epoll.unregister(sock.fileno())

@@ -20,9 +20,9 @@ from .io_loop import unwatch, watch
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 1024
-"""Connections that the kernel keeps until they are accepted; more than a run has receivers, so that none has to try again."""
+"""Connections that the kernel keeps until they are accepted: more than a run has receivers, so that no receiver must retry."""
 _PENDING_S = 30.0
-"""How long a handshake may take, in seconds, before the arrival of another connection drops it."""
+"""Age, in seconds, at which an unfinished handshake is dropped when another connection arrives."""
 _DESCRIPTORS_PAUSE_S = 0.01
 """How long the loop sleeps when no file descriptor is left: other threads may close some."""
 
@@ -33,20 +33,20 @@ class Admission(NamedTuple):
     key: bytes
     """The key that both ends prove to know."""
     refusal: Callable[[Hello, bool], str]
-    """Return why a dialer with this hello is refused, which has proven the key or has not; empty to admit it."""
+    """Returns the reason to refuse a dialer, given its hello and whether it has proven the key; empty to admit it."""
     on_admitted: Callable[[socket.socket, Keys, Hello], None]
     """Takes an admitted connection."""
     most_pending: int
-    """How many connections may be in their handshake. A further one drops the oldest, so that silent ones cannot use up the
+    """How many connections may be in their handshake. One more drops the oldest, so that silent dialers cannot use up the
     process's file descriptors."""
     silence_s: float = 0.0
     """See `Challenge.silence_s`."""
     tells_when_full: bool = False
-    """Whether dialers are told at once when no file descriptor is left; else they wait for one."""
+    """Whether a dialer is refused at once when no file descriptor is left; otherwise it waits for one."""
 
 
 class _Pending(NamedTuple):
-    """A connection whose other end has not proven yet that it knows the key."""
+    """A connection whose other end has not yet proven that it knows the key."""
 
     sock: socket.socket
     challenge: Challenge
@@ -75,7 +75,8 @@ class Listener:
         self._pending: dict[int, _Pending] = {}
         """Connections in their handshake by descriptor, the oldest first."""
         self._spare: socket.socket | None = None
-        """Given up when no descriptor is left, so that a dialer can be told."""
+        """An unused socket. It is closed when no descriptor is left, so that a dialer can be accepted and refused with its
+        descriptor."""
         self._on_close: Callable[[], None] = lambda: None
 
     def admit(self, admission: Admission, on_close: Callable[[], None] = lambda: None) -> None:
@@ -88,8 +89,8 @@ class Listener:
     def close(self) -> None:
         """Stop listening, and drop connections in their handshake. Idempotent; never waits or raises.
 
-        Takes no lock, since the garbage collector may call it anywhere: the loop notices, and does the rest. The next sender
-        removes a path that could not be removed here.
+        Takes no lock, since the garbage collector may call it anywhere: the loop's thread notices the close and does the rest.
+        The next sender removes a path that could not be removed here.
         """
         self.closed = True
         with contextlib.suppress(OSError):
@@ -141,7 +142,7 @@ class Listener:
             self._drop(oldest)
 
     def _refuse(self, error: OSError) -> None:
-        """Tell a dialer that there is no descriptor for it, by the spare one; without it the connection stays in the backlog."""
+        """Refuse a dialer for lack of a descriptor, with the spare descriptor. Without a spare, it stays in the backlog."""
         self.hint = "No file descriptor is left for a further connection: raise ulimit -n."
         if self._spare is None:
             time.sleep(_DESCRIPTORS_PAUSE_S)
@@ -208,7 +209,7 @@ def listen_tcp(host: str, port: int = 0) -> socket.socket:
 
 
 def _send(sock: socket.socket, message: dict[str, Any]) -> bool:
-    """Send a short message at once, and tell whether the connection took all of it: its buffer is empty so far."""
+    """Send a short message without waiting, and tell whether the socket, whose send buffer is still empty, took all of it."""
     data = encode_message(message)
     try:
         return sock.send(data) == len(data)
@@ -217,7 +218,7 @@ def _send(sock: socket.socket, message: dict[str, Any]) -> bool:
 
 
 def _raise_descriptor_limit() -> bool:
-    """Raise this process's limit of open files as far as is allowed. Returns whether that gave any."""
+    """Raise this process's limit of open files to the hard limit. Returns whether that raised it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return False

@@ -26,13 +26,13 @@ SHARED_DIRECTORY_HINT = (
     "Containers need a directory that they share, with room for a socket: set checkpoint_engine.options.socket_dir to it. Trainer"
     " and rollout run as the same user."
 )
-"""Hint for containers, of which each may have a small shared memory of its own, the default directory."""
+"""Hint for containers: the default directory is shared memory, of which each container may have its own small one."""
 _SOCKET_NAME = "weightlane-{}.sock"
 _TOKEN_BYTES = 8
 _SOCKET_PATTERN = re.compile(r"weightlane-[0-9a-f]{16}\.sock")
 _STALE_PATTERN = _SOCKET_NAME.format("*")
 _LOCK_WAIT_S = 1.0
-"""How long to wait for the directory's lock. It is held for microseconds, so a longer wait means that its holder is stopped."""
+"""How long to wait for the directory's lock. A holder needs microseconds, so a longer wait means that the holder is stopped."""
 _LOCK_POLL_S = 0.002
 
 
@@ -102,8 +102,8 @@ def listen_local(socket_dir: Path, part: str) -> tuple[socket.socket, Path]:
 def _remove_stale_sockets(socket_dir: Path) -> None:
     """Remove the sockets of senders that were killed before their receivers connected.
 
-    A connection to such a socket is refused. A socket that is being made refuses it, too, and is protected by the directory's
-    lock, which its maker holds and the kernel drops when the maker is killed.
+    Such a socket refuses connections. So does a socket that is being made; the directory's lock protects it. Its maker holds the
+    lock, and the kernel drops the lock when the maker is killed.
     """
     if not any(socket_dir.glob(_STALE_PATTERN)):
         return
@@ -121,7 +121,7 @@ def _remove_stale_sockets(socket_dir: Path) -> None:
 def _locked(socket_dir: Path, mode: int) -> Iterator[bool]:
     """Hold a lock on the directory itself, and yield whether it was granted within `_LOCK_WAIT_S`.
 
-    Without the lock nothing is removed, which the next sender can do, but a socket is made all the same.
+    Without the lock a sender still makes its socket, but removes none: the next sender can do that.
     """
     descriptor = os.open(socket_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

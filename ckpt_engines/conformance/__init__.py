@@ -1,4 +1,4 @@
-"""The conformance suite: whether a checkpoint engine keeps every promise of the contract.
+"""The conformance suite: it checks that a checkpoint engine keeps every promise of the contract.
 
 Install it with ``pip install 'weightlane[conformance]'``. For an installed engine, or a class in a file:
 
@@ -20,12 +20,12 @@ To run it as part of an engine's own tests, override two fixtures in a module th
 
 The suite runs each half of the engine in a process of its own, and kills, freezes and closes it there. The engine's
 `Capabilities` decide which checks run; the others are skipped with the reason. `EngineConformance.expected_failures` lists checks
-that an engine cannot pass for a reason outside of it. ``docs/guides/conformance.md`` lists what each check proves.
+that an engine cannot pass for a reason outside it. A table in ``docs/guides/conformance.md`` says what each check proves.
 
 Further multi-process tests of an engine can use the same parts: derive their class from `ConformanceBase`, override the same
 fixtures, and use the fixtures ``connected`` or ``halves``.
 
-The suite needs Linux and pytest, beside the requirements of weightlane itself.
+The suite needs Linux and pytest, in addition to the requirements of weightlane itself.
 """
 
 try:

@@ -37,7 +37,7 @@ class NcclConformance(EngineConformance):
     def test_the_death_of_a_peer_is_noticed_long_before_the_deadline(
         self, connected: ConnectionMaker, capabilities: Capabilities, side: str
     ) -> None:
-        """Not the death of a receiver: a broadcast is done for the sender when the next rank of NCCL's ring has it."""
+        """Only the sender is killed. It may miss a receiver's death: its broadcast ends when NCCL's next rank has the bucket."""
         super().test_the_death_of_a_peer_is_noticed_long_before_the_deadline(connected, capabilities, side)
 
 

@@ -1,4 +1,4 @@
-"""Runs a suite's class by pytest in this process, and turns pytest's reports into results. All suites of weightlane use it."""
+"""Runs the class of a suite with pytest in this process, and turns pytest's reports into results. All suites use this module."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class CheckResult:
     reason: str
     """Why the check failed or was skipped, in one line; empty if it passed."""
     detail: str
-    """The whole report of a failure; empty for other outcomes."""
+    """The full report of a failure; empty for other outcomes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def registered_suite(group: str, engine: str, base: type, default: type) -> type
     """Return the suite that a distribution registers under its engine's name in `group`, a subclass of `base`, or `default`.
 
     Raises:
-        RegistryError: It cannot be imported, or is none.
+        RegistryError: The registered suite cannot be imported, or is not a subclass of `base`.
     """
     for entry_point in entry_points(group=group, name=engine):
         try:
@@ -118,7 +118,7 @@ def run_by_pytest(
         source: A module that defines the class.
         checks: Names of checks to run; all if empty.
         junit: File to write a JUnit report to.
-        on_check: Called with each result at once.
+        on_check: Called with each result as soon as the check has ended.
         configure: Called with pytest's configuration before anything runs.
 
     Returns:
@@ -198,7 +198,7 @@ def _result(reports: Sequence[pytest.TestReport]) -> CheckResult:
 
 
 def _one_line(text: str) -> str:
-    """Return the first line of a message, without the exception's module, and without its name if a check has failed."""
+    """Return the first line of a message without the exception's module, and without its name if that means a failed check."""
     first = text.strip().splitlines()[0] if text.strip() else ""
     kind, colon, rest = first.partition(": ")
     kind = kind.rpartition(".")[2] if " " not in kind else kind

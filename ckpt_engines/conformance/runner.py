@@ -69,14 +69,14 @@ def run_conformance(
 ) -> ConformanceReport:
     """Run the suite against an engine.
 
-    The engine's distribution may register its own subclass of the suite by an entry point, which then runs instead.
+    If the engine's distribution registers its own subclass of the suite by an entry point, that subclass runs instead.
 
     Args:
         engine: Name of an installed engine, ``module:Class`` or ``file.py:Class``.
         options: The engine's options; None for those of the distribution's own suite, if it has one.
         checks: Names of checks to run, such as ``test_nothing_is_unpickled``; all if empty.
         junit: File to write a JUnit report to.
-        on_check: Called with each result at once.
+        on_check: Called with each result as soon as the check has ended.
         pool: Processes to use; by default the run starts its own.
         limits: Other values for the suite's limits, such as ``{"slack_s": 5.0}`` on a slow machine.
 

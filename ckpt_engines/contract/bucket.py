@@ -13,9 +13,9 @@ from .field_docs import document_fields
 
 @dataclass(frozen=True, slots=True)
 class FilePart:
-    """Which part of a file a bucket is, where a persistent engine keeps several buckets in one file.
+    """The place of a bucket in a file that holds several buckets, for persistent engines.
 
-    A file holds several buckets when a tensor continues from one to the next. Readers must find the tensor whole or not at all.
+    A file holds several buckets when a tensor continues from one to the next. Readers must find the complete tensor or no file.
     """
 
     first: int
@@ -41,16 +41,16 @@ class Bucket:
     """The bytes to send, or the memory to receive into: contiguous uint8 of one dimension and exactly the bucket's size, on the
     device that the half was made for."""
     after: Any = None
-    """On an accelerator, the event that the transfer has to wait for, and it needs to wait for nothing else. On a sender the
-    event follows the writing of the bytes, on a receiver the last use of the memory. None on a CPU, where both are over."""
+    """On an accelerator, the event that the transfer must wait for; it need not wait for anything else. On a sender the event
+    follows the writing of the bytes, on a receiver the last use of the memory. None on a CPU, where both have ended."""
     to_all: bool = True
-    """The bucket goes to every receiver of the connection, so that one broadcast may carry it. Set on both sides."""
+    """Whether the bucket is sent to every receiver of the connection, so that one broadcast may carry it. Set on both sides."""
     lasting: bool = False
-    """Receivers may read the bytes where they are, and they stay unchanged until `ViewableSender.reclaim` of the version has
-    returned. Set on the sender's side, for engines that declare `Capabilities.views`."""
+    """Whether receivers may read the bytes in the sender's memory, where they stay unchanged until `ViewableSender.reclaim` of
+    the version has returned. Set on the sender's side, for engines that declare `Capabilities.views`."""
     part: FilePart | None = None
-    """Part of a file that the bucket is, or None when the bucket has a file of its own. Set on both sides, for engines that
-    declare `Capabilities.persistent`."""
+    """Place of the bucket in a file of several buckets, or None when the bucket has a file of its own. Set on both sides, for
+    engines that declare `Capabilities.persistent`."""
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():

@@ -23,7 +23,7 @@ class Delivery(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The abilities of an engine, as data. The framework decides by these and never by an engine's name.
+    """The abilities of an engine, as data. The framework's decisions depend on these and never on an engine's name.
 
     Raises `EngineContractError` when a value is of the wrong type, or a set is empty.
     """
@@ -41,8 +41,8 @@ class Capabilities:
     views: bool = False
     """Receivers can read a lasting bucket in the sender's memory. The halves are a `ViewableSender` and a `ViewingReceiver`."""
     collective: bool = False
-    """All halves of a connection form one group whose operations come in one order. The framework makes as few connections as
-    it can, with several senders each, and every half posts the operations that it takes part in in that order."""
+    """All halves of a connection form one group, whose operations run in one order. The framework makes as few connections as it
+    can, each with several senders. Every half posts its share of the operations in the group's order."""
     channels: bool = True
     """`connect` gets a `Channel` to each peer. False saves the sockets of an engine that needs none."""
 

@@ -1,4 +1,4 @@
-"""The engine contract: what a checkpoint engine does, and what the framework does for it.
+"""The engine contract: the duties of a checkpoint engine, and those of the framework.
 
 A checkpoint engine moves opaque byte buckets from senders to receivers. It knows nothing of tensors, checksums, codecs or RL. It
 starts no threads that outlive a call and retries nothing, because the framework does both once for every engine. An engine
@@ -14,16 +14,17 @@ The life of a connection, tagged by the side that runs each step:
        [sender, receiver]  ``flush(deadline, pending)``         waits until all buckets except the last `pending` are done
     4. [sender, receiver]  ``close()``                          at any time, from any thread, more than once
 
-The framework has a connection of its own beside the engine's. Before a receiver's `post` it has learned there which bucket the
-sender posts, and has compared version, index and size with the bucket that the receiver waits for. It also watches that
-connection: when a peer dies, the framework closes the half, and raises `PeerLostError` with the peer's name. An engine that needs
-connections between its halves gets them as `channels`, one to each peer, and each peer has proven that it belongs to the session.
+The framework has a control connection of its own, separate from the engine's. On it the sender's side states which bucket it
+posts. Before the framework calls a receiver's `post`, it has compared version, index and size of that bucket with the bucket that
+the receiver waits for. It also watches the control connection: when a peer dies, the framework closes the half, and raises
+`PeerLostError` with the peer's name. An engine that needs connections between its halves gets them as `channels`, one to each
+peer, and each peer has proven that it belongs to the session.
 
 After any error the framework closes both halves and starts again at step 1 with new halves and a new session name. An engine
 therefore never has to resume a broken connection.
 
 Two abilities are optional and have protocols of their own: storing versions (`weightlane.ckpt_engines.contract.storing`), and
-letting receivers read the sender's memory in place of a copy (`weightlane.ckpt_engines.contract.viewing`).
+letting receivers read the sender's memory instead of copying it (`weightlane.ckpt_engines.contract.viewing`).
 """
 
 from __future__ import annotations
@@ -79,15 +80,15 @@ class Topology:
     receivers: Mapping[str, Address]
     """Addresses of the receivers by name. Their order is the same on every side and may serve as rank order."""
     key: bytes = b""
-    """Secret that only members of the session know. The framework's channels prove it; an engine that opens connections of its
-    own has its peers prove that they know it, and never sends it."""
+    """Secret that only members of the session know. The framework's channels authenticate with it. An engine that opens
+    connections of its own must have its peers prove that they know the key, and never sends it."""
 
 
 class WeightSender(ABC):
     """The sending half of an engine.
 
-    Calls come one at a time, from any thread: the one that connects is not the one that posts. `close` may come at any time.
-    Every call after `close` raises `ClosedError`.
+    Calls are made one at a time, from any thread; the thread that connects is not the one that posts. `close` may be called at
+    any time. Every call after `close` raises `ClosedError`.
     """
 
     @abstractmethod
@@ -108,7 +109,7 @@ class WeightSender(ABC):
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
         """Begin to send `bucket` to `receivers`, without waiting for them.
 
-        ``bucket.data`` stays unchanged until `flush` says that the bucket is done. `receivers` names every receiver of the
+        ``bucket.data`` stays unchanged until `flush` reports that the bucket is done. `receivers` names every receiver of the
         topology unless the engine declares `Delivery.POINT_TO_POINT`.
 
         Raises `TransportError`, `StorageError` or `ClosedError`.
@@ -118,7 +119,7 @@ class WeightSender(ABC):
     def flush(self, deadline: Deadline, pending: int = 0) -> None:
         """Wait until all posted buckets except the last `pending` are done: their memory may be overwritten.
 
-        A lasting bucket is done when all its receivers have it.
+        A lasting bucket is done when all its receivers have received or viewed it.
 
         Raises `PeerLostError`, `DeadlineExceededError`, `StorageError` or `ClosedError`.
         """
@@ -132,7 +133,7 @@ class WeightSender(ABC):
 
 
 class WeightReceiver(ABC):
-    """The receiving half of an engine. Calls come as those of `WeightSender` do."""
+    """The receiving half of an engine. It is called under the same rules as a `WeightSender`."""
 
     @abstractmethod
     def address(self) -> Address:
@@ -161,13 +162,14 @@ class WeightReceiver(ABC):
     def flush(self, deadline: Deadline, pending: int = 0) -> None:
         """Wait until all posted buckets except the last `pending` have arrived.
 
-        Raises `ProtocolError` when other bytes arrive than were posted for, `PeerLostError`, `DeadlineExceededError`,
-        `StorageError` or `ClosedError`. After an error the contents of the buckets that had not arrived are undefined.
+        Raises `ProtocolError` when the arriving bytes are not those of the posted buckets, `PeerLostError`,
+        `DeadlineExceededError`, `StorageError` or `ClosedError`. After an error, the contents of the buckets that had not arrived
+        are undefined.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close as `WeightSender.close` does."""
+        """See `WeightSender.close`."""
 
 
 class CheckpointEngine(ABC):
@@ -184,10 +186,10 @@ class CheckpointEngine(ABC):
     registered_as: str = ""
     """Name under which the registry found the engine; empty when it was made without the registry."""
     link_types: ClassVar[Any] = None
-    """Types of `SenderLink` and `ReceiverLink` for the framework to use in place of its own, for engines that inject faults."""
+    """Subclasses of `SenderLink` and `ReceiverLink` that the framework uses instead of these, for engines that inject faults."""
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Raise `EngineContractError` for a wrong declaration. The registry checks for missing ones, which may be inherited."""
+        """Raise `EngineContractError` for an invalid declaration. The registry finds missing ones, which a class may inherit."""
         super().__init_subclass__(**more)
         if problem := _wrong_declaration(vars(cls)):
             what, instead = problem
@@ -202,7 +204,7 @@ class CheckpointEngine(ABC):
         return None
 
     def check(self, deadline: Deadline) -> None:  # noqa: B027 - most engines need nothing of that kind
-        """Raise an error when the engine cannot work with its options on this machine: an address, a path, credentials.
+        """Raise an error when an option does not work on this machine, for example an address, a path or credentials.
 
         The framework calls this before a run starts anything. It contacts no participant and leaves nothing behind.
         """
@@ -215,25 +217,25 @@ class CheckpointEngine(ABC):
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def free(self, memory: torch.Tensor) -> None:  # noqa: B027 - torch's own memory needs no such call
-        """Take back memory that `allocate` returned. Receivers may still read it. Never raises."""
+        """Free memory that `allocate` returned. Receivers may still read it. Never raises."""
 
     def meeting(self, name: str) -> Meeting:  # noqa: ARG002
         """Return the sockets over which the framework connects the participant `name` with its peers.
 
-        They are on loopback unless an option of the engine says otherwise.
+        The sockets are on loopback unless an option of the engine says otherwise.
         """
         return TcpMeeting("127.0.0.1")
 
     @abstractmethod
     def make_sender(self, name: str, device: torch.device) -> WeightSender:
-        """Make a sending half for the participant `name`, whose buckets are on `device`; an accelerator comes with its index.
+        """Make a sending half for the participant `name`, whose buckets are on `device`; an accelerator has its index.
 
         Opens no port and no file: `WeightSender.address` and `WeightSender.connect` do.
         """
 
     @abstractmethod
     def make_receiver(self, name: str, device: torch.device) -> WeightReceiver:
-        """Make a receiving half as `make_sender` makes a sending half."""
+        """Make a receiving half, under the same rules as `make_sender`."""
 
 
 def engine_label(engine: CheckpointEngine) -> str:
@@ -242,7 +244,7 @@ def engine_label(engine: CheckpointEngine) -> str:
 
 
 def _wrong_declaration(members: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return what is wrong with the declarations among a class's `members` and what to write instead, or None."""
+    """Return the problem with the declarations among a class's `members` and what to write instead; None if there is none."""
     if type(version := members.get("api_version", API_VERSION)) is not int:
         return f"api_version is {version!r}", f"api_version = {API_VERSION}"
     if "capabilities" in members and not isinstance(members["capabilities"], Capabilities):

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 def document_fields(module: str) -> None:
     """Add an ``Attributes`` section, made of the texts under the fields, to the docstring of every class of `module`.
 
-    To be called at the module's end. Editors show the texts where they are, but Python does not keep them. Nothing changes when
-    the source cannot be read, or docstrings are switched off.
+    To be called at the module's end. Editors show the texts under the fields, but Python does not keep them. Nothing changes
+    when the source cannot be read, or docstrings are switched off.
     """
     loaded = sys.modules[module]
     try:

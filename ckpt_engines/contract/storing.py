@@ -18,11 +18,11 @@ def bucket_file_name(index: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VersionFiles:
-    """The files in which a persistent engine stores a version, so that other tools can read it. They need no interpretation.
+    """The files in which a persistent engine stores a version, so that other tools can read it. The engine need not parse them.
 
     A bucket's file is called `bucket_file_name` and holds the bucket's prefix and then its bytes, which together are a complete
-    safetensors file. Where several buckets make a file (`Bucket.part`), it holds the first bucket's prefix and then the bytes
-    of all. They are posted one after the other, and readers must not find the file before it is complete.
+    safetensors file. A file of several buckets (`Bucket.part`) holds the first bucket's prefix and then the bytes of all its
+    buckets. These are posted one after the other, and readers must not find the file before it is complete.
     """
 
     version: int

@@ -1,7 +1,7 @@
 """The optional protocol of engines that declare `Capabilities.views`: receivers read buckets in the sender's memory.
 
 [sender]    ``post(lasting bucket, ...)``     once per bucket, as for other buckets; the receiver may also ``post`` it
-[receiver]  ``view(version, index, ...)``     in place of ``post``: returns the bucket in the sender's memory
+[receiver]  ``view(version, index, ...)``     instead of ``post``: returns the bucket in the sender's memory
 [receiver]  ``release(version)``              the receiver no longer reads any bucket of the version
 [sender]    ``reclaim(version)``              waits until every receiver has released the version
 """
@@ -24,7 +24,7 @@ class ViewableSender(WeightSender):
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """Wait until no receiver reads a lasting bucket of `version` any more: its memory may then be overwritten.
 
-        Raises `PeerLostError` when a receiver has gone without releasing the version, because it may still read it;
+        Raises `PeerLostError` when a receiver has disconnected without releasing the version, because it may still read it;
         `DeadlineExceededError`, after which the caller may try again; or `ClosedError`.
         """
 
@@ -33,15 +33,15 @@ class ViewingReceiver(WeightReceiver):
     """The receiving half of an engine that can read its senders' memory."""
 
     copied_to: torch.device = HOST
-    """Device to which the framework copies what it views, set before `connect`. A half that maps host memory may register it
-    with that device, so that copies run at the full speed of its link."""
+    """Device to which the framework copies viewed buckets, set before `connect`. A half that maps host memory may register the
+    memory with that device, so that copies run at the full speed of the device's link."""
 
     @abstractmethod
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
         """Return the next bucket from `sender`, a lasting one, in the sender's memory: contiguous uint8 of `nbytes`, read-only.
 
-        Buckets that adjoin in the sender's memory adjoin in the common storage of the tensors. A tensor stays readable as long
-        as it is referenced, also after `close`; its bytes may change once `release` was called. Raises as `flush`.
+        Buckets that adjoin in the sender's memory adjoin in one storage, which their tensors share. A tensor stays readable while
+        it is referenced, also after `close`; its bytes may change once `release` was called. Raises as `flush`.
         """
 
     @abstractmethod

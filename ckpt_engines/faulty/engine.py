@@ -1,4 +1,4 @@
-"""``faulty:NAME``: the engine NAME with faults injected into its links on purpose, for tests and soaks of what uses engines.
+"""``faulty:NAME``: the engine NAME with faults injected into its links on purpose, to test and soak the code that uses engines.
 
 The wrapper has the wrapped engine's capabilities and keeps the contract: it raises typed errors, its delays end by the deadline,
 and ``close`` from another thread ends an injected hang. Whether a bucket has a fault, and which, depends only on the seed, the

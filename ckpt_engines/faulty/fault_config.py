@@ -45,7 +45,7 @@ RECEIVER_KINDS = (FaultKind.FLIP, FaultKind.DELAY, FaultKind.HANG, FaultKind.LOS
 NEED_BYTES = frozenset({FaultKind.FLIP, FaultKind.TRUNCATE})
 """Faults that an empty bucket cannot have."""
 VERSION_KINDS = frozenset({FaultKind.DELAY, FaultKind.HANG, FaultKind.LOSE})
-"""Faults of a whole version, when it is released or reclaimed."""
+"""Faults of the release or reclaim of a version."""
 
 
 class FaultyConfig(EngineConfig):

@@ -10,8 +10,8 @@ from ..errors import StorageError
 from .fault_config import FaultKind
 
 NO_BUCKET = -1
-"""Version and index in the record of a fault while connecting; version in that of a failed allocation; index in that of a whole
-version's fault."""
+"""Placeholder in the record of a fault that concerns no bucket: version and index of a fault while connecting, version of a
+failed allocation, and index of a fault in the release or reclaim of a version."""
 
 
 class FaultRecord(BaseModel):
@@ -27,12 +27,12 @@ class FaultRecord(BaseModel):
     version: int
     """`NO_BUCKET` for a fault while connecting or allocating."""
     index: int
-    """Index of the bucket, `NO_BUCKET` where there is none; for a failed allocation, how many there were before it."""
+    """Index of the bucket, or `NO_BUCKET` if there is none. For a failed allocation, the number of allocations before it."""
     kind: FaultKind
 
 
 def append_fault(path: str, record: FaultRecord, part: str) -> None:
-    """Append `record` to the log. Raises `StorageError`; `part` names the half in it."""
+    """Append `record` to the log. Raises `StorageError`, in which `part` names the half."""
     line = f"{record.model_dump_json()}\n".encode()
     try:  # a single write to a file opened for appending, so that the lines of several processes never mix
         descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

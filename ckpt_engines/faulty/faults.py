@@ -1,4 +1,4 @@
-"""`Faults`: decides which faults one half has, logs them, and carries out those that concern no bytes."""
+"""`Faults`: decides which faults one half has, logs them, and implements those that need no call of the half."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Faults:
         self._faulty_versions: set[int] = set()
 
     def start_session(self, session: str) -> None:
-        """Set the name of the session, which decides about faults together with the seed."""
+        """Set the name of the session, on which faults depend, as they do on the seed."""
         self._session = session
 
     def refuses_connection(self) -> bool:
@@ -78,7 +78,7 @@ class Faults:
         bucket.data[bit // 8].bitwise_xor_(1 << bit % 8)
 
     def truncated(self, bucket: Bucket) -> Bucket:
-        """Return a bucket with only the first bytes of `bucket`."""
+        """Return `bucket` with only some of its first bytes."""
         nbytes = self._draw("size", bucket.version, bucket.index) % bucket.nbytes
         return replace(bucket, data=bucket.data[:nbytes])
 
@@ -87,8 +87,8 @@ class Faults:
     ) -> None:
         """Delay the call, hang until the `deadline`, or lose the connection; do nothing for other kinds.
 
-        Raises `DeadlineExceededError` after a hang, `ClosedError` when the half is closed meanwhile, and `PeerLostError` that
-        says `what` was lost, after `close`.
+        Raises `DeadlineExceededError` after a hang, and `ClosedError` when the half is closed meanwhile. To lose the connection
+        it calls `close` and raises `PeerLostError` with the message `what`.
         """
         if kind is FaultKind.LOSE:
             close()
@@ -101,7 +101,7 @@ class Faults:
                 raise deadline.error("an injected hang to end", part=self.part, peer=peer, hint=HINT)
 
     def lost(self, what: str, peer: str) -> PeerLostError:
-        """Return the error for a connection that is broken on purpose."""
+        """Return the error for a connection that is broken on purpose; `what` is its message."""
         return PeerLostError(f"{what} (injected fault).", part=self.part, peer=peer, hint=HINT)
 
     def close(self) -> None:

@@ -30,10 +30,10 @@ class FaultySenderLink(SenderLink):
         self._postponed: tuple[Bucket, Sequence[str], str] | None = None
         """A bucket to post after the next one, its receivers and its checksum."""
         self._posted_fewer = False
-        """Whether fewer buckets are posted than the caller posted."""
+        """Whether a fault has dropped or postponed a bucket, so that the half has fewer posted buckets than its caller counts."""
 
     def connect(self, topology: Topology, deadline: Deadline) -> None:
-        """Connect, or fail to."""
+        """See `SenderLink.connect`; raises `PeerLostError` if a fault refuses the connection."""
         self._faults.start_session(topology.session)
         if self._faults.refuses_connection():
             self.close()
@@ -65,7 +65,7 @@ class FaultySenderLink(SenderLink):
             super().post(bucket, receivers, deadline, checksum)
 
     def flush(self, deadline: Deadline, pending: int = 0) -> None:
-        """See `SenderLink.flush`; waits for all buckets once fewer are posted than the caller counts."""
+        """See `SenderLink.flush`; once a fault has dropped or postponed a bucket, waits for all posted buckets."""
         super().flush(deadline, 0 if self._posted_fewer else pending)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
@@ -87,7 +87,7 @@ class FaultyReceiverLink(ReceiverLink):
         super().__init__(engine, name, device)
         self._faults = Faults(f"faulty receiver {name}", name, cast("FaultyConfig", engine.config), RECEIVER_KINDS)
         self._posted: deque[tuple[Bucket, bool]] = deque()
-        """Buckets that have not arrived, and whether to flip a bit of each when it has."""
+        """Posted buckets that have not arrived, and whether to flip a bit of each when it arrives."""
 
     def connect(self, topology: Topology, deadline: Deadline) -> None:
         """See `ReceiverLink.connect`."""
@@ -110,7 +110,7 @@ class FaultyReceiverLink(ReceiverLink):
                 self._faults.flip(bucket)
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> tuple[torch.Tensor, str]:
-        """See `ReceiverLink.view`; a fault may come first. A bit flips in a private copy: others read the memory, too."""
+        """See `ReceiverLink.view`; a fault may come first. A bit is flipped in a private copy: others read the memory, too."""
         bucket = Bucket(version, index, torch.empty(nbytes, dtype=torch.uint8, device="meta"), lasting=True)
         flips = self._meet_fault(bucket, sender, deadline)
         data, checksum = super().view(version, index, nbytes, sender, deadline)
@@ -120,7 +120,7 @@ class FaultyReceiverLink(ReceiverLink):
         return data, checksum
 
     def _meet_fault(self, bucket: Bucket, sender: str, deadline: Deadline) -> bool:
-        """Inject the fault of `bucket`, if it has one, and return whether one of its bits is to flip."""
+        """Inject the fault of `bucket`, if it has one, and return whether one of its bits is to be flipped."""
         kind = self._faults.on_bucket(bucket)
         self._faults.disturb(kind, deadline, sender, self.close, _LOST)
         if kind is FaultKind.STORAGE:

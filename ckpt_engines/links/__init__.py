@@ -1,1 +1,1 @@
-"""Links: the framework's end around one half of an engine."""
+"""Links: each wraps one half of an engine for the framework."""

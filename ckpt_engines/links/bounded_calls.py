@@ -1,4 +1,4 @@
-"""Bounds on calls of an engine, or of other code that may not keep the deadline it was given."""
+"""Bounds on calls of an engine, or of other code that might not keep its deadline."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 GRACE_S = 2.0
-"""How much longer than the call's own deadline the caller waits: the engine's error says more than that of the caller."""
+"""Seconds that the caller waits beyond the call's own deadline: the engine's error says more than the caller's."""
 _QUICK_S = 10.0
 """Longest time for a call that has no deadline because it waits for no peer."""
 HINT = "The engine does not keep its deadlines: `weightlane conformance` says which of them."
 
 
 def result_of(call: Future[T], deadline: Deadline, waiting_for: str, part: str, hint: str = HINT) -> T:
-    """Wait for `call`, which was given `deadline`, and return or raise what it does.
+    """Wait for `call`, which has the same `deadline`, and return its result or raise its error.
 
     Raises `DeadlineExceededError` when the call has not ended `GRACE_S` seconds after the deadline.
     """

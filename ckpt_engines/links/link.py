@@ -1,8 +1,8 @@
-"""`Link`: the framework's end around one half of an engine, the part that both sides share.
+"""`Link`: the framework's wrapper around one half of an engine, with the code that both sides share.
 
-The links of two halves that meet have a control connection of their own beside those that the engine uses. On it the sender
+The links of two connected halves have a control connection, separate from the connections that the engine uses. On it the sender
 announces each bucket, and a receiver refuses a bucket that it does not wait for. A thread of each link watches the control
-connections. When a peer hangs up, the thread closes the half, and a call that waits for the peer ends with `PeerLostError`.
+connections. When a peer hangs up, the thread closes the half, and a call that waits for the peer raises `PeerLostError`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GRACE_S = 1.0
 LOSS_WAIT_S = 0.3
 """How long a failed call waits for a peer to hang up: a transport often notices a death first but cannot say whose it was."""
 _LOOK_S, _NEVER_S = 0.1, 3600.0
-"""Longest pauses of the watching thread: after a loss it has to see when `_GRACE_S` is over, before that only events."""
+"""Longest pauses of the watching thread, in seconds. After a loss it must notice when `_GRACE_S` is over; before, only events."""
 
 H = TypeVar("H", WeightSender, WeightReceiver)
 
@@ -44,7 +44,7 @@ class Link(ABC, Generic[H]):
     """
 
     _watched_events: int
-    """Events of a control connection, ``select.POLL*``, on which `_loss_on` tells what happened."""
+    """Events of a control connection, ``select.POLL*``, for which `_loss_on` returns the error."""
     _fails_after_loss = True
     """Whether no call can succeed once a peer has hung up."""
 
@@ -71,7 +71,7 @@ class Link(ABC, Generic[H]):
     def close(self) -> None:
         """Close the half and its connections. Idempotent, callable from any thread, never raises.
 
-        Peers see it at once, though a call that does not end keeps the sockets open for longer.
+        Peers notice the close at once, even if a call that does not end keeps the sockets open for longer.
         """
         first, self._closed = not self._closed, True
         self.half.close()  # before the connections: it may have to tell its peers
@@ -89,7 +89,7 @@ class Link(ABC, Generic[H]):
     def connect(self, topology: Topology, deadline: Deadline) -> None:
         """Connect to the peers in `topology`, all sides at the same time, and then connect the half.
 
-        Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError`, `ClosedError`, or what the half raises.
+        Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError`, `ClosedError`, or the half's errors.
         """
         with self._call():
             if self._connects:
@@ -101,12 +101,12 @@ class Link(ABC, Generic[H]):
         """Open the connections and `_keep` them."""
 
     def _keep(self, lanes: Sequence[Mapping[str, Channel]]) -> None:
-        """Own the connections, by lane and peer, and watch the control connections from now on."""
+        """Store the connections, by lane and peer, and watch the control connections from now on."""
         self._control, self._channels = dict(lanes[0]), dict(lanes[1]) if len(lanes) > 1 else {}
         threading.Thread(target=self._watch, name=f"weightlane-watch-{self._name}", daemon=True).start()
 
     def _engine_topology(self, topology: Topology) -> Topology:
-        """Return `topology` with the addresses of the halves in place of those of the links."""
+        """Return `topology` with the addresses of the halves instead of those of the links."""
 
         def of_halves(addresses: Mapping[str, Address]) -> dict[str, Address]:
             return {name: self._address_part(address, "engine", name) for name, address in addresses.items()}
@@ -128,7 +128,7 @@ class Link(ABC, Generic[H]):
 
     @contextlib.contextmanager
     def _call(self, *, close_on_error: bool = True) -> Iterator[None]:
-        """Wrap every call of the half. An error is replaced by its cause, and closes the half."""
+        """Wrap every call of the half. An error is replaced by its cause, and closes the half if `close_on_error` is true."""
         if self._lost is not None and self._fails_after_loss and not self._closed:
             raise self._lost
         try:
@@ -147,7 +147,7 @@ class Link(ABC, Generic[H]):
             raise cause from error
 
     def _cause(self, error: Exception) -> WeightlaneError:
-        """Return what to raise in place of `error`."""
+        """Return the error to raise instead of `error`."""
         if self._closed:
             return error if isinstance(error, ClosedError) else ClosedError("it was closed.", part=self.part)
         raised = as_weightlane_error(error, self.part)
@@ -166,7 +166,10 @@ class Link(ABC, Generic[H]):
     # -- the watching thread ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Notice peers that hang up or refuse a bucket, and close the half when a call waits for one. Ends with the link."""
+        """Notice peers that hang up or refuse a bucket, until the link closes.
+
+        After a refusal it closes the half at once; after a loss, as soon as a call has run for `_GRACE_S` since the loss.
+        """
         watched = {channel.fileno(): channel for channel in self._control.values()}
         with contextlib.suppress(ClosedError):
             while watched or self._lost is not None:

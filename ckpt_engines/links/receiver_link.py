@@ -1,4 +1,4 @@
-"""`ReceiverLink`: the framework's end around a receiving half."""
+"""`ReceiverLink`: the framework's wrapper around a receiving half."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ class ReceiverLink(Link[WeightReceiver]):
     """
 
     _watched_events = getattr(select, "POLLRDHUP", 0)
-    """Linux's event for a peer that hung up behind unread data; on other systems a receiver learns that from its reads."""
+    """Linux's event for a peer that hung up after data not read yet; on other systems a receiver learns that from its reads."""
     _fails_after_loss = False  # what a sender sent before it hung up can still be read
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
         super().__init__(engine, "receiver", name, engine.make_receiver(name, device))
 
     def views_are_copied_to(self, device: torch.device) -> None:
-        """Set `ViewingReceiver.copied_to`, where the caller copies what it views. To be called before `connect`."""
+        """Set `ViewingReceiver.copied_to`, the device to which the caller copies viewed buckets. Call it before `connect`."""
         if self._engine.capabilities.views:
             cast("ViewingReceiver", self.half).copied_to = device
 
     def address(self) -> Address:
-        """Return JSON data that the sender's link needs to know of this one."""
+        """Return JSON data about this link for the sender's link."""
         with self._call():
             return {"engine": dict(self.half.address())}
 
@@ -78,7 +78,7 @@ class ReceiverLink(Link[WeightReceiver]):
             return bool(self._life.wait({self._channel(sender).fileno(): select.POLLIN}, 0.0))
 
     def post(self, bucket: Bucket, sender: str, deadline: Deadline) -> str:
-        """Wait until `sender` announces `bucket`, post it to the half, and return its checksum as the sender gave it.
+        """Wait until `sender` announces `bucket`, post it to the half, and return the checksum that the sender announced.
 
         Raises `ProtocolError` when the sender announces another bucket, and makes the sender raise it, too; otherwise as `flush`.
         """
@@ -109,7 +109,7 @@ class ReceiverLink(Link[WeightReceiver]):
             raise ProtocolError(f"not connected to {sender}.", part=self.part) from None
 
     def _expect(self, sender: str, version: int, index: int, nbytes: int, deadline: Deadline) -> BucketHeader:
-        """Return the next header from `sender`, which must be that of this bucket."""
+        """Return the next header from `sender`, which must be the header of this bucket."""
         channel = self._channel(sender)
         what = f"bucket {index} of version {version}"
         message = channel.receive_json(deadline, what)

@@ -1,4 +1,4 @@
-"""`SenderLink`: the framework's end around a sending half."""
+"""`SenderLink`: the framework's wrapper around a sending half."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class SenderLink(Link[WeightSender]):
             cast("StoringSender", self.half).commit_version(version, documents, deadline)
 
     def _loss_on(self, channel: Channel) -> WeightlaneError:
-        """Read what the receiver sent: it is a complaint about a bucket, unless it hung up."""
+        """Read the receiver's message, its refusal of a bucket, unless the receiver hung up. Returns the error to raise."""
         try:
             complaint = channel.receive_json(Deadline.after(LOSS_WAIT_S), "a complete message").get("refused")
         except WeightlaneError as error:

@@ -26,10 +26,10 @@ class Closable(Protocol):
 
 
 _PATIENCE_S = 5.0
-"""Longest wait for all threads to leave native calls, once everything is closed. A thread that is stuck does no harm."""
+"""Longest wait, in seconds, for all threads to end once every object is closed. A thread that is stuck does no harm."""
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _opened: list[tuple[int, weakref.ref[Closable]]] = []
-"""Process and object, in the order of opening. The references are weak because an open object is kept by its own threads."""
+"""Process id and object, in the order of opening. The references are weak: an open object is kept alive by its own threads."""
 
 
 def close_at_exit(opened: Closable) -> None:
@@ -44,7 +44,7 @@ def start_thread(name: str, target: Callable[..., object], *arguments: object) -
     """Start a daemon thread that may be in a native call when the program ends."""
     thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
     thread.start()
-    _threads.add(thread)  # after it started: a process that is forked before must not wait for it
+    _threads.add(thread)  # after its start: a process that is forked before then must not wait for it
     return thread
 
 

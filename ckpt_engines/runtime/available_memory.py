@@ -1,4 +1,4 @@
-"""The memory that a process may still take before the kernel kills a process for it."""
+"""The memory that a process can still allocate before the kernel kills a process for lack of memory."""
 
 from __future__ import annotations
 

@@ -16,11 +16,13 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """A pool like `ThreadPoolExecutor`, whose threads Python would join when the process ends, even if they are stuck.
+    """A pool like `ThreadPoolExecutor`, but of daemon threads. Python joins the threads of the latter when the process ends.
+
+    A thread of `ThreadPoolExecutor` that is stuck therefore keeps the process from ending.
 
     Args:
         most: Largest number of threads; each is started when it is first needed.
-        name: Name of the threads, to which each adds a number.
+        name: Name of the threads; each adds a number to it.
     """
 
     def __init__(self, most: int, name: str) -> None:

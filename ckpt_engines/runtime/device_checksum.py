@@ -13,11 +13,11 @@ import xxhash
 
 _MASK = (1 << 64) - 1
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
-"""SplitMix64's distance between positions: odd, and about 2**64 over the golden ratio."""
+"""SplitMix64's distance between positions: odd, and about 2**64 divided by the golden ratio."""
 _FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
 """SplitMix64's first factor."""
 _WORDS = {"cpu": 1 << 15}
-"""Words that are mixed at once: on a CPU so many that they stay in its cache."""
+"""Number of words that are mixed at once, by device type: on a CPU, few enough to stay in its cache."""
 _DEVICE_WORDS = 1 << 22
 
 
@@ -36,7 +36,7 @@ def mixed_sum(data: torch.Tensor) -> str:
         part = data[start : start + step]
         if spare := -part.numel() % 8:
             part = torch.nn.functional.pad(part, (0, spare))
-        elif part.data_ptr() % 8 or part.storage_offset() % 8:  # a slice of memory that began between two words
+        elif part.data_ptr() % 8 or part.storage_offset() % 8:  # a slice that does not begin at a word of its memory
             part = part.clone()
         words = part.view(torch.int64)
         mixed = torch.arange(start // 8, start // 8 + words.numel(), dtype=torch.int64, device=data.device)

@@ -66,20 +66,20 @@ class DeviceRuntime:
         yield
 
     def recorded(self, stream: Any = None) -> Any:  # noqa: ARG002
-        """Return an event that passes when all work started so far on `stream`, by default the thread's current one, is done."""
+        """Return an event that passes when all work started so far on `stream` (default: the thread's current one) is done."""
         return None
 
     def finish(self, stream: Any = None) -> None:
-        """Wait until all work started so far on `stream`, by default the thread's current one, is done."""
+        """Wait until all work started so far on `stream` (default: the thread's current one) is done."""
 
     def wait_for(self, stream: Any, event: Any) -> None:
-        """Make later work on `stream` wait until `event` has passed, without blocking the thread. None has passed already."""
+        """Make later work on `stream` wait for `event`, without blocking the thread. None stands for an event that has passed."""
 
     def keep_until_done(self, memory: torch.Tensor, stream: Any) -> None:
-        """Keep torch from giving `memory` to others, once its owner drops it, until work started on `stream` so far is done."""
+        """Keep torch from reusing `memory`, once its owner drops it, until the work started so far on `stream` is done."""
 
     def forget_unused(self) -> None:
-        """Give the memory that torch caches back to the device."""
+        """Return the unused memory that torch caches to the device."""
 
     @property
     def name(self) -> str:
@@ -104,18 +104,18 @@ class DeviceRuntime:
     def register_while_used(self, owner: object, address: int, nbytes: int, *, read_only: bool = False) -> None:
         """Pin host memory as `register_host` does, until `owner`, which keeps the memory alive, is collected.
 
-        The copies that use the memory must have ended before the last reference to `owner` goes.
+        The copies that use the memory must have ended before the last reference to `owner` is dropped.
         """
         if nbytes and self.register_host(address, nbytes, read_only=read_only):
             weakref.finalize(owner, self.unregister_host, address).atexit = False
 
     def host_memory(self, nbytes: int) -> torch.Tensor:
-        """Return host memory to copy to the device from: 1-D uint8 of zeros, pinned where the device needs that."""
+        """Return host memory for copies to the device: 1-D uint8 zeros, pinned if the device has streams."""
         if not self.has_streams:
             return torch.zeros(nbytes, dtype=torch.uint8)
         owner = np.zeros(nbytes, dtype=np.uint8)
         self.register_while_used(owner, owner.ctypes.data, nbytes)
-        return torch.from_numpy(owner).zero_()  # touches every page, also where pinning has not
+        return torch.from_numpy(owner).zero_()  # touches every page, even if pinning has not
 
 
 class AcceleratorRuntime(DeviceRuntime):
@@ -125,7 +125,7 @@ class AcceleratorRuntime(DeviceRuntime):
         super().__init__(device)
         self._module = module
         self._unused: list[Any] = []
-        """Streams whose owners are gone. torch has 32 per device, and the 33rd that it makes is the first one again."""
+        """Streams whose owners were collected, to be used again: torch has 32 per device, and its 33rd is the first one again."""
 
     @property
     def has_streams(self) -> bool:
@@ -202,7 +202,7 @@ class CudaRuntime(AcceleratorRuntime):
             if (failure := int(self._module.cudart().cudaHostRegister(address, nbytes, flags))) == 0:
                 return True
             _say_unregistered(failure)
-            # CUDA keeps the error and would report it for the next kernel of this process, which is this one.
+            # CUDA keeps the error and reports it for the next kernel of this process. This kernel takes the report.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
         return False
@@ -233,7 +233,7 @@ class CudaRuntime(AcceleratorRuntime):
         return str(self._module.get_device_properties(self.device).uuid)
 
     def can_reach(self, uuid: str) -> bool:
-        """Tell whether this device can access the memory of the device `uuid`; True when that one is not visible here."""
+        """Tell whether this device can access the memory of the device `uuid`; True when that device is not visible here."""
         for index in range(self._module.device_count()):
             if index != self.device.index and str(self._module.get_device_properties(index).uuid) == uuid:
                 return bool(self._module.can_device_access_peer(self.device.index, index))
@@ -242,7 +242,7 @@ class CudaRuntime(AcceleratorRuntime):
 
 @functools.cache
 def _say_unregistered(failure: int) -> None:
-    """Warn once for each error with which CUDA refuses to register host memory: nothing fails, and every copy is slower."""
+    """Warn once for each error code with which CUDA refuses to register host memory: nothing fails, but every copy is slower."""
     _log.warning(
         "CUDA does not register host memory (error %d), so copies to and from it are several times slower: raise the limit of"
         " locked memory (ulimit -l; in a container --ulimit memlock=-1), or give the machine more free memory.",

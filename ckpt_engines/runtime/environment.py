@@ -1,4 +1,4 @@
-"""Environment variables for the making of one object, by libraries that take some settings from nowhere else."""
+"""Environment variables that are set while one object is made, for libraries that take some settings from nowhere else."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import DeadlineExceededError
 
 _lock = threading.Lock()
 _LONGEST_S = 60.0
-"""Most seconds to wait for another thread's block. A constructor takes milliseconds unless it hangs."""
+"""Longest wait, in seconds, for another thread's block to end. A constructor takes milliseconds unless it hangs."""
 
 
 @contextlib.contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables inside the block. Public in `toolkit`.
 
-    One thread at a time is inside such a block. Raises `DeadlineExceededError` when another thread stays in its own for a minute.
+    Only one thread at a time can be in such a block. Raises `DeadlineExceededError` when another thread is in one for a minute.
     """
     if not _lock.acquire(timeout=_LONGEST_S):
         raise DeadlineExceededError(

@@ -86,7 +86,7 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts a fork server and asks it for children. They all end with this process, even if it is killed.
+    """Starts a fork server and requests children from it. They all end with this process, even if it is killed.
 
     Args:
         preload: Modules that the server imports before it forks. They must not start threads.
@@ -118,7 +118,7 @@ class ForkServer:
                     **os.environ,
                     "OMP_NUM_THREADS": "1",  # a process with threads cannot be forked safely
                     "OPENBLAS_NUM_THREADS": "1",
-                    # Libraries ask at their import whether there is a GPU. Where torch asks CUDA, no child can use CUDA any more.
+                    # Libraries check at import whether there is a GPU. If torch checked through CUDA, no child could use CUDA.
                     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
                     "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
                     **(environment or {}),
@@ -207,7 +207,7 @@ def main() -> NoReturn:
             with socket.socket(fileno=descriptors[0]) as child_socket:
                 pid = _fork(control, child_socket, request)
             children.add(pid)
-            # Ended children stay zombies until here, so that no other process can have got their ids.
+            # Ended children stay zombies until here, so that no other process can get their ids.
             children = {child for child in children if os.waitpid(child, os.WNOHANG)[0] == 0}
         with contextlib.suppress(OSError):  # the program has ended meanwhile
             control.sendall(json.dumps({"pid": pid}).encode())

@@ -31,7 +31,7 @@ def put_elements(target: torch.Tensor, offsets: torch.Tensor, values: torch.Tens
     """
     into, at, bits = target.numpy(), offsets.numpy(), values.numpy()
     for start in range(0, at.size, _CHUNK):
-        # numpy would also convert narrow offsets by itself, but that makes the whole write a fifth slower.
+        # numpy would also convert narrow offsets by itself, but that makes the write a fifth slower.
         into[at[start : start + _CHUNK].astype(np.int64, copy=False)] = bits[start : start + _CHUNK]
 
 

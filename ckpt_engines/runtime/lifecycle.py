@@ -45,7 +45,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def call(self) -> Iterator[None]:
-        """Wrap every public method except ``close``. Raises `ClosedError` in place of errors that follow from a close."""
+        """Wrap every public method except ``close``. Raises `ClosedError` instead of errors that follow from a close."""
         with self._lock:
             if self._closed:
                 raise ClosedError("it is closed.", part=self.part)

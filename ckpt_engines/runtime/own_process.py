@@ -40,7 +40,7 @@ def ask_process(
         part: Caller's name for error messages.
         what: The result's name for error messages.
         timeout_s: Longest time that the program may take, in seconds.
-        environment: Environment variables that it gets beside those of this process.
+        environment: Environment variables of the program, in addition to those of this process.
 
     Raises:
         DeadlineExceededError: The program took longer than `timeout_s`; it and the processes that it started have ended.
@@ -76,7 +76,7 @@ def ask_process(
 
 
 def answer_asker(function: Callable[..., Any], part: str) -> None:
-    """Call `function` with the arguments of `ask_process`, and send it the result or the error. For the program's main module."""
+    """Call `function` with the arguments of `ask_process`, and send its result or error back. For a program's main module."""
     # Libraries print to standard output, so the answer goes to a copy of it and theirs to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -4,16 +4,16 @@ All of them are public and optional, and the built-in engines are made of them. 
 connections between the halves, gives the engine a `Channel` to each peer, and watches for the death of a peer
 (`weightlane.ckpt_engines.links`).
 
-- `PairedEngine` is a whole engine except for two functions that move one bucket: the shortest start for an engine of your own.
-- `PairedSender` and `PairedReceiver` are its halves, for an engine whose halves keep something between two buckets.
+- `PairedEngine` is a complete engine except for two functions that move one bucket: the shortest start for your own engine.
+- `PairedSender` and `PairedReceiver` are its halves, for an engine whose halves keep state between two buckets.
 - `PostingHalf` is the base of both: a `Lifecycle`, the channels, and `PostedCalls`.
 - `Lifecycle` lets any thread close a half while another thread is blocked in it.
-- `PostedCalls` moves posted buckets one after the other, when they are waited for.
+- `PostedCalls` moves posted buckets one after the other, in `flush`.
 - `TcpMeeting` and `LocalMeeting` choose the sockets over which halves are connected (`CheckpointEngine.meeting`).
-- `announce`, `expect`, `acknowledge` and `await_acknowledgements` are messages over the channels about one bucket, for transports
-  whose sides must tell each other something: where the bucket lies, or that it was read. `refuse` rejects an announced bucket.
+- `announce`, `expect`, `acknowledge` and `await_acknowledgements` exchange messages about one bucket over the channels, for
+  transports whose sides need them: where the bucket lies, or that it was read. `refuse` rejects an announced bucket.
 - `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without other connections.
-- `EngineMemory` remembers the memory that an engine has allocated, so that its senders recognise a bucket that needs no copy.
+- `EngineMemory` records the memory that an engine has allocated, so that its senders recognise a bucket that needs no copy.
 - `run_bounded` makes a blocking library call end by the deadline, and `poll_until` waits for a library that must be polled.
 - `environment` sets variables for a library that reads its settings from nowhere else.
 - `runtime_of` gives streams and events of one device, for halves on an accelerator.

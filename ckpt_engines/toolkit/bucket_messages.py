@@ -25,7 +25,7 @@ def choose(channels: Mapping[str, Channel], names: Iterable[str], life: Lifecycl
 
 
 def announce(channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline, **details: Any) -> None:
-    """[sender] Tell every receiver that `bucket` comes next. `expect` returns `details`, JSON data, on the receiver's side."""
+    """[sender] Tell every receiver that `bucket` is next. On the receiver's side, `expect` returns `details`, JSON data."""
     message = {**details, "version": bucket.version, "index": bucket.index, "nbytes": bucket.nbytes}
     for channel in channels.values():
         channel.send_json(message, deadline)
@@ -79,7 +79,7 @@ def await_acknowledgements(
     Args:
         channels: Channels to the receivers, by name.
         bucket: Bucket that was announced.
-        deadline: By when all have to answer.
+        deadline: Time by which all receivers must answer.
         progress: Called every millisecond meanwhile, as in `expect`.
         aside: For engines whose receivers may send other messages in between. It is called with the receiver's name and the
             message, and returns whether it handled the message, which is then no answer.
@@ -97,7 +97,7 @@ def await_acknowledgements(
             answer = waiting[name].receive_json(deadline, "a complete acknowledgement")
             if aside is None or not aside(name, answer):
                 answers[name] = checked_answer(answer, waiting[name], bucket)
-            else:  # a receiver that sends without end keeps the wait from reaching the deadline
+            else:  # a receiver that sends without end would otherwise keep the wait from noticing the deadline
                 deadline.check(what, part=waiting[name].part, peer=name)
     return answers
 
@@ -117,7 +117,7 @@ def checked_answer(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> 
 def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
     """[sender] Send the bytes of `bucket` (CPU memory) over every channel at once, at the speed of each receiver.
 
-    Returns when the operating system has all bytes, which may be before the receivers have. Raises as `await_acknowledgements`.
+    Returns when the operating system has all bytes, perhaps before the receivers have them. Raises as `await_acknowledgements`.
     """
     rest = {name: bucket.data.numpy().data for name in channels if bucket.nbytes}
     what = f"room to send bucket {bucket.index} of version {bucket.version}"
@@ -147,7 +147,7 @@ def _ready(
     what: str,
     progress: Callable[[], object] | None = None,
 ) -> list[str]:
-    """Wait for one of the `select.POLL*` `events`, and return the names of the `channels` that it happened on; at least one."""
+    """Wait for one of the `select.POLL*` `events`, and return the names of the `channels` on which one happened; at least one."""
     interest = {channel.fileno(): events for channel in channels.values()}
     life = next(iter(channels.values())).life
     peers = ", ".join(channels)

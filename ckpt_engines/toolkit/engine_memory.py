@@ -13,17 +13,17 @@ _T = TypeVar("_T")
 class EngineMemory(Generic[_T]):
     """Memory that `CheckpointEngine.allocate` returned and `CheckpointEngine.free` has not taken back yet.
 
-    A note goes with each memory: what the transport needs to send from it, such as a registration. All memory is contiguous
-    uint8. The object belongs to an engine, is shared with all its senders, and may be used by any thread.
+    Each memory has a note: data that the transport needs to send from it, such as a registration. All memory is contiguous uint8.
+    The object belongs to an engine, which shares it with all its senders, and any thread may use it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._known: dict[int, tuple[torch.Tensor, _T]] = {}
-        """Memory and note, by the address of its storage."""
+        """Memory and note, by the address of the memory's storage."""
 
     def add(self, memory: torch.Tensor, note: _T) -> torch.Tensor:
-        """Remember `memory`, and return it."""
+        """Record `memory` and its `note`, and return `memory`."""
         with self._lock:
             self._known[memory.untyped_storage().data_ptr()] = memory, note
         return memory
@@ -38,7 +38,7 @@ class EngineMemory(Generic[_T]):
         return None
 
     def discard(self, memory: torch.Tensor) -> _T | None:
-        """Forget the memory that `memory` is, or is a part of, and return its note; None when it was not known."""
+        """Forget the recorded memory whose storage `memory` uses, and return its note; None when there is none."""
         with self._lock:
             known = self._known.pop(memory.untyped_storage().data_ptr(), None)
         return None if known is None else known[1]

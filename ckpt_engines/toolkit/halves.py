@@ -22,13 +22,13 @@ class PostedCalls:
         self._calls.append(call)
 
     def flush(self, deadline: Deadline, pending: int) -> None:
-        """Make all calls except the last `pending`. Raises what they raise."""
+        """Make all calls except the last `pending`. Raises the errors of the calls."""
         while len(self._calls) > pending:
             self._calls.popleft()(deadline)
 
 
 class ConnectedHalf:
-    """The part that most halves share: a `Lifecycle`, and the channels to the peers.
+    """Base of most halves: a `Lifecycle`, and the channels to the peers.
 
     Args:
         part: Name of the half for error messages, e.g. ``"nixl sender trainer-0"``.
@@ -39,12 +39,12 @@ class ConnectedHalf:
         self._channels: dict[str, Channel] = {}
 
     def address(self) -> Address:
-        """Return no data: the framework connects both sides."""
+        """Return an empty address: the framework connects both sides."""
         with self._life.call():
             return {}
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Take the channels, whose waits a close ends from now on."""
+        """Store the channels. From now on, closing this half ends their waits."""
         with self._life.call():
             self._channels = dict(channels)
             for channel in self._channels.values():
@@ -55,7 +55,7 @@ class ConnectedHalf:
         self._life.close()
 
     def _release(self) -> None:
-        """Free what a subclass has opened; see `Lifecycle`."""
+        """Free the resources that a subclass has opened; see `Lifecycle`."""
 
 
 class PostingHalf(ConnectedHalf):

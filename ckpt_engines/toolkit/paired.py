@@ -1,7 +1,7 @@
 """`PairedEngine`: base class for a plain transport, where each pair of halves has a connection of its own.
 
 An author writes `PairedEngine.send` and `PairedEngine.receive`, which move one bucket within a deadline, and may override the
-other methods. Buckets are moved one after the other, when they are waited for.
+other methods. `flush` moves the buckets one after the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ C = TypeVar("C", bound=EngineConfig)
 
 
 class PairedSender(PostingHalf, WeightSender):
-    """A sending half that moves a bucket in one call, `send`, when it is waited for."""
+    """A sending half whose `flush` moves each bucket by one call of `send`."""
 
     def post(self, bucket: Bucket, receivers: Sequence[str]) -> None:
         """Add `bucket` to those that `flush` sends."""
@@ -46,7 +46,7 @@ class PairedSender(PostingHalf, WeightSender):
 
 
 class PairedReceiver(PostingHalf, WeightReceiver):
-    """A receiving half that moves a bucket in one call, `receive`, when it is waited for."""
+    """A receiving half whose `flush` moves each bucket by one call of `receive`."""
 
     def post(self, bucket: Bucket, sender: str) -> None:
         """Add `bucket` to those that `flush` receives."""
@@ -85,11 +85,11 @@ class PairedEngine(CheckpointEngine, Generic[C]):
         """Prepare a connected pair. Called on both sides before the first bucket; does nothing unless overridden."""
 
     def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
-        """Move `bucket` to the receivers at the other ends of `channels`; return when its memory may be overwritten."""
+        """Move `bucket` to the receivers at the other ends of `channels`. Return when the bucket's memory may be overwritten."""
         send_payload(channels, bucket, deadline)
 
     def receive(self, channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
-        """Fill ``bucket.data`` with the bytes that the sender's `send` moves; return when all are there."""
+        """Fill ``bucket.data`` with the bytes that the sender's `send` moves. Return when all bytes have arrived."""
         receive_payload(channel, bucket, deadline)
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002

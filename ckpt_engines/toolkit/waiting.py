@@ -13,15 +13,15 @@ from ..runtime.lifecycle import Lifecycle
 
 _T = TypeVar("_T")
 _PAUSE_S = 0.001
-"""Pause between two polls; short beside the transfer of a bucket, and long enough to leave the core to others."""
+"""Pause between two polls: short compared with the transfer of a bucket, and long enough to leave the core to others."""
 _FIRST_POLLS_S, _FIRST_PAUSE_S = 0.002, 0.00002
-"""For how long to poll with shorter pauses at first, and those pauses: a copy within one device takes some ten microseconds."""
+"""Length of the first phase, and the shorter pauses in it: a copy within one device takes some ten microseconds."""
 
 
 def run_bounded(
     function: Callable[[], _T], life: Lifecycle, deadline: Deadline, waiting_for: str, *, peer: str = ""
 ) -> _T:
-    """Run a blocking `function` without a usable timeout in a daemon thread, and return or raise what it does.
+    """Run a blocking `function` without a usable timeout in a daemon thread, and return its result or raise its error.
 
     At the deadline this raises `DeadlineExceededError`, and `ClosedError` when the half is closed, as happens when a peer dies.
     The thread then continues until `function` returns, so `function` must own every buffer that the library may still read or

@@ -1,4 +1,4 @@
-"""The benchmark measures what a sync of a model costs on this machine, beside the machine's limits and a blocking sync.
+"""The benchmark measures the cost of a model's sync on this machine, compared with the machine's limits and a blocking sync.
 
 The sender and each receiver are processes of their own. Each round also measures the limits. Every version is compared bit for
 bit.

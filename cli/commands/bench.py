@@ -29,7 +29,7 @@ def measure(settings: Sequence[str], *, as_json: bool, out: Sequence[Path], **va
     Args:
         settings: Options of engines, each ``engine.key=value`` with a TOML value or plain text.
         as_json: Print the report as JSON. The tables then go to standard error.
-        out: Files for the report: as JSON where the name ends with ``.json``, else a plot in the format of its ending.
+        out: Files for the report: JSON if the name ends with ``.json``, else a plot in the format of its ending.
         values: Values of `BenchSettings`, as the user gave them.
     """
     chosen = BenchSettings.checked(options=_options(settings), **values)
@@ -73,7 +73,7 @@ def _write(report: BenchReport, path: Path) -> None:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the block, and everything that it started, as Ctrl-C does."""
+    """Let SIGTERM end the block, and everything that the block started, as Ctrl-C does."""
 
     def end(*_: object) -> None:
         raise asyncio.CancelledError

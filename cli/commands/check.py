@@ -1,4 +1,4 @@
-"""``weightlane check`` shows what a run would need, or what is wrong with it, without starting anything."""
+"""``weightlane check`` shows the resources of a run, or the first error in its configuration, without starting anything."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from .sft import SftPreparation, prepare_sft
 
 
 def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> dict[str, str]:
-    """Return name and amount of every resource that the configuration at the absolute `path` needs, and of what was not checked.
+    """Return name and amount of every resource that the configuration at the absolute `path` needs, and what was not checked.
 
     Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane tinker` if there
-    is [service]; with `resume`, those of resuming. With ``ray.address``, the machines of the cluster are assumed to have the GPUs
-    of this machine.
+    is [service]; with `resume`, also those of resuming. With ``ray.address``, the machines of the cluster are assumed to have
+    the GPUs of this machine.
     """
     command = command_of(read_toml(path))
     if command == "sft":
@@ -54,7 +54,7 @@ def _cluster(config: ClusterConfig, model: ModelInfo) -> dict[str, str]:
     rows = dict(described(config, sizes, machines))
     if config.ray.address:
         return rows | {"not checked": "vLLM, which runs on the machines of ray.address"}
-    # Loads vLLM: after everything that can be wrong without it.
+    # Loads vLLM, so it comes after all checks that don't need it.
     from weightlane.rollout.vllm.checked_replica import check_replica  # noqa: PLC0415 - as above
 
     unknown = check_replica(config.rollout, model.path)
@@ -72,12 +72,12 @@ def _refuse_small_staging(config: ClusterConfig, model: ModelInfo, limit: int) -
 
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     if facts.views or config.sync.quantise != "none" or config.rollout.commit == "in_place":
-        return  # a version needs no memory of its own, or less than is known here, or `fitted` has compared a bucket
+        return  # a version needs no staging memory, or an amount that is unknown here, or `fitted` has checked a bucket's size
     needs = planned_needs(config.rollout, model.path)
     width = dtype_of(wire_dtype(config, needs.dtype)).itemsize if needs.dtype else 1
     for placement in filter(None, needs.ranks):
         elements = ((spec, box.numel) for spec, box in placement.slices)
-        if facts.persistent:  # whose ranks receive whole tensors
+        if facts.persistent:  # ranks then receive complete tensors
             elements = ((spec, spec.numel) for spec in placement.specs)
         needed = sum(count * min(width, spec.dtype.itemsize) for spec, count in elements)
         if needed > limit:
@@ -105,13 +105,13 @@ def _supervised(ready: SftPreparation) -> dict[str, str]:
 
 
 def _open_metrics(observers: ObserversSection) -> None:
-    """Serve metrics for a moment, where a run would. Raises `AddressInUseError`."""
+    """Serve metrics for a moment at the address of the run's endpoint. Raises `AddressInUseError`."""
     if observers.prometheus_port is not None:
         metrics_endpoint(observers.prometheus_port, observers.prometheus_host)[0].close()
 
 
 def resource_table(path: Path, rows: Mapping[str, str]) -> Table:
-    """Return a table of what `check_run` found."""
+    """Return a table of the result of `check_run`."""
     table = Table(title=f"{escape(str(path))} can run", title_justify="left", show_header=False)
     for name, amount in rows.items():
         table.add_row(name, escape(amount))

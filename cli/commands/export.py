@@ -18,7 +18,7 @@ _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def export_state(run: Path, step: int | None, out: Path, dtype: str) -> int:
-    """Write the model of a saved `step`, by default the newest, of the run in `run` to `out`; returns the step."""
+    """Write the model of a saved `step`, by default the newest, of the run in `run` to `out`. Returns the step."""
     if dtype not in _DTYPES:
         raise ConfigError(
             f"there is no dtype {dtype!r}.",

@@ -15,7 +15,7 @@ _COMMITS = {
     "reload": "[red]versions are committed by vLLM's own loading[/red]",
 }
 _SHOWN = 20
-"""Tensors that are not copied and are listed for each rank; JSON has all of them."""
+"""Most tensors that are listed in one place; JSON has all of them."""
 
 
 def print_layout(console: Console, report: Mapping[str, Any]) -> None:

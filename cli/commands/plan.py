@@ -32,8 +32,8 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     The report needs no weights in memory and no GPU, and the checkpoint engine need not run here.
 
     Raises:
-        WeightlaneError: An error of ``weightlane train`` before it starts anything, or the training engine cannot tell which
-            shards its ranks will hold.
+        WeightlaneError: An error that ``weightlane train`` raises before it starts anything, or the training engine cannot tell
+            which shards its ranks will hold.
     """
     from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - for a run only, and needs an extra
     from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
@@ -44,7 +44,7 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     config = load_config(path, overrides, runs_here=False)
     model = check_model_dir(find_model(config.model.path))
     training_engine_class(config.trainer.engine).check(config.trainer, model.path)
-    # Loads vLLM: after everything that can be wrong without it.
+    # Loads vLLM, so it comes after all checks that don't need it.
     from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - as above
 
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities

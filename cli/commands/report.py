@@ -20,7 +20,7 @@ def write_report(run: Path, out: Path | None, console: Console) -> None:
 
 def serve_report(run: Path, port: int, console: Console) -> None:
     """Serve the page about the run in `run` until the command is interrupted."""
-    read_record(run)  # what is wrong is said here rather than in the browser
+    read_record(run)  # raises errors here rather than in the browser
     with PageServer(run, port) as server:
         console.print(f"{server.url} follows {run}; Ctrl-C ends this", highlight=False, soft_wrap=True, markup=False)
         server.serve_forever()

@@ -42,7 +42,7 @@ from ..run.signals import cancel_on_sigterm, point_to_logs, start_ray
 
 @dataclass(frozen=True, slots=True)
 class SftPreparation:
-    """The checked configuration of a run, and everything that it names."""
+    """The checked configuration of a run, and the model, data and state that it names."""
 
     config: SftRunConfig
     run_dir: RunDir
@@ -54,7 +54,7 @@ class SftPreparation:
 
 
 def prepare_sft(path: Path, overrides: Sequence[str], *, resume: bool = False) -> SftPreparation:
-    """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
+    """Check the configuration at the absolute `path`, its model, data and state. Raises a typed error for the first problem."""
     config = load_sft_config(path, overrides)
     run_dir = RunDir(config.run.dir, resume=resume)
     run_dir.refuse_taken()
@@ -173,7 +173,7 @@ def _loop(ready: SftPreparation, hooks: RunHooks, runner: Runner) -> SftLoop:
 
 
 def _most_tokens(config: SftRunConfig, model: ModelInfo) -> int:
-    """Return the most tokens of an example. Raises `ConfigError` if neither the configuration nor the model says."""
+    """Return the most tokens of an example. Raises `ConfigError` if neither the configuration nor the model has a limit."""
     text = model.config.get("text_config", model.config)
     found = config.data.max_tokens or text.get("max_position_embeddings")
     if not isinstance(found, int):

@@ -50,7 +50,7 @@ _KILLED_HINT = "Start the service again: it goes on from the files of run.dir."
 _log = logging.getLogger("weightlane.service")
 _HOUR_S = 3600.0
 _LOG_BYTES = 64 << 20
-"""Size of the log, and of the metrics, at which a new one begins."""
+"""Size of the log file, and of the metrics file, at which a new file begins."""
 
 
 async def run_service(path: Path, overrides: Sequence[str]) -> None:
@@ -104,17 +104,17 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServicePreparation:
-    """Everything that is known of a service before its first process starts."""
+    """The checked configuration of a service, before its first process starts."""
 
     config: TinkerConfig
     model: ModelInfo
     clients: Clients
     layers: Sequence[str]
-    """Names of the layers beside which adapters can be; none where models are all weights."""
+    """Names of the layers that can have adapters; empty if models are all weights."""
 
 
 def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
-    """Read the configuration at `path`, and find everything that can be wrong before a process starts."""
+    """Read the configuration at `path`, and check everything that can be checked before a process starts."""
     config = load_tinker_config(path, overrides)
     refuse_taken(config.run.dir, _LOCK, "service")
     clients = Clients(config.service)
@@ -174,7 +174,7 @@ def _part_of(layer: str) -> str:
 
 
 async def _unless(ended: asyncio.Event, task: asyncio.Task[_T]) -> _T:
-    """The result of `task`; asyncio.CancelledError, as by a signal, if `ended` comes first."""
+    """Wait for `task` and return its result. Raises `asyncio.CancelledError`, as for a signal, if `ended` is set first."""
     waiting = asyncio.create_task(ended.wait())
     try:
         await asyncio.wait([task, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -194,7 +194,7 @@ def _on_signals(end: Callable[[], None]) -> None:
 
 
 def _log_to(file: Path) -> None:
-    """Append what the service logs to `file`, a line each; the file before the last is kept."""
+    """Append the service's log records to `file`. One older file is kept."""
     logger = logging.getLogger("weightlane.service")
     handler = logging.handlers.RotatingFileHandler(file, maxBytes=_LOG_BYTES, backupCount=1, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))

@@ -49,7 +49,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
         run_dir.write_text("config.toml", explain(config))
         stack.enter_context(point_to_logs(run_dir.path / "logs", display.say))
         stack.callback(display.stop)
-        # The observers close after the cluster, because the trace is complete when every process has ended.
+        # The observers close after the cluster, because the trace is complete only when every process has ended.
         samples, failures = SamplesFile(run_dir.path / "samples.jsonl"), FailuresFile(run_dir.path / "failures.jsonl")
         own = [MetricsFile(metrics), samples, failures, display]
         observers = RunObservers(
@@ -141,7 +141,7 @@ def _successors(
     replicas: Sequence[RolloutReplica],
     stack: AsyncExitStack,
 ) -> Successor:
-    """Return a function that starts a replica in the place of a dead one."""
+    """Return a function that replaces a dead replica by a new one."""
     known = {replica.name: replica for replica in replicas}
     engine = config.checkpoint_engine
 

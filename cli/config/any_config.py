@@ -1,4 +1,4 @@
-"""The configuration of whichever command a file is for, by its sections."""
+"""Reads a configuration file for the command that its sections imply."""
 
 from __future__ import annotations
 

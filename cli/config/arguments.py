@@ -42,7 +42,7 @@ LinksOption = Annotated[int, typer.Option(help="Number of busiest links to list.
 
 
 def keep_logs_off_the_terminal() -> None:
-    """Let no warning that is logged reach standard error by itself: a run's display shows everything important."""
+    """Keep logged warnings off standard error. A run's display shows everything important."""
     logging.getLogger("weightlane").addHandler(logging.NullHandler())
 
 

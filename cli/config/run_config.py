@@ -34,7 +34,7 @@ VERSIONS_DIR = "versions"
 
 _PART = "configuration"
 _CHECK_S = 20.0
-"""Seconds in which an engine has to find out whether it works here. Some start libraries or reach a store for it."""
+"""Seconds in which an engine has to find out whether it works here. Some load libraries or contact a store for that."""
 
 
 class ModelSection(BaseModel):
@@ -95,7 +95,7 @@ class ObserversSection(BaseModel):
 
 
 class ClusterConfig(BaseModel):
-    """Sections of whatever trains on ranks and generates on replicas."""
+    """The sections that runs and services share, which train on ranks and generate on replicas."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -152,7 +152,7 @@ def check_engine(config: ClusterConfig) -> None:
 
 
 def with_store_in_run_dir(config: _Config) -> _Config:
-    """Give an engine that needs a directory, and has none, one in the run's directory, which every machine of a run sees."""
+    """Give an engine that needs a directory, and has none configured, one in the run's directory, which all machines share."""
     engine = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend)
     options = config.checkpoint_engine.options
     if Delivery.STORE not in engine.capabilities.delivery or "path" in options:
@@ -166,7 +166,7 @@ def with_store_in_run_dir(config: _Config) -> _Config:
 
 
 def _with_adapter(config: RunConfig) -> RunConfig:
-    """Fill in ``rollout.adapter`` where versions are adapters. Raises `ConfigError` for settings that are for weights only."""
+    """Fill in ``rollout.adapter`` if versions are adapters. Raises `ConfigError` for settings that only apply to weights."""
     lora, rollout = config.trainer.lora, config.rollout
     if lora is None or lora.publish != "adapter":
         return config
@@ -218,13 +218,13 @@ def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
 
 
 def refuse_for_adapters(sync: SyncConfig, rollout: RolloutConfig, publishes: str, instead: str) -> None:
-    """Raise `ConfigError` for settings that are for versions of weights.
+    """Raise `ConfigError` for settings that only apply to versions of weights.
 
     Args:
         sync: Settings of the sync.
         rollout: Settings of the rollouts.
-        publishes: The setting by which versions are adapters, in words.
-        instead: The setting and the value by which they would be weights.
+        publishes: The setting that makes versions adapters, in words.
+        instead: The setting and value that would make them weights.
     """
     for refused, key, value in (
         (sync.quantise != "none", "sync.quantise", sync.quantise),
@@ -240,7 +240,7 @@ def refuse_for_adapters(sync: SyncConfig, rollout: RolloutConfig, publishes: str
 
 
 def check_observers(observers: ObserversSection) -> None:
-    """Raise `ConfigError` for an observer whose library is missing, or that strangers could reach."""
+    """Raise `ConfigError` for an observer whose library is missing, or that other machines could reach without a token."""
     needs = {
         "tensorboard": "tensorboardX",
         "prometheus_port": "prometheus_client",

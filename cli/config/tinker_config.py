@@ -23,7 +23,7 @@ class TinkerConfig(ClusterConfig):
 
 
 def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfig:
-    """Read a TOML file as `load_config` does, and fill in what follows from the service's limits."""
+    """Read a TOML file as `load_config` does, and fill in the settings that follow from the service's limits."""
     config = with_store_in_run_dir(read_config(path, overrides, TinkerConfig))
     if config.algorithm != AlgorithmConfig():
         raise ConfigError("[algorithm] is no section of a service: clients say what they train with.", part=_PART)
@@ -44,7 +44,7 @@ def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfi
         check_sections(config)
         return config
     refuse_for_adapters(config.sync, config.rollout, "service.trains is adapters", 'service.trains to "all_weights"')
-    # Versions of all adapters travel in the tensors of one of the largest rank, beside the layers that have adapters at all.
+    # Versions of all adapters are sent in the tensors of one adapter with the largest rank and all layers that can have one.
     lora = LoraConfig(rank=service.max_lora_rank, alpha=service.lora_alpha, publish="adapter")
     adapter = AdapterConfig(rank=lora.rank, alpha=lora.alpha)
     config = config.model_copy(
@@ -58,7 +58,7 @@ def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfi
 
 
 def as_written(config: TinkerConfig) -> TinkerConfig:
-    """The configuration as a file may have it: without what `load_tinker_config` fills in."""
+    """The configuration as a file may have it: without the settings that `load_tinker_config` fills in."""
     return config.model_copy(
         update={
             "trainer": config.trainer.model_copy(update={"lora": None, "frozen": False}),

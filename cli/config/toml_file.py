@@ -1,4 +1,4 @@
-"""TOML files and ``--set`` arguments as plain tables, before anything validates them. Imports nothing that takes time."""
+"""TOML files and ``--set`` arguments as plain tables, before anything validates them. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def apply_setting(table: dict[str, Any], setting: str) -> None:
 
 
 def toml_value(text: str) -> Any:
-    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, which thus needs no quotes."""
+    """Parse `text` as a TOML value (``3``, ``true``, ``[1, 2]``). Other text is a string, and needs no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Configuration files: TOML that is validated by pydantic models, with errors for a reader, and printed with its meaning."""
+"""Configuration files: validation of TOML by pydantic models, with readable errors, and printing with descriptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .toml_file import apply_setting, read_toml
 
 _PART = "configuration"
 FILLED_IN = ("rollout.adapter", "trainer.frozen")
-"""Fields of sections that a command fills in. In a file they are no keys."""
+"""Fields of sections that a command fills in. They are not keys of a file."""
 _Model = TypeVar("_Model", bound=BaseModel)
 
 

@@ -43,7 +43,7 @@ def check_engine(
     Args:
         name: Name of a checkpoint engine or of a training engine.
         settings: The engine's options, or settings of the trainer section, each ``key=value`` with a TOML value or plain text.
-        training: Whether it is the name of a training engine, or the place of something that is tried as one.
+        training: Whether `name` is the name of a training engine, or the place of a class to be tested as one.
         checks: Names of the checks to run; all if empty.
         as_json: Print one JSON document instead of a line per check.
         junit: File to write a JUnit report to.
@@ -70,7 +70,7 @@ def check_engine(
 
 
 def _is_training_engine_at(place: str) -> bool:
-    """Whether `place` is that of the class of a training engine."""
+    """Whether `place`, such as ``module:Class``, is a training engine's class."""
     if not is_place(place):
         return False
     try:

@@ -1,4 +1,4 @@
-"""``weightlane doctor``: what this machine has, what will not work on it, and the way out for each."""
+"""``weightlane doctor``: the hardware and software of this machine, what will not work on it, and the remedies."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from ..extras import COMMANDS, extras_of_users, how_to_install_extra, library_of
 from ..run.bounded_call import within
 
 _PROBE_S = 300.0
-"""Longest time of one probe, of which each engine takes a part. A library that hangs costs its own row only."""
+"""Longest time of one probe; that of engines includes the checks of all of them. A hanging library costs only its own row."""
 _GB = 1e9
 _LEAST_SHM_BYTES = 512 << 20
-"""Free shared memory that vLLM's ranks and Ray need. A container has 64 MiB unless it is told otherwise."""
+"""Free shared memory that vLLM's ranks and Ray need. A container has 64 MiB by default."""
 _LEAST_FILES = 1024
-"""Open files of a coordinator with some hundred participants, each of which has a connection."""
+"""Open files that a coordinator with some hundred participants needs, one connection each."""
 _LEAST_DISK_BYTES = 2 << 30
-"""Free disk for logs and for a saved state of a small model."""
+"""Free disk space for logs and for a saved state of a small model."""
 SHM = Path("/dev/shm")  # noqa: S108 - shared memory of every Linux
 CPUINFO = Path("/proc/cpuinfo")
 GPU_NODE = Path("/dev/nvidia0")
 """Device file of the first GPU, whether or not torch can use it."""
 RDMA = Path("/sys/class/infiniband")
-"""Network cards with RDMA; missing where there is none."""
+"""Directory of network cards with RDMA; missing if there is none."""
 
 
 class State(StrEnum):
-    """Whether something can be used."""
+    """Whether the subject of a finding can be used."""
 
     OK = "ok"
     ABSENT = "not here"
     """Optional, and not installed, or without its device."""
     BROKEN = "broken"
-    """Here, and does not work, or too small for any run."""
+    """Present, but does not work, or too small for any run."""
 
 
 _STYLES = {State.OK: "green", State.ABSENT: "dim", State.BROKEN: "bold red"}
@@ -58,10 +58,10 @@ class Finding:
     """``machine``, ``library``, ``extra``, or the kind of an engine."""
     name: str
     found: str
-    """Its version, size or number, in words."""
+    """Its version, size or number, as text."""
     state: State = State.OK
     trouble: str = ""
-    """Effect on runs; empty when it is ok."""
+    """Effect on runs; empty if the state is ok."""
     way_out: str = ""
 
 

@@ -58,14 +58,14 @@ def _training() -> Iterator[Listing]:
 
 
 def _vllm() -> Listing:
-    """The one rollout engine. Its version decides, which is known without the import of vLLM."""
+    """The rollout engine. Whether it can be used depends on its version, which is known without importing vLLM."""
     found = library_of("vllm")
     reason = found.misfit if found.version else f"vllm is not installed. {how_to_install('vllm')}"
     return {"name": "vllm", "distribution": f"{found.distribution} {found.version}".strip(), "unavailable": reason}
 
 
 def engine_tables(engines: Mapping[str, Sequence[Listing]]) -> Iterator[Table]:
-    """Yield a table for each kind of engine, with the reason why some of them cannot be used here."""
+    """Yield a table for each kind of engine, with the reasons why engines cannot be used here."""
     for kind, rows in engines.items():
         facts = ("devices", "delivery", "also") if kind == "checkpoint" else ()
         table = Table("engine", "distribution", *facts, "available", title=f"{kind} engines", title_justify="left")

@@ -69,7 +69,7 @@ def make_engine_package(name: str, directory: Path | None = None, *, training: b
             for file, text in texts.items():
                 (target / file).parent.mkdir(exist_ok=True)
                 (target / file).write_text(text, encoding="utf-8")
-        except BaseException:  # half a package would make the next try fail
+        except BaseException:  # an incomplete package would make the next attempt fail
             shutil.rmtree(target, ignore_errors=True)
             raise
     except FileExistsError as error:

@@ -1,4 +1,4 @@
-"""The engine reference as Markdown, made from the capabilities and options that each engine declares."""
+"""The engine reference in Markdown, generated from the capabilities and options that each engine declares."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MEANINGS = {
 
 
 def engine_reference(distribution: str = "") -> str:
-    """Return the page for every installed engine, or for those that one `distribution` registers."""
+    """Return the page with every installed engine, or with those that one `distribution` registers."""
     registry = CheckpointEngineRegistry()
     rows = [row for row in registry.list() if not distribution or row.distribution.split()[0] == distribution]
     sections = [_TITLE, _overview(rows)]

@@ -14,7 +14,7 @@ _FILES = Path(__file__).parent / "page_files"
 
 def page_of(record: Mapping[str, Any]) -> str:
     """The page that shows `record`. If its ``live`` is true, the page asks for ``record.json`` again and again."""
-    # So that no text in it ends the script.
+    # Keeps text in the record from ending the script element.
     record_text = json_of(record).replace("<", "\\u003c")
     page = _file("page.html")
     for place, text in (
@@ -33,10 +33,10 @@ def json_of(record: Mapping[str, Any]) -> str:
 
 
 def write_page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page at once, or not at all.
+    """Write the page completely or not at all.
 
     Raises:
-        StorageError: It can't be written.
+        StorageError: The file can't be written.
     """
     partial = path.with_name(f"{path.name}.partial")
     try:
@@ -50,7 +50,7 @@ def write_page(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Without numbers that JSON doesn't know, such as the loss of a run that diverged."""
+    """Replace floats that JSON cannot represent, such as the loss of a diverged run, by text."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`PageServer`: the page of a run that goes on, over HTTP on loopback."""
+"""`PageServer`: serves the page of a run over HTTP on loopback while the run continues."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _REQUEST_TIMEOUT_S = 10.0
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """Serves the page of the run in `run` at ``/``, and its record, read anew each time, at ``/record.json``.
+    """Serves the page of the run in `run` at ``/``, and its record, read again each time, at ``/record.json``.
 
-    It answers only who asks for this machine by an address or as ``localhost``: a page of the web that a browser on this machine
-    shows can't read it under a name of its own.
+    It answers only requests whose ``Host`` header is a loopback address or ``localhost``, so that a web page in a browser on
+    this machine can't read it under a host name of its own (DNS rebinding).
 
     Raises:
-        AddressInUseError: It can't listen on `port`.
+        AddressInUseError: The server can't listen on `port`.
     """
 
     daemon_threads = True
@@ -44,11 +44,11 @@ class PageServer(http.server.ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """The URL of the page."""
         return f"{http_address(LOOPBACK, self.server_port)}/"
 
     def record(self) -> Mapping[str, Any]:
-        """Read the run, as it is now."""
+        """Read the current record of the run."""
         return {**read_record(self.run), "live": True}
 
 
@@ -88,4 +88,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing: the command's output is for the URL."""
+        """Print nothing, because the command's output is for the URL."""

@@ -1,4 +1,4 @@
-"""`read_record`: what the page about a run or a service shows, read from its directory, as data that JSON can represent."""
+"""`read_record`: the data of the page about a run or a service, read from its directory, representable as JSON."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .service_record import read_service
 
 Event = Mapping[str, Any]
 _CURVE_POINTS = 1000
-"""Most points of a curve; more steps are drawn as the means of as many neighbours as it takes."""
+"""Most points of a curve. If there are more steps, means of neighbouring steps are drawn."""
 _SPANS = 400
 """Most versions in the time line."""
 _ROWS = 200
@@ -30,7 +30,7 @@ _REPLICA_EVENTS = ("replica_quarantined", "replica_lost", "replica_joined")
 
 
 def read_record(run: Path) -> dict[str, Any]:
-    """Read the run or the service in `run`, while it goes on or afterwards.
+    """Read the run or the service in `run`, while it runs or afterwards.
 
     Times are Unix times and durations, in seconds. ``steps`` are thinned to `_CURVE_POINTS`, tables to their last rows.
 
@@ -70,7 +70,7 @@ def read_record(run: Path) -> dict[str, Any]:
 
 
 def thinned(events: Sequence[Event], most: int) -> list[Event]:
-    """At most `most` events in the place of `events`: means of neighbours' numbers, but maxima of those called ``..._max``."""
+    """Reduce `events` to at most `most`: means of neighbours' numbers, but maxima of ``step`` and of names in ``_max``."""
     size = -(-len(events) // most)
     if size <= 1:
         return list(events)
@@ -91,7 +91,7 @@ def _is_number(value: object) -> bool:
 
 
 def _numbers(event: Event) -> dict[str, float]:
-    """The numbers that JSON knows. A loss may have become infinite."""
+    """The finite numbers of an event. A loss may have become infinite, which JSON cannot represent."""
     return {name: value for name, value in event.items() if _is_number(value) and abs(value) < float("inf")}
 
 
@@ -140,7 +140,7 @@ def _sum(events: Sequence[Event], name: str) -> float:
 
 
 def _stalls(steps: Sequence[Event], commits: Sequence[Event]) -> dict[str, float] | None:
-    """Seconds per step that versions kept each side from working, beside those it would lose if it waited for every version."""
+    """Seconds per step that versions kept each side from working, and those that synchronous updates would cost."""
     if not steps or not commits:
         return None
     blocking = next(
@@ -207,7 +207,7 @@ def _replica_event(event: Event) -> dict[str, Any]:
 
 
 def _last_lines(path: Path, most: int) -> list[dict[str, Any]]:
-    """The last objects of a JSON Lines file; none without it."""
+    """The last objects of a JSON Lines file; empty if there is no such file."""
     found: list[dict[str, Any]] = []
     with suppress(OSError), path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))

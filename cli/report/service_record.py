@@ -32,10 +32,10 @@ ORDER BY created DESC LIMIT ?
 
 
 def read_service(path: Path, most: int) -> dict[str, list[dict[str, Any]]]:
-    """At most `most` models, kinds of requests and samplers of the database at `path`, of a service that runs or has ended.
+    """Read at most `most` models, kinds of requests and samplers from the database at `path`, of a running or ended service.
 
     Raises:
-        StorageError: It can't be read.
+        StorageError: The database can't be read.
     """
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_TIMEOUT_S)) as database:

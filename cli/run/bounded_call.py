@@ -10,7 +10,7 @@ _T = TypeVar("_T")
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return what `call` returns, or raise what it raises, ``SystemExit`` included. It runs in a thread of its own.
+    """Run `call` in a thread of its own. Return its result, or raise its exception, ``SystemExit`` included.
 
     Raises `TimeoutError` after `seconds`; the thread is then abandoned.
     """

@@ -2,8 +2,8 @@
 
 Ray kills the process of a run whose raylet is gone, so that no handler or clean-up of the run itself can do this. The cleanup
 process is in a session of its own: ``python -m weightlane.cli.run.cleanup_process``, with the directory of the run's Ray, the
-directory for its logs, and how to go on as arguments, waits for the end of its standard input. It acts unless the run dismissed
-it before.
+directory for its logs, and a hint how to continue as arguments, waits for the end of its standard input. It acts unless the run
+dismissed it before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CleanupProcess:
     Args:
         files: Directory of the run's Ray, which is removed.
         logs: Directory that Ray's logs are copied to.
-        hint: How to go on after the run was killed.
+        hint: Text that says how to continue after the run was killed.
     """
 
     def __init__(self, files: Path, logs: Path, hint: str) -> None:
@@ -50,7 +50,7 @@ class CleanupProcess:
 
 
 def keep_logs(files: Path, logs: Path, *names: str) -> None:
-    """Copy the logs of the cluster in `files` that match the patterns `names` to `logs`, without empty ones. Never raises."""
+    """Copy the non-empty logs of the cluster in `files` that match the patterns `names` to `logs`. Never raises."""
     with suppress(OSError):
         logs.mkdir(parents=True, exist_ok=True)
         for name in names:

@@ -23,11 +23,11 @@ from ..config.run_config import ObserversSection
 from .bounded_call import within
 
 _TRACKER_S = 120.0
-"""Longest time that a tracker may take to begin its run, and to take the rest of it at the end."""
+"""Longest time that a tracker may take to begin its run, and to upload the rest of it at the end."""
 
 
 def metrics_endpoint(port: int, host: str) -> tuple[PrometheusObserver, str]:
-    """Serve metrics; returns the observer and its URL. Raises `AddressInUseError`."""
+    """Serve metrics. Returns the observer and its URL. Raises `AddressInUseError`."""
     observer = PrometheusObserver(port, host, os.environ.get(PROMETHEUS_TOKEN_ENV, ""))
     try:
         return observer, observer.start()
@@ -108,7 +108,7 @@ class RunObservers:
         self._stack.close()
 
     def _tracker(self, name: str, project: str) -> TrackerObserver:
-        """Begin the tracker's run, so that who cannot log hears of it before anything starts."""
+        """Begin the tracker's run, so that a tracker that cannot log is an error before any process starts."""
         tracker = TRACKERS[name](project, self._run_dir.name, self._settings, self._run_dir)
         try:
             within(_TRACKER_S, tracker.open)

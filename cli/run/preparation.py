@@ -28,7 +28,7 @@ from .resources import refuse_unfitting
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """The checked configuration of a run, and everything that it names."""
+    """The checked configuration of a run, and the models, data, functions and state that it names."""
 
     config: RunConfig
     run_dir: RunDir
@@ -45,7 +45,7 @@ class Preparation:
 
 
 def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Preparation:
-    """Read the configuration at the absolute `path`, and everything that it names. Raises a typed error for the first problem."""
+    """Check the configuration at the absolute `path`, its models, data and state. Raises a typed error for the first problem."""
     config = load_config(path, overrides)
     run_dir = RunDir(config.run.dir, resume=resume)
     run_dir.refuse_taken()
@@ -89,15 +89,15 @@ def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Seque
 def saved_state(
     run_dir: RunDir, items: Sequence[HasContent], *, steps: int, setting: str, seed: int, may_change: bool
 ) -> LoopState:
-    """The saved state that a run goes on from.
+    """The saved state from which a run resumes.
 
     Args:
-        run_dir: Where it is.
+        run_dir: The run's directory.
         items: The tasks or examples that the run trains on.
         steps: Optimizer steps of the whole run.
-        setting: The key by which `steps` is raised.
-        seed: The run's.
-        may_change: Whether `items` may have other content than those that the run was started with.
+        setting: The configuration key that raises `steps`.
+        seed: The run's seed.
+        may_change: Whether the content of `items` may differ from that with which the run was started.
 
     Raises `ConfigError` if the run is complete, or its data has changed.
     """
@@ -117,7 +117,7 @@ def saved_state(
 def _saved_state(
     run_dir: RunDir, config: RunConfig, train_tasks: Sequence[Task], role_models: Mapping[str, Path]
 ) -> LoopState:
-    """`saved_state`, which every role must be able to load, and which must have a critic where one is trained."""
+    """`saved_state` for ``weightlane train``. Raises `ConfigError` if a role cannot load it, or a trained critic is missing."""
     state = saved_state(
         run_dir,
         train_tasks,
@@ -141,7 +141,7 @@ def _saved_state(
 
 
 def _role_models(config: RunConfig, model: ModelInfo) -> dict[str, Path]:
-    """The model directory of each role. Raises `ConfigError` for one with another vocabulary than the policy's."""
+    """The model directory of each role. Raises `ConfigError` if its vocabulary differs from the policy's."""
     paths = {POLICY: "", CRITIC: config.critic.path, REFERENCE: config.reference.path}
     found = {}
     for role in role_names(config.algorithm):

@@ -27,16 +27,16 @@ async def start_processes(
     stack: AsyncExitStack,
     version: int = 0,
 ) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
-    """Start trainer ranks and replicas at the same time, and connect them; `stack` ends them.
+    """Start trainer ranks and replicas at the same time, and connect them. `stack` closes them.
 
     Args:
         config: The configuration, fitted to the machine.
         roles: Models on the trainer ranks, all in one group; `POLICY` is published.
-        rendezvous: Where ranks and replicas meet.
-        hooks: Told of every sync.
+        rendezvous: Rendezvous of ranks and replicas.
+        hooks: Notified of every sync.
         say: Prints a line for the user.
         stack: Gets everything that must be closed.
-        version: The version that replicas begin with.
+        version: The initial version of the replicas.
     """
     started = time.perf_counter()
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)

@@ -33,18 +33,18 @@ _QUIET = {
 }
 _POLL_S = 0.1
 _STARTS = 3
-"""Times that Ray is started until its raylet lives. Ray chooses ports that another process may take before the raylet does."""
+"""Attempts to start Ray until its raylet stays alive. Ray chooses ports that another process may take before the raylet does."""
 
 
 class _RayletDiedError(Exception):
-    """Ray's raylet has died before its node registered, for which Ray itself would go on waiting."""
+    """Ray's raylet has died before its node registered. Ray itself would continue to wait for it."""
 
 
 @contextmanager
 def patient_ray(timeout_s: float) -> Iterator[None]:
     """Let a Ray that starts inside take up to `timeout_s`.
 
-    Ray gives its node 30 seconds, and no setting changes that. On a busy machine the node's processes alone need as long.
+    Ray gives its node 30 seconds, and no setting changes that. On a busy machine, starting the node's processes takes as long.
     A raylet that has died meanwhile is not waited for.
     """
     from ray._private import services  # noqa: PLC0415 - optional
@@ -79,7 +79,7 @@ def _is_raylet(command: str) -> bool:
 
 
 def _started_here() -> dict[int, str]:
-    """Command lines of the processes that this one started, by their ids; empty for one that has ended, and without ``/proc``."""
+    """Command lines by process id of the processes that this one started; empty text for one that has ended."""
     found: dict[int, str] = {}
     for children in Path("/proc/self/task").glob("*/children"):
         with suppress(OSError):
@@ -90,12 +90,12 @@ def _started_here() -> dict[int, str]:
 
 
 def refuse_loopback(section: RaySection, host: str) -> None:
-    """Raise `ConfigError` where the machines of a running cluster would be told a loopback address, ``sync.host``."""
+    """Raise `ConfigError` if ``sync.host``, which the machines of a running cluster connect to, is a loopback address."""
     if not section.address:
         return
     try:
         address = ipaddress.ip_address(socket.gethostbyname(host))
-    except OSError:  # the rendezvous, which listens there, says so
+    except OSError:  # the rendezvous, which listens there, raises the error
         return
     if address.is_loopback:
         raise ConfigError(
@@ -117,7 +117,7 @@ class RayCluster:
         logs: Directory for logs.
         environment: Variables that every process of the run gets.
         host: This machine's address, at which the run's other machines must reach it; None if none of them has to.
-        killed_hint: How to go on after the run's own process was killed.
+        killed_hint: Text that says how to continue after the run's own process was killed.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class RayCluster:
         self._started = False
 
     def machines(self) -> Machines:
-        """Return the GPUs of the cluster."""
+        """Return the number of GPUs of the cluster, with the GPU memory of this machine."""
         import ray  # noqa: PLC0415 - optional, and reads the environment when imported
 
         here = Machines.here()
@@ -162,7 +162,7 @@ class RayCluster:
             "RAY_agent_register_timeout_ms": str(1000 * patience_s),
         }
         if not self._section.address:
-            # The length of one look for the node; `patient_ray` looks again and again.
+            # Duration of one attempt to find the node; `patient_ray` repeats it.
             settings["RAY_raylet_start_wait_time_s"] = "2"
             # Ray would start a worker for every CPU, and use none: a run's processes have environments of their own.
             settings["RAY_prestart_worker_first_driver"] = "0"
@@ -236,7 +236,7 @@ class RayCluster:
         )
 
     def _kill_what_started(self) -> None:
-        """Kill the processes of a Ray that did not start. It would do so itself, but only when this process ends."""
+        """Kill the processes of a Ray that did not start. Ray would do so itself only when this process ends."""
         import ray  # noqa: PLC0415 - optional
 
         for process, command in _started_here().items():

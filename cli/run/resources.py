@@ -28,12 +28,12 @@ _OVERHEAD_BYTES = 2 << 30
 _KV_BYTES = 1 << 30
 """Smallest KV cache with which serving is useful."""
 _STATE_BYTES = 16
-"""Bytes per parameter over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
+"""Bytes per parameter, over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
 _ADAPTED_BYTES = 8
-"""The same with ``trainer.lora``: float32 weight, and float32 weight with the adapter added. The latter only where it is
-published."""
+"""Bytes per parameter with ``trainer.lora``: float32 weight, and float32 weight with the adapter added, which is published.
+Versions that are adapters do not need the latter."""
 _FROZEN_BYTES = 4
-"""The same of a model that is not trained."""
+"""Bytes per parameter of a frozen model: float32 weight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ class Sizes:
     share: int
     """Approximate bytes of the model on one rollout rank."""
     staged: int
-    """Approximate bytes of a version on one rollout rank: its share of the model, or a whole adapter."""
+    """Approximate bytes of a version on one rollout rank: its share of the model, or a full adapter."""
     trained: int
-    """Weights, gradients and optimizer state of one trainer rank, if they are split over all ranks; of all roles that are on the
-    device together, each as large as the policy."""
+    """Bytes of weights, gradients and optimizer state of one trainer rank, if they are split over all ranks: those of all roles
+    that are on the device together, each as large as the policy."""
 
     @classmethod
     def of(cls, config: ClusterConfig, model: ModelInfo) -> Sizes:
@@ -92,7 +92,7 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
 
     The number of GPUs is only checked if `counted`, that is if `machines` are those of the run.
 
-    Raises `ConfigError`, which says what does not fit and which settings to change.
+    Raises `ConfigError`, which names the resource that does not suffice and the settings to change.
     """
     trainer, rollout = config.trainer, config.rollout
     trainer_gpus = _trainer_gpus(trainer, machines)
@@ -121,9 +121,9 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
 
 
 def refuse_unfitting(config: ClusterConfig, model: ModelInfo) -> None:
-    """Raise the `ConfigError` with which the start of `config` would find that it does not fit its machines.
+    """Raise the `ConfigError` with which the start of `config` would fail, because it does not fit its machines.
 
-    With ``ray.address`` they may have more GPUs than this one.
+    With ``ray.address``, the number of GPUs is not checked, since the cluster may have more than this machine.
     """
     fitted(config, Sizes.of(config, model), Machines.here(), counted=not config.ray.address)
 

@@ -1,4 +1,4 @@
-"""Endings of a run: signals cancel it, also while Ray starts, and a failure tells where the logs are."""
+"""The end of a run: signals cancel it, also while Ray starts, and after a failure the logs' directory is printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def point_to_logs(logs: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 async def start_ray(stack: AsyncExitStack, cluster: RayCluster) -> RayCluster:
-    """Enter `cluster`. A signal that arrives meanwhile ends the run as a signal, even if Ray's start fails from it."""
+    """Enter `cluster`. A signal that arrives meanwhile cancels the run, even if it makes Ray's start fail."""
     try:
         entered = stack.enter_context(cluster)
     except WeightlaneError:

@@ -1,4 +1,4 @@
-"""Which checks of the templates' suites `make test` runs: the templates themselves have no marks of this repository."""
+"""Selects the checks of the templates' suites that `make test` runs: the templates have no marks of this repository."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class MergedTrace:
     """Number of events without metadata."""
     processes: int
     incomplete: tuple[str, ...]
-    """Names of the processes that reached their limit, so that later events are missing."""
+    """Names of the processes that reached their limit. Their later events are missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """An observer that traces trainer, sync and generation on one time line, for ui.perfetto.dev or chrome://tracing.
 
-Every process appends its events to a part file of its own beside the trace, and `weightlane.plugins.trace.merge` merges the
-parts. The format is Google's "Trace Event Format" as JSON.
+Every process appends its events to a part file of its own in a directory next to the trace, and `weightlane.plugins.trace.merge`
+merges the parts. The format is Google's "Trace Event Format" as JSON.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DEFAULT_LIMIT_MIB = 32
 class TraceObserver:
     """Writes this process's part of a trace.
 
-    Times are those of the host's wall clock, which its processes share. Parts of other hosts are as exact as the clocks agree. An
-    event is written unbuffered when it ends, so that the part of a killed process is complete until then.
+    Times are those of the host's wall clock, which its processes share. Times of different hosts agree only as well as the clocks
+    do. An event is written unbuffered when it ends, so the part of a killed process has all events that ended before.
 
     Args:
         trace: Path of the merged trace. Nothing is created before the first event.
@@ -103,12 +103,12 @@ class TraceObserver:
 
     @hookimpl
     def snapshot_taken(self, version: int, facts: Facts) -> None:
-        """Write the copy that the fence waits for."""
+        """Write the time of the snapshot's copy, for which the fence waits."""
         self._track("trainer", facts, "snapshot").took(f"snapshot v{version}", facts, version=version)
 
     @hookimpl
     def bucket_sent(self, version: int, index: int, facts: Facts) -> None:
-        """Write the time of a bucket in the engine."""
+        """Write the time that the engine took to send a bucket."""
         role = "rollout" if facts.get("relayed") else "trainer"
         self._track(role, facts, "send").took(f"bucket {index}", facts, version=version, index=index)
 
@@ -116,17 +116,17 @@ class TraceObserver:
 
     @hookimpl
     def bucket_received(self, version: int, index: int, facts: Facts) -> None:
-        """Write the time of a bucket, including the wait for it."""
+        """Write the time of receiving a bucket, including the wait for it."""
         self._track("rollout", facts, "receive").took(f"bucket {index}", facts, version=version, index=index)
 
     @hookimpl
     def version_staged(self, version: int, facts: Facts) -> None:
-        """Write the time of all buckets of a version."""
+        """Write the time of staging a version."""
         self._track("rollout", facts, "stage").took(f"stage v{version}", facts, version=version)
 
     @hookimpl
     def replica_committed(self, replica: str, version: int, facts: Facts) -> None:
-        """Write the time without decoding."""
+        """Write the time in which the commit blocked decoding."""
         start = now_us() - as_us(facts, "seconds") + as_us(facts, "waited_s")
         end = start + as_us(facts, "blocked_s")
         track = self._part.track("rollout", replica, "commit")

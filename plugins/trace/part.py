@@ -23,7 +23,8 @@ _ROLES = {DRIVER: 0, "trainer": 1, "rollout": 2}
 LAST = 9
 """Display order of processes of any other role."""
 _SLACK_US = 2_000
-"""Overlap up to which two events of a track count as successive: a hook is called a moment after its event ended."""
+"""Overlap, in microseconds, up to which two events of a `parallel` track count as successive: a hook is called a moment after
+its event ended."""
 
 
 def parts_dir(trace: Path) -> Path:
@@ -49,7 +50,7 @@ def _json(event: dict[str, Any]) -> bytes:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with numbers that JSON does not have as text, because readers refuse NaN."""
+    """Return `value` with NaN and infinities as text, because readers refuse them as numbers."""
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

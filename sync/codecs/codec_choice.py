@@ -12,7 +12,7 @@ DELTA_BELOW = 0.03
 """With `auto`, versions become deltas when the version before changed a smaller share of all elements. Encoding and decoding then
 take less time than sending the rest over 4 Gbit/s."""
 DENSE_ABOVE = 0.04
-"""With `auto`, deltas are sent up to this share once they are sent: shares that vary a little do not change the codec."""
+"""With `auto`, once versions are deltas they stay deltas below this share, so that small variations do not change the codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class RankChange:
-    """How much the version before has changed on one trainer rank, as far as elements were compared."""
+    """How many elements the version before has changed on one trainer rank, among the compared ones."""
 
     changed: int
     compared: int
@@ -80,13 +80,13 @@ class CodecChooser:
         self._counted = changed, compared
 
     def change(self, elements: int) -> RankChange | None:
-        """Counts of this rank for the others, if it sends `elements` of a version; None where nothing was compared yet."""
+        """This rank's counts for the other ranks, if it sends `elements` of a version; None if nothing was compared yet."""
         return None if self._counted is None else RankChange(*self._counted, elements, self._sparse)
 
     def by_density(self, changes: Sequence[RankChange | None]) -> Choice:
-        """Choose by what every trainer rank said of the version before; all ranks come to the same result.
+        """Choose by the counts of all trainer ranks for the version before. All ranks get the same result.
 
-        None, of a rank that cannot send a delta or has compared nothing yet, makes the version dense.
+        If one rank's counts are None, because it cannot send a delta or has compared nothing yet, the version is dense.
         """
         known = [each for each in changes if each is not None]
         elements = sum(each.elements for each in known)

@@ -1,1 +1,1 @@
-"""The control plane of a run: participants meet, exchange messages, open sessions, and learn what became of each version."""
+"""The control plane of a run: participants join, exchange messages, open sessions, and learn the outcome of each version."""

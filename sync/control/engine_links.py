@@ -1,4 +1,4 @@
-"""`EngineLinks`: a participant's ends of the links in a session's transfer plan."""
+"""`EngineLinks`: one participant's ends of the links in a session's transfer plan."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class EngineLinks:
 
     Args:
         name: The participant.
-        engine: Makes the halves.
-        device: Device of their buckets.
+        engine: The checkpoint engine, which makes the halves of the links.
+        device: Device of the buckets.
         copied_to: Device to which this participant copies buckets that it views; `device` by default.
     """
 
@@ -50,7 +50,7 @@ class EngineLinks:
         """Receiving ends by the number of the link in the plan."""
 
     def connect(self, rendezvous: Rendezvous, session: str, planned: SessionPlan, deadline: Deadline) -> None:
-        """Connect this participant's end of each of its links in the plan, all at the same time.
+        """Connect this participant's end of each of its links in the plan, all concurrently.
 
         Raises the engine's error, `DeadlineExceededError` naming the peer that has published no address, or `ClosedError`.
         """
@@ -72,7 +72,7 @@ class EngineLinks:
         if failure is None and late:
             failure = deadline.error("its links to connect", part=self._name)
         if failure is not None:
-            self.close()  # which ends the other threads; nobody waits for them
+            self.close()  # this also ends the other threads, which are not joined
             raise failure
 
     def _make(self, link: PlannedLink) -> SenderLink | ReceiverLink:

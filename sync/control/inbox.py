@@ -17,8 +17,8 @@ class Inbox:
 
     Args:
         client: This process's connection to the hub.
-        name: The inbox's name; it gets the messages that are posted under that name from now on.
-        keep_open: The owner of the connection, which closes when nobody refers to its owner.
+        name: The inbox's name; it gets the messages that are posted to that name from now on.
+        keep_open: The owner of the connection. The reference keeps the connection open.
     """
 
     def __init__(self, client: HubClient, name: str, keep_open: object) -> None:
@@ -30,7 +30,8 @@ class Inbox:
     def get(self, deadline: Deadline | None = None) -> Message:
         """Wait for the next message.
 
-        Raises `DeadlineExceededError`, `ClosedError` when the hub is gone, or `ProtocolError` for a malformed message.
+        Raises `DeadlineExceededError`, `ClosedError` if the connection to the hub has ended, or `ProtocolError` for a malformed
+        message.
         """
         while (message := self._next(deadline)) is None:
             if deadline is not None and deadline.expired:
@@ -42,7 +43,7 @@ class Inbox:
         return self._next(Deadline.after(0.0))
 
     def stop(self) -> None:
-        """Append a `Stop`, for the reader in this process."""
+        """Append a `Stop` message for this inbox's reader."""
         self._queue.put(encode(Stop()))
 
     def _acknowledge(self, mark: Mark) -> None:

@@ -13,12 +13,12 @@ from .hub.plain_bytes import from_bytes, to_bytes
 
 
 class Mailbox:
-    """JSON values by key, private to a scope. Every method raises `ClosedError` when the hub is gone.
+    """JSON values by key, in one scope. Every method raises `ClosedError` if the connection to the hub has ended.
 
     Args:
         client: This process's connection to the hub.
-        scope: The scope; those named after a session end with it.
-        keep_open: The owner of the connection, which closes when nobody refers to its owner.
+        scope: The scope. A scope that is named after a session ends with it.
+        keep_open: The owner of the connection. The reference keeps the connection open.
     """
 
     def __init__(self, client: HubClient, scope: str, keep_open: object) -> None:
@@ -43,11 +43,11 @@ class Mailbox:
         return from_bytes(value, what)
 
     def gather(self, count: int) -> PendingReply:
-        """Ask for all values of this scope once there are `count` keys; see `weightlane.sync.control.hub.mailboxes.gathered`."""
+        """Request all values of this scope once it has `count` keys; parse them with `sync.control.hub.mailboxes.gathered`."""
         return self._client.ask(Frame(Kind.GATHER, 0, self.scope, str(count).encode()))
 
     def delete(self, key: str) -> None:
-        """Delete the value of `key`, if it has one. Nobody may be waiting for it."""
+        """Delete the value of `key`, if it has one. No participant may be waiting for it."""
         self._client.tell(Frame(Kind.DELETE, 0, self._name(key), b""))
 
     def _name(self, key: str) -> str:

@@ -4,7 +4,7 @@
     participant -> coordinator   Joined, Hello, Connected, Offer (rank 0's publisher), Accepted, Ready, Sent, Staged, Failed, Left
     a watcher of processes -> coordinator   Lost
 
-All but Joined, Left, Lost and Stop name their session; messages of an older session are dropped, except verdicts.
+All but Joined, Left, Lost and Stop name their session. Messages of an older session are dropped, except Committed and Abort.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Left(_Message):
 
 
 class Lost(_Message):
-    """A process is gone; `replica` is empty for a trainer's."""
+    """A process has died; `replica` is its replica's name, empty for a trainer."""
 
     type: Literal["lost"] = "lost"
     replica: str
@@ -75,7 +75,7 @@ class Lost(_Message):
 
 
 class Reset(_Message):
-    """A new session begins: drop the present one, make a new transport half, and answer with `Hello`."""
+    """A new session begins: close the current one, make a new transport half, and answer with `Hello`."""
 
     type: Literal["reset"] = "reset"
     session: str
@@ -127,7 +127,7 @@ class Committed(_VersionMessage):
 
 
 class Abort(_VersionMessage):
-    """The version is aborted for the participant that gets this; `error` is the reason in wire form."""
+    """The version is aborted for the receiving participant; `error` is the reason in wire form."""
 
     type: Literal["abort"] = "abort"
     error: dict[str, str]
@@ -142,14 +142,14 @@ class Stop(_Message):
 
 
 class Hello(_Reply):
-    """The answer to `Reset`; `address` is empty where the links of a participant are only known from the plan."""
+    """The answer to `Reset`; `address` is empty if the participant's links are known only once there is a plan."""
 
     type: Literal["hello"] = "hello"
     address: dict[str, Any]
     traits: EngineTraits | None = None
     """Traits of the engine; only rank 0's publisher sends them."""
     need: str = ""
-    """Mailbox key of the tensors that a rollout rank needs; see `weightlane.sync.plan.session_plan`."""
+    """Mailbox key of the slices that a rollout rank needs; see `weightlane.sync.plan.plan_exchange`."""
 
 
 class Connected(_Reply):
@@ -157,13 +157,13 @@ class Connected(_Reply):
 
     type: Literal["connected"] = "connected"
     plan: str = ""
-    """Digest of the transfer plan that the participant has made; empty where there is one stream for all."""
+    """Digest of the transfer plan that the participant has computed; empty if there is one stream for all receivers."""
     relays: bool = False
-    """Whether that plan has relays: a version then goes to all receivers of the session, or to none."""
+    """Whether that plan has relays: a version is then sent to all receivers of the session, or to none."""
 
 
 class Offer(_VersionReply):
-    """A version can be sent, as far as its snapshot has been taken."""
+    """A version can be sent. Its snapshot may still be being taken."""
 
     type: Literal["offer"] = "offer"
     manifest: dict[str, Any]
@@ -176,11 +176,11 @@ class Accepted(_VersionReply):
 
     type: Literal["accepted"] = "accepted"
     in_place: bool = False
-    """Whether the version is written straight into the live weights; `Ready` follows then."""
+    """Whether the version will be written directly into the live weights; `Ready` then follows."""
 
 
 class Ready(_VersionReply):
-    """The first bucket of an in-place version is verified: the replica's commit may begin, to write it and the others."""
+    """The first bucket of an in-place version is verified: the replica's commit may begin, which writes all buckets."""
 
     type: Literal["ready"] = "ready"
 
@@ -196,7 +196,7 @@ class Sent(_VersionReply):
 
 
 class Staged(_VersionReply):
-    """A subscriber has every byte of a version and has verified it; in place, it has also written every byte."""
+    """A subscriber has received and verified every byte of a version; an in-place version is also written completely."""
 
     type: Literal["staged"] = "staged"
     nbytes: int
@@ -204,7 +204,7 @@ class Staged(_VersionReply):
 
 
 class Failed(_VersionReply):
-    """A participant has failed; `version` is -1 when no version was under way."""
+    """A participant has failed; `version` is -1 if the failure belongs to no version."""
 
     type: Literal["failed"] = "failed"
     error: dict[str, str]

@@ -1,4 +1,4 @@
-"""`Participant`: the control thread that publishers and subscribers have in common, and their part in each session."""
+"""`Participant`: the base class of publishers and subscribers, with their control thread and their part in each session."""
 
 from __future__ import annotations
 
@@ -44,20 +44,20 @@ from .version_outcomes import VersionOutcomes
 
 _log = logging.getLogger(__name__)
 JOIN_THREAD_S = 5.0
-"""How long `close` waits for a thread that ends by itself."""
+"""How long `close` waits for a thread to end, in seconds."""
 
 
 class Participant(ABC):
-    """A publisher or subscriber, which follows the coordinator's messages on its own control thread.
+    """A publisher or subscriber, which handles the coordinator's messages on its own control thread.
 
-    Each incarnation reads an inbox of its own, so one that replaces a dead participant of the same name never reads messages for
-    that. Verdicts on versions come from the coordinator alone: a failure here is only reported, and the coordinator may still
-    send the version in another session.
+    Each incarnation reads its own inbox, so a participant that replaces a dead one of the same name never reads the dead one's
+    messages. Only the coordinator decides the outcome of a version: a failure here is only reported, and the coordinator may
+    still send the version in another session.
 
-    A participant that is open when the program ends is closed then. In a process forked from this one, `close` does nothing.
+    A participant that is still open when the program ends is closed then. In a forked process, `close` does nothing.
 
     Subclasses implement `_open_half`, `_connect_half` and `_handle`. These run on the control thread, except `_connect_half`:
-    connecting waits for others, and must not keep this participant from learning that a new session has begun.
+    connecting waits for other participants, and must not delay the message that a new session has begun.
     """
 
     def __init__(
@@ -67,18 +67,18 @@ class Participant(ABC):
         self.rendezvous = Rendezvous.join(rendezvous)
         self.session = ""
         self.ready_session = ""
-        """The session whose transport is up; empty while there is none."""
+        """The session whose transport is connected; empty while there is none."""
         self.hooks = hooks or process_hooks()
         self._outcomes = VersionOutcomes()
         self._closed = threading.Event()
         self._run_over = False
-        """Whether the coordinator is gone, so that nobody need be told that this participant leaves."""
+        """Whether the coordinator is gone, so that `close` sends no `Left`."""
         self._process = os.getpid()
         self._inbox = self.rendezvous.inbox(f"{name}#{secrets.token_hex(4)}")
         self._control: threading.Thread | None = None
         self._connecting: threading.Thread | None = None
         self._turn = threading.Lock()
-        """Taken while the session changes or becomes ready."""
+        """Held while the session changes or becomes ready."""
 
     @property
     def run_over(self) -> bool:
@@ -113,7 +113,7 @@ class Participant(ABC):
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(JOIN_THREAD_S)
-        self._close_half()  # one that the control thread opened meanwhile
+        self._close_half()  # the control thread may have opened another one in the meantime
         self._free()
         self.rendezvous.close()
 
@@ -123,7 +123,7 @@ class Participant(ABC):
         self._close_half()
 
     def _connect(self, message: Connect) -> None:
-        """[connecting thread] Connect this participant's transport, and tell the coordinator."""
+        """[connecting thread] Connect this participant's transport, and report that to the coordinator."""
         try:
             key = self.rendezvous.session_key(message.session)
             topology = Topology(message.session, message.senders, message.receivers, key)
@@ -139,21 +139,21 @@ class Participant(ABC):
             self._report(-1, message.session, error)
 
     def _connected(self) -> None:  # noqa: B027 - subscribers have nothing to do then
-        """[connecting thread] React to the transport being connected."""
+        """[connecting thread] Called once the transport is connected."""
 
     @abstractmethod
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
-        """Make a fresh transport half. Returns its address, empty if it has none, and a sender's traits."""
+        """Make a new transport half. Returns its address, empty if it has none, and on rank 0's publisher the engine's traits."""
 
     def _said_need(self) -> str:
-        """Put the tensors needed here into the session's mailbox. Returns the key; see `weightlane.sync.plan.session_plan`."""
+        """Put the slices needed here into the session's mailbox. Returns the key; see `weightlane.sync.plan.plan_exchange`."""
         return ""
 
     @abstractmethod
     def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
-        """[connecting thread] Connect the transport half that `_open_half` has made; `_close_half` interrupts that.
+        """[connecting thread] Connect the transport half that `_open_half` has made; `_close_half` interrupts this.
 
-        Returns the session's plan; None where there is one stream for all.
+        Returns the session's plan; None if there is one stream for all receivers.
         """
 
     @abstractmethod
@@ -166,11 +166,11 @@ class Participant(ABC):
 
     @abstractmethod
     def _handle(self, message: Message) -> None:
-        """React to a message of the present session that is not about connecting."""
+        """Handle a message of the current session that is not about connecting."""
 
     @abstractmethod
     def _aborted(self, version: int) -> None:
-        """Drop everything that is kept for `version`, which was aborted."""
+        """Drop all state of `version`, which was aborted."""
 
     @abstractmethod
     def _committed(self, version: int) -> None:
@@ -180,14 +180,14 @@ class Participant(ABC):
         self.rendezvous.post(COORDINATOR, message)
 
     def _report(self, version: int, session: str, error: BaseException) -> None:
-        """Tell the coordinator that `version` failed here."""
+        """Report to the coordinator that `version` failed here."""
         ours = as_weightlane_error(error, self.name)
         if isinstance(ours, ClosedError):
-            return  # another participant's failure has closed the transport, and that one reports it
+            return  # another participant's failure has closed the transport, and that participant reports it
         try:
             self._tell(Failed(name=self.name, session=session, version=version, error=ours.to_wire()))
         except WeightlaneError:
-            # A caller that waits learns that the coordinator is gone; a script that ends need not.
+            # A waiting caller gets an error because the coordinator is gone; a script that is ending needs none.
             _log.info("%s: could not report a failure, the coordinator is gone: %s", self.name, ours)
 
     def _follow_messages(self) -> None:
@@ -205,12 +205,12 @@ class Participant(ABC):
                 return
             if isinstance(message, Stop):
                 self._run_over = True
-                if not self._closed.is_set():  # it is the coordinator's, not that of `close`
+                if not self._closed.is_set():  # the coordinator has sent it, not `close`
                     self._close_half()
                     self._outcomes.fail_all(ClosedError("the coordinator has closed.", part=self.name))
                 return
             if self._closed.is_set():
-                continue  # only read, since the coordinator may wait for that; the `Stop` of `close` ends the loop
+                continue  # only read, since the coordinator may wait until it is read; the `Stop` of `close` ends the loop
             try:
                 self._dispatch(message)
             except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
@@ -234,7 +234,7 @@ class Participant(ABC):
                 )
             )
         elif isinstance(message, Abort):
-            # A verdict counts in any session: the version's own may have been given up already.
+            # An abort counts in any session: the version's own session may have ended already.
             self._aborted(message.version)
             self._outcomes.fail(
                 message.version, SyncAbortedError.because(message.version, error_from_wire(message.error))
@@ -245,7 +245,7 @@ class Participant(ABC):
             self._committed(message.version)
             self._outcomes.succeed(message.version)
         elif getattr(message, "session", None) != self.session:
-            return  # it is of an earlier session
+            return  # a message of an earlier session
         elif isinstance(message, Connect):
             self._connecting = start_thread(f"weightlane-connect-{self.name}", self._connect, message)
         else:

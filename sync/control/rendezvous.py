@@ -1,9 +1,9 @@
 """`Rendezvous`: a process's connection to the control plane of a run.
 
-Each participant has one connection to the hub in the coordinator's process (`weightlane.sync.control.hub.hub`). Messages for its
-inbox arrive over it as soon as they are posted, and it reads and writes mailboxes over it. Both ends prove that they know the
-run's secret, which is part of the rendezvous address. Everything that they send is signed; nothing is pickled. Groups of
-torch.distributed meet in a TCPStore, which the coordinator's process opens when the first of them asks for it.
+Each participant has one connection to the hub in the coordinator's process (`weightlane.sync.control.hub.hub`). Over it the hub
+sends messages for the participant's inbox as soon as they are posted, and the participant reads and writes mailboxes. Both ends
+prove that they know the run's secret, which is part of the rendezvous address. All frames are signed; nothing is pickled. The
+process groups of torch.distributed use a TCPStore, which the coordinator's process opens when the first group requests it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from .mailbox import Mailbox
 from .messages import Message, encode
 
 _JOIN_TIMEOUT_S = 30.0
-"""Most seconds to connect to the hub, or to learn the port of its torch store: a thousand participants may connect at once."""
+"""Time limit to connect to the hub, or to get the port of its torch store: a thousand participants may connect at once."""
 _PORTS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousAddress:
-    """Host and port of a run's hub, and the run's secret. A program that has it is a member: hand it on with care."""
+    """Host and port of a run's hub, and the run's secret. Every program that has it can join the run: keep it secret."""
 
     host: str
     port: int
@@ -72,9 +72,9 @@ class RendezvousAddress:
 
 
 class Rendezvous:
-    """Connects this process to a run's control plane, until it is closed or nobody refers to it any more. Thread-safe.
+    """Connects this process to a run's control plane, until it is closed or garbage-collected. Thread-safe.
 
-    Its methods raise `ClosedError`, which names the coordinator, when the hub is gone.
+    Its methods raise `ClosedError`, which names the coordinator, if the connection to the hub has ended.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Rendezvous:
             self._client.tell(Frame(Kind.POST, 0, name, payload))
 
     def wait_until_read(self, names: Iterable[str], deadline: Deadline) -> list[str]:
-        """[host] Wait until everything in the inboxes `names` was read. Returns those that were not read to the end in time."""
+        """[host] Wait until all messages in the inboxes `names` were read. Returns those with unread messages at `deadline`."""
         hub = self._hub
         unread, changed = set(names), threading.Condition()
 
@@ -157,7 +157,7 @@ class Rendezvous:
         return left
 
     def inbox(self, name: str) -> Inbox:
-        """Read the inbox `name` from now on."""
+        """Open the inbox `name`, which gets all messages posted to it from now on."""
         return Inbox(self._client, name, self)
 
     def mailbox(self, scope: str) -> Mailbox:
@@ -165,7 +165,7 @@ class Rendezvous:
         return Mailbox(self._client, scope, self)
 
     def forget_session(self, session: str) -> None:
-        """[host] Drop what a session has left in mailboxes and in the torch store, and tell those that wait for more."""
+        """[host] Drop a session's values in mailboxes and in the torch store. Waits for such values raise `ClosedError`."""
         self._hub.forget_session(session)
 
     def session_key(self, session: str) -> bytes:
@@ -173,7 +173,7 @@ class Rendezvous:
         return derive_key(self.address.secret, f"session/{session}")
 
     def store(self, scope: str) -> dist.Store:
-        """A torch store whose keys are private to `scope`, for handshakes of process groups."""
+        """A torch store with a key prefix for `scope`, for the handshakes of process groups."""
         port = self._client.ask(Frame(Kind.STORE, 0, "", b"")).result(deadline := Deadline.after(_JOIN_TIMEOUT_S))
         if port is None:
             raise deadline.error("the port of the torch store", part="rendezvous", peer=COORDINATOR)
@@ -193,20 +193,20 @@ class Rendezvous:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """[host] About how many messages and bytes have gone through the hub, in either direction."""
+        """[host] Approximate number of messages and of bytes that the hub has received and sent."""
         messages, nbytes = self._hub.traffic
         return messages, nbytes
 
 
 def _key(secret: str) -> bytes:
-    """The key that members of a run and its hub prove to know."""
+    """The key that the members of a run and its hub use to authenticate each other."""
     return derive_key(secret, "control")
 
 
 def _when_forgotten(owner: object, close: Callable[[], None]) -> None:
-    """Call `close`, which takes no lock, once nobody refers to `owner` any more.
+    """Call `close`, which takes no lock, once `owner` is garbage-collected.
 
-    A forked process leaves that to its parent, and a process that ends leaves it to the kernel.
+    A forked process leaves the call to its parent, and an exiting process leaves closing to the kernel.
     """
     process = os.getpid()
     weakref.finalize(owner, lambda: close() if os.getpid() == process else None).atexit = False

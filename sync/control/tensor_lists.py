@@ -1,6 +1,6 @@
-"""`TensorLists`: a manifest's list of tensors by reference, since the list is mostly the same for every version.
+"""`TensorLists`: sends a manifest's list of tensors by reference, since most versions have the same list.
 
-Rank 0 puts the list into the session's mailbox, under its digest, and offers versions with the digest in place of the list.
+Rank 0 puts the list into the session's mailbox, under its digest, and offers versions with the digest instead of the list.
 Rollout ranks that do not have the list yet read it there.
 """
 
@@ -30,7 +30,7 @@ class TensorLists:
         self._tensors: list[Any] = []
 
     def referred_to(self, plain: dict[str, Any], mailbox: Mailbox, session: str) -> dict[str, Any]:
-        """[rank 0] Put the list of a manifest, which is plain data, into the session's `mailbox`, and its digest in its place."""
+        """[rank 0] Put the tensor list of the manifest `plain` into the session's `mailbox`. Returns `plain` with the digest."""
         tensors = plain["tensors"]
         if not tensors:
             return plain
@@ -45,8 +45,8 @@ class TensorLists:
     def looked_up(self, plain: dict[str, Any], mailbox: Mailbox, deadline: Deadline) -> dict[str, Any]:
         """[rollout ranks] The inverse of `referred_to`. Raises `ProtocolError`, or the errors of `Mailbox.get`.
 
-        Waits for an answer of the hub alone, never for another participant: rank 0 puts the list before it offers the version,
-        over the same connection. So the control thread may call it.
+        Waits only for an answer of the hub, never for another participant, because rank 0 puts the list before it offers the
+        version, over the same connection. So the control thread may call it.
         """
         digest = plain.get("tensors")
         if not isinstance(digest, str):

@@ -1,4 +1,4 @@
-"""`VersionOutcomes`: how versions ended, for threads of a participant that wait for it."""
+"""`VersionOutcomes`: the outcomes of versions, for threads of a participant that wait for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from weightlane.ckpt_engines import ConfigError, Deadline, WeightlaneError
 
 
 def checked_version(version: Any, part: str) -> int:
-    """`version` as an int; it may be one of NumPy's. Raises `ConfigError` unless it is a whole number from 0."""
+    """Convert `version`, which may be a NumPy integer, to int. Raises `ConfigError` unless it is an integer from 0 on."""
     try:
         number = operator.index(version)
     except TypeError:
@@ -26,23 +26,23 @@ def checked_version(version: Any, part: str) -> int:
 
 
 class VersionOutcomes:
-    """How versions ended, as the coordinator has told. Remembers the newest outcome only. Thread-safe."""
+    """The outcomes of versions, as reported by the coordinator. Keeps the newest commit and later failures. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._committed = -1
         self._begun: Counter[int] = Counter()
-        """How often each version was begun here."""
+        """Number of attempts at each version that were begun here."""
         self._verdicts: Counter[int] = Counter()
-        """How often the coordinator has told that a version failed."""
+        """Number of aborts of each version by the coordinator."""
         self._failed: dict[int, WeightlaneError] = {}
         self._closed: WeightlaneError | None = None
 
     def begin(self, version: int, *, told: bool = False) -> None:
-        """Note that `version` is attempted, maybe again, and forget its earlier failure.
+        """Note that an attempt at `version` begins, and forget the failure of an earlier attempt.
 
-        A failure of this very attempt is kept: its verdict may arrive before a participant that is slower than others begins.
-        Where a message has `told` the participant to begin there is none, since the verdict is a later message.
+        A failure of the same attempt is kept: the coordinator may abort it before a slow participant has begun it. With `told`, a
+        message of the coordinator begins the attempt. Its abort is a later message, so any failure is of an earlier attempt.
         """
         with self._changed:
             self._begun[version] += 1

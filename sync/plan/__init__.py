@@ -1,4 +1,4 @@
-"""The transfer plan: from the slices that trainer ranks hold and rollout ranks need to the lanes between them.
+"""The transfer plan: from the slices that trainer ranks hold and that rollout ranks need to the lanes between them.
 
     >>> import torch
     >>> from weightlane.sync.version.box import Box
@@ -15,7 +15,7 @@
     trainer-0 ('rollout-0/0', 'rollout-0/1') [((1, 0), (1, 2))]
     trainer-1 ('rollout-0/0',) [((2, 0), (2, 2))]
 
-Everything here is a pure function of plain data: no collectives, no files. Ranks have to agree only on their order.
+Everything here is a pure function of plain data: no collectives, no files. Ranks only have to agree on the rank order.
 """
 
 from .send_assignment import HolderMap, ReplicatedSlice, assign_slices

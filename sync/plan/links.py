@@ -1,4 +1,4 @@
-"""Links: the connections of the engine that carry the lanes of a plan, and the order of buckets on each."""
+"""Links: the engine's connections on which the lanes of a plan are sent, and the order of buckets on each."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from .transfer_plan import TransferPlan
 class PlannedLink:
     """One connection of the engine: its senders, their receivers, and the lanes on it.
 
-    A sender is the trainer rank of its lanes, or a rollout rank that relays them. A link has several senders only if the engine
-    is collective. No rank is a sender and a receiver of the same link.
+    A sender is the trainer rank whose lanes it sends, or a rollout rank that relays them. A link has several senders only if the
+    engine is collective. No rank is both a sender and a receiver of the same link.
     """
 
     number: int
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
     lanes: Mapping[str, tuple[int, ...]]
-    """Lanes by sender, in the order in which it sends them."""
+    """The lanes of each sender, in the order in which it sends them."""
 
     def session(self, session: str) -> str:
         """Name of the engine's session for this link."""
         return f"{session}-{self.number}"
 
     def turns(self, sent: Manifest) -> Iterator[Turn]:
-        """Every bucket of the version `sent` on this link, in the order that all its ranks keep.
+        """Every bucket of the version `sent` on this link, in the order that all its ranks follow.
 
-        Senders take turns, one bucket each, so that none waits until another has sent everything.
+        Senders take turns, one bucket each, so that no sender waits until another has sent everything.
         """
         queues = [
             [(lane, index) for lane in self.lanes[sender] for index in sent.buckets_of(lane)] for sender in self.senders
@@ -50,13 +50,14 @@ class Turn(NamedTuple):
     sender: str
     lane: int
     sent_as: int
-    """Index of the bucket in the manifest of the whole version."""
+    """Index of the bucket in the manifest of the version as sent."""
 
 
 def links_of(plan: TransferPlan, routes: Sequence[Route], *, apart: bool) -> list[PlannedLink]:
-    """One link for each rank that sends and each trainer rank whose lanes it sends, so that none waits for another's lanes.
+    """The links of an engine that is not collective: one for each sending rank and each trainer rank whose lanes it sends.
 
-    Where a send reaches every receiver of a connection (`apart`), one for each set of receivers, too.
+    A relay therefore does not hold up the lanes of one trainer rank for those of another. With `apart`, for engines whose sends
+    reach every receiver of a connection, each set of receivers has its own link as well.
     """
     found: dict[tuple[str, str, tuple[str, ...]], tuple[dict[str, None], dict[int, None]]] = {}
     for number, (lane, route) in enumerate(zip(plan.lanes, routes, strict=True)):
@@ -97,10 +98,10 @@ class _CollectiveGroup:
 
 
 def collective_links(routes: Sequence[Route]) -> list[PlannedLink]:
-    """One link for each group of senders with common receivers, at each number of hops from the trainer.
+    """The links of a collective engine: one for each group of senders with common receivers, at each number of hops.
 
-    A rank relays on another link than it receives on: a bucket can be relayed only when it has arrived, and a link has one order.
-    So no link waits for one that is further from the trainer.
+    A rank relays on another link than it receives on, because a link has one order of buckets and a bucket must arrive before it
+    is relayed. So no link waits for one that is further from the trainer.
     """
     single: dict[tuple[int, str], _CollectiveGroup] = {}
     for number, route in enumerate(routes):

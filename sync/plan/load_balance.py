@@ -1,11 +1,11 @@
 """Load balance: elements that several ranks hold are assigned so that all ranks send about as many bytes.
 
-First the bytes of each set of holders are divided among them as if they could be split anywhere. Each rank's quota is the one
-that makes the sum of the squares of all loads least, and with it the largest load (Fujishige, "Lexicographically Optimal Base of
-a Polymatroid", 1980). Adding the bytes of one set after the other to its least loaded ranks, over and over, converges to these
-quotas: it is block coordinate descent on a convex function (Tseng, "Convergence of a Block Coordinate Descent Method for
-Nondifferentiable Minimization", 2001). Then real slices fill the quotas, the largest slice into the largest quota, and a slice
-that would overflow a quota is cut.
+First the bytes of each set of holders are divided among the holders as if they could be split anywhere. The quotas minimise the
+sum of the squares of all loads, and with it the largest load (Fujishige, "Lexicographically Optimal Base of a Polymatroid",
+1980). They are found by rounds that assign the bytes of one set after the other to its least loaded ranks. The rounds converge,
+because this is block coordinate descent on a convex function (Tseng, "Convergence of a Block Coordinate Descent Method for
+Nondifferentiable Minimization", 2001). Then real slices fill the quotas, the largest slice into the largest quota. A slice that
+would overflow a quota is cut.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from ..version.box import Box, Labels
 
 _ROUNDS = 40
-"""Limit for the rounds over all sets of holders, should quotas keep moving. Nested sets need one round."""
+"""Limit for the rounds over all sets of holders, in case the quotas do not converge before. Nested sets need one round."""
 _STILL = 0.002
-"""Share of the mean load: the rounds end when no quota moves by more."""
+"""Tolerance of convergence, as a share of the mean load: the rounds end when no quota changes by more."""
 _OVERFLOW = 0.03
-"""Share of the mean load by which a slice may overflow a quota without being cut, because every cut is one more slice."""
+"""Share of the mean load by which a slice may overflow a quota without being cut, because every cut adds a slice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ def balance(shared: Mapping[Labels, Sequence[SharedSlice]], load: Sequence[int])
 
 
 def _quotas(groups: Sequence[Labels], sizes: Sequence[int], load: Sequence[int], still: float) -> list[list[float]]:
-    """For each group of holders the bytes that each of them sends of the group's `sizes`."""
+    """For each group of holders, the bytes of the group that each holder sends; `sizes` are the bytes of each group."""
     loads = [float(nbytes) for nbytes in load]
     quotas = [[0.0] * len(holders) for holders in groups]
-    # Small groups come first: where groups are nested, one round is enough.
+    # Small groups first: if groups are nested, one round is enough.
     order = sorted(range(len(groups)), key=lambda group: (len(groups[group]), groups[group]))
     for _ in range(_ROUNDS):
         moved = 0.0
@@ -80,7 +80,7 @@ def _quotas(groups: Sequence[Labels], sizes: Sequence[int], load: Sequence[int],
 
 
 def _add_to_least(loads: Sequence[float], nbytes: float) -> list[float]:
-    """Distribute `nbytes` over the smallest of `loads` so that these become equal; returns what each gets."""
+    """Distribute `nbytes` over the smallest of `loads` so that these become equal. Returns the bytes added to each load."""
     below = 0.0
     target = 0.0
     for count, load in enumerate(sorted(loads), start=1):
@@ -105,7 +105,7 @@ def _fill(
         if each.nbytes > left + overflow and (cut := _cut(each, left)):
             each, rest = cut
             heapq.heappush(waiting, _entry(rest))
-            if each.nbytes > left + overflow:  # one row is still too much: it is cut along its columns at its turn
+            if each.nbytes > left + overflow:  # one row is still too large: it is cut along its columns when it is next
                 heapq.heappush(waiting, _entry(each))
                 continue
         heapq.heapreplace(room, (each.nbytes - left, rank))
@@ -113,12 +113,12 @@ def _fill(
 
 
 def _entry(each: SharedSlice) -> tuple[int, int, tuple[int, ...], SharedSlice]:
-    """The slice as an entry of a heap that has the largest first."""
+    """The slice as an entry of a heap that pops the largest slice first."""
     return -each.nbytes, each.tensor, each.box.starts, each
 
 
 def _cut(each: SharedSlice, nbytes: float) -> tuple[SharedSlice, SharedSlice] | None:
-    """Cut a slice in two along its first axis with several indices, the first part about `nbytes` large; None for one element."""
+    """Cut a slice in two along its first axis of size > 1, the first part of about `nbytes` bytes; None for one element."""
     box = each.box
     axis = next((axis for axis, size in enumerate(box.shape) if size > 1), None)
     if axis is None:

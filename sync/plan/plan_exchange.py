@@ -1,4 +1,4 @@
-"""Supply and needs: the messages from which every participant of a session makes the same plan."""
+"""Supply and needs: the messages from which every participant of a session computes the same plan."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..version.tensor_spec import TensorSpec, is_computed
 
 _PART = "transfer plan"
 WHOLE = ""
-"""The key of a rollout rank that needs all of every tensor."""
+"""The key of a rollout rank that needs every tensor in full."""
 
 
 @dataclass(frozen=True)
 class Supply:
-    """Everything that the trainer ranks send, and the form in which they send it.
+    """The slices that the trainer ranks send, and the form in which they send them.
 
     Attributes:
-        shares: The slices that each publisher sends, in rank order; together every element once.
+        shares: The slices that each publisher sends, in rank order. Together they hold every element once.
         bucket_bytes: Payload of a bucket.
         checksummed: See `Manifest`.
         quantised: See `Manifest`.
@@ -52,11 +52,11 @@ class Supply:
 
     @property
     def manifest(self) -> Manifest:
-        """The manifest of versions in which this is sent as one stream."""
+        """The manifest of versions that send the full supply as one stream."""
         return Manifest(0, self.specs, self.bucket_bytes, checksummed=self.checksummed, quantised=self.quantised)
 
     def on_the_wire(self, needed: Placement) -> Placement | None:
-        """Translate `needed` from the receiver's tensors, which may have other dtypes or be restored, to those on the wire.
+        """Translate `needed` from the receiver's tensors to the tensors on the wire, which may have other dtypes or be quantised.
 
         Returns None if `needed` has other tensors.
         """
@@ -98,7 +98,7 @@ class Supply:
 
 
 class PlanExchange:
-    """The messages from which the participants of a session make their plan.
+    """Exchanges the messages from which the participants of a session compute their plan.
 
     Args:
         mailbox: A mailbox that only this session uses.
@@ -112,7 +112,7 @@ class PlanExchange:
         self._mailbox.put("supply", supply.to_plain())
 
     def need(self, needed: Placement | None) -> str:
-        """[rollout rank] Publish the needed slices. Returns their key, which is equal for the same rank of all replicas."""
+        """[rollout rank] Publish the needed slices. Returns their key, which is equal for ranks with the same needs."""
         if needed is None:
             return WHOLE
         self._mailbox.put(f"need/{needed.digest}", needed.to_plain())
@@ -125,7 +125,7 @@ class PlanExchange:
     def needed(self, keys: Mapping[str, str], supply: Supply, deadline: Deadline) -> dict[str, Placement]:
         """The slices on the wire that each rollout rank needs, by the rank's name. Raises as `supplied`.
 
-        A rank whose needs are of other tensors gets everything: it computes its needs anew then, or refuses.
+        A rank that needs other tensors than those sent gets everything: it then computes its needs again, or refuses.
         """
         known: dict[str, Placement] = {WHOLE: supply.whole}
         for key in keys.values():

@@ -1,4 +1,4 @@
-"""Reports of transfer plans in plain data: bytes of each link, the busiest ranks, and their bytes over stated speeds."""
+"""Reports of transfer plans as plain data: bytes of each link, the busiest ranks, and their times at given link speeds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .send_assignment import HolderMap
 from .transfer_plan import TransferPlan, plan_transfer
 
 STORE = "the store"
-"""Name of the store at the end of a link."""
+"""Name of the store in a report's links."""
 
 
 class Shown(TypedDict, total=False):
@@ -37,22 +37,22 @@ def configured_report(
     sync: SyncConfig,
     **shown: Unpack[Shown],
 ) -> dict[str, Any]:
-    """Plan as the participants of a session do, and report the plan.
+    """Compute the plan as the participants of a session do, and report it.
 
     Args:
         held: The slices that each trainer rank will hold, by name, in rank order.
-        needed: The slices that each rollout rank will need, by name; None for whole tensors.
+        needed: The slices that each rollout rank will need, by name; None for full tensors.
         facts: Capabilities of the engine.
         sync: The user's configuration.
         shown: See `traffic_report`.
 
     Returns:
-        The result of `plan_report`, or of `store_report` for an engine that stores; and ``notes``, sentences about what the
-        figures leave out.
+        The result of `plan_report`, or of `store_report` for an engine that stores versions, and ``notes``: sentences about the
+        assumptions behind the figures.
 
     Raises:
         ManifestError: The ranks together do not hold every element, or disagree about a tensor.
-        ConfigError: Nothing can be quantised, or not as it is sharded.
+        ConfigError: Nothing can be quantised.
     """
     holders = HolderMap.of(held)
     shares = holders.assign()
@@ -98,7 +98,8 @@ def plan_report(
         shown: See `traffic_report`.
 
     Returns:
-        Sizes of the plan, ``minimum_bytes``, the least that rollout ranks must receive, and the result of `traffic_report`.
+        Sizes of the plan, ``minimum_bytes`` (the bytes that rollout ranks need, each sent once to each rank), and the result of
+        `traffic_report`.
 
     Raises:
         ManifestError: See `plan_transfer`.
@@ -124,7 +125,7 @@ def plan_report(
 
 
 def store_report(shares: Mapping[str, Placement], receivers: Collection[str], **shown: Unpack[Shown]) -> dict[str, Any]:
-    """Report the traffic of an engine that stores: one trainer rank gathers and writes, and every rollout rank reads.
+    """Report the traffic of an engine that stores versions: one trainer rank gathers and writes, every rollout rank reads.
 
     Args:
         shares: The slices that each trainer rank contributes, by name; the first rank gathers.
@@ -165,7 +166,8 @@ def traffic_report(
 
     Returns:
         Bytes over all links and by replica, the busiest links, and the busiest trainer rank, rollout rank and relay. Each of
-        these has its bytes, their ratio to the mean, and ``seconds``, the bytes over the card's speed: no version is faster.
+        these ranks has its bytes, their ratio to the mean, and ``seconds``: the bytes divided by the card's speed, a lower limit
+        for the time of a version.
     """
     sent: Counter[str] = Counter()
     received: Counter[str] = Counter()
@@ -189,7 +191,7 @@ def traffic_report(
 
 
 def _busiest(nbytes: Mapping[str, int], ranks: Collection[str], gbps: float) -> dict[str, Any] | None:
-    """The rank of `ranks` with most bytes; None where no rank has any."""
+    """The rank of `ranks` with the most bytes; None if no rank has any."""
     name = max(ranks, key=lambda each: nbytes.get(each, 0))
     if not (most := nbytes.get(name, 0)):
         return None
@@ -198,7 +200,7 @@ def _busiest(nbytes: Mapping[str, int], ranks: Collection[str], gbps: float) -> 
 
 
 def _needed_bytes(plan: TransferPlan, needed: Mapping[str, Placement]) -> int:
-    """The least that must reach all rollout ranks, in the dtypes of the wire."""
+    """Bytes that all rollout ranks need together, in the dtypes of the wire."""
     itemsize = {spec.name: spec.dtype.itemsize for spec in plan.specs}
     ranks = Counter(map(id, needed.values()))
     placements = {id(placement): placement for placement in needed.values()}
@@ -209,7 +211,7 @@ def _needed_bytes(plan: TransferPlan, needed: Mapping[str, Placement]) -> int:
 
 
 def _first_mismatch(needed: Mapping[str, Placement | None], supply: Supply) -> str:
-    """The first tensor that a rank expects and that is sent otherwise, in words; empty when there is none."""
+    """Text about the first tensor that is not sent as a rank expects it; empty if there is none."""
     sent = {spec.name: spec for spec in supply.specs}
     for need in needed.values():
         if need is None or supply.on_the_wire(need) is not None:

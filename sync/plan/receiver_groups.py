@@ -1,4 +1,4 @@
-"""Receiver groups, which are planned for together because they need the same slices, and checks of senders against receivers."""
+"""Receiver groups: rollout ranks that need the same slices and are planned together. Checks of senders against receivers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class ReceiverGroup:
 def group_receivers(needed: Mapping[str, Placement]) -> tuple[ReceiverGroup, ...]:
     """Group the rollout ranks with equal placements, in the order of each group's first rank.
 
-    Placements are compared and not hashed, because two different ones differ after a few tensors. An object that serves many
-    ranks is compared once.
+    Placements are compared instead of hashed, because two different ones differ within the first few tensors. A placement object
+    that many ranks share is compared once.
     """
     seen: dict[int, int] = {}
     by_names: dict[tuple[str, ...], list[int]] = {}
@@ -62,9 +62,9 @@ def missing_tensor(spec: TensorSpec, receiver: str) -> ManifestError:
 
 
 def check_spec(sent: TensorSpec, sender: str, needed: TensorSpec, rank: str) -> None:
-    """Raise `ManifestError` unless a tensor has the same shape on `sender` and on `rank`, which needs it.
+    """Raise `ManifestError` unless a tensor has the same shape on `sender` and on the rollout rank `rank`.
 
-    The rank that needs it may have any dtype that holds every value that is sent.
+    `rank` may have any dtype that can represent every value of the dtype on the wire.
     """
     if sent.shape != needed.shape:
         padded = len(sent.shape) == len(needed.shape) > 0 and sent.shape[1:] == needed.shape[1:]
@@ -93,7 +93,7 @@ def check_spec(sent: TensorSpec, sender: str, needed: TensorSpec, rank: str) -> 
 
 
 def holds_every(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether every value of dtype `narrow` is one of dtype `wide`."""
+    """Whether dtype `wide` can represent every value of dtype `narrow`."""
     if wide == narrow:
         return True
     if wide.is_floating_point and narrow.is_floating_point:

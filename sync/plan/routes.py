@@ -16,7 +16,7 @@ _FAN_OUTS = {"chain": 1, "tree": 2}
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The hops of one lane, with sender and receiver of each; a rank relays only what an earlier hop has brought."""
+    """The hops of one lane, as pairs of sender and receiver. A rank receives a lane in an earlier hop than it relays it."""
 
     hops: tuple[tuple[str, str], ...]
 
@@ -41,8 +41,8 @@ class Route:
 def plan_routes(plan: TransferPlan, relay: Relay) -> tuple[Route, ...]:
     """Plan a route for each lane, equal in every process.
 
-    A lane with more receivers than the fan-out of `relay` is relayed. Lanes with the same receivers begin with different ones, so
-    that all relay about as much.
+    A lane with more receivers than the fan-out of `relay` is relayed. Lanes with the same receivers begin at different receivers,
+    so that all of them relay about as many bytes.
     """
     turns: Counter[tuple[str, ...]] = Counter()
     routes = []
@@ -50,7 +50,7 @@ def plan_routes(plan: TransferPlan, relay: Relay) -> tuple[Route, ...]:
         receivers = lane.receivers
         fan_out = _FAN_OUTS.get(relay, len(receivers))
         if fan_out < len(receivers):
-            relays = (len(receivers) - 1) // fan_out  # the first ranks relay, and the next lane's are those behind them
+            relays = (len(receivers) - 1) // fan_out  # the first ranks relay; in the next lane, the ranks after them do
             first = turns[receivers] * relays % len(receivers)
             turns[receivers] += 1
             receivers = receivers[first:] + receivers[:first]
@@ -60,10 +60,10 @@ def plan_routes(plan: TransferPlan, relay: Relay) -> tuple[Route, ...]:
 
 
 def check_relay(relay: Relay, engine: str, facts: Capabilities) -> None:
-    """Raise `ConfigError` if receivers of the engine called `engine` cannot relay, or would only lose time by it.
+    """Raise `ConfigError` if receivers of the engine named `engine` cannot relay, or if relaying would only cost time.
 
-    Nothing can be relayed where a send reaches everybody, or buckets stay in a store or in their sender's memory. Within one host
-    memory is the bottleneck, not network cards.
+    Relays are impossible if a send reaches every receiver, or if buckets stay in a store or in their sender's memory. They cost
+    time within one host, where memory is the bottleneck and not the network cards.
     """
     elsewhere = facts.views or facts.persistent or facts.elastic or facts.same_host_only
     if relay != "off" and (elsewhere or Delivery.POINT_TO_POINT not in facts.delivery):

@@ -14,12 +14,12 @@ from .load_balance import SharedSlice, balance
 
 PART = "transfer plan"
 _SHOWN = 4
-"""Names that an error lists."""
+"""Limit for the names that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedSlice:
-    """Elements that several trainer ranks hold, and that must be equal there."""
+    """Elements that several trainer ranks hold, with equal values."""
 
     spec: TensorSpec
     box: Box
@@ -33,9 +33,9 @@ class HeldTensor:
 
     spec: TensorSpec
     first: int
-    """The rank that named the tensor first."""
+    """Index of the first rank that lists the tensor."""
     boxes: list[tuple[Box, int]] = field(default_factory=list)
-    """Slices with the rank that holds them."""
+    """Slices, each with the index of the rank that holds it."""
 
 
 def combined(held: Mapping[str, Placement]) -> dict[str, HeldTensor]:
@@ -58,11 +58,11 @@ _Cells = tuple[tuple[Box, Labels], ...]
 
 @dataclass(frozen=True)
 class HolderMap:
-    """Which trainer ranks hold which elements. Every tensor is cut into cells that the same ranks hold throughout.
+    """Which trainer ranks hold which elements. Every tensor is cut into cells; all elements of a cell have the same holders.
 
     Attributes:
         ranks: Names of the trainer ranks, in rank order.
-        specs: Every tensor, in the order in which ranks name them.
+        specs: Every tensor, in the order in which the ranks list them.
         cells: The cells of each tensor, in the order of their first indices, with the indices of their holders.
     """
 
@@ -82,7 +82,7 @@ class HolderMap:
             ManifestError: Ranks disagree about a tensor, or no rank holds some of its elements.
         """
         ranks, tensors = tuple(held), combined(held)
-        # Layers are alike: the cells of one tensor serve all with the same shape and the same slices.
+        # Layers are alike: tensors with the same shape and the same slices share their cells.
         known: dict[object, _Cells] = {}
         return cls(
             ranks,
@@ -112,7 +112,7 @@ class HolderMap:
                     load[holders[0]] += box.numel * spec.dtype.itemsize
                 else:
                     shared.setdefault(holders, []).append(SharedSlice(index, box, spec.dtype.itemsize))
-            if not cells:  # some rank has to announce an empty tensor
+            if not cells:  # one rank has to list an empty tensor
                 sent[first][index] = []
         for rank, each in balance(shared, load):
             sent[rank].setdefault(each.tensor, []).append(each.box)
@@ -127,7 +127,7 @@ class HolderMap:
 
 
 def assign_slices(held: Mapping[str, Placement]) -> dict[str, Placement]:
-    """Assign every element of every tensor to one trainer rank that sends it, whoever receives it.
+    """Assign every element of every tensor to one trainer rank, which sends it to all its receivers.
 
     Elements that several ranks hold are assigned so that the ranks send about as many bytes each; large slices may be cut into
     rows for that. The same `held` in the same order gives the same result in every process.
@@ -191,12 +191,12 @@ def _disagreement(one: TensorSpec, rank: str, other: TensorSpec, another: str) -
 
 
 def where(box: Box) -> str:
-    """A box as an index: ``[0:4, 8:16]``."""
+    """Text of a box as an index: ``[0:4, 8:16]``."""
     ranges = (f"{first}:{last}" for first, last in zip(box.starts, box.stops, strict=True))
     return f"[{', '.join(ranges)}]" if box.starts else "the one element"
 
 
 def some(names: Sequence[str]) -> str:
-    """The first of many names."""
+    """Text with the first `_SHOWN` names and the number of the others."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return f"{', '.join(names[:_SHOWN])}{more}"

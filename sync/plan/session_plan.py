@@ -1,7 +1,7 @@
-"""The session plan: lanes, stream, routes and links, which every participant of a session computes alike.
+"""The session plan: lanes, stream, routes and links, which every participant of a session computes for itself.
 
-The trainer ranks publish the slices that each of them sends, and the rollout ranks the slices that they need. From that every
-participant makes the same plan. The digests are compared before the first byte.
+Trainer rank 0 publishes the slices that each trainer rank sends, and the rollout ranks publish the slices that they need. From
+these messages every participant computes the same plan. The coordinator compares the digests before the first byte is sent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class SessionPlan:
     """The plan of one session.
 
     Args:
-        supply: Everything that the trainer ranks send.
+        supply: The slices that the trainer ranks send.
         needed: The slices that each rollout rank needs.
         facts: Capabilities of the engine.
     """
@@ -34,7 +34,7 @@ class SessionPlan:
     def __init__(self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> None:
         self.plan: TransferPlan = plan_transfer(supply.shares, needed, cut="shares" if facts.views else "exact")
         self.specs = self.plan.specs
-        """Every tensor of the checkpoint, as it is sent."""
+        """Every tensor of the checkpoint, as on the wire."""
         cells = [cell for lane in self.plan.lanes for cell in lane.cells]
         regions = tuple(TensorSlice(self.specs[cell.tensor], cell.box) for cell in cells)
         self.layout = Manifest(

@@ -19,7 +19,7 @@ from .send_assignment import PART, HeldTensor, combined, some, where
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A slice of a tensor that is sent as a whole."""
+    """A slice of a tensor, sent by one rank to one set of receivers."""
 
     tensor: int
     """Index of the tensor in the plan's `specs`."""
@@ -46,8 +46,8 @@ class TransferPlan:
     """The lanes from all senders.
 
     Attributes:
-        specs: All tensors that are sent, as they are on the wire.
-        lanes: Lanes by sender in rank order; those of one sender in the order in which it begins them.
+        specs: All tensors that are sent, as on the wire.
+        lanes: Lanes by sender in rank order; the lanes of one sender in the order in which it sends them.
     """
 
     specs: tuple[TensorSpec, ...]
@@ -81,14 +81,13 @@ def plan_transfer(
     Args:
         shares: The slices that each trainer rank sends, from `assign_slices`; every element at most once.
         needed: The slices that each rollout rank needs.
-        cut: The content of a lane. ``"exact"``: the slices of the sender's share that its receivers need, so that every element
-            that a receiver needs is sent to it once. ``"shares"``: the whole share, to every receiver that needs a part of it,
-            for engines whose receivers read the sender's memory.
+        cut: The content of a lane. ``"exact"``: the slices of the sender's share that its receivers need, so that a receiver gets
+            every element that it needs once, and no other element. ``"shares"``: the sender's full share, for every receiver
+            that needs a part of it, with engines whose receivers read the sender's memory.
 
     Raises:
-        ManifestError: A receiver needs a tensor, or elements, that no rank sends; another shape; or a dtype that cannot hold
-        every
-            value that is sent.
+        ManifestError: A receiver needs a tensor or elements that no rank sends, another shape, or a dtype that cannot represent
+            every value that is sent.
 
     >>> import torch
     >>> w = TensorSpec("w", (4, 8), torch.float32)
@@ -110,7 +109,7 @@ class _Planner:
         self._groups = group_receivers(needed)
         self._sent = combined(shares)
         self._specs = tuple(sent.spec for sent in self._sent.values())
-        # Layers are alike: the cells of one tensor serve all with the same shape and the same slices.
+        # Layers are alike: tensors with the same shape and the same slices share their cells.
         self._known: dict[object, list[tuple[int, Labels, Box]]] = {}
 
     def plan(self, cut: Literal["exact", "shares"]) -> TransferPlan:
@@ -127,7 +126,7 @@ class _Planner:
         return TransferPlan(self._specs, tuple(self._ordered(lanes)))
 
     def _needs(self) -> list[list[tuple[Box, int]]]:
-        """For each tensor the slices that are needed, with the index of the group of receivers."""
+        """For each tensor, the slices that are needed, with the index of the receiver group."""
         index_of = {name: index for index, name in enumerate(self._sent)}
         needs: list[list[tuple[Box, int]]] = [[] for _ in index_of]
         for number, group in enumerate(self._groups):
@@ -141,7 +140,7 @@ class _Planner:
         return needs
 
     def _cells(self, sent: HeldTensor, need: list[tuple[Box, int]]) -> Iterator[tuple[int, Labels, Box]]:
-        """The cells of a tensor: sender, groups of receivers, and slice."""
+        """The cells of a tensor: sender, receiver groups, and slice."""
         shape = sent.spec.shape
         for box, group in need:
             if not box.fits(shape):
@@ -205,7 +204,7 @@ class _Planner:
         return whole
 
     def _ordered(self, lanes: Mapping[tuple[int, Labels], list[Cell]]) -> Iterator[Lane]:
-        """The lanes sender by sender. Each sender begins with other receivers than the one before, which spreads the load."""
+        """The lanes, sender by sender. Each sender begins with other receivers than the previous sender, to spread the load."""
         index_of = {receiver: index for index, receiver in enumerate(self._receivers)}
         receivers_of: dict[Labels, tuple[int, ...]] = {}
         own: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
@@ -216,7 +215,7 @@ class _Planner:
                 )
             own.setdefault(sender, []).append((receivers_of[groups], cells))
         for sender in sorted(own):
-            # Lanes to equally many receivers are about equally long, and those to few receivers carry most.
+            # Lanes with equally many receivers have about as many bytes, and lanes with few receivers have the most.
             by_count: dict[int, list[tuple[tuple[int, ...], list[Cell]]]] = {}
             for lane in sorted(own[sender], key=lambda lane: lane[0]):
                 by_count.setdefault(len(lane[0]), []).append(lane)

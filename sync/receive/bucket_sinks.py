@@ -1,4 +1,4 @@
-"""Bucket sinks: each names the memory a bucket is received into, and takes the verified bucket."""
+"""Bucket sinks: each provides the memory that a bucket is received into, and takes the received bucket."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .receive_session import ExpectedBucket
 
 
 class BucketSink:
-    """The destination of one version's buckets. The threads of several links call it at the same time."""
+    """The destination of one version's buckets. The threads of several links call it concurrently."""
 
     most_in_flight: ClassVar[int] = 8
     """Most buckets posted to one link at a time: enough to keep the link busy while buckets are verified."""
@@ -33,7 +33,7 @@ class BucketSink:
 
 @dataclass(frozen=True)
 class StagedBuckets(BucketSink):
-    """Receives every bucket into its place in `stream`, staging memory for the whole version (1-D uint8)."""
+    """Receives every bucket into its place in `stream`, the staging memory for the full version (1-D uint8)."""
 
     stream: torch.Tensor
 
@@ -58,7 +58,7 @@ class DeltaBuckets(BucketSink):
     """Receives the buckets of a delta into new memory on `device` and passes them to `decoding`."""
 
     most_in_flight = 2
-    """Each bucket takes memory beside the decoded delta."""
+    """Each bucket takes memory in addition to the decoded delta."""
     needs_verified = True
     decoding: DeltaDecoding
     device: torch.device
@@ -76,11 +76,11 @@ class DeltaBuckets(BucketSink):
 class LiveBuckets(BucketSink):
     """Passes every bucket to a live stream.
 
-    `buffers` have room for a bucket of each sender on each link; without any, buckets are viewed.
+    `buffers` has one buffer for each sender on each link, large enough for any bucket. If it is empty, buckets are viewed.
     """
 
     most_in_flight = 1
-    """A sender's next bucket is received into the same buffer, so each must be written first."""
+    """A sender's next bucket is received into the same buffer, so a bucket must be written before the next is posted."""
     needs_verified = True
     stream: LiveStream
     buffers: Mapping[tuple[ReceiverLink, str], torch.Tensor]

@@ -1,4 +1,4 @@
-"""`LiveIdentity`: the publication that a rollout rank's live weights are, and the delta prepared for them."""
+"""`LiveIdentity`: tracks which publication a rollout rank's live weights hold, and keeps the delta prepared for them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from ..version.manifest import Manifest
 
 
 class LiveIdentity:
-    """The state of live weights that a delta needs: a delta may only be put into its base."""
+    """The identity of the live weights, because a delta may only be applied to its base."""
 
     def __init__(self) -> None:
         self.identity = ""
-        """Identity of the publication; empty while it is not certain."""
+        """Identity of the publication in the live weights; empty while that is not certain."""
         self._identity_before = ""
         self._staged = (-1, "")
         """Number and identity of the version staged last."""
         self._delta: tuple[int, Any] | None = None
-        """Version and result of `Subscriber.prepare_delta` of the staged delta."""
+        """Version of the staged delta, and the result of `Subscriber.prepare_delta` for it."""
 
     def stage(self, manifest: Manifest) -> None:
         """Note that a version was staged."""
@@ -32,7 +32,7 @@ class LiveIdentity:
         return self._delta[1] if self._delta is not None and self._delta[0] == version else None
 
     def forget_delta(self, version: int | None = None) -> None:
-        """Free the prepared delta, if it leads to `version`; by default any."""
+        """Free the prepared delta if it is the one to `version`; by default free any."""
         if self._delta is not None and version in (None, self._delta[0]):
             self._delta = None
 
@@ -41,7 +41,7 @@ class LiveIdentity:
         self.identity, self._identity_before = "", self.identity
 
     def restore(self) -> None:
-        """Note that the weights are what they were before the last `take`."""
+        """Note that the weights are the same as before the last `take`."""
         self.identity = self._identity_before
 
     def commit(self, version: int) -> None:

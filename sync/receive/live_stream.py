@@ -1,4 +1,4 @@
-"""`LiveStream`: passes a version into live weights, one bucket after another, without staging it."""
+"""`LiveStream`: passes a version to the writer of the live weights, one bucket after another, without staging it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..version.manifest import Manifest
 from ..version.tensor_spec import TensorSpec
 
 _GRACE_S = 2.0
-"""Extra seconds the writer waits after the deadline: the receiving thread fails first and knows the cause."""
+"""Extra seconds that the writer waits after the deadline, so that the receiving thread, which knows the cause, fails first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class LivePart:
     Attributes:
         name: The checkpoint tensor.
         start: First element in the row-major flattened tensor.
-        values: The elements, 1-D, contiguous, in the tensor's wire dtype; valid until the next part is asked for.
+        values: The elements, 1-D, contiguous, in the tensor's wire dtype; valid until the next part is requested.
     """
 
     name: str
@@ -40,9 +40,9 @@ class LiveStream:
     outlives the deadline by more than `_GRACE_S`.
 
     Args:
-        manifest: Manifest of a version in full.
+        manifest: Manifest of a full version.
         part: Name of the receiving participant, for error messages.
-        deadline: When everything has to be written.
+        deadline: Limit for writing the full version.
         on_ready: Called once, before the first bucket is passed on.
     """
 
@@ -53,7 +53,7 @@ class LiveStream:
         self._deadline = deadline
         self._on_ready = on_ready
         self._offering = threading.Lock()
-        """Locked by the link whose bucket is being written."""
+        """Held by the thread of the link whose bucket is being written."""
         self._ready = False
         self._changed = threading.Condition()
         self._bucket: tuple[int, torch.Tensor] | None = None
@@ -109,7 +109,7 @@ class LiveStream:
             self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
-        """Give the version up with `error`. Does nothing once the stream is complete or has failed."""
+        """Fail the version with `error`. Does nothing once the stream is complete or has failed."""
         with self._changed:
             self._fail(as_weightlane_error(error, self._part))
 
@@ -136,9 +136,9 @@ class LiveStream:
             self._wait()
 
     def parts(self) -> Iterator[LivePart]:
-        """[writer] Every element of the version, in the order of the stream. Raises as `begin`, at any part.
+        """[writer] Yield every element of the version, in the order of the stream. Any step may raise as `begin` does.
 
-        A writer that stops before the end gives the version up.
+        If the writer stops before the end, the stream fails.
         """
         finished = False
         try:

@@ -18,14 +18,14 @@ from ..version.safetensors_files import MANIFEST_FILE, manifest_of_document
 def read_version(
     path_or_url: str, storage_options: Mapping[str, Any] | None = None, *, timeout_s: float = 600.0
 ) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Read the newest committed version that the ``filesystem`` engine keeps at `path_or_url`, and verify every checksum.
+    """Read the newest committed version that the ``filesystem`` engine stores at `path_or_url`, and verify every checksum.
 
     Works during a run and after its end. A version published with ``sync.integrity = "off"`` has no checksums.
 
     Args:
         path_or_url: The engine's ``path``.
         storage_options: The engine's ``storage_options``.
-        timeout_s: Seconds after which to give up.
+        timeout_s: Limit in seconds.
 
     Returns:
         The manifest of the version, and its tensors by name: CPU tensors that share memory.
@@ -44,7 +44,7 @@ def read_version(
         try:
             return _read(stored, deadline)
         except StorageError:
-            # A run may have replaced the version meanwhile.
+            # A run may have replaced the version in the meantime.
             newest = StoredVersion.newest(path_or_url, storage_options, deadline)
             if newest.location == stored.location:
                 raise

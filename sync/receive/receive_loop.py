@@ -1,4 +1,4 @@
-"""`ReceiveLoop`: posts, flushes and verifies the buckets of a version, on every link of the session at the same time."""
+"""`ReceiveLoop`: posts, flushes and verifies the buckets of a version, on all links of the session concurrently."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StageRequest:
     session: ReceiveSession
     deadline: Deadline
     stall_s: float
-    """The trainer's longest time for one bucket."""
+    """The trainer's time limit for one bucket, in seconds."""
     viewed: bool = False
     """Whether buckets are viewed in their senders' memory."""
     stream: LiveStream | None = None
@@ -58,7 +58,7 @@ class ReceiveLoop:
         self._runtime = runtime_of(device)
         self._hooks = hooks
         self._device_streams: list[Any] = []
-        """One for each link, kept: torch has few, reuses them, and caches memory for each."""
+        """One stream for each link. They are kept, because torch has few streams, reuses them, and caches memory for each."""
         self._tasks = TransferTasks(name)
 
     def wait_until_idle(self, deadline: Deadline) -> None:
@@ -99,7 +99,7 @@ class _ReceivedBucket:
     expected: ExpectedBucket
     data: torch.Tensor
     checksum: str
-    """The checksum its sender announced; empty for a bucket from a store."""
+    """The checksum that its sender declared; empty for a bucket from a store."""
     started: float
 
 
@@ -115,7 +115,7 @@ class _VersionTransfer:
     hooks: RunHooks
 
     def receive_from(self, source: Source, device_stream: Any) -> None:
-        """Receive the buckets of `source`: post ahead while senders announce more, else wait for the oldest bucket."""
+        """Receive the buckets of `source`: post the next bucket if its sender has declared it, else wait for the oldest one."""
         in_flight: deque[_ReceivedBucket] = deque()
         request, most = self.request, self.sink.most_in_flight
         with self.runtime.on(device_stream):
@@ -147,7 +147,7 @@ class _VersionTransfer:
         self._on_bucket(in_flight.popleft())
 
     def _on_bucket(self, received: _ReceivedBucket) -> None:
-        """Verify a bucket, then let observers, the relay and the sink have it."""
+        """Verify a bucket, then pass it to the relay, the observers and the sink."""
         expected, data, relay = received.expected, received.data, self.request.relay
         self.checksums.verify(received)
         if relay is not None:
@@ -160,8 +160,8 @@ class _VersionTransfer:
 class _ChecksumCheck:
     """Compares the buckets of one version with their checksums.
 
-    A stored version has its checksums in one message, sent once every bucket is stored. Buckets are hashed on arrival and
-    compared once the message is here, unless `wait_first` says to wait for the message before the first bucket.
+    The checksums of a stored version are in one message, sent once every bucket is stored. Buckets are hashed on arrival and
+    compared once the message has arrived. With `wait_first`, the message is awaited before the first bucket.
     """
 
     def __init__(self, request: StageRequest, *, wait_first: bool) -> None:
@@ -169,7 +169,7 @@ class _ChecksumCheck:
         self._stored = request.session.stored_checksums if request.manifest.checksummed else None
         self._checksums: Sequence[object] | None = None
         self._remaining: list[tuple[ExpectedBucket, str]] = []
-        """Buckets to compare, with the checksums of their bytes."""
+        """Buckets that are not compared yet, with the checksums of their received bytes."""
         if wait_first:
             self._wait_for_stored()
 
@@ -190,7 +190,7 @@ class _ChecksumCheck:
         verify(received.data, checksum, manifest.version, index, peer=expected.sender)
 
     def verify_remaining(self) -> None:
-        """Compare the buckets whose checksums were missing. Raises `CorruptBucketError` or `DeadlineExceededError`."""
+        """Compare the buckets that arrived before their checksums. Raises `CorruptBucketError` or `DeadlineExceededError`."""
         if not self._remaining:
             return
         self._wait_for_stored()

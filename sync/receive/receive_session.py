@@ -17,23 +17,23 @@ from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
 
 _EXTRA_PER_HOP = 0.2
-"""Extra waiting time for each hop to the trainer, in shares of `stall_s`: a stalled sender then fails before its receiver."""
+"""Extra time limit per hop from the trainer, as a share of `stall_s`, so that a stalled sender fails before its receiver."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A receiver link, and the participants that send buckets to this rank on it. These arrive in order."""
+    """A receiver link, and the participants that send buckets to this rank on it. The buckets arrive in order."""
 
     link: ReceiverLink
     hops: Mapping[str, int]
-    """Hops on the longest route from a trainer rank that ends with a sender and this rank, by sender."""
+    """Number of hops from the trainer to this rank, on the longest route among a sender's lanes, by sender."""
     lanes: Mapping[str, frozenset[int]] = field(default_factory=dict)
     """Lanes for this rank, by sender."""
     planned: PlannedLink | None = None
     """The link in the session's plan; None for one stream from one sender."""
 
     def stall_s(self, sender: str, stall_s: float) -> float:
-        """Longest time to wait for one bucket of `sender`, in seconds, if the trainer's limit is `stall_s`."""
+        """Time limit for one bucket of `sender`, in seconds, if the trainer's own limit is `stall_s`."""
         return stall_s * (1 + _EXTRA_PER_HOP * self.hops[sender])
 
 
@@ -58,7 +58,7 @@ class ReceiveSession:
 
     Attributes:
         name: The session's name.
-        sources: Links with buckets for this rank; they run at the same time.
+        sources: Links with buckets for this rank, all received from concurrently.
         stored_checksums: Checksums of versions in a store; None where each checksum arrives with its bucket.
         planned: The session's plan; None for one stream from one sender.
         lanes: Lanes for this rank, in the plan's order. They are the sections of the rank's own stream.
@@ -101,7 +101,7 @@ class ReceiveSession:
             sent = Manifest.from_plain(plain, newest)
             return sent, sent
         sent = Manifest.from_plain(plain, self.planned.layout)
-        # Tensors and slicing are shared between versions, so that what was computed from them holds for each.
+        # Versions share the objects `specs` and `slicing`, so that results cached for these objects hold for all versions.
         return sent, replace(sent.only(self.lanes), specs=self._own_layout.specs, slicing=self._own_layout.slicing)
 
     def expected_buckets(self, sent: Manifest, own: Manifest, source: Source) -> Iterator[ExpectedBucket]:

@@ -1,4 +1,4 @@
-"""`Relay`: forwards one version from a rollout rank to others, each bucket once it was verified, from the memory it is in."""
+"""`Relay`: forwards one version from a rollout rank to others; each verified bucket is sent from the memory it is in."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from ..send.pipeline import BucketsInFlight, Destination
 from ..version.manifest import Manifest
 
 _MOST_IN_FLIGHT = 8
-"""Most buckets posted to a link at a time, as many as are received ahead. They are sent from where they are, without a copy."""
+"""Most buckets posted to a link at a time, equal to `BucketSink.most_in_flight`. They are sent without a copy."""
 
 
 class Relay:
-    """Relays one version, whose `manifest` is as sent, from participant `rank`; one bucket may take `stall_s` seconds.
+    """Relays one version from participant `rank`, with `stall_s` seconds as the limit for one bucket.
 
-    `links` are the destinations of the lanes that it relays on each link, from `destinations_of`.
+    `manifest` is the manifest as sent. `links` has, for each link, the lanes that `rank` relays on it and their destinations,
+    from `destinations_of`.
 
-    Receiving threads call `on_bucket`, which never waits. A thread for each link runs `send`, which keeps the order of the
-    lanes. A slow receiver therefore delays only the receivers behind it, and no two ranks wait for each other.
+    Receiving threads call `on_bucket`, which never waits. A thread for each link runs `send`, which sends the lanes in order. A
+    slow receiver therefore delays only the receivers after it in the route, and no two ranks wait for each other.
     """
 
     def __init__(
@@ -43,18 +44,18 @@ class Relay:
         self._relayed = {index for lanes in links for lane in lanes for index in manifest.buckets_of(lane)}
         self._changed = threading.Condition()
         self._ready: dict[int, tuple[torch.Tensor, str]] = {}
-        """Verified buckets that wait to be sent, with their checksums, by index in the version as sent."""
+        """Verified buckets to be sent, with their checksums, by index in the version as sent."""
         self._error: WeightlaneError | None = None
 
     def on_bucket(self, index: int, data: torch.Tensor, checksum: str) -> None:
-        """Make the verified bucket `index` available; its bytes stay unchanged until it was sent."""
+        """Add the verified bucket `index`; its bytes must stay unchanged until it is sent."""
         if index in self._relayed:
             with self._changed:
                 self._ready[index] = data, checksum
                 self._changed.notify_all()
 
     def give_up(self, error: BaseException) -> None:
-        """Make `send` raise `error`: no further bucket will be available."""
+        """Make `send` raise `error`, because no further bucket will arrive."""
         with self._changed:
             self._error = self._error or as_weightlane_error(error, self._rank)
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Staged versions: `StagingSlot` has one in memory of the rollout rank, `ViewedVersion` is one in its senders' memory."""
+"""Staged versions: a `StagingSlot` holds one in the rollout rank's memory, a `ViewedVersion` is one in its senders' memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StagingSlot:
 
 
 def new_receive_memory(nbytes: int, device: torch.device, live: DeviceRuntime) -> torch.Tensor:
-    """Zeroed memory on `device`, 1-D uint8, to receive into and to copy from to the device of `live`."""
+    """Allocate zeroed memory on `device` (1-D uint8) to receive into. Its content is later copied to the device of `live`."""
     # Zeroed: first-touch page faults would otherwise slow down the first version.
     if device == HOST:
         return live.host_memory(nbytes)
@@ -44,17 +44,17 @@ def new_receive_memory(nbytes: int, device: torch.device, live: DeviceRuntime) -
 
 @dataclass(slots=True)
 class ViewedVersion:
-    """A version whose tensors are views of its senders' memory, which the senders want back."""
+    """A version whose tensors are views of its senders' memory, which must be released to the senders."""
 
     manifest: Manifest
     runs: Sequence[tuple[int, torch.Tensor]]
-    """First byte in the stream and the bytes (1-D uint8) of each run in memory: one, or one for each section."""
+    """First byte in the stream and the bytes (1-D uint8) of each run: one run for each section of the stream."""
     committed: bool | None = None
-    """True once the version serves, False once it was given up."""
+    """True once the version serves, False once it was aborted."""
 
     @classmethod
     def of(cls, manifest: Manifest, buckets: Mapping[int, torch.Tensor]) -> ViewedVersion | None:
-        """The version with these `buckets`, by index; None if the buckets of some section do not adjoin in memory."""
+        """The version with these `buckets`, by index; None if the buckets of a section are not contiguous in memory."""
         runs = []
         for section in range(manifest.section_count):
             run = adjoined([buckets[index] for index in manifest.buckets_of(section)])

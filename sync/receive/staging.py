@@ -1,4 +1,4 @@
-"""`Staging`: keeps the versions of one rollout rank that wait for their commit, and the version that serves."""
+"""`Staging`: holds the staged version of one rollout rank until its commit, and the version that serves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .staged_version import StagingSlot, ViewedVersion, new_receive_memory
 
 _log = logging.getLogger(__name__)
 _DELTA_FACTOR = 8
-"""Most memory to receive and decode a delta, in bytes per byte on the wire."""
+"""Upper limit for the memory to receive and decode a delta, in bytes per byte on the wire."""
 
 
 @dataclass(slots=True)
@@ -28,19 +28,19 @@ class _AppliedDelta:
     base: Manifest
     """Manifest of the version before."""
     aborted: bool = False
-    """Whether the version was given up while it was being loaded."""
+    """Whether the version was aborted while it was being loaded; it is rolled back afterwards."""
 
 
 class Staging:
     """At most two slots of memory and one viewed version. Thread-safe.
 
-    One slot is filled while the other keeps the version that serves, as far as the limit allows. A commit swaps the slots, so
-    memory that is being loaded, or that a rollback needs, is never filled. A viewed version needs no slot until it serves;
-    `clean_up` then copies it into one. A delta is applied to the serving slot, and rolled back if its version is aborted.
+    One slot is filled while the other keeps the version that serves, if the limit allows two. A commit swaps the slots, so that
+    memory is never filled while a version is loaded from it or a rollback needs it. A viewed version needs no slot until it
+    serves; `clean_up` then copies it into one. A delta is applied to the serving slot, and rolled back if its version is aborted.
 
     Args:
         part: Name of the owner for error messages.
-        limit_bytes: Most memory for both slots together; 0 means no limit.
+        limit_bytes: Upper limit for the memory of both slots together; 0 means no limit.
         device: Device of the slots.
         live: Runtime of the live model's device, to which versions are copied from the slots; by default that of `device`.
     """
@@ -62,7 +62,7 @@ class Staging:
         """The version that serves; the serving slot may keep an older one."""
 
     def kept_identity(self, plan: str) -> str:
-        """Identity of the publication kept in the slices of `plan`; empty when none is kept, or an unknown one."""
+        """Identity of the kept version; empty if none is kept in the slices of `plan`, or an uncommitted delta is applied."""
         with self._lock:
             if self._applied is not None:
                 return ""
@@ -85,11 +85,11 @@ class Staging:
     def reserve(self, manifest: Manifest, *, viewed: bool = False, live: bool = False) -> None:
         """Make room for a version, which will be `viewed` or received. Drops an earlier version that is not committed.
 
-        A delta is for the kept version, or for the `live` weights.
+        A delta will be applied to the kept version, or to the `live` weights.
 
         Raises:
-            StagingMemoryError: The version needs more than the limit.
-            DeltaBaseError: A delta needs more of it than its base leaves.
+            StagingMemoryError: The version needs more memory than the limit.
+            DeltaBaseError: A delta, together with the kept base unless it is `live`, needs more memory than the limit.
             CommitError: An earlier version is being loaded.
         """
         needed = 0 if viewed else _DELTA_FACTOR * manifest.wire_bytes if manifest.is_delta else manifest.total_bytes
@@ -127,7 +127,7 @@ class Staging:
                 self._serving = self._empty()
 
     def memory(self, manifest: Manifest) -> torch.Tensor:
-        """The memory to fill with the version's stream: 1-D uint8, of the same length."""
+        """The memory to fill with the version's stream: 1-D uint8, of the stream's length."""
         needed = manifest.total_bytes
         if self._incoming.data.numel() < needed:
             self._incoming = self._empty()  # frees the old memory before the new memory is allocated
@@ -135,7 +135,7 @@ class Staging:
         return self._incoming.data[:needed]
 
     def complete(self, manifest: Manifest) -> None:
-        """Stage the version whose verified stream is in `memory`."""
+        """Stage the version whose verified stream is in the memory returned by `memory`."""
         with self._lock:
             self._incoming.manifest = manifest
 
@@ -145,7 +145,7 @@ class Staging:
             self._viewed = viewed
 
     def apply(self, delta: StagedDelta) -> None:
-        """Stage the version that `delta` makes of the kept version. Raises `DeltaBaseError` if its base is not kept."""
+        """Apply `delta` to the kept version to stage its version. Raises `DeltaBaseError` if its base is not kept."""
         with self._lock:
             kept = self._serving.manifest
             if (
@@ -196,7 +196,7 @@ class Staging:
         )
 
     def take_previous(self, version: int) -> tuple[Manifest, dict[str, torch.Tensor]]:
-        """The version kept from before `version`, as `take` gives it. Raises `CommitError` if none is kept."""
+        """The version that served before `version`, as from `take`. Raises `CommitError` if it is not kept."""
         with self._lock:
             if self._applied_version() == version:
                 self._roll_back_delta()
@@ -211,13 +211,16 @@ class Staging:
             return manifest, self._serving.tensors()
 
     def release(self, version: int) -> None:
-        """End the use of the tensors of `version` that `take` gave."""
+        """End the use of the tensors of `version` that `take` or `take_previous` returned."""
         with self._lock:
             if self._taken == version:
                 self._taken = None
 
     def commit(self, version: int) -> None:
-        """Keep `version`, which serves now, and free the slot of the version before. `clean_up` copies a viewed version."""
+        """Keep `version`, which serves now, if there is room, and free the slot of the version before.
+
+        A viewed version is copied by `clean_up`.
+        """
         with self._lock:
             self._committed = version
             if self._applied_version() == version:
@@ -230,7 +233,7 @@ class Staging:
                 self._incoming.manifest = None
 
     def abort(self, version: int) -> None:
-        """Give `version` up, unless it serves already."""
+        """Drop `version`, unless it already serves."""
         with self._lock:
             if self._viewed is not None and self._viewed.version == version and self._viewed.committed is None:
                 self._viewed.committed = False
@@ -242,13 +245,13 @@ class Staging:
                 self._incoming.manifest = None
 
     def clean_up(self, version: int, *, keep: bool = True) -> bool:
-        """Finish the work that `release`, `commit` or `abort` of `version` left. Called from one thread.
+        """Do the work that `release`, `commit` or `abort` of `version` has deferred. Called from one thread.
 
         Rolls back an aborted delta that was being loaded. Copies a viewed version that serves into a slot; without `keep`, only
         if no delta will be based on it.
 
         Returns:
-            Whether the senders can have the memory of `version` back.
+            Whether the memory of `version` can be released to its senders.
         """
         with self._lock:
             if self._applied is not None and self._applied.aborted and self._taken is None:
@@ -264,7 +267,7 @@ class Staging:
                 self._serving = self._empty()  # frees memory that is too small before other memory is allocated
         slot = self._copy_of(viewed, memory) if copied else None
         with self._lock:
-            if self._viewed is viewed:  # nobody needed the memory meanwhile
+            if self._viewed is viewed:  # `reserve` has not dropped it in the meantime
                 self._viewed = None
                 self._serving = self._serving if slot is None else slot
         return True
@@ -279,7 +282,7 @@ class Staging:
         return StagingSlot(data, viewed.manifest)
 
     def drop(self) -> None:
-        """Forget staged versions, unless they are being loaded. Keeps the version that serves."""
+        """Drop staged versions, unless they are being loaded. Keeps the version that serves."""
         with self._lock:
             if self._taken is None or self._taken != self._incoming.version:
                 self._incoming.manifest = None
@@ -289,7 +292,7 @@ class Staging:
                 self._viewed = None
 
     def close(self) -> None:
-        """Free all memory. Memory with views outside stays until the last view is gone."""
+        """Free all memory. Memory that a caller still holds views of is freed with the last view."""
         with self._lock:
             self._incoming, self._serving, self._viewed, self._applied = self._empty(), self._empty(), None, None
 
@@ -306,7 +309,7 @@ class Staging:
 
 
 def lacks_base(manifest: Manifest, part: str, have: str) -> DeltaBaseError:
-    """The error for a delta whose base is not here; `have` names the version that is."""
+    """The error for a delta whose base is not here; `have` names the version that is here."""
     return DeltaBaseError(
         f"version {manifest.version} is a delta to version {manifest.base_version} ({manifest.base_identity}), {have} is here.",
         part=part,

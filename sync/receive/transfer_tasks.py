@@ -12,7 +12,7 @@ from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
 
 class TransferTask(NamedTuple):
-    """The transfers of one version on one link, with the `peers` at its other end."""
+    """The transfers of one version on one link, with the `peers` at the link's other end."""
 
     peers: Sequence[str]
     run: Callable[[], None]
@@ -27,7 +27,7 @@ class TransferTasks:
         """Tasks that had not ended when the last `run` raised."""
 
     def run(self, tasks: Sequence[TransferTask], deadline: Deadline) -> None:
-        """Run `tasks` at the same time, each on its own thread. Returns when all have ended.
+        """Run `tasks` concurrently, each on its own thread. Returns when all have ended.
 
         Raises the first error of a task at once; the other tasks end when the session is closed. Raises
         `DeadlineExceededError` naming the peers if a call of the engine outlives its deadline.

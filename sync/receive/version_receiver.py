@@ -1,4 +1,4 @@
-"""`VersionReceiver`: receives one version of a rollout rank, into staging memory, as a delta, or into the live weights."""
+"""`VersionReceiver`: receives the versions of a rollout rank, into staging memory, as deltas, or into the live weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .staged_version import ViewedVersion, new_receive_memory
 from .staging import Staging
 
 _RELEASE_S = 5.0
-"""Longest time to tell a sender that its memory is free: short, since the sender allocates other memory after a while."""
+"""Time limit for releasing a sender's memory, in seconds. It is short, because the sender soon allocates other memory instead."""
 
 
 class VersionReceiver:
@@ -48,9 +48,9 @@ class VersionReceiver:
         self._loop = ReceiveLoop(name, device, hooks)
         self._decoding_stream = live.stream_for(self)
         self._live_buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        """Memory for one bucket of each sender of a version that is committed in place."""
+        """Memory for one bucket of each sender, for versions that are committed in place."""
         self._viewed: dict[int, ReceiveSession] = {}
-        """Sessions of the versions that are viewed in their senders' memory."""
+        """Sessions of the versions that are viewed in their senders' memory, by version."""
 
     def receive(self, request: StageRequest) -> Callable[[], None]:
         """Receive and verify a version. Returns the call that stages it.
@@ -86,7 +86,7 @@ class VersionReceiver:
     def _receive_delta(self, request: StageRequest) -> Any:
         """Decode each segment of a delta while later buckets are in flight. Returns the prepared delta."""
         prepare = request.prepare_delta or StagedDelta.of
-        # A prepared delta may be on the live model's device, wherever buckets are received.
+        # A prepared delta may be on the live model's device, also if buckets are received on another one.
         decoding = DeltaDecoding(
             request.manifest, prepare, request.deadline, self._name, self._live, self._decoding_stream
         )
@@ -98,7 +98,7 @@ class VersionReceiver:
         return decoding.result()
 
     def _buffers(self, request: StageRequest) -> dict[tuple[ReceiverLink, str], torch.Tensor]:
-        """One buffer for each sender and link: an engine that can only broadcast has several links between two ranks."""
+        """One buffer for each pair of sender and link: an engine that can only broadcast has several links between two ranks."""
         senders = [(source.link, sender) for source in request.session.sources for sender in source.hops]
         nbytes = request.manifest.largest_bucket_bytes
         if self._live_buffer.numel() < nbytes * len(senders):
@@ -112,7 +112,7 @@ class VersionReceiver:
         self._viewed[version] = session
 
     def release(self, version: int) -> None:
-        """Tell the senders of a viewed `version` that their memory is free. Raises the engine's error."""
+        """Release the memory of a viewed `version` to its senders. Raises the engine's error."""
         session = self._viewed.pop(version, None)
         for source in session.sources if session is not None else ():
             source.link.release(version, Deadline.after(_RELEASE_S))

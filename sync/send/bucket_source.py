@@ -1,4 +1,4 @@
-"""Where a sending rank takes the bytes of its buckets from."""
+"""Bucket sources: they give a sending rank the bytes of its buckets."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ class BucketSource(ABC):
     """The buckets of one version, taken in order.
 
     Attributes:
-        packing_buffers: Number of buffers that buckets are packed into in turn, so that only the newest keep their bytes. None
-            while no bucket had to be packed.
+        packing_buffers: Number of buffers that buckets are packed into in turn: the bytes of older buckets are overwritten. None
+            until a bucket has to be packed.
     """
 
     packing_buffers: int | None = None
 
     @abstractmethod
     def bucket(self, index: int) -> torch.Tensor:
-        """The bytes of bucket `index` (1-D uint8), once they are there; the device may still be writing them."""
+        """Wait for the bytes of bucket `index` and return them (1-D uint8); the device may still be writing them."""
 
 
 class SnapshotBuckets(BucketSource):
-    """Buckets whose bytes this rank has: windows on its memory where that looks like the stream, else packed.
+    """Buckets that this rank has all bytes of: a view of its memory if the bytes lie there as in the stream, else packed.
 
     Args:
         source: The rank's bytes.
-        table: Where they belong in the stream.
-        manifest: Where the buckets lie in the stream.
+        table: Copies from these bytes to the stream.
+        manifest: The version, with the windows of its buckets.
         buffers: Memory to pack into; allocated when a bucket is packed.
     """
 

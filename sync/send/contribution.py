@@ -25,12 +25,12 @@ _PART = "publisher"
 class Contribution:
     """The slices that every trainer rank sends of a version, and this rank's snapshot.
 
-    Which rank sends which slice follows from the placements alone: it is the same for all receivers. The other arguments, and the
-    errors, are those of `Publisher`.
+    The assignment of slices to ranks depends only on the placements, so it is the same for all receivers. For the other arguments
+    and the errors see `Publisher`.
 
     Args:
-        checksummed: Whether buckets are checksummed.
-        stored: Whether the engine stores versions, and wants one stream of whole tensors.
+        checksummed: Whether buckets have checksums.
+        stored: Whether the engine stores versions and needs one stream of full tensors.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Contribution:
         self.replicated = ReplicatedShards(holdings.replicated(), shards)
         """The slices that several ranks hold."""
         self.device = next((shard.data.device for shard in shards), None)
-        """Where the parameters are."""
+        """Device of the parameters; None on a rank without shards."""
         shares = list(holdings.assign().values())
         # In the order of a plan's stream, so that a snapshot that is read in place is the stream.
         names = dict.fromkeys(spec.name for share in shares for spec in share.specs)
@@ -72,13 +72,14 @@ class Contribution:
         self.numel = sum(mine.numel for mine in self.slices)
         """Elements that this rank sends."""
         self.stored_layout: Manifest | None = None
-        """The stream of whole tensors; None unless the engine stores versions."""
+        """Layout of the stream of full tensors; None unless the engine stores versions."""
         if stored:
             self.stored_layout = Manifest(
                 0, tuple(specs), bucket_bytes, whole_tensors=True, checksummed=checksummed, quantised=self.scheme
             )
         self.offsets = compact_places(self.slices)
-        """First byte of each of `slices` in the snapshot: where it is in the stored stream, if this rank alone sends that."""
+        """First byte of each of `slices` in the snapshot. If this is the only rank and the engine stores versions, the snapshot
+        is laid out as the stored stream, if possible."""
         if self.stored_layout is not None and self.alone:
             self.offsets = stream_places(self.slices, self.stored_layout) or self.offsets
         self.snapshot = Snapshot.of(own, self.offsets) if quantised is None else quantised.snapshot(self.offsets)
@@ -98,11 +99,11 @@ class Contribution:
         return Supply(shares, self.bucket_bytes, self._checksummed, self.scheme, relay)
 
     def parts(self, regions: Sequence[TensorSlice]) -> list[SnapshotSlice]:
-        """The parts of this rank's snapshot that belong in a stream of `regions`."""
+        """The parts of this rank's snapshot that a stream of `regions` contains."""
         return snapshot_slices(self.slices, self.offsets, regions)
 
     def stored_tables(self, layout: Manifest) -> list[CopyTable]:
-        """Where each rank's snapshot belongs in the stream of whole tensors `layout`, by rank."""
+        """The copies from each rank's snapshot to the stream of full tensors `layout`, by rank."""
         regions = layout.regions
         parts = []
         for share in self._shares:

@@ -1,4 +1,4 @@
-"""`ShardGather`: rank 0 fetches the other ranks' bytes of each bucket, over a process group that the training never uses."""
+"""`ShardGather`: rank 0 receives the other ranks' bytes of each bucket, over a process group that training never uses."""
 
 from __future__ import annotations
 
@@ -36,16 +36,17 @@ from .snapshot.send_memory import PACKING_BUFFERS, PackingBuffers
 
 _PART = "shard gather"
 _MESSAGE_BYTES = 1 << 20
-"""Bytes of a bucket that one message covers, a multiple of any alignment: no more is in memory beside snapshots and buckets."""
+"""Bytes of a bucket that one message covers, a multiple of any alignment. It limits the memory needed besides snapshots and
+buckets."""
 
 _HINT = "Check that every trainer rank and the coordinator are alive and can reach each other."
 
 _BACKENDS: dict[str, BackendName] = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
-"""torch.distributed backend that moves bytes between the memories of a device type."""
+"""torch.distributed backend for each device type."""
 
 
 class ShardGather:
-    """Rank 0 receives the bytes that the other ranks give, bucket by bucket in lockstep."""
+    """Sends the bytes of all other trainer ranks to rank 0, bucket by bucket in lockstep."""
 
     def __init__(self, group: Group | None, names: Sequence[str], rank: int, device: torch.device) -> None:
         self._group = group
@@ -53,7 +54,7 @@ class ShardGather:
         self._rank = rank
         self._packed = torch.empty(0, dtype=torch.uint8, device=device)
         self._moving = False
-        """Whether a thread waits for another rank."""
+        """Whether a thread is in a call that waits for another rank."""
 
     @classmethod
     def connect(
@@ -66,7 +67,7 @@ class ShardGather:
         device: torch.device,
         deadline: Deadline,
     ) -> ShardGather:
-        """Join the other ranks. Raises `ManifestError` if one of them has another layout."""
+        """Open the process group with the other ranks. Raises `ManifestError` if one of them has another layout."""
         group = None
         if len(names) > 1:
             mailbox = rendezvous.mailbox(f"gather/{session}")
@@ -95,18 +96,18 @@ class ShardGather:
                         backend, store, rank, len(names), deadline, host=host, device=device, names=names
                     )
 
-            # The store's questions have no timeout, so a coordinator that is frozen would hold this rank for ever.
+            # Requests to the store have no timeout, so this rank would wait forever for a frozen coordinator.
             group = result_of(start_call(open_group), deadline, "the group of all trainer ranks", _PART, _HINT)
         return cls(group, names, rank, device)
 
     def receive(self, rank: int, nbytes: int, deadline: Deadline) -> torch.Tensor:
-        """[rank 0] The next `nbytes` that another rank gives; they stay as they are until the next call."""
+        """[rank 0] Receive the next `nbytes` of another rank; they stay valid until the next call."""
         packed = self._room(nbytes)
         self._run("recv", packed, rank, deadline)
         return packed
 
     def give(self, manifest: Manifest, table: CopyTable, source: SourceBytes) -> int:
-        """[other ranks] Send rank 0 this rank's bytes, which `table` places in the stream. Returns their number."""
+        """[other ranks] Send this rank's bytes to rank 0; `table` has their places in the stream. Returns their number."""
         total = 0
         for index in range(manifest.bucket_count):
             for low, high in _messages(*manifest.window(index)):
@@ -125,7 +126,7 @@ class ShardGather:
         if self._packed.is_cpu:
             abandon_gloo(group)
         else:
-            # From Python 3.12 on, a program that ends starts no threads; its groups end with it.
+            # From Python 3.12 on, an exiting program cannot start threads; its groups end with it.
             with suppress(RuntimeError):
                 start_thread("weightlane-abort", abort_accelerator_group, group)
 
@@ -136,7 +137,7 @@ class ShardGather:
 
     def _run(self, kind: str, data: torch.Tensor, rank: int, deadline: Deadline) -> None:
         peer = self._names[rank]
-        self._moving = True  # before `_group` is read: `close` clears that first, and then looks whether a thread waits
+        self._moving = True  # set before `_group` is read: `close` clears `_group` first, and then checks `_moving`
         try:
             group = self._group
             if group is None:
@@ -159,8 +160,8 @@ class GatheredBuckets(BucketSource):
     Args:
         gather: Receives the other ranks' bytes.
         source: This rank's bytes.
-        tables: Where each rank's bytes belong in the stream, by rank.
-        manifest: Where the buckets lie in the stream.
+        tables: By rank, the copies from its bytes to the stream.
+        manifest: The version, with the windows of its buckets.
         buffers: Memory to fill.
     """
 
@@ -192,6 +193,6 @@ class GatheredBuckets(BucketSource):
 
 
 def _messages(start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The windows that one message each covers, of the window from `start` to `stop`."""
+    """Divide the window from `start` to `stop` into one window for each message."""
     for low in range(start, stop, _MESSAGE_BYTES):
         yield low, min(low + _MESSAGE_BYTES, stop)

@@ -1,4 +1,4 @@
-"""`SendPipeline`: sends the buckets of a version. While the engine sends some, the next ones are packed and checksummed."""
+"""`SendPipeline`: sends the buckets of a version. While the engine sends one bucket, the next is packed and checksummed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from .bucket_source import BucketSource
 
 _PART = "send pipeline"
 _MOST_IN_FLIGHT = 8
-"""Most buckets in flight at a time that lie in a snapshot: they take no memory of their own, and keep a long link busy."""
+"""Most buckets in flight if they are views of a snapshot. They need no extra memory, and keep a link with high latency busy."""
 _KEPT_CHECKSUMS = 2
-"""Newest versions whose checksums are kept: the one before the last may still be committed."""
+"""Number of newest versions whose checksums are kept: the one before the last may still be committed."""
 
 OnSent = Callable[[int, int, int, float], None]
-"""Called for every sent bucket with its version, index, bytes, and the seconds in the engine."""
+"""Callback for every sent bucket, with its version, index, number of bytes, and the seconds it was in the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class BucketsInFlight:
     """Buckets that a rank's links are sending. Used by one thread.
 
     Args:
-        deadline: Limits all of them.
+        deadline: Limit for all buckets.
         stall_s: Longest time for one bucket, in seconds.
         on_sent: Called for each bucket when its memory may be overwritten.
     """
@@ -82,13 +82,13 @@ class BucketsInFlight:
         return len(self._in_flight)
 
     def post(self, bucket: Bucket, to: Destination, checksum: str) -> None:
-        """Begin to send a bucket. Raises what the link raises."""
+        """Begin to send a bucket. Raises the link's error."""
         to.link.post(bucket, to.receivers, self._deadline.within(self._stall_s), checksum)
         self._in_flight.append((bucket, to.link, time.perf_counter()))
         self._count[to.link] += 1
 
     def end_oldest(self) -> None:
-        """Wait until the oldest bucket is sent. Raises what the link raises."""
+        """Wait until the oldest bucket is sent. Raises the link's error."""
         bucket, link, started = self._in_flight[0]
         link.flush(self._deadline.within(self._stall_s), self._count[link] - 1)
         self._count[link] -= 1
@@ -97,18 +97,18 @@ class BucketsInFlight:
             self._on_sent(bucket.version, bucket.index, bucket.nbytes, time.perf_counter() - started)
 
     def end_all(self) -> None:
-        """Wait until all buckets are sent. Raises what the links raise."""
+        """Wait until all buckets are sent. Raises the links' errors."""
         while self._in_flight:
             self.end_oldest()
 
 
 class SendPipeline:
-    """Sends versions through a rank's links, which are called one call at a time.
+    """Sends versions through a rank's links, with one call to a link at a time.
 
     Args:
-        links: The owner closes them. An engine that stores has one.
-        runtime: That of the buckets' device. Packing and checksums are on the stream that is current for the calling thread.
-        stored_checksums: Where readers of a store find checksums; None where receivers get them ahead of each bucket.
+        links: The rank's sender links, which the owner closes. An engine that stores versions has one.
+        runtime: Runtime of the buckets' device. Packing and checksums run on the current stream of the calling thread.
+        stored_checksums: Publishes checksums for readers of a store; None if receivers get each checksum ahead of its bucket.
         on_sent: Called for every sent bucket, on the pipeline's thread.
     """
 
@@ -127,9 +127,9 @@ class SendPipeline:
         """The checksums of versions that may be committed in a store."""
         self._thread = DaemonThreads(1, "weightlane-send")
         self.sending: Future[None] | None = None
-        """The newest version's sending. Until it is done the engine may read the memory it is sent from."""
+        """The send of the newest version. Until it is done the engine may read the memory that is sent."""
         self._turn = threading.Lock()
-        """Held while the link of a store is called: one call at a time."""
+        """Held while a link sends a bucket or commits a version: these calls must not overlap."""
 
     def connect(self, topology: Topology, deadline: Deadline) -> None:
         """Connect the only link."""
@@ -147,13 +147,13 @@ class SendPipeline:
     ) -> int:
         """Checksum and send buckets of `manifest`, in the order of `destinations`. Returns the bytes sent.
 
-        A bucket without receivers is sent to a store only, which gets every version that is sent in full.
+        Buckets without receivers are skipped, except for a full version in a store, which gets all buckets.
 
         Args:
             manifest: The version.
             source: Its buckets.
             destinations: The destination of each bucket to send, by its index.
-            deadline: Limits all of it.
+            deadline: Limit for the full version.
             stall_s: Longest time for one bucket, in seconds.
 
         Raises:
@@ -191,7 +191,7 @@ class SendPipeline:
         return total
 
     def _send(self, queue: _ReadyQueue, manifest: Manifest, deadline: Deadline, stall_s: float) -> None:
-        """[pipeline's thread] Send ready buckets until there are no more; while none is ready, wait for those in flight."""
+        """[pipeline's thread] Send ready buckets until there are no more. While none is ready, flush the buckets in flight."""
         in_flight = BucketsInFlight(deadline, stall_s, self._on_sent)
         what = f"the next bucket of version {manifest.version} to be ready"
         try:
@@ -216,15 +216,15 @@ class SendPipeline:
             raise
 
     def committing(self, version: int) -> Callable[[int, Deadline], None]:
-        """The call that commits `version`, which serves, however many others are sent before the call; see `_commit`."""
+        """The call that commits `version`, which serves, in a store; later versions may be sent before it. See `_commit`."""
         checksums = self._checksums.pop(version, None)
         documents = {} if checksums is None else {CHECKSUMS_FILE: checksums_document(checksums)}
         return partial(self._commit, documents)
 
     def _commit(self, documents: Mapping[str, str], version: int, deadline: Deadline) -> None:
-        """Make readers of a store find `version` with these `documents`, even if the pipeline is closed meanwhile.
+        """Make `version` with these `documents` visible to readers of a store, even if the pipeline is closed in the meantime.
 
-        Raises what the engine raises.
+        Raises the engine's error.
         """
         (link,) = self._links
         what = f"version {version} to be committed"
@@ -243,7 +243,7 @@ class SendPipeline:
         result_of(committing, deadline, what, _PART)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
-        """Return once no receiver reads lasting buckets of `version` any more. Raises what the engine raises."""
+        """Wait until no receiver reads lasting buckets of `version` any more. Raises the engine's error."""
 
         def reclaim() -> None:
             for link in self._links:
@@ -266,13 +266,13 @@ class SendPipeline:
 
 
 class _ReadyQueue:
-    """Buckets that the calling thread makes ready and the pipeline's thread sends."""
+    """Queue of buckets that the calling thread adds and the pipeline's thread sends."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._ready: deque[_ReadyBucket] = deque()
         self._unsent = 0
-        """Buckets made ready and not sent yet."""
+        """Number of buckets that are ready or in flight."""
         self._ended = False
         self._failed = False
         self.most = 1
@@ -303,7 +303,11 @@ class _ReadyQueue:
             self._changed.notify_all()
 
     def take(self, *, wait_by: Deadline | None, what: str) -> _ReadyBucket | None:
-        """[pipeline] The next bucket; None if none is ready, or with `wait_by` if no more come. Raises if none comes by then."""
+        """[pipeline] Take the next bucket. Without `wait_by`, returns None if none is ready.
+
+        With `wait_by`, waits for one: returns None if no more will be added, and raises `DeadlineExceededError` if none is ready
+        by then.
+        """
         with self._changed:
             if wait_by is not None:
                 timeout_s = wait_by.remaining_s + GRACE_S
@@ -312,13 +316,13 @@ class _ReadyQueue:
             return self._ready.popleft() if self._ready else None
 
     def sent_one(self) -> None:
-        """[pipeline] The oldest bucket in flight is sent."""
+        """[pipeline] Note that the oldest bucket in flight is sent."""
         with self._changed:
             self._unsent -= 1
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """[pipeline] No more buckets will be sent."""
+        """[pipeline] Note that sending has failed, so that no more buckets are added."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()

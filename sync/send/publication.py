@@ -1,4 +1,4 @@
-"""`PublicationQueue` says which `Publication`, a call of `publish`, is snapshot, offered and sent next, and in which session."""
+"""`PublicationQueue`: decides which `Publication` (a call of `publish`) is copied, offered or sent next, in which session."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .snapshot.steps import PendingBlocks
 
 @dataclass(slots=True, eq=False)
 class Publication:
-    """A version from `publish` on. Its fields change on the publisher's own threads only."""
+    """A published version. Only the publisher's own threads change its fields."""
 
     version: int
     identity: str
@@ -31,25 +31,25 @@ class Publication:
     mark: Any
     """See `Snapshot.mark`."""
     progress: Progress
-    """The snapshot's."""
+    """Progress of the snapshot."""
     number: int
     """Its number among all publications of this publisher."""
     superseded: Interrupt = field(default_factory=Interrupt)
-    """Set once it is not to be sent any more: a newer one is, or its snapshot has failed."""
+    """Set once it will not be sent any more: a newer one replaces it, or its snapshot has failed."""
     choice: Choice = field(default_factory=lambda: Choice(CODEC_DENSE, "not chosen yet"))
     """The codec it is sent with."""
     slot: SnapshotSlot | None = None
-    """The memory of its snapshot, once that has begun."""
+    """The memory of its snapshot; None until the snapshot has begun."""
     base: DeltaBase | None = None
     """The version that a delta applies to."""
     delta: RankDelta | None = None
-    """This rank's segments, once they are encoded."""
+    """This rank's segments of the delta; None until they are encoded."""
     encoded_for: str = ""
     """Digest of the layout of the session in which `delta` was encoded."""
     pending_blocks: PendingBlocks = field(default_factory=PendingBlocks)
-    """Results of quantising beside the snapshot."""
+    """Results of quantising that are not in the snapshot's memory."""
     is_complete: bool = False
-    """Whether blocks that other ranks have a part of are quantised, too."""
+    """Whether blocks that are divided between ranks are quantised, too."""
     digests: dict[int, str] = field(default_factory=dict)
     """Digests of slices that other ranks hold as well; see `weightlane.sync.send.agreement.replicated_shards`."""
 
@@ -59,11 +59,11 @@ class Publication:
         return self.choice.codec == CODEC_DELTA
 
     def send_in_full(self, why: str | TooDense) -> None:
-        """Give the delta up."""
+        """Send the version dense instead of as a delta, for the reason `why`."""
         self.choice = Choice(CODEC_DENSE, str(why))
 
     def fail(self, error: WeightlaneError) -> None:
-        """Give it up because its snapshot has failed: the fence raises `error`."""
+        """Fail the publication because its snapshot has failed: the fence raises `error`."""
         self.progress.fail(error)
         self.superseded.set()
 
@@ -71,12 +71,12 @@ class Publication:
 class PublicationQueue:
     """The publications of one publisher, and the session they are sent in. Thread-safe.
 
-    One publication is current: it is offered in the session, and sent when the coordinator says so. The newest one waits until
-    the current one is not being sent, and replaces it then; one that waits already is superseded.
+    One publication is current: it is offered in the session, and sent when the coordinator's `Go` arrives. The newest publication
+    replaces the current one as soon as that is not being sent; until then it waits. A newer one supersedes a waiting one.
 
     Args:
         slots: The memory of snapshots.
-        uses_deltas: Whether versions may be deltas. A snapshot then waits for the verdict on the version before.
+        uses_deltas: Whether versions may be deltas. A snapshot then waits until the version before is committed or aborted.
         closed: Set when the publisher closes; `wake` must follow.
     """
 
@@ -96,10 +96,11 @@ class PublicationQueue:
         self._go: Go | None = None
         self._sending = False
         self._undecided = -1
-        """The version that was sent without a verdict yet; no snapshot waits for that beyond `_decided_by`."""
+        """The sent version that is neither committed nor aborted yet; -1 if there is none."""
         self._decided_by = 0.0
+        """Time on the monotonic clock until which a snapshot may wait for the outcome of `_undecided`."""
         self.proven = False
-        """Whether the newest version with a verdict has committed."""
+        """Whether the newest version with a known outcome was committed."""
 
     @property
     def closed(self) -> bool:
@@ -108,40 +109,42 @@ class PublicationQueue:
 
     @property
     def busy(self) -> bool:
-        """Whether the newest published version is neither sent nor given up yet."""
+        """Whether the newest published version is neither sent nor aborted yet."""
         return self._unsent >= 0
 
     @property
     def session(self) -> SendSession | None:
-        """The session that is open; it may not be connected yet."""
+        """The open session, if any; it may not be connected yet."""
         return self._session
 
     def wake(self) -> None:
-        """Make every thread look again whether it has something to do."""
+        """Make every waiting thread check again whether it has work, or the publisher is closed."""
         with self._changed:
             self._changed.notify_all()
 
     # -- the training's thread ------------------------------------------------------------------------------------------
 
     def put(self, publication: Publication) -> Publication | None:
-        """Add the newest publication. Returns the one that it supersedes before its snapshot."""
+        """Add the newest publication. Returns the waiting one that it supersedes, whose snapshot has not begun."""
         with self._changed:
             superseded, self._waiting = self._waiting, publication
             self._unsent = publication.version
             if self._current is not None and self._current.progress.error is not None:
-                self._current = None  # its failure is no news any more, and the new one may have the same number
+                self._current = (
+                    None  # its failure does not matter any more, and the new one may have the same version number
+                )
             self._changed.notify_all()
         return superseded
 
     # -- control thread -------------------------------------------------------------------------------------------------
 
     def open_session(self, session: SendSession) -> None:
-        """Begin a session, which is not connected yet."""
+        """Begin a session, which will be connected later."""
         with self._changed:
             self._session = session
 
     def session_ready(self, name: str) -> None:
-        """Have the current publication offered in the session of that name, whose connection is up."""
+        """Have the current publication offered in the session `name`, which is now connected."""
         with self._changed:
             if name != self._ready_session:
                 self._ready_session, self._offered = name, False
@@ -154,7 +157,7 @@ class PublicationQueue:
             return session
 
     def go(self, message: Go) -> None:
-        """Have a version sent, as the coordinator's message says."""
+        """Have a version sent, as requested by the coordinator's `message`."""
         with self._changed:
             self._go = message
             self._changed.notify_all()
@@ -179,7 +182,7 @@ class PublicationQueue:
             return current
 
     def aborted(self, version: int) -> None:
-        """Stop waiting for the verdict on `version`, which will not serve."""
+        """Note that `version` will not serve."""
         with self._changed:
             self._decided(version, proven=False)
 
@@ -194,7 +197,7 @@ class PublicationQueue:
     # -- snapshot thread ------------------------------------------------------------------------------------------------
 
     def next_to_snapshot(self) -> Publication | None:
-        """Wait for the next publication whose snapshot can be taken; the current one is superseded. None once closed."""
+        """Wait for the next publication whose snapshot can be taken, and supersede the current one. None once closed."""
         with self._changed:
             while not self.closed and not self._may_snapshot():
                 undecided = self._waiting is not None and not self._sending and self._undecided >= 0
@@ -210,17 +213,17 @@ class PublicationQueue:
     def _may_snapshot(self) -> bool:
         if self._waiting is None or self._sending:
             return False
-        # The verdict on the version before says what a delta can apply to.
+        # The outcome of the version before decides to which version a delta can apply.
         return not self._uses_deltas or self._undecided < 0 or time.monotonic() >= self._decided_by
 
     def begin(self, publication: Publication) -> None:
-        """Make a publication current whose snapshot begins: it can be offered, and sent as far as it is there."""
+        """Make a publication current as its snapshot begins: it can be offered, and its final bytes can be sent."""
         with self._changed:
             self._current = publication
             self._changed.notify_all()
 
     def keep_failed(self, publication: Publication) -> None:
-        """Keep a publication whose snapshot has failed, so that later sessions hear of it, too; not if a newer one waits."""
+        """Make a publication with a failed snapshot current, so that later sessions get its error, unless a newer one waits."""
         with self._changed:
             if self._waiting is None:
                 self._current = publication
@@ -229,10 +232,10 @@ class PublicationQueue:
     # -- send thread ----------------------------------------------------------------------------------------------------
 
     def next_to_send(self) -> tuple[Publication, SendSession, Go | None] | None:
-        """Wait until the current publication can be sent or offered. Returns it, its session, and the message to send it.
+        """Wait until the current publication can be sent or offered. Returns it, its session, and the `Go` to send it, if any.
 
-        Without a message it is to be offered. A message for an older version means that another rank has not published the newer
-        one yet. None once the publisher is closed. `sending_ended` must follow.
+        Without a `Go` it is to be offered. A `Go` for an older version means that another rank has not published the newer one
+        yet. Returns None once the publisher is closed. The caller must call `sending_ended` afterwards.
         """
         with self._changed:
             self._changed.wait_for(lambda: self.closed or self._may_send() or self._may_offer())
@@ -249,7 +252,7 @@ class PublicationQueue:
             return current, session, go
 
     def _may_send(self) -> bool:
-        # Another rank may have published, and the coordinator proceeded, before this one.
+        # Another rank may have published a version, and the coordinator may have sent `Go`, before this rank published it.
         go, current = self._go, self._current
         return go is not None and current is not None and self._session is not None and go.version <= current.version
 
@@ -265,7 +268,7 @@ class PublicationQueue:
                 self._unsent = -1
 
     def sending_ended(self) -> None:
-        """Let the next snapshot begin: the send thread reads no memory."""
+        """Let the next snapshot begin: the send thread reads no memory any more."""
         with self._changed:
             self._sending = False
             self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""`SendSession`: one trainer rank sends versions in one session, straight to the rollout ranks or through rank 0 into a store."""
+"""`SendSession`: one trainer rank's end of a session, which sends directly to rollout ranks, or through rank 0 to a store."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from .snapshot.progress import SourceBytes
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """A version of which a rank is to send its bytes.
+    """A version whose bytes a rank is to send.
 
     Attributes:
         manifest: The version, as it was offered.
-        segments: Of a delta, the segments of every rank, in rank order.
+        segments: The segments of every rank in rank order, for a delta; empty for a dense version.
         source: The rank's bytes.
         receivers: The rollout ranks that accepted the version.
         stall_s: Longest time for one bucket, in seconds.
@@ -51,7 +51,7 @@ class SendRequest:
 
 
 def open_session(rank: SendingRank, name: str) -> SendSession:
-    """Open session `name`, of the kind that the rank's engine needs. It is connected later."""
+    """Open session `name`, with the class that the rank's engine needs. It is connected later."""
     layout = rank.contribution.stored_layout
     return DirectSendSession(rank, name) if layout is None else GatheredSendSession(rank, name, layout)
 
@@ -61,10 +61,10 @@ class SendSession(ABC):
 
     Attributes:
         name: The session.
-        layout: The stream of versions that are sent in full; there once connected.
-        parts: The parts of this rank's snapshot that belong in it; there once connected.
-        pipeline: Sends buckets; None until connected, and on a rank that gives its bytes to rank 0.
-        agreement: With the other trainer ranks; None until connected, and where there is one rank.
+        layout: The stream of full versions; set once connected.
+        parts: The parts of this rank's snapshot in that stream; set once connected.
+        pipeline: Sends buckets; None until connected, and on a rank that sends its bytes to rank 0.
+        agreement: Exchanges values with the other trainer ranks; None until connected, and if there is one rank only.
         stores: Whether versions can be read again without the trainer.
     """
 
@@ -81,7 +81,7 @@ class SendSession(ABC):
         self._store_link: SenderLink | None = None
 
     def address(self) -> dict[str, Any]:
-        """Where receivers find this rank; empty where addresses are exchanged per link. Raises `DeadlineExceededError`."""
+        """This rank's address for receivers; empty if addresses are exchanged per link. Raises `DeadlineExceededError`."""
         return {}
 
     def connect(
@@ -89,7 +89,7 @@ class SendSession(ABC):
     ) -> SessionPlan | None:
         """Connect to the receivers and the other trainer ranks. Returns the session's plan, if there is one.
 
-        Raises the error that keeps it from connecting, or `ClosedError` if it is closed meanwhile.
+        Raises the error that prevents the connection, or `ClosedError` if the session is closed in the meantime.
         """
         if not self._rank.contribution.alone:
             mailbox = rendezvous.mailbox(f"agreement/{self.name}")
@@ -99,7 +99,7 @@ class SendSession(ABC):
         except BaseException:
             self.close()
             raise
-        if self._closed:  # perhaps before everything was there to be closed
+        if self._closed:  # `close` may have run before the pipeline or the links existed
             self.close()
             raise ClosedError("the connection was closed while connecting.", part=self._rank.name)
         return planned
@@ -112,7 +112,7 @@ class SendSession(ABC):
 
     @abstractmethod
     def send(self, version: SendRequest) -> int:
-        """Send this rank's bytes of a version. Returns their number. Raises what the engine raises."""
+        """Send this rank's bytes of a version. Returns their number. Raises the engine's error."""
 
     def close(self) -> None:
         """Leave the session: its pending waits raise `ClosedError`. A store's link stays open until `close_store`. Idempotent."""
@@ -122,12 +122,12 @@ class SendSession(ABC):
                 part.close()
 
     def close_store(self) -> None:
-        """Close the link to a store, which may have had a version to commit. Idempotent, never raises."""
+        """Close the link to a store, once no commit needs it any more. Idempotent, never raises."""
         close_all([] if self._store_link is None else [self._store_link], self._rank.name)
 
 
 class GatheredSendSession(SendSession):
-    """A session in which rank 0 sends one stream of whole tensors to a store, filled from all ranks' snapshots."""
+    """A session in which rank 0 sends one stream of full tensors, gathered from all ranks' snapshots, to a store."""
 
     stores = True
 
@@ -183,7 +183,7 @@ class GatheredSendSession(SendSession):
 
 
 class DirectSendSession(SendSession):
-    """A session in which every rank sends its slices straight to the ranks that need them, or to those that relay them."""
+    """A session in which every rank sends its slices directly to the ranks that need them, or to the first relays."""
 
     def __init__(self, rank: SendingRank, name: str) -> None:
         super().__init__(rank, name)
@@ -205,7 +205,7 @@ class DirectSendSession(SendSession):
         return planned
 
     def send(self, version: SendRequest) -> int:
-        """See `SendSession.send`. The manifest of a delta says where the segments are."""
+        """See `SendSession.send`. The manifest of a delta has the places of the segments."""
         assert self.pipeline is not None, "connected"
         manifest, source, accepted = version.manifest, version.source, set(version.receivers)
         table = self._delta_table(manifest) if manifest.is_delta else self._table
@@ -217,7 +217,7 @@ class DirectSendSession(SendSession):
         return self.pipeline.send_version(manifest, buckets, destinations, source.deadline, version.stall_s)
 
     def _delta_table(self, manifest: Manifest) -> CopyTable:
-        """Where the segments of this rank's lanes, back to back in its memory, belong in a delta."""
+        """Copies of the segments of this rank's lanes, which lie back to back in its memory, to their places in the delta."""
         copies, offset = [], 0
         for lane in sorted(self._lanes):
             start, stop = manifest.bounds_of(lane)
@@ -233,7 +233,7 @@ class DirectSendSession(SendSession):
 
 
 def _plan(rank: SendingRank, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
-    """Make the session's plan, as every participant does."""
+    """Compute the session's plan, as every participant does."""
     exchange = PlanExchange(rendezvous.mailbox(f"plan/{message.session}"))
     supply = rank.contribution.supply(message.publishers, rank.relay)
     if rank.number == 0:

@@ -1,4 +1,4 @@
-"""`SendingRank`: everything of one trainer rank's sending end that outlives its sessions."""
+"""`SendingRank`: the state and resources of one trainer rank's sending end that outlive its sessions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SendingRank:
     """One trainer rank's engine, contribution, codec and memory. For the arguments see `Publisher`.
 
     Raises:
-        ConfigError: The engine cannot carry the parameters' memory, or its receivers cannot relay.
+        ConfigError: The engine cannot send the parameters' memory, or its receivers cannot relay.
         StorageError: There is no room for a snapshot.
     """
 
@@ -43,21 +43,21 @@ class SendingRank:
         check_relay(relay, engine_label(engine), engine.capabilities)
         self.relay = relay
         self.device = buffer_device(engine, contribution.device, name)
-        """Where buckets and snapshots are."""
+        """Device of buckets and snapshots."""
         self.runtime = runtime_of(self.device)
-        # Where rank 0 gathers, the engine never reads a snapshot.
+        # If rank 0 gathers, the engine never reads a snapshot.
         owner = engine if contribution.stored_layout is None or contribution.alone else None
         nbytes, copied_from = contribution.snapshot_bytes, contribution.snapshot.runtime
         self.slots = SnapshotSlots(lambda: SendMemory(owner, nbytes, self.device, copied_from=copied_from), name)
         self.delta_memory = SendMemory(owner, 0, self.device)
-        """The segments of the newest delta; grows."""
+        """Memory for the segments of the newest delta; it grows as needed."""
         self.buffers = PackingBuffers(engine, self.device)
         self.encoder = DeltaEncoder(contribution.slices, contribution.offsets)
         self.chooser = CodecChooser(codec, full_every)
 
     @property
     def traits(self) -> EngineTraits | None:
-        """The engine's traits, which rank 0 says for all ranks."""
+        """The engine's traits on rank 0, which reports them for all ranks; None on the other ranks."""
         if self.number != 0:
             return None
         facts = self.engine.capabilities
@@ -68,12 +68,12 @@ class SendingRank:
         )
 
     def bucket_sent(self, version: int, index: int, nbytes: int, seconds: float) -> None:
-        """Tell the observers of a sent bucket."""
+        """Report a sent bucket to the observers."""
         facts = {"seconds": seconds, "nbytes": nbytes, "participant": self.name}
         self.hooks.bucket_sent(version=version, index=index, facts=facts)
 
     def close(self) -> None:
-        """Free all memory, which nobody reads any more, and end the threads."""
+        """Free all memory and end the threads. No thread may be reading the memory."""
         self.contribution.snapshot.close()
         self.slots.close()
         self.delta_memory.close()

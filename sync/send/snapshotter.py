@@ -14,9 +14,9 @@ from .snapshot.slots import SnapshotSlot
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 4.0
 _PATIENCE_SNAPSHOTS = 10.0
-"""Seconds, and times of a snapshot, that receivers may read memory that is needed before other memory replaces it: loading and
-copying a version takes about as long as a snapshot, and several times that at first, when the receiver's own memory is new. Other
-memory costs as much."""
+"""A snapshot that needs memory which receivers still read waits for `_PATIENCE_S` seconds plus `_PATIENCE_SNAPSHOTS` times the
+duration of the last snapshot, and then allocates other memory. A receiver loads and copies a version in about the time of a
+snapshot, and needs several times that at first, when its own memory is new. Allocating other memory costs as much."""
 
 
 class Snapshotter:
@@ -29,10 +29,10 @@ class Snapshotter:
         """Seconds that the last snapshot took."""
 
     def take(self, publication: Publication) -> None:
-        """Take the snapshot of `publication`, which can be offered and sent meanwhile. Raises the error that makes it fail."""
+        """Take the snapshot of `publication`, which can be offered and sent while it is taken. Raises the snapshot's error."""
         rank, contribution, snapshot = self._rank, self._rank.contribution, self._rank.contribution.snapshot
         with rank.slots.writing:
-            pass  # a thread that writes to the memory looked before whether its version is superseded
+            pass  # wait for a thread that writes to the memory; later ones find that their version is superseded
         slot = rank.slots.free()
         self._wait_for_receivers(slot)
         base, began = rank.slots.base, time.perf_counter()
@@ -49,7 +49,7 @@ class Snapshotter:
         rank.hooks.snapshot_taken(version=publication.version, facts=facts)
 
     def _wait_for_receivers(self, slot: SnapshotSlot) -> None:
-        """Wait until no receiver reads the slot's memory, or replace the memory where receivers cannot say so."""
+        """Wait until no receiver reads the slot's memory any more, or replace the memory if that fails."""
         try:
             for name, version in slot.exposed:
                 session = self._queue.session

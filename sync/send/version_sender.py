@@ -36,10 +36,10 @@ class VersionSender:
         self._tensor_lists = TensorLists()
 
     def offer(self, publication: Publication, session: SendSession) -> Offer | None:
-        """Prepare `publication` to be offered in `session`, and tell the other trainer ranks what they need to know of it.
+        """Prepare `publication` to be offered in `session`, and exchange with the other trainer ranks what they need for it.
 
         Returns the offer, which rank 0 makes for all ranks; None on other ranks, and for a superseded publication. Raises the
-        error that makes the version fail.
+        error with which the version fails.
         """
         version = publication.version
         self._complete(publication, session, self._deadline())
@@ -70,7 +70,7 @@ class VersionSender:
         )
 
     def send(self, publication: Publication, session: SendSession, go: Go) -> Sent:
-        """Send this rank's bytes as `go` says. Returns the report. Raises the error that makes the version fail."""
+        """Send this rank's bytes as `go` requests. Returns the report. Raises the error with which the version fails."""
         started, deadline = time.perf_counter(), Deadline.after(go.deadline_s)
         self._complete(publication, session, deadline)
         assert publication.slot is not None, "its snapshot has begun"
@@ -103,12 +103,12 @@ class VersionSender:
         return Deadline.after(self._rank.deadline_s)
 
     def _complete(self, publication: Publication, session: SendSession, deadline: Deadline) -> None:
-        """Quantise the blocks that a cut between ranks divides into the snapshot, unless that was done.
+        """Quantise the blocks that are divided between ranks into the snapshot, unless that was done before.
 
         Raises:
             WeightlaneError: The snapshot has failed.
             ClosedError: The publication is superseded, or the session is over.
-            DeadlineExceededError: A rank has said nothing.
+            DeadlineExceededError: A rank has not published its magnitudes.
         """
         if publication.progress.error is not None:
             raise publication.progress.error
@@ -117,7 +117,7 @@ class VersionSender:
         snapshot, pending_blocks, version = self._ours.snapshot, publication.pending_blocks, publication.version
         if snapshot.is_cut:
             publication.progress.wait_read(snapshot.read_end, deadline)
-        if session.agreement is not None:  # in every session: other ranks may have missed it in the one before
+        if session.agreement is not None:  # in every session: other ranks may have missed them in the session before
             session.agreement.say(MAGNITUDES, version, magnitudes_to_plain(pending_blocks.magnitudes))
         if publication.is_complete or not snapshot.is_cut:
             return
@@ -132,7 +132,7 @@ class VersionSender:
             publication.is_complete = True
 
     def _agree_on_codec(self, publication: Publication, session: SendSession) -> None:
-        """Choose the codec as all trainer ranks do. A rank that sends its part in full makes all ranks do so."""
+        """Choose the codec as all trainer ranks do. If one rank sends its part in full, all ranks do."""
         chooser = self._rank.chooser
         mine = chooser.change(self._ours.numel) if publication.is_delta else None
         changes = [mine]
@@ -145,7 +145,7 @@ class VersionSender:
             publication.choice = choice
 
     def _note_change(self, publication: Publication, slot: SnapshotSlot) -> None:
-        """Note how much a version that was sent has changed. No snapshot begins before this thread has ended sending."""
+        """Note how many elements a sent version has changed. No snapshot begins before this thread has ended sending."""
         delta, base = publication.delta, publication.base
         if publication.is_delta and delta is not None:
             self._rank.chooser.note_change(delta.changed, delta.elements)
@@ -154,7 +154,7 @@ class VersionSender:
             self._rank.chooser.note_change(*compared)
 
     def _encode(self, publication: Publication, session: SendSession) -> None:
-        """Compare the snapshot, as far as it is there, with the base. The version is sent in full if too much has changed."""
+        """Encode the delta while the snapshot is taken. If too many elements have changed, the version is sent in full."""
         assert publication.base is not None
         assert publication.slot is not None
         progress, nbytes, deadline = publication.progress, self._ours.snapshot.nbytes, self._deadline()
@@ -176,7 +176,7 @@ class VersionSender:
     def _manifest_of(
         self, publication: Publication, session: SendSession, deadline: Deadline
     ) -> tuple[Manifest, Sequence[Sequence[DeltaSegment]]]:
-        """The manifest of a delta and the segments of each rank, if all ranks have one; else the manifest in full."""
+        """The manifest of the delta and the segments of each rank if all ranks have a delta; else the dense manifest."""
         version, delta, base = publication.version, publication.delta, publication.base
         if publication.is_delta and delta is not None and base is not None:
             segments = [delta.segments]

@@ -1,7 +1,7 @@
-"""`VersionStoring`: commits versions in an engine that stores, on a thread of its own.
+"""`VersionStoring`: commits versions in an engine that stores versions, on a thread of its own.
 
-Storing may take long, and a store that hangs takes until its deadline. The publisher's control thread reads messages meanwhile.
-A new session does not interrupt a commit either: the old session's link is closed afterwards.
+A commit in a store may take long; one that hangs takes until its deadline. On its own thread it blocks neither the publisher's
+control thread, nor a new session: the old session's link is closed after the commit.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from weightlane.ckpt_engines.runtime.at_exit import start_thread
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
-"""How long closing waits for commits; a longer one is interrupted, and readers do not find its version."""
+"""How long `close` waits for commits, in seconds. A longer commit is interrupted, and readers do not find its version."""
 
 Commit = Callable[[int, Deadline], None]
-"""Commits a version by a deadline."""
+"""A function that commits a version by a deadline."""
 _Task = tuple[int, Commit] | Callable[[], None]
 
 
@@ -28,20 +28,20 @@ class VersionStoring:
 
     Args:
         name: The publisher.
-        deadline_s: Longest time for one commit, in seconds.
+        deadline_s: Time limit for one commit, in seconds.
     """
 
     def __init__(self, name: str, deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s
         self._changed = threading.Condition()
         self._tasks: deque[_Task] = deque()
-        """Commits, at most one, and what is to be called after the commits before it."""
+        """At most one commit that has not begun, and the calls of `afterwards`, in order."""
         self._running = False
         self._closed = False
         self._thread: threading.Thread | None = None
 
     def commit(self, version: int, commit: Commit) -> None:
-        """Have `version` committed. One that still waits is left out: storing is slower than publishing."""
+        """Have `version` committed. It replaces a version whose commit has not begun: storing is slower than publishing."""
         with self._changed:
             waiting = next((task for task in self._tasks if isinstance(task, tuple)), None)
             if waiting is not None:
@@ -58,7 +58,7 @@ class VersionStoring:
             )
 
     def afterwards(self, close: Callable[[], None]) -> None:
-        """Call `close`, which must not raise, after all commits that were asked for until now; at once if there are none."""
+        """Call `close`, which must not raise, after all commits requested so far; at once if there are none."""
         with self._changed:
             if self._running or self._tasks:
                 self._tasks.append(close)
@@ -67,7 +67,7 @@ class VersionStoring:
         close()
 
     def close(self) -> None:
-        """Wait for commits, but not for long, and interrupt them then. Idempotent, never raises."""
+        """Wait for commits for at most `_CLOSE_S` seconds, and drop those that have not begun. Idempotent, never raises."""
         with self._changed:
             self._changed.wait_for(lambda: not self._running and not self._tasks, _CLOSE_S)
             self._closed = True

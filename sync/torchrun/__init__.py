@@ -1,1 +1,1 @@
-"""The hop for plain torchrun programs: a publisher that every trainer rank calls in step, without an event loop of its own."""
+"""The sync for plain torchrun programs: a publisher that all trainer ranks call collectively, without an event loop."""

@@ -1,4 +1,4 @@
-"""`CollectivePublisher`: the trainer's whole side of the sync, for plain scripts that have no event loop of their own.
+"""`CollectivePublisher`: the complete trainer side of the sync, for plain scripts without an event loop.
 
 Under torchrun, in every rank, after the model was sharded::
 
@@ -9,8 +9,8 @@ Under torchrun, in every rank, after the model was sharded::
             optimizer.step()
             weights.publish(step)  # returns at once, unless the version before is still on its way
 
-Rank 0 hosts the rendezvous and runs the coordinator on a thread. The ranks exchange JSON over the default process group of
-torch.distributed when they begin, and never again.
+Rank 0 hosts the rendezvous and runs the coordinator on a thread. The ranks exchange JSON over torch.distributed's default process
+group once, in the constructor.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .rank_exchange import RankExchange
 
 _log = logging.getLogger(__name__)
 _GRACE_S = 15.0
-"""How much longer than a sync may take the ranks wait for its end: the participant closest to a stall gives up first."""
+"""Seconds that the ranks wait beyond the limits of a sync for its end, so that the participant closest to a stall fails first."""
 
 
 class CollectivePublisher:
     """Publishes versions of the tensors that all trainer ranks hold together. Every rank makes one and calls the same methods.
 
-    The constructor connects everything: it returns when every replica can receive versions. A publisher that a script does
-    not close is closed at the script's end, when the version under way may be lost.
+    The constructor connects all participants: it returns when every replica can receive versions. A publisher that a script does
+    not close is closed when the script ends, and a version that is then being sent may be lost.
 
     Args:
         shards: This rank's shards; their storage must stay in place.
@@ -50,7 +50,7 @@ class CollectivePublisher:
         backend: Name of the checkpoint engine.
         options: Options of that engine.
         config: Deadlines, bucket size, and the address on which rank 0 hosts the rendezvous.
-        max_failed: After how many failed versions in a row `publish` raises instead of logging a warning.
+        max_failed: Number of failed versions in a row after which `publish` raises instead of logging a warning.
 
     Raises:
         WeightlaneError: The error that kept any rank or replica from connecting, on every rank.
@@ -114,14 +114,14 @@ class CollectivePublisher:
         close_at_exit(self)
 
     def publish(self, version: int) -> None:
-        """Offer the parameters as they are now as `version`, once the version before has ended. Otherwise returns at once.
+        """Offer the current parameters as `version`. Waits until the version before has ended; does not wait for this one.
 
-        After a version that failed the replicas serve the old weights. The failure is only logged here, since the next version
-        replaces that one; `wait` raises it.
+        After a failed version the replicas serve the old weights. Its failure is only logged here, since this version replaces
+        it; `wait` raises it.
 
         Raises:
             ReplicaTakenError: Another publisher has taken a replica.
-            WeightlaneError: `max_failed` versions in a row have failed; the last one's error.
+            WeightlaneError: The error of the last version, if `max_failed` versions in a row have failed.
         """
         try:
             self.wait()
@@ -144,7 +144,7 @@ class CollectivePublisher:
         """Wait until the newest version has ended. Returns its report on rank 0, the first time; None otherwise.
 
         Raises:
-            SyncAbortedError: Too few replicas have committed it, with the reason; they serve the old version.
+            SyncAbortedError: Too few replicas have committed the version, with the reason. They serve the old version.
         """
         if self._ended:
             return None

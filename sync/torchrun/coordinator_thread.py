@@ -1,4 +1,4 @@
-"""`CoordinatorThread`: the rendezvous and the coordinator of a program without an event loop, on a thread of their own."""
+"""`CoordinatorThread`: runs the rendezvous and the coordinator on a thread, for programs without an event loop."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from ..publisher import publisher_name
 _log = logging.getLogger(__name__)
 _PART = "coordinator thread"
 _JOIN_S = 5.0
-"""How long `close` waits for the thread, which ends by itself."""
+"""How long `close` waits for the thread to end, in seconds."""
 _HEARD_S = 5.0
-"""How long rank 0 keeps the rendezvous for ranks that have not read how the last version ended; a dead one never does."""
+"""How long `close` waits until all ranks have read the outcome of the last version, in seconds. A dead rank never reads it."""
 
 T = TypeVar("T")
 
 
 class ConnectableReplica(Replica, Protocol):
-    """A replica that is running already and only has to be told where the weights come from."""
+    """A running replica, which can be connected to a run by the run's address."""
 
     async def connect(self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any]) -> None:
         """Subscribe the replica's ranks to the run at `rendezvous`, leaving an earlier run."""
@@ -72,11 +72,11 @@ class CoordinatorThread:
         close_at_exit(self)
 
     def connect(self) -> None:
-        """Tell every replica where the weights come from, and connect all participants.
+        """Give every replica the run's address, and connect all participants.
 
         Raises `DeadlineExceededError` naming the replica that does not answer, or the participants that are missing.
         """
-        # One limit for the replicas' answers, another one for connecting everybody.
+        # One limit for the replicas' answers, and a second one for connecting all participants.
         limit = Deadline.after(2 * self._config.connect_timeout_s)
         names = ", ".join(replica.name for replica in self._replicas)
         hint = "A replica does not keep the deadline of its `connect`."
@@ -102,7 +102,7 @@ class CoordinatorThread:
             raise ClosedError("the publisher was closed.", part=_PART) from None
 
     def close(self) -> None:
-        """End a sync under way, and the thread, once the other ranks know how the last version ended.
+        """End a running sync and the thread, once the other ranks have read the outcome of the last version.
 
         Idempotent, never raises.
         """
@@ -140,9 +140,9 @@ class CoordinatorThread:
         return await self._coordinator.sync(version)
 
     async def _reconnect_replica(self, replica: ConnectableReplica) -> None:
-        """Connect a lost replica, which may have restarted; if it has not, the version goes on without it.
+        """Connect a lost replica, which may have restarted; if that fails, the version is sent without it.
 
-        Raises `ReplicaTakenError` when it follows another publisher now: that is for its owner to settle.
+        Raises `ReplicaTakenError` if another publisher has taken the replica: its owner must resolve that.
         """
         try:
             async with asyncio.timeout(self._config.rejoin_s):

@@ -1,4 +1,4 @@
-"""`RankExchange`: the trainer ranks of a plain script do a step together, over torch.distributed's default group."""
+"""`RankExchange`: the trainer ranks of a plain script run a step collectively, over torch.distributed's default group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class RankExchange:
     """The trainer ranks, which exchange JSON over torch.distributed's default group. One rank needs no group.
 
     Args:
-        device: Where the group can gather tensors.
+        device: A device on which the group can gather tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -28,7 +28,8 @@ class RankExchange:
     def gather(self, step: Callable[[], Mapping[str, Any] | None]) -> list[dict[str, Any]]:
         """Run `step` on every rank. Returns the ranks' results, in rank order. Collective.
 
-        When it fails anywhere all ranks raise: a rank whose step failed its own error, the others the first rank's.
+        If the step fails on any rank, all ranks raise. A rank whose step failed raises its own error; the others raise the error
+        of the first failed rank.
         """
         result: Mapping[str, Any] | None = None
         own: WeightlaneError | None = None
@@ -48,7 +49,7 @@ class RankExchange:
 
 
 def gathered(mine: bytes, device: torch.device, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """The bytes of all ranks of `group`, by default of all ranks, in their order; moved on `device`. Collective."""
+    """All-gather bytes over `group` (by default all ranks) with tensors on `device`; returns them in rank order. Collective."""
 
     def all_gather(own: torch.Tensor) -> list[torch.Tensor]:
         everything = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]

@@ -1,1 +1,1 @@
-"""Weight versions and the places of their bytes: tensor specs, placements, the manifest, the stream and its buckets."""
+"""Weight versions and the layout of their bytes: tensor specs, placements, the manifest, the stream and its buckets."""

@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import ProtocolError
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A rectangular slice of a tensor: in dimension ``d`` the indices from ``starts[d]`` to before ``starts[d] + shape[d]``.
+    """A rectangular slice of a tensor: in dimension ``d`` the indices ``range(starts[d], starts[d] + shape[d])``.
 
     The box of a scalar has no dimensions and one element.
 
@@ -31,7 +31,7 @@ class Box:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Box:
-        """The box that is a whole tensor of `shape`."""
+        """The box of all elements of a tensor of `shape`."""
         return cls((0,) * len(shape), shape)
 
     @property
@@ -46,7 +46,7 @@ class Box:
 
     @property
     def index(self) -> tuple[slice, ...]:
-        """The index that takes the box out of a tensor: ``tensor[box.index]``."""
+        """The index that selects the box from a tensor: ``tensor[box.index]``."""
         return tuple(slice(start, start + size) for start, size in zip(self.starts, self.shape, strict=True))
 
     def fits(self, shape: tuple[int, ...]) -> bool:
@@ -68,7 +68,7 @@ class Box:
         )
 
     def minus(self, other: Box) -> list[Box]:
-        """The elements that are not in `other`, in boxes that do not overlap."""
+        """The elements that are not in `other`, as boxes that do not overlap."""
         common = self.intersect(other)
         if common is None:
             return [self] if self.numel else []
@@ -99,7 +99,7 @@ class Box:
         strides = row_major_strides(shape)
         first = sum(start * stride for start, stride in zip(self.starts, strides, strict=True))
         axis, run = len(shape), 1
-        while axis and self.shape[axis - 1] == shape[axis - 1]:  # whole inner dimensions are contiguous
+        while axis and self.shape[axis - 1] == shape[axis - 1]:  # complete inner dimensions are contiguous
             axis -= 1
             run *= shape[axis]
         if axis:
@@ -119,7 +119,7 @@ class Box:
         return first, run, count, step
 
     def runs(self, shape: tuple[int, ...], first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Find the box's elements number `first` to before number `last` in a row-major tensor of `shape`.
+        """Find elements [`first`, `last`) of the box, counted in row-major order, in a row-major tensor of `shape`.
 
         Yields the first position and the length of each contiguous run, in the order of the elements.
         """
@@ -156,7 +156,7 @@ class Box:
 
 
 def boxes_of_run(shape: tuple[int, ...], start: int, numel: int) -> Iterator[Box]:
-    """The few boxes that hold the `numel` elements from element `start` of a row-major tensor of `shape`, in order."""
+    """Divide `numel` elements from element `start` on of a row-major tensor of `shape` into a few boxes, in order."""
     if not shape:
         if numel:
             yield Box((), ())
@@ -191,7 +191,7 @@ def overlap(boxes: Sequence[Box]) -> bool:
 
 
 def cut(box: Box, most: int) -> Iterator[Box]:
-    """Cut `box` into boxes of at most `most` elements, in the order of its elements; whole rows stay together if they can."""
+    """Cut `box` into boxes of at most `most` elements, in the order of its elements. Rows are cut only if they are longer."""
     if box.numel <= most:
         yield box
         return
@@ -240,15 +240,15 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], Labels]
 
 
 def overlay(boxes: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> list[tuple[Box, Labels]]:
-    """Cut a tensor of `shape` into cells that each lie in the same boxes throughout.
+    """Cut a tensor of `shape` into cells, so that all elements of a cell are in the same boxes.
 
     Args:
         boxes: Boxes of the tensor, each with a label such as the index of its rank. Several boxes may have one label.
         shape: Shape of the tensor.
 
     Returns:
-        Cells that hold every element once, in the order of their first indices. Each has the sorted labels of the boxes that it
-        lies in; elements in no box have no labels. Adjoining cells with equal labels are merged where they form a box.
+        Cells that hold every element once, in the order of their first indices, each with the sorted labels of its boxes. A cell
+        in no box has no labels. Adjacent cells with equal labels are merged if they form a box.
     """
     if not all(shape):
         return []
@@ -271,7 +271,7 @@ def overlay(boxes: Iterable[tuple[Box, int]], shape: tuple[int, ...]) -> list[tu
 
 
 def merge(boxes: Sequence[Box]) -> list[Box]:
-    """Merge boxes that do not overlap wherever two adjoining ones form a box; sorted by first indices."""
+    """Merge adjacent boxes that together form a box. `boxes` must not overlap; the result is sorted by first indices."""
     merged = list(boxes)
     for axis in range(len(merged[0].shape) - 1, -1, -1) if len(merged) > 1 else ():
         beside: dict[tuple[tuple[int, ...], ...], list[Box]] = {}
@@ -297,7 +297,7 @@ def _join(row: list[Box], axis: int) -> list[Box]:
 
 
 class _Sweep:
-    """Sweeps along one axis after the other, and keeps the cells that it found for a set of boxes from an axis on."""
+    """Sweeps along one axis after the other. Caches the cells found for each set of boxes and first axis."""
 
     def __init__(self, boxes: list[Box], labels: list[list[int]], shape: tuple[int, ...]) -> None:
         self._boxes = boxes
@@ -306,7 +306,7 @@ class _Sweep:
         self._found: dict[tuple[tuple[int, ...], int], list[_Cell]] = {}
 
     def cells(self, among: tuple[int, ...], axis: int) -> list[_Cell]:
-        """The cells from `axis` on, where all axes before lie in the boxes `among` and in no other box."""
+        """The cells in the dimensions from `axis` on, where the dimensions before lie in exactly the boxes `among`."""
         found = self._found.get((among, axis))
         if found is None:
             found = self._found[among, axis] = self._sweep(among, axis)

@@ -1,7 +1,7 @@
-"""Checksums of buckets: a receiver compares them to prove that it has the bytes that were sent.
+"""Checksums of buckets: a receiver compares them to prove that it has the sent bytes.
 
-A checksum travels apart from the bucket, in the message ahead of it or in one message for a stored version. So a transport
-carries payload alone, and buckets may lie anywhere in memory.
+A checksum is sent separately from its bucket: in the control message ahead of the bucket, or in one message for a stored version.
+So the transport sends only payload, and buckets may lie anywhere in memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def checksum_of(data: torch.Tensor) -> str:
 
 
 def verify(data: torch.Tensor, checksum: object, version: int, index: int, *, peer: str) -> None:
-    """Compare received `data` with its checksum; raises `CorruptBucketError` when they differ."""
+    """Compare received `data` with the sender's checksum. Raises `CorruptBucketError` if they differ."""
     kind = checksum.partition(":")[0] if isinstance(checksum, str) else ""
     found = ""
     if kind == "xxh3":
@@ -80,10 +80,10 @@ class SessionMailbox(Protocol):
 
 
 class StoredChecksums:
-    """The checksums of stored versions, for which senders and receivers share no connection: one message for each version.
+    """The checksums of stored versions, one message for each version, because senders and receivers have no connection.
 
     Args:
-        mailbox: Private to the session.
+        mailbox: A mailbox that only this session uses.
     """
 
     def __init__(self, mailbox: SessionMailbox) -> None:
@@ -91,7 +91,7 @@ class StoredChecksums:
         self._put: list[int] = []
 
     def put(self, version: int, checksums: Sequence[str]) -> None:
-        """[sender] Publish the checksums of a version whose buckets are all stored, and delete those of older versions."""
+        """[sender] Publish the checksums of a version once all its buckets are stored, and delete those of older versions."""
         while self._put:
             self._mailbox.delete(str(self._put.pop()))
         self._mailbox.put(str(version), list(checksums))
@@ -106,5 +106,5 @@ class StoredChecksums:
 
 
 def checksum_of_bucket(checksums: Sequence[object], index: int) -> object:
-    """The checksum of bucket `index`, or None."""
+    """The checksum of bucket `index`; None if `checksums` has none."""
     return checksums[index] if index < len(checksums) else None

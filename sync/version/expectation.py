@@ -14,7 +14,7 @@ from .manifest import Manifest
 from .tensor_spec import TensorSpec, dtype_name, is_computed, renamed
 
 _SHOWN = 6
-"""Names and problems that one error lists, so that it fits on a screen."""
+"""Limit for the names and for the problems that one error lists, so that it fits on a screen."""
 _FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "linear_qkv", "linear_fc1")
 _MODEL_HINT = "Trainer and rollout must load the same model."
 _DTYPE_HINT = "sync.wire_dtype must be the rollout's dtype."
@@ -30,21 +30,21 @@ class ExpectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """The checkpoint tensors a receiver's model is made of."""
+    """The checkpoint tensors that a receiver's model loads."""
 
     tensors: Mapping[str, ExpectedTensor]
     """The tensors that a version must have."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """The expected tensor that each alias shares memory with. An alias is not sent: its own values would be lost."""
+    """The expected tensor that each alias shares memory with. An alias must not be sent: its own values would be lost."""
     dtype: torch.dtype | None = None
-    """The dtype to which quantised tensors are restored; None where each tensor accepts only one."""
+    """The dtype to which quantised tensors are restored; None if each tensor accepts only one dtype."""
     unread: frozenset[str] = frozenset()
     """Further tensors of the checkpoint, which no rank's model reads. A version may have them; they are not loaded."""
     place: Callable[[str], str | None] | None = None
-    """Where the model puts a tensor, by the tensor's name; two names with one place are one tensor. None if that is not known."""
+    """Maps a tensor's name to its place in the model, or to None if that is unknown. Names with one place are one tensor."""
 
     def own_names(self, sent: Collection[str]) -> dict[str, str]:
-        """The name here of each tensor that is `sent` under another one. Names that are not expected at all are left out."""
+        """The receiver's name of each tensor that is `sent` under another name. Unexpected tensors are left out."""
         sent = [name for name in sent if not is_computed(name)]
         if self.tensors.keys() >= set(sent):
             return {}
@@ -52,7 +52,7 @@ class Expectation:
         found = renamed(sent, expected)
         sent_to = self._by_place(set(sent).difference(expected, found, self.tied))
         missing_from = self._by_place(set(expected).difference(sent, found.values()))
-        # Of two tensors for one place, none is taken for the expected one.
+        # If two sent tensors have one place, neither is matched.
         return found | {
             names[0]: missing_from[place][0]
             for place, names in sent_to.items()
@@ -60,7 +60,7 @@ class Expectation:
         }
 
     def _by_place(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The `names` of tensors by the place where the model puts them, if that is known."""
+        """Group the `names` of tensors by their place in the model, if that is known."""
         found: dict[str, list[str]] = defaultdict(list)
         for name in names:
             if self.place is not None and (place := self.place(name)) is not None:
@@ -71,16 +71,16 @@ class Expectation:
 def check_coverage(
     manifest: Manifest, expectation: Expectation, *, part: str, specs: Sequence[TensorSpec] | None = None
 ) -> None:
-    """Raise one `ManifestError` that lists every kind of disagreement, or return.
+    """Raise one `ManifestError` that lists all mismatches between a version and the receiver's tensors, if there are any.
 
-    Reported: missing, unexpected, fused, padded, mis-shaped and mis-typed tensors. A version may have tensors that are unread
-    or `is_computed`.
+    Mismatches are missing, unexpected, fused and padded tensors, and tensors of another shape or dtype. A version may have
+    tensors that are unread or `is_computed`.
 
     Args:
         manifest: The version.
         expectation: The receiver's tensors.
         part: The receiver, for the error.
-        specs: The version's tensors as they are loaded, if they differ from the manifest's.
+        specs: The version's tensors as they are loaded; by default those of the manifest.
     """
     sent = {spec.name: spec for spec in (manifest.tensors if specs is None else specs)}
     own = expectation.own_names(sent.keys())

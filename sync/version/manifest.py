@@ -4,15 +4,15 @@ The tensors of a version form one *stream*: the row-major bytes of every tensor 
 A bucket is a window of the stream. There are two layouts:
 
 - *Fixed windows*: every bucket but the last has the same size. Large tensors span buckets, and small tensors share one.
-- *Whole tensors*, for engines whose files other tools read: a file holds as many whole tensors as fit into one bucket. A larger
-  tensor has a file of several buckets. The safetensors format allows no gaps, so tensors lie back to back inside a file. They
-  are aligned to their element size nevertheless, because tensors with the widest elements come first.
+- *Whole tensors*, for engines whose files other tools read: a file holds as many complete tensors as fit into one bucket. A
+  larger tensor has a file of several buckets. The safetensors format allows no gaps, so tensors lie back to back inside a file.
+  They are still aligned to their element size, because the tensors of a version are sorted by element size, largest first.
 
-Offsets follow from names, shapes and dtypes, so they are not transmitted.
+Offsets are computed from names, shapes and dtypes, so they are not sent.
 
-A stream that goes from several senders to different receivers consists of *sections*, one for each lane; no bucket spans two.
-The "tensors" of such a stream are slices. They are not transmitted either: every participant computes the same transfer plan,
-and the manifest has the plan's digest.
+A stream from several senders to different receivers consists of *sections*, one for each lane; no bucket spans two sections.
+The "tensors" of such a stream are slices. They are not sent either: every participant computes the same transfer plan, and the
+manifest has the plan's digest.
 
 The codec *dense* sends the stream itself. The codec *delta* sends the difference from a version that the receivers have:
 *segments* back to back, each the delta of a slice of one tensor, cut into fixed windows.
@@ -41,7 +41,7 @@ from .sliced_tensors import Slicing
 from .tensor_spec import StreamEntry, TensorSlice, TensorSpec
 
 ALIGNMENT_BYTES = 64
-"""Every tensor (with whole tensors: every file) starts at a multiple of this, which is enough for a view of any dtype."""
+"""Every tensor (with `whole_tensors`: every file) starts at a multiple of this, which is enough for a view of any dtype."""
 
 CODEC_DENSE = "dense"
 CODEC_DELTA = "delta"
@@ -60,29 +60,29 @@ class Manifest:
     version: int
     specs: tuple[TensorSpec, ...]
     bucket_bytes: int
-    """Payload bytes of every bucket but the last (with `whole_tensors`: at most); a multiple of `ALIGNMENT_BYTES`."""
+    """Payload bytes of every bucket but the last (with `whole_tensors`: the upper limit); a multiple of `ALIGNMENT_BYTES`."""
     codec: str = CODEC_DENSE
     base_version: int | None = None
     """The version that a delta applies to; None for the dense codec."""
     whole_tensors: bool = False
-    """Whether every file holds whole tensors."""
+    """Whether the version is laid out in files of complete tensors."""
     checksummed: bool = True
     """Whether every bucket has a checksum, which receivers verify."""
     lasting: bool = False
     """Whether buckets stay in the sender's memory until receivers release them, so that receivers may read them there."""
     identity: str = ""
-    """Name of this publication, unique over all publishers; empty when no delta will be based on it."""
+    """Name of this publication, unique over all publishers; empty if no delta will be based on it."""
     base_identity: str = ""
     """The `identity` of the version that a delta applies to."""
     segments: tuple[DeltaSegment, ...] = ()
     """The parts of a delta in the order of the wire; empty for the dense codec."""
     quantised: str = ""
-    """Format of linear weights, ``"fp8"``; empty when none are quantised.
+    """Format of linear weights, ``"fp8"``; empty if none are quantised.
 
     See `weightlane.sync.codecs.quantised.quantisation`.
     """
     slicing: Slicing | None = None
-    """The slices that `specs` are; None when `specs` are whole tensors."""
+    """The slices that `specs` stand for; None if `specs` are complete tensors."""
     sections: tuple[int, ...] = ()
     """Number of `specs` in each section; empty for a stream of one section."""
 
@@ -123,7 +123,7 @@ class Manifest:
                 raise ProtocolError(f"the segments of {spec.name} do not hold every element once.", part=_PART)
 
     def as_version(self, version: int, identity: str) -> Manifest:
-        """The manifest of another dense version with the same layout. It shares everything that was computed for this one."""
+        """The manifest of another dense version with the same layout. It shares all cached properties of this one."""
         assert not self.is_delta
         if not self.plan:
             _ = self._plain_specs  # computed here, so that all versions share it
@@ -143,7 +143,7 @@ class Manifest:
 
     @cached_property
     def regions(self) -> tuple[TensorSlice, ...]:
-        """The slice of a checkpoint tensor that each tensor of the stream is."""
+        """For each tensor of the stream, the slice of a checkpoint tensor that it is."""
         if self.slicing is not None:
             return self.slicing.regions
         return tuple(TensorSlice(spec, Box.whole(spec.shape)) for spec in self.specs)
@@ -155,7 +155,7 @@ class Manifest:
 
     @cached_property
     def wire_bytes(self) -> int:
-        """Bytes on the wire: those of the stream, or of a delta's segments."""
+        """Bytes on the wire: the length of the stream, or of a delta's segments."""
         return sum(segment.nbytes for segment in self.segments) if self.is_delta else self.total_bytes
 
     @property
@@ -241,7 +241,7 @@ class Manifest:
         return start, min(start + self.bucket_bytes, stop)
 
     def part(self, index: int) -> FilePart | None:
-        """The part of a file that bucket `index` is; None if the bucket is a whole file, or belongs to none."""
+        """The part of a file that bucket `index` is; None if the bucket is a complete file, or belongs to none."""
         span = self._span_of(index)
         first, last = self._first_buckets[span], self._first_buckets[span + 1]
         if not self._has_files or last - first == 1:
@@ -268,7 +268,7 @@ class Manifest:
         return range(self._first_buckets[section], self._first_buckets[section + 1])
 
     def only(self, sections: Sequence[int]) -> Manifest:
-        """The manifest of these sections alone, in the order of `sections`."""
+        """The manifest of only these sections, in the order of `sections`."""
         firsts = [0, *accumulate(self.sections)]
         chosen = [old for section in sections for old in range(firsts[section], firsts[section + 1])]
         renumbered = {old: new for new, old in enumerate(chosen)}
@@ -289,7 +289,7 @@ class Manifest:
         )
 
     def tensors_within(self, start: int, stop: int) -> Iterator[tuple[StreamEntry, int, int]]:
-        """The tensors in the window [`start`, `stop`) of the stream, each with its first byte there and one past its last."""
+        """Yield the tensors in the stream window [`start`, `stop`), each with its first byte there and one past its last."""
         for entry in self.entries[max(0, bisect_right(self._ends, start)) :]:
             if entry.offset >= stop:
                 return
@@ -308,7 +308,7 @@ class Manifest:
 
     @property
     def files(self) -> dict[int, tuple[StreamEntry, ...]]:
-        """The tensors of each file, back to back, by the file's first bucket; `ProtocolError` for buckets of fixed size."""
+        """The tensors of each file, by the file's first bucket. Raises `ProtocolError` if buckets are fixed windows."""
         if not self._has_files:
             raise ProtocolError("buckets of fixed size are not kept as files of whole tensors.", part=_PART)
         return dict(zip(self._first_buckets, self._files, strict=False))
@@ -351,8 +351,8 @@ class Manifest:
 
         Args:
             plain: The message.
-            like: A manifest that most likely has the same tensors, which saves parsing them. For a message with a transfer plan,
-                a manifest of that plan.
+            like: A manifest that probably has the same tensors, which then need not be parsed. For a message with a transfer
+                plan, a manifest of that plan.
         """
         plan = str(plain.get("plan", "")) if isinstance(plain, dict) else ""
         if plan and (like is None or plan != like.plan):
@@ -375,7 +375,7 @@ class Manifest:
             **{name: getattr(message, name) for name in _SENT_FIELDS},
         )
         if not plan:
-            made.__dict__["_plain_specs"] = plain["tensors"]  # the next version's are most often the same objects
+            made.__dict__["_plain_specs"] = plain["tensors"]  # the next version mostly has the same objects
         return made
 
     def _same_layout(self, message: ManifestMessage) -> bool:

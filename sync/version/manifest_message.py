@@ -1,4 +1,4 @@
-"""The JSON form of a manifest: field types and limits that a receiver checks before it believes anything."""
+"""The JSON form of a manifest: field types and limits that a receiver checks first, because the message is not trusted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEGMENTS: TypeAdapter[list[tuple[int, list[int], list[int], int]]] = TypeAdapte
 
 
 class ManifestMessage(BaseModel):
-    """The message of a manifest; for the fields see `Manifest`."""
+    """The message form of a manifest; for the fields see `Manifest`."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -61,7 +61,7 @@ class ManifestMessage(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class DeltaSegment:
-    """The delta of a slice of one tensor, and its length."""
+    """Describes the delta of a slice of one tensor, without its bytes."""
 
     tensor: int
     """Index of the tensor in the manifest's `specs`."""
@@ -87,7 +87,7 @@ class DeltaSegment:
 
 
 def segments_from_plain(plain: Any) -> tuple[DeltaSegment, ...]:
-    """Parse another rank's list of segments; raises `ProtocolError` for anything else."""
+    """Parse another rank's list of segments. Raises `ProtocolError` for anything else."""
     try:
         return tuple(map(DeltaSegment.from_checked, _SEGMENTS.validate_python(plain)))
     except ValidationError as error:

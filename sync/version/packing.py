@@ -1,8 +1,8 @@
 """Packing: from the snapshots of trainer ranks to buckets.
 
-Every trainer rank copies its own shards, and nothing else, into one flat *snapshot* in the wire dtype. Where one rank holds
-everything, its snapshot is the stream, and buckets are sent from it in place. Elsewhere a bucket is filled from the snapshots of
-all ranks, so that no rank ever holds a large tensor whole.
+Every trainer rank copies only its own shards into one flat *snapshot* in the wire dtype. If the bytes of a bucket lie in a
+snapshot as in the stream, the bucket is sent from it in place. Otherwise the bucket is filled from one snapshot, or from those of
+all ranks, so that no rank ever holds a large tensor in full.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEPT_WINDOWS = 1 << 14
 
 
 class CopyTable:
-    """Copies between one rank's snapshot and the stream."""
+    """The copies between one rank's snapshot and the stream."""
 
     def __init__(self, copies: Iterable[StridedCopy]) -> None:
         self._copies = sorted(copies, key=lambda copy: copy.stream.start)
@@ -33,7 +33,7 @@ class CopyTable:
 
     @classmethod
     def of(cls, slices: Iterable[SnapshotSlice], layout: Manifest) -> CopyTable:
-        """The table of a rank with these slices of the stream `layout`."""
+        """The table of a rank whose snapshot has these slices of the stream `layout`."""
         offsets = layout.offsets
         return cls(copy for each in slices for copy in each.copies(offsets[each.tensor]))
 
@@ -45,7 +45,7 @@ class CopyTable:
             yield from copy.within(start, stop)
 
     def window(self, start: int, stop: int) -> BucketCopies:
-        """The copies of the stream window [`start`, `stop`), computed once."""
+        """The copies of the stream window [`start`, `stop`); cached."""
         window = self._windows.get((start, stop))
         if window is None:
             if len(self._windows) >= _KEPT_WINDOWS:
@@ -90,7 +90,7 @@ def copy_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, p
 
 
 def gather_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int, packed: torch.Tensor) -> torch.Tensor:
-    """This rank's bytes of the window, back to back: a view of the snapshot if they lie there so, else copied to `packed`."""
+    """This rank's bytes of the window, back to back: a view of the snapshot if they are contiguous there, else in `packed`."""
     window = table.window(start, stop)
     if window.unbroken:
         return snapshot[window.snapshot_end - window.nbytes : window.snapshot_end]
@@ -100,6 +100,6 @@ def gather_runs(snapshot: torch.Tensor, table: CopyTable, start: int, stop: int,
 
 
 def scatter_runs(packed: torch.Tensor, table: CopyTable, start: int, stop: int, payload: torch.Tensor) -> None:
-    """Copy what `gather_runs` returned on another rank to its places in `payload`."""
+    """Copy bytes that `gather_runs` returned on another rank to their places in `payload`."""
     for copy in table.window(start, stop).copies:
         copy_strided(payload, copy.stream.moved(-start), packed, copy.packed)

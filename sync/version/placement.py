@@ -17,7 +17,7 @@ from .tensor_spec import LocalShard, TensorSpec, dtype_of, renamed
 
 _PART = "placement"
 _MOST_SLICES = 1 << 16
-"""Limit for the slices of one tensor on one rank. No parallel layout comes near it; a damaged message may."""
+"""Limit for the slices of one tensor on one rank. Every parallel layout stays far below it; a damaged message may not."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Placement:
 
     @classmethod
     def of(cls, slices: Iterable[tuple[TensorSpec, Box]]) -> Placement:
-        """The placement with these slices, in any order. A slice without elements announces its tensor."""
+        """The placement with these slices, in any order. A slice without elements only adds its tensor."""
         found: dict[str, tuple[TensorSpec, list[Box]]] = {}
         for spec, box in slices:
             found.setdefault(spec.name, (spec, []))[1].append(box)
@@ -53,11 +53,11 @@ class Placement:
 
     @classmethod
     def whole(cls, specs: Iterable[TensorSpec]) -> Placement:
-        """The placement of a rank that has every tensor whole."""
+        """The placement of a rank that holds or needs every tensor in full."""
         return cls.of((spec, Box.whole(spec.shape)) for spec in specs)
 
     def named_as(self, sent: Collection[str]) -> Placement:
-        """The placement under the names of the tensors that are `sent`, without tensors of which nothing is sent nor needed."""
+        """Rename the tensors to the names that are `sent`. Tensors that are neither sent nor needed are left out."""
         if {spec.name for spec in self.specs} == set(sent):
             return self
         named = {own: name for name, own in renamed(sent, [spec.name for spec in self.specs]).items()}
@@ -116,9 +116,9 @@ class Placement:
 
 
 def without_aliases(shards: Sequence[LocalShard]) -> list[LocalShard]:
-    """Leave out tensors that are another one under a second name, as a tied output embedding is: all shards share their memory.
+    """Leave out aliases: tensors whose shards all share memory with those of another one, such as a tied output embedding.
 
-    So one that is sent under a second name nevertheless is a tensor of its own, and a receiver can refuse it.
+    A tensor that is still sent under an alias's name therefore has its own values, and a receiver can refuse it.
     """
     places: dict[str, list[tuple[object, ...]]] = defaultdict(list)
     for shard in shards:

@@ -1,4 +1,4 @@
-"""A version on disk, in files that other tools can load: safetensors files, their index, and the manifest.
+"""A stored version as files that other tools can load: safetensors files, their index, and the manifest.
 
 The formats are those of https://github.com/huggingface/safetensors (eight bytes with the header's length, a header of JSON,
 then the tensors without gaps) and of transformers' sharded checkpoints (``model.safetensors.index.json``).
@@ -72,7 +72,7 @@ def _header(version: int, tensors: Sequence[StreamEntry]) -> bytes:
     """The header of the file that holds `tensors`; empty without tensors."""
     if not tensors:
         return b""
-    # transformers refuses a file that does not say which framework's tensors it holds.
+    # transformers refuses a file without the format (the framework) in its metadata.
     content: dict[str, Any] = {_METADATA: {"format": "pt", "weightlane_version": str(version)}}
     start = tensors[0].offset
     for entry in tensors:

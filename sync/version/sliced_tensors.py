@@ -1,4 +1,4 @@
-"""The tensors of a version that arrives in slices, each assembled when it is read."""
+"""The tensors of a version that is received in slices, each assembled on access."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from .tensor_spec import TensorSlice, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Slicing:
-    """The slices that a transfer plan makes the tensors of a stream."""
+    """The slices that are the tensors of a stream, from a transfer plan."""
 
     plan: str
     """The plan's digest."""
     specs: tuple[TensorSpec, ...]
     """Every tensor of the checkpoint."""
     regions: tuple[TensorSlice, ...]
-    """The slice of a checkpoint tensor that each tensor of the stream is."""
+    """For each tensor of the stream, the slice of a checkpoint tensor that it is."""
 
 
 class LazyTensors(Mapping[str, torch.Tensor]):
-    """Tensors by name that are allocated when they are read."""
+    """Tensors by name that are allocated on access."""
 
     @abstractmethod
     def without_data(self, name: str) -> torch.Tensor:
@@ -36,7 +36,7 @@ class LazyTensors(Mapping[str, torch.Tensor]):
 
 
 def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors with the shapes and dtypes of `tensors`, without allocating any of `LazyTensors`."""
+    """Tensors with the shapes and dtypes of `tensors`: on the meta device for `LazyTensors`, which are not allocated."""
     if isinstance(tensors, LazyTensors):
         return {name: tensors.without_data(name) for name in tensors}
     return dict(tensors)
@@ -45,7 +45,7 @@ def without_data(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 class SlicedTensors(LazyTensors):
     """Every tensor of the checkpoint, by name.
 
-    A tensor that arrived whole is not copied; any other is a new tensor at each access.
+    A tensor that arrived in one slice is not copied. Any other is assembled as a new tensor at each access.
 
     Args:
         slicing: The slices that arrived.
@@ -65,7 +65,7 @@ class SlicedTensors(LazyTensors):
             self._parts[region.spec.name].append((region.box, name))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The whole tensor. Raises `CommitError` if only slices of it arrived."""
+        """The full tensor. Raises `CommitError` if some of its elements have not arrived."""
         if not self.has(name, [Box.whole(self._specs[name].shape)]):
             raise CommitError(
                 f"{name} was to be loaded whole, and only the slices that this rank needs have arrived.",
@@ -84,7 +84,7 @@ class SlicedTensors(LazyTensors):
         return len(self._specs)
 
     def has(self, name: str, boxes: Iterable[Box]) -> bool:
-        """Whether every element of `boxes` of a tensor arrived."""
+        """Whether every element in `boxes` of the tensor `name` has arrived."""
         parts = [part for part, _ in self._parts.get(name, ())]
         return all(
             sum(common.numel for part in parts if (common := box.intersect(part)) is not None) == box.numel
@@ -93,7 +93,7 @@ class SlicedTensors(LazyTensors):
 
     @torch.no_grad()
     def partly(self, name: str) -> torch.Tensor:
-        """A tensor with the elements that arrived; the others are undefined."""
+        """The tensor `name` with the elements that arrived; the values of the others are undefined."""
         spec = self._specs[name]
         parts = [(box, self.staged[part]) for box, part in self._parts.get(name, ())]
         if len(parts) == 1 and parts[0][0] == Box.whole(spec.shape):
@@ -111,7 +111,7 @@ class SlicedTensors(LazyTensors):
 
 
 class SelectedTensors(LazyTensors):
-    """Some slices and tensors of a version: slices by their names in the stream, tensors (see `partly`) by their own.
+    """Selected slices and tensors of a version: slices by their names in the stream, tensors (see `partly`) by their own.
 
     Args:
         tensors: The version.

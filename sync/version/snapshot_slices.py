@@ -1,4 +1,4 @@
-"""Snapshot slices: where the elements that a rank sends lie, both in its snapshot and in the stream."""
+"""Snapshot slices: the places of the elements that a rank sends, both in its snapshot and in the stream."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .tensor_spec import Shard, TensorSlice
 
 @dataclass(frozen=True, slots=True)
 class SnapshotSlice:
-    """The elements of one tensor of the stream that one shard in a snapshot has."""
+    """The elements that a tensor of the stream and a shard in a snapshot have in common."""
 
     tensor: int
     """Index of the tensor in the stream."""
     box: Box
-    """The slice of this tensor."""
+    """The slice of the tensor that the elements are."""
     shape: tuple[int, ...]
     """Shape of the tensor."""
     first: int
@@ -42,13 +42,13 @@ class SnapshotSlice:
         return (self.first + _dot((size - 1 for size in self.box.shape), self.strides) + 1) * self.dtype.itemsize
 
     def cut(self, most: int) -> Iterator[SnapshotSlice]:
-        """The slice in parts of at most `most` elements, in the order of the elements."""
+        """Cut the slice into parts of at most `most` elements, in the order of the elements."""
         for box in cut(self.box, most):
             first = self.first + _dot(box.within(self.box).starts, self.strides)
             yield SnapshotSlice(self.tensor, box, self.shape, first, self.strides, self.dtype)
 
     def copies(self, offset: int) -> Iterator[StridedCopy]:
-        """The copies between the snapshot and a stream that has the tensor at byte `offset`."""
+        """The copies between the snapshot and a stream in which the tensor begins at byte `offset`."""
         strides = row_major_strides(self.shape)
         width = self.dtype.itemsize
         sides = list(zip(self.box.shape, strides, self.strides, strict=True))
@@ -67,8 +67,8 @@ def snapshot_slices(
 
     Args:
         shards: The rank's shards.
-        places: First byte of each in the rank's snapshot, where it lies in row-major order.
-        regions: The slice of a checkpoint tensor that each tensor of the stream is.
+        places: First byte of each shard in the rank's snapshot, where the shard lies in row-major order.
+        regions: For each tensor of the stream, the slice of a checkpoint tensor that it is.
 
     Returns:
         Slices in the order of `regions`.
@@ -98,7 +98,7 @@ def _dot(index: Iterable[int], strides: tuple[int, ...]) -> int:
 def _common_rows(
     one: int, other: int, sides: Sequence[tuple[int, int, int]]
 ) -> Iterator[tuple[int, int, int, int, tuple[int, int]]]:
-    """Divide a slice into rows that are equal on two sides with different strides.
+    """Divide a slice into rows that are contiguous both in the stream and in the snapshot, which have different strides.
 
     Args:
         one: First element on one side.

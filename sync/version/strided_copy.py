@@ -1,4 +1,4 @@
-"""Strided copies between a snapshot and the stream: equal rows of bytes at equal distances, which one call copies."""
+"""Strided copies between a snapshot and the stream: one call copies rows of equal length at equal distances."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class StridedRows:
         return self.count == 1 or self.step == self.nbytes
 
     def moved(self, nbytes: int) -> StridedRows:
-        """The rows `nbytes` further on."""
+        """The same rows, with `nbytes` added to their start."""
         return StridedRows(self.start + nbytes, self.step, self.nbytes, self.count)
 
     def part(self, row: int, count: int, skipped: int, nbytes: int) -> StridedRows:
-        """`nbytes` of each of `count` rows, from row `row` and from byte `skipped` of a row."""
+        """The part with `count` rows from row `row` on, and of each row `nbytes` bytes from byte `skipped` on."""
         return StridedRows(self.start + row * self.step + skipped, self.step, nbytes, count)
 
 
 @dataclass(frozen=True, slots=True)
 class StridedCopy:
-    """Rows of the stream, and the same rows in their owner's snapshot."""
+    """Rows of the stream, and the same rows in a rank's snapshot."""
 
     stream: StridedRows
     snapshot: StridedRows
@@ -56,7 +56,7 @@ class StridedCopy:
         return self.stream.nbytes * self.stream.count
 
     def within(self, start: int, stop: int) -> Iterator[StridedCopy]:
-        """The part in the stream window [`start`, `stop`): whole rows, and the rest of the first and last row."""
+        """The part in the stream window [`start`, `stop`): complete rows, and the parts of the first and last row."""
         rows = self.stream
         step = max(rows.step, 1)
         row = max(0, (start - rows.start - rows.nbytes) // step + 1)
@@ -76,7 +76,7 @@ class StridedCopy:
             row += count
 
     def can_follow(self, copies: Sequence[StridedCopy]) -> bool:
-        """Whether this row is the next one of `copies`, at the same distance; rows may neither overlap nor go backwards."""
+        """Whether this row continues the rows `copies` at the same distance; rows may neither overlap nor go backwards."""
         first, last = copies[0], copies[-1]
         if self.stream.count > 1 or last.stream.count > 1 or self.stream.nbytes != last.stream.nbytes:
             return False
@@ -86,7 +86,7 @@ class StridedCopy:
 
 @dataclass(frozen=True, slots=True)
 class PackedCopy:
-    """A `StridedCopy`, and the same rows where all rows of a window lie back to back."""
+    """A `StridedCopy`, and the places of its rows in a buffer that has all rows of a window back to back."""
 
     stream: StridedRows
     snapshot: StridedRows
@@ -104,7 +104,7 @@ class BucketCopies:
     unbroken: bool
     """Whether the bytes lie back to back in the snapshot, too."""
     shift: int | None
-    """Distance in bytes from the stream to the snapshot; None where it is not the same for all copies."""
+    """Offset in the snapshot minus offset in the stream, in bytes; None if it differs between the copies."""
 
     @classmethod
     def of(cls, copies: Iterable[StridedCopy]) -> BucketCopies:
@@ -141,7 +141,7 @@ def _steps(one: StridedCopy, other: StridedCopy) -> tuple[int, int]:
 
 
 def _equal_rows_merged(copies: Iterable[StridedCopy]) -> Iterator[StridedCopy]:
-    """Merge rows of one length at equal distances, on both sides."""
+    """Merge rows of equal length at equal distances, if the distances are equal on both sides."""
     group: list[StridedCopy] = []
     for copy in copies:
         if group and not copy.can_follow(group):

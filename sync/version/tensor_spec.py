@@ -31,7 +31,7 @@ SAFETENSORS_DTYPES: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Every dtype that can be carried, by its name in the safetensors format (https://huggingface.co/docs/safetensors)."""
+"""Every dtype that can be sent, by its name in the safetensors format (https://huggingface.co/docs/safetensors)."""
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -60,7 +60,8 @@ which experts are chosen."""
 def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
     """Names of the tensors that stay float32 when the model is sent, or written, in a narrower dtype.
 
-    These are the float32 tensors of a checkpoint that is mostly narrower, otherwise only those with certain name endings.
+    If at most half of a checkpoint's floating-point tensors are float32, all of these. Otherwise only those with the name endings
+    of `_ALWAYS_FLOAT32`.
 
     Args:
         stored: The dtype of every tensor on disk.
@@ -72,13 +73,13 @@ def kept_in_float32(stored: Mapping[str, torch.dtype]) -> frozenset[str]:
 
 
 _COMPUTED = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
-"""Name endings of tensors that follow from a model's config. vLLM's loading skips the same ones (`AutoWeightsLoader`)."""
+"""Name endings of tensors that are computed from a model's config. vLLM's `AutoWeightsLoader` skips the same ones."""
 
 
 def is_computed(name: str) -> bool:
-    """Whether `name` is a buffer of rotary position embeddings: no weight, but old checkpoints and some trainers have it.
+    """Whether `name` is a buffer of rotary position embeddings. It is no weight, but old checkpoints and some trainers have it.
 
-    A receiver's model computes such a buffer itself, so no version needs one.
+    A receiver's model computes such a buffer itself, so a version needs none.
     """
     return name.endswith(_COMPUTED)
 
@@ -86,15 +87,15 @@ def is_computed(name: str) -> bool:
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as uint8, 1-D.
 
-    torch calls a single element contiguous whatever its stride is, but views it as bytes only if the stride is 1.
+    torch reports a single element as contiguous with any stride, but views it as bytes only if the stride is 1.
     """
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def renamed(sent: Collection[str], expected: Collection[str]) -> dict[str, str]:
-    """The expected name of each tensor that is `sent` under another name, where names differ in one prefix.
+    """The expected name of each tensor that is `sent` under another name, if the names differ by one prefix.
 
-    The files of a base model (GPT-2's ``wte.weight``) lack the prefix that its tensors have as a part of the whole model
+    The files of a base model (GPT-2's ``wte.weight``) lack the prefix that its tensors have within the full model
     (``transformer.wte.weight``).
 
     >>> renamed(["transformer.wte.weight", "lm_head.weight"], ["wte.weight", "lm_head.weight"])
@@ -109,7 +110,7 @@ def renamed(sent: Collection[str], expected: Collection[str]) -> dict[str, str]:
 
 
 def _without_prefix(names: Sequence[str], others: Sequence[str]) -> dict[str, str]:
-    """The names that are one of `others` behind one prefix, the most frequent, each with that other name."""
+    """The names that equal one of `others` after the most frequent prefix, each with that other name."""
     wanted = set(others)
     cuts: dict[str, dict[str, str]] = defaultdict(dict)
     for name in names:
@@ -164,7 +165,7 @@ class TensorSlice:
 
     @property
     def as_tensor(self) -> TensorSpec:
-        """The slice as a tensor of its own in a stream, named ``tensor[first:last,...]``; a whole tensor keeps its name."""
+        """The slice as a tensor of a stream, named ``tensor[first:last,...]``; a full tensor keeps its name."""
         if self.box == Box.whole(self.spec.shape):
             return self.spec
         where = ",".join(f"{start}:{stop}" for start, stop in zip(self.box.starts, self.box.stops, strict=True))
@@ -187,7 +188,7 @@ class StreamEntry:
 
 @dataclass(frozen=True, slots=True)
 class LazyShard:
-    """The slice of one tensor that a trainer rank sends, and whose elements are computed when a snapshot is taken."""
+    """A slice of a tensor that a trainer rank sends, and whose elements are computed when a snapshot is taken."""
 
     spec: TensorSpec
     box: Box
@@ -205,17 +206,17 @@ class LazyShard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveTensor:
-    """Where a trainer keeps a tensor, and the memory that its shards are views of."""
+    """A trainer's parameter or buffer, with the memory that its shards are views of."""
 
     name: str
-    """The parameter's or buffer's, for errors."""
+    """Name of the parameter or buffer, for errors."""
     memory: torch.Tensor
-    """This rank's part when the shards were made."""
+    """This rank's part of the tensor when the shards were made."""
     now: Callable[[], torch.Tensor | None]
-    """This rank's part as the trainer has it; None where the trainer has no such tensor any more."""
+    """Returns this rank's current part of the tensor; None if the trainer has no such tensor any more."""
 
     def check(self) -> None:
-        """Raise `ManifestError` where the trainer trains other memory by now, or has moved the memory away."""
+        """Raise `ManifestError` if the trainer's tensor is now in other memory, or its memory is offloaded."""
         current = self.now()
         if current is None or not _same_memory(current, self.memory):
             raise ManifestError(
@@ -232,14 +233,14 @@ class LiveTensor:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The slice of one checkpoint tensor that a trainer rank holds.
+    """A slice of one checkpoint tensor that a trainer rank holds.
 
     `data` is the live local tensor in the trainer's dtype, with the slice's shape and any strides: rows or columns of a linear
-    layer, the query heads of a fused parameter, or nothing. It is read between ``publish`` and the fence; afterwards its values
-    may change, but not its storage. A rank may hold several slices of a tensor that do not overlap. Several ranks may hold the
-    same elements, which must then be equal.
+    layer, the query heads of a fused parameter, or no elements. It is read between ``publish`` and the fence; afterwards its
+    values may change, but not its storage. A rank may hold several slices of a tensor that do not overlap. Several ranks may hold
+    the same elements, which must then be equal.
 
-    Raises `ManifestError` for `data` that is no slice of the tensor, or has whole numbers where the tensor has floats.
+    Raises `ManifestError` if `data` is no slice of the tensor, or if only one of the two has a floating-point dtype.
     """
 
     spec: TensorSpec
@@ -247,7 +248,7 @@ class LocalShard:
     """First index of the slice, by dimension of the tensor."""
     data: torch.Tensor
     live: tuple[LiveTensor, ...] = field(default=(), repr=False, compare=False)
-    """Looked at whenever a version is published, where they are known: they tell when `data` is no longer what is trained."""
+    """The trainer's tensors behind `data`, if known. Every `publish` checks that `data` is still the trained memory."""
 
     def __post_init__(self) -> None:
         """Check shape and dtype."""
@@ -268,7 +269,7 @@ class LocalShard:
 
     @classmethod
     def whole(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
-        """A shard that is all of a tensor. Raises `ManifestError` unless `data` has the tensor's shape."""
+        """A shard that is a full tensor. Raises `ManifestError` unless `data` has the tensor's shape."""
         if tuple(data.shape) != spec.shape:
             raise ManifestError(
                 f"{spec.name} has shape {spec.shape}, and its data {tuple(data.shape)}.",
@@ -279,7 +280,7 @@ class LocalShard:
 
     @classmethod
     def run(cls, spec: TensorSpec, start: int, data: torch.Tensor) -> list[LocalShard]:
-        """The few shards that hold `data`, a run of elements from element `start` of the flattened tensor."""
+        """A few shards that together hold `data`, a run of elements from element `start` on of the flattened tensor."""
         shards, at = [], 0
         flat = data.view(-1)
         for box in boxes_of_run(spec.shape, start, flat.numel()):
@@ -289,7 +290,7 @@ class LocalShard:
 
     @classmethod
     def nothing(cls, spec: TensorSpec, data: torch.Tensor) -> LocalShard:
-        """A shard without elements on the device of `data`; it announces the tensor, which is no scalar."""
+        """A shard without elements on the device of `data`. It declares the tensor, which must not be a scalar."""
         return cls(spec, (0,) * len(spec.shape), data.new_empty((0,) * len(spec.shape)))
 
     @property

@@ -25,7 +25,10 @@ def role_names(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def check_roles(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
-    """Raise `ConfigError` where the ranks of `trainer` cannot host all roles that `algorithm` needs, or the policy is none."""
+    """Raise `ConfigError` if the ranks of `trainer` cannot host all roles of `algorithm`, or `trainer` configures no policy.
+
+    A frozen model, or one with another head than ``tokens``, is no policy.
+    """
     names = role_names(algorithm)
     if trainer.frozen:
         raise ConfigError(
@@ -60,11 +63,11 @@ def role_specs(
     Args:
         algorithm: The objective and its settings.
         trainer: Engine and ranks of every role.
-        critic: Settings that the critic has of its own.
-        models: Model directories by role; those that are not named begin with the policy's.
+        critic: The critic's own settings.
+        models: Model directories by role; a role that is missing starts from the policy's.
         objective: The policy's loss.
         seed: Seed of every rank.
-        state: The policy's saved training state to resume from; that of the critic lies beside it.
+        state: The policy's saved training state to resume from; the critic's is in the directory next to it.
     """
     losses: dict[str, dict[str, Loss]] = {
         POLICY: {OBJECTIVE: objective},
@@ -89,13 +92,13 @@ def role_trainer(role: str, trainer: TrainerConfig, critic: CriticConfig) -> Tra
     """The engine settings of a role, on the ranks of `trainer`."""
     if role == POLICY:
         return trainer
-    whole = trainer.model_copy(update={"lora": None})  # the adapter is the policy's
+    whole = trainer.model_copy(update={"lora": None})  # only the policy has the adapter
     own = {"head": "value", "learning_rate": critic.learning_rate} if role == CRITIC else {"frozen": True}
     return whole.model_copy(update=own)
 
 
 def policy_objective(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """The settings of the policy's loss: PPO's penalty for leaving the reference is in the rewards, and not in the loss, too."""
+    """The settings of the policy's loss. PPO's KL penalty is part of the rewards, so its loss has none."""
     return algorithm.model_copy(update={"kl_coefficient": 0.0}) if algorithm.objective == "ppo" else algorithm
 
 

@@ -1,4 +1,4 @@
-"""GRPO, GSPO, CISPO and others whose advantages come with the batch: a policy is trained by one loss."""
+"""GRPO, GSPO, CISPO and other algorithms whose advantages are part of the batch: one loss trains the policy."""
 
 from __future__ import annotations
 
@@ -22,15 +22,18 @@ class PolicyGradient:
         self._dispatch, self._policy = dispatch, dispatch[POLICY]
 
     async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
-        """Take one step of every model that is trained, see `Role.forward_backward` for the arguments."""
+        """Take one optimizer step of every trained model. See `Role.forward_backward` for the arguments."""
         if REFERENCE in self._dispatch:
             batch = await with_reference(batch, self._dispatch[REFERENCE])
         return await take_step(self._policy, batch, OBJECTIVE, denominators)
 
     async def save(self, directory: Path) -> None:
-        """Save the training state of every model that is trained."""
+        """Save the training state of every trained model."""
         await self._policy.save(directory)
 
     async def load(self, directory: Path, *, optimizer: bool = True) -> int:
-        """Resume from a state that `save` wrote, or begin anew, as `TrainingEngine.load` does; the optimizer steps taken."""
+        """Resume from a state that `save` wrote, or start over from a model, as `TrainingEngine.load` does.
+
+        Returns the optimizer steps taken.
+        """
         return await self._policy.load(directory, optimizer=optimizer)

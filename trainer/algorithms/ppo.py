@@ -1,4 +1,4 @@
-"""PPO: a critic's values make an advantage of every token, and both models are trained on the same batch."""
+"""PPO: the critic's values give every token an advantage, and policy and critic are trained on the same batch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from .roles import CRITIC, OBJECTIVE, REFERENCE
 from .step import take_step, with_reference
 
 _MOST_SKIPS = 10
-"""Batches in a row on which a critic's gradient may be no number."""
+"""Consecutive batches with a critic gradient that is not finite after which `Ppo.train_step` raises `GradientError`."""
 _VALUES: tuple[OutputName, ...] = ("values",)
 
 
 class Ppo(PolicyGradient):
-    """PPO (arXiv 1707.06347) with generalised advantage estimation; one optimizer step of both models for a batch.
+    """PPO (arXiv 1707.06347) with generalised advantage estimation; one optimizer step of both models per batch.
 
-    The reward of a completion counts at its last token; with a `REFERENCE`, every token is penalised for leaving it, in the
-    rewards and not in the loss. Advantages are scaled to mean 0 and standard deviation 1 over the batch. A completion that was
-    cut off counts as one that ended.
+    The reward of a completion is given at its last token. With a `REFERENCE`, the KL penalty of every token is part of the
+    rewards, not of the loss. Advantages are scaled to mean 0 and standard deviation 1 over the batch. A completion that was cut
+    off is treated like one that ended.
 
     Args:
         dispatch: Has the roles `POLICY` and `CRITIC`, each with the loss `OBJECTIVE`, and maybe `REFERENCE`.
@@ -49,9 +49,10 @@ class Ppo(PolicyGradient):
         self._critic_skips = 0
 
     async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
-        """See `PolicyGradient.train_step`. The critic's metrics are there as ``critic/...``, and its ``explained_variance``.
+        """See `PolicyGradient.train_step`. The critic's metrics, with ``explained_variance``, are named ``critic/...``.
 
-        It takes a step also where the policy's gradient is no number. Raises `GradientError` when its own was none for long.
+        The critic takes its step even if the policy's gradient is not finite. Raises `GradientError` if the critic's own
+        gradient was not finite on `_MOST_SKIPS` consecutive batches.
         """
         valuing = self._critic.forward(batch, _VALUES)
         if REFERENCE in self._dispatch:
@@ -73,24 +74,24 @@ class Ppo(PolicyGradient):
                 part="ppo",
                 hint="Lower critic.learning_rate, or begin with another critic.",
             )
-        if math.isfinite(explained := explained_variance(critic.metrics)):  # it isn't where all returns are equal
+        if math.isfinite(explained := explained_variance(critic.metrics)):  # not finite if all returns are equal
             metrics["critic/explained_variance"] = explained
         seconds = policy.seconds + critic.seconds
         return replace(policy, metrics={**policy.metrics, **metrics}, seconds=seconds)
 
     async def save(self, directory: Path) -> None:
-        """See `PolicyGradient.save`; the critic's state lies beside that of the policy."""
+        """See `PolicyGradient.save`. The critic's state is saved next to the policy's."""
         await asyncio.gather(super().save(directory), self._critic.save(critic_state(directory)))
 
     async def load(self, directory: Path, *, optimizer: bool = True) -> int:
-        """See `PolicyGradient.load`; the critic resumes, too."""
+        """See `PolicyGradient.load`. The critic's state is loaded, too."""
         critic = self._critic.load(critic_state(directory), optimizer=optimizer)
         steps, _ = await asyncio.gather(super().load(directory, optimizer=optimizer), critic)
         return steps
 
 
 def critic_state(policy_state: Path) -> Path:
-    """The directory of the critic's state, beside that of the policy."""
+    """The directory of the critic's state, next to the policy's."""
     return policy_state.with_name(CRITIC)
 
 
@@ -99,8 +100,8 @@ def with_advantages(batch: TokenBatch, values: Sequence[torch.Tensor], config: A
 
     Args:
         batch: Sequences with `REWARD`, `ROLLOUT_LOGPROBS` and, for a penalty, `REFERENCE_LOGPROBS`.
-        values: float32 [T] for each sequence: the critic's.
-        config: Discount, lambda, and the penalty's coefficient; its estimator is k1, which is right in rewards.
+        values: The critic's values, float32 [T] for each sequence.
+        config: Discount, lambda, and the penalty's coefficient. The penalty's estimator is k1, the right one in rewards.
     """
     advantages, returns = [], []
     for sequence, value in zip(batch.sequences, values, strict=True):
@@ -117,14 +118,14 @@ def with_advantages(batch: TokenBatch, values: Sequence[torch.Tensor], config: A
 
 
 def _reference_kl(batch: TokenBatch) -> float:
-    """The mean estimate k3 of the KL from the reference to the policy that sampled, over targets."""
+    """The k3 estimate of the KL divergence from the reference to the sampling policy, mean over targets."""
     packed = batch.packed
     drawn, reference = (packed.per_token[name][packed.mask] for name in (ROLLOUT_LOGPROBS, REFERENCE_LOGPROBS))
     return float(kl_estimate(drawn, reference, "k3").mean()) if len(drawn) else 0.0
 
 
 def _rewards(sequence: TokenSequence, mask: torch.Tensor, config: AlgorithmConfig) -> torch.Tensor:
-    """float32 [targets]."""
+    """The reward of each target with its KL penalty: float32 [targets]."""
     drawn = sequence.per_token[ROLLOUT_LOGPROBS][mask]
     reference = sequence.per_token.get(REFERENCE_LOGPROBS)
     return kl_penalised_rewards(

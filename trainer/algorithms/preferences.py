@@ -12,7 +12,7 @@ from .step import take_step, with_reference
 async def dpo_step(
     dispatch: WorkerDispatch, pairs: TokenBatch, denominators: LossDenominators | None = None
 ) -> StepResult:
-    """One step of direct preference optimization; see `weightlane.trainer.dpo`.
+    """Take one step of direct preference optimization; see `weightlane.trainer.dpo`.
 
     Args:
         dispatch: Has the roles `POLICY`, whose loss `OBJECTIVE` is a `dpo`, and `REFERENCE`.

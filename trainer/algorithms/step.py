@@ -21,6 +21,6 @@ async def take_step(
 
 
 async def with_reference(batch: TokenBatch, reference: Role) -> TokenBatch:
-    """`batch` with `REFERENCE_LOGPROBS`: what the model of `reference` says of its targets."""
+    """Return `batch` with `REFERENCE_LOGPROBS`: the log-probabilities of its targets under the model of `reference`."""
     outputs = await reference.forward(batch)
     return batch.with_values(REFERENCE_LOGPROBS, [each["logprobs"] for each in outputs])

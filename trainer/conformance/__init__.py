@@ -20,7 +20,7 @@ The suite makes tiny models with random weights, runs each rank in a process of 
 with plain transformers and torch's AdamW in float64. ``docs/guides/conformance-of-training-engines.md`` lists what each check
 proves.
 
-The suite needs Linux, pytest, transformers and safetensors, beside the requirements of the engine.
+The suite needs Linux, pytest, transformers and safetensors, in addition to the requirements of the engine.
 """
 
 try:

@@ -19,16 +19,16 @@ WEIGHTS = "weights"
 CONSTANT = 50.0
 """The constant by which the loss divides its third term."""
 _LENGTHS = (3, 12, 1, 7, 2, 9, 5)
-"""Tokens of the sequences: one has a single token, and none divides the budget of a micro-batch."""
+"""Lengths of the sequences, in tokens: uneven, and one is a single token."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSpec:
     """A mini-batch, described for another process.
 
-    `rows` sequences are made from `seed`. Each of `calls` names those that one call gets; sequences in none of them are left
-    out, and count in the mini-batch. `labels` above 1 gives targets that many columns. `wrong` puts a token, or a target, into
-    the last sequence that no model has.
+    `rows` sequences are made from `seed`. Each of `calls` lists the sequences of one call. Sequences in no call are left out, but
+    count in the mini-batch. `labels` above 1 is the number of labels for each position. `wrong` puts a token, or a target, that
+    no model has into the last sequence.
     """
 
     seed: int = 0
@@ -38,17 +38,17 @@ class BatchSpec:
     wrong: str = ""
 
     def to_plain(self) -> dict[str, Any]:
-        """The description as JSON."""
+        """Return the description as JSON."""
         return {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> BatchSpec:
-        """The description that `to_plain` wrote."""
+        """Make the description from the result of `to_plain`."""
         return cls(**{**plain, "calls": tuple(map(tuple, plain["calls"]))})
 
     def sequences(self) -> list[TokenSequence]:
         """All sequences. Some positions have no target, and temperatures differ."""
-        source = random.Random(self.seed)  # noqa: S311 - to be the same everywhere
+        source = random.Random(self.seed)  # noqa: S311 - it must be the same in all processes
         return [self._sequence(source, row) for row in range(self.rows)]
 
     def batches(self) -> list[TokenBatch]:
@@ -58,7 +58,7 @@ class BatchSpec:
         return [TokenBatch(tuple(made[row] for row in call)) for call in calls]
 
     def denominators(self) -> LossDenominators:
-        """The tokens and sequences of the whole mini-batch."""
+        """Count the tokens and sequences of the full mini-batch."""
         return LossDenominators.of_sequences(self.sequences())
 
     def _sequence(self, source: random.Random, row: int) -> TokenSequence:
@@ -66,7 +66,7 @@ class BatchSpec:
         shape = (length,) if self.labels == 1 else (length, self.labels)
         tokens = torch.tensor([source.randrange(VOCABULARY) for _ in range(length)])
         targets = torch.tensor([source.randrange(VOCABULARY) for _ in range(length * self.labels)]).view(shape)
-        if length > 2:  # noqa: PLR2004 - a prompt, and a gap, as turns of a conversation make one
+        if length > 2:  # noqa: PLR2004 - room for a prompt, and for a gap as between turns of a conversation
             targets[[0, length // 2]] = IGNORED
         if self.labels > 1 and length > 1:
             targets[-1, 0] = IGNORED  # this position has a target, but not every label

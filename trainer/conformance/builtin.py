@@ -9,7 +9,7 @@ from .suite import TrainingEngineConformance
 
 
 class Fsdp2Conformance(TrainingEngineConformance):
-    """The suite for `fsdp2`, in the ways in which it splits a model."""
+    """The suite for `fsdp2`, with and without tensor parallelism."""
 
     engine: ClassVar[str] = "fsdp2"
     preload: ClassVar[Sequence[str]] = ("weightlane.trainer.engines.fsdp2.engine",)
@@ -21,7 +21,7 @@ class Fsdp2Conformance(TrainingEngineConformance):
 
 
 class MegatronConformance(TrainingEngineConformance):
-    """The suite for `megatron`, in some of the ways in which it splits a model."""
+    """The suite for `megatron`, in some of its layouts."""
 
     engine: ClassVar[str] = "megatron"
     preload: ClassVar[Sequence[str]] = ("weightlane.trainer.engines.megatron.engine",)

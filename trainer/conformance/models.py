@@ -16,7 +16,7 @@ _ARCHITECTURES = {
     "qwen3_moe": ("Qwen3MoeConfig", "experts, one parameter of which is many tensors on disk"),
     "deepseek_v3": ("DeepseekV3Config", "a tensor that stays float32 and that no optimizer changes"),
 }
-"""The class of each model's configuration, and why the suite has it, by name."""
+"""The configuration class of each model, and the reason why the suite has the model, by name."""
 MODELS = tuple(_ARCHITECTURES)
 """Names of the models, as `transformers` names their architectures."""
 MODELING = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODELS)
@@ -26,7 +26,7 @@ MODELING = tuple(f"transformers.models.{name}.modeling_{name}" for name in MODEL
 def make_model(name: str, directory: Path, **changes: Any) -> Path:
     """Write the model `name`, one of `MODELS`, with a tokenizer, to ``directory/name``, and return that path.
 
-    `changes` are settings of its configuration in the place of the usual ones.
+    `changes` are settings of its configuration that replace the usual ones.
 
     Models have 2 layers, 4 attention heads, 2 of keys and values, and 4 experts if they have any: enough for layouts that
     split each of these by two. Their weights are float32, from a fixed seed, and so large that attention is not uniform.
@@ -41,7 +41,7 @@ def make_model(name: str, directory: Path, **changes: Any) -> Path:
         torch.manual_seed(MODELS.index(name))
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         for key, tensor in model.state_dict().items():
-            if key.endswith("bias"):  # made as zeros, which would be right also where one is forgotten
+            if key.endswith("bias"):  # initialised as zeros, with which an engine that forgets one would pass
                 tensor.uniform_(0.1, 0.9)
     words = {f"t{token}": token for token in range(VOCABULARY)}
     tokenizer = transformers.PreTrainedTokenizerFast(

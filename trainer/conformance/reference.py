@@ -13,16 +13,16 @@ from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 from .batches import CONSTANT, WEIGHTS, BatchSpec
 
 NEVER_TRAINED = "e_score_correction_bias"
-"""How the names of tensors end that no optimizer changes."""
+"""End of the names of tensors that no optimizer changes."""
 
 TOP_K = 3
-"""How many of the most probable tokens the reference tells."""
+"""Number of the most probable tokens that the reference returns."""
 
 
 class Reference:
     """A model in float64, and the training that an engine is compared with.
 
-    The loss of `batches.LossSpec` is written out here once more, over whole log-probabilities.
+    The loss of `batches.LossSpec` is implemented here a second time, over full log-probabilities.
 
     Args:
         path: Directory of the model.
@@ -36,7 +36,7 @@ class Reference:
         ).eval()
 
     def outputs(self, sequence: TokenSequence) -> dict[str, torch.Tensor]:
-        """Outputs of one sequence by name.
+        """Compute the outputs of one sequence, by name.
 
         ``logprobs`` of the targets' shape, ``entropy`` [T] in nats, ``top_tokens`` and ``top_logprobs`` [T, `TOP_K`], 0 where
         there is no target; and ``hidden`` [T, width].
@@ -57,7 +57,7 @@ class Reference:
         }
 
     def loss(self, spec: BatchSpec) -> dict[str, torch.Tensor]:
-        """The terms of the loss over all calls of a mini-batch, and ``loss``, their sum: scalars with gradient."""
+        """Compute the terms of the loss over all calls of a mini-batch, and ``loss``, their sum: scalars with gradient."""
         sequences = spec.sequences()
         tokens = sum(sequence.target_tokens for sequence in sequences)
         terms = {name: torch.zeros((), dtype=torch.float64) for name in ("weighted", "square", "entropy")}
@@ -77,7 +77,7 @@ class Reference:
         }
 
     def gradient(self, spec: BatchSpec) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-        """The loss with its terms, and the gradient by the names of a checkpoint."""
+        """Return the loss with its terms, and the gradient by checkpoint name."""
         self.model.zero_grad()
         terms = self.loss(spec)
         torch.autograd.backward(terms["loss"])
@@ -91,7 +91,7 @@ class Reference:
         return {name: float(value.detach()) for name, value in terms.items()}, found
 
     def train(self, specs: list[BatchSpec], trainer: Mapping[str, Any]) -> list[float]:
-        """Step once for each of `specs`, by ``torch.optim.AdamW``; returns the gradient norms before clipping.
+        """Step once for each of `specs`, with ``torch.optim.AdamW``; returns the gradient norms before clipping.
 
         Args:
             specs: The mini-batches.
@@ -111,14 +111,14 @@ class Reference:
         return norms
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The model's tensors by the names that they have on disk."""
+        """Return the model's tensors by their names on disk."""
         with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
             self.model.save_pretrained(folder)
             return checkpoint(Path(folder))
 
 
 def checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of the model directory `path`, by name. Every file is read, and nothing else than safetensors."""
+    """Return the tensors of the model directory `path`, by name. Reads every safetensors file, and no other."""
     from safetensors.torch import load_file  # noqa: PLC0415 - an extra
 
     tensors: dict[str, torch.Tensor] = {}

@@ -82,7 +82,7 @@ def run_training_conformance(
 
 
 def _checked(engine: str, layout: Mapping[str, Any]) -> dict[str, Any]:
-    """`layout`, if `TrainerConfig` takes it. Raises `ConfigError`."""
+    """Return `layout` after checking that `TrainerConfig` takes it. Raises `ConfigError` otherwise."""
     try:
         TrainerConfig.model_validate({"engine": engine, **layout})
     except ValidationError as cause:

@@ -20,9 +20,9 @@ _NO_NUMBER = "A model trained on this would be broken, too; look at what compute
 
 @dataclass(frozen=True, slots=True)
 class LossDenominators:
-    """Tokens and sequences of a whole mini-batch, by which its losses are divided, however it is split.
+    """Tokens and sequences of a full mini-batch, by which its losses are divided, however it is split.
 
-    It is fixed before the first forward pass of an optimizer step. Tokens or sequences whose gradient is known to be 0 may be
+    They are fixed before the first forward pass of an optimizer step. Tokens or sequences whose gradient is known to be 0 may be
     counted here and left out of the batches.
     """
 
@@ -32,7 +32,7 @@ class LossDenominators:
 
     @classmethod
     def of(cls, *batches: TokenBatch) -> Self:
-        """Count a mini-batch of which `batches` are all parts."""
+        """Count a mini-batch that consists of `batches`."""
         return cls.of_sequences([sequence for batch in batches for sequence in batch.sequences])
 
     @classmethod
@@ -43,7 +43,7 @@ class LossDenominators:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """Sequences in an order that outputs keep. All have the same names and shapes of values.
+    """A list of sequences, all with values of the same names and shapes. Outputs are in the same order.
 
     Raises `ProtocolError`, naming sequence, tensor and index, when there is no sequence, when sequences differ in what they
     carry, when a target is neither a token nor `IGNORED`, or when a value is NaN or infinite. It does so, too, when the number
@@ -52,7 +52,7 @@ class TokenBatch:
 
     sequences: tuple[TokenSequence, ...]
     sequences_per_unit: int = 1
-    """Sequences in a unit, which is never divided: each unit is in one micro-batch, in its order. 2 for pairs."""
+    """Sequences in a unit, which is never split: each unit is in one micro-batch, in its order. 2 for pairs."""
 
     def __post_init__(self) -> None:
         if not self.sequences:
@@ -92,7 +92,7 @@ class TokenBatch:
 
     @cached_property
     def packed(self) -> MicroBatch:
-        """All sequences, one after the other."""
+        """All sequences, packed one after the other."""
         return MicroBatch.of(self.sequences, self.sequences_per_unit)
 
     @property
@@ -101,7 +101,7 @@ class TokenBatch:
         return int(self.packed.mask.sum())
 
     def with_values(self, name: str, values: Sequence[torch.Tensor]) -> TokenBatch:
-        """The same batch with one more per-token value, or another one of that name.
+        """Return the same batch with one more per-token value, replacing an older one of that name.
 
         Args:
             name: The value's name.
@@ -123,7 +123,7 @@ class TokenBatch:
 
 
 def unpacked_batch(packed: MicroBatch) -> TokenBatch:
-    """The batch whose sequences are packed in `packed`."""
+    """Return the batch whose sequences are packed in `packed`."""
     values = {name: packed.split(tensor) for name, tensor in packed.per_token.items()}
     whole = {name: tensor.tolist() for name, tensor in packed.per_sequence.items()}
     return TokenBatch(
@@ -143,7 +143,7 @@ def unpacked_batch(packed: MicroBatch) -> TokenBatch:
 
 
 def _refuse(packed: MicroBatch, name: str, tensor: torch.Tensor, wrong: torch.Tensor, hint: str) -> None:
-    """Raise `ProtocolError` for the first token at which `wrong` holds anywhere in `tensor`, [N] or [N, ...] both."""
+    """Raise `ProtocolError` for the first token with an entry of `tensor` that is `wrong`; both are [N] or [N, ...]."""
     if not bool(wrong.any()):
         return
     at = int((wrong.flatten(1).any(1) if wrong.ndim > 1 else wrong).nonzero()[0])
@@ -156,7 +156,7 @@ def _refuse(packed: MicroBatch, name: str, tensor: torch.Tensor, wrong: torch.Te
 
 
 def _kinds(sequence: TokenSequence) -> dict[str, Any]:
-    """Type and shape of an entry of each tensor and value of a sequence, by name."""
+    """Return the dtype and shape of an entry of each tensor and value of a sequence, by name."""
     tensors = {"targets": sequence.targets, **sequence.per_token}
     kinds: dict[str, Any] = {name: (tensor.dtype, tuple(tensor.shape[1:])) for name, tensor in tensors.items()}
     return {**kinds, **dict.fromkeys(sequence.per_sequence, float)}

@@ -1,4 +1,4 @@
-"""Conversations in lines of data: which keys they may have, and what is trained on."""
+"""Conversations in lines of data: the keys they may have, and the messages that are trained on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MESSAGE_KEYS = frozenset(
 )
 """Keys of a message that chat templates read, or that say whether it is trained on."""
 _REFUSED_KEYS = ("loss_mask", "weight", "train")
-"""Keys of a line that other programs read, and that would change what is trained on."""
+"""Keys of a line that other programs read as a choice of what is trained on, and that are refused here."""
 
 
 def check_messages(messages: Any, what: str) -> None:
@@ -41,7 +41,10 @@ def check_messages(messages: Any, what: str) -> None:
 
 
 def is_trained(message: Mapping[str, Any], what: str = "the message") -> bool:
-    """Whether an assistant's message is trained on: not with ``"weight": 0`` or ``"train": false``. Raises `ConfigError`."""
+    """Return whether an assistant's message is trained on: not with ``"weight": 0`` or ``"train": false``.
+
+    Raises `ConfigError` for other values of these keys.
+    """
     weight, train = message.get("weight", 1), message.get("train", True)
     if weight not in (0, 1) or not isinstance(train, bool):
         raise ConfigError(
@@ -51,12 +54,12 @@ def is_trained(message: Mapping[str, Any], what: str = "the message") -> bool:
 
 
 def shown(message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as a chat template gets it."""
+    """Return the message as a chat template gets it."""
     return {key: value for key, value in message.items() if key not in {"weight", "train"}}
 
 
 def template_options(data: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Arguments of the chat template that a line has beside its messages. Raises `ConfigError`."""
+    """Return a line's arguments for the chat template, in addition to its messages. Raises `ConfigError` for wrong types."""
     tools, more = data.get("tools"), data.get("chat_template_kwargs") or {}
     if not isinstance(tools, list | None):
         raise ConfigError(f"{where}: 'tools' must be a list of tools, not {tools!r}.", part=_PART)
@@ -66,7 +69,7 @@ def template_options(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def refuse_unread(data: Mapping[str, Any], where: str, keys: Sequence[str] = _REFUSED_KEYS) -> None:
-    """Raise `ConfigError` where a line has a key that would change what is trained on if it were read."""
+    """Raise `ConfigError` if a line has one of `keys`, which other programs read as a choice of what is trained on."""
     if found := [key for key in keys if key in data]:
         raise ConfigError(
             f"{where}: the key {found[0]!r} is not read.",

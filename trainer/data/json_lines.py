@@ -48,7 +48,7 @@ def _refuse(constant: str) -> None:
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         data = json.loads(line, parse_constant=_refuse)
-        if "\\u" in line:  # only an escape can stand for half of a character: the file is UTF-8
+        if "\\u" in line:  # the file is UTF-8, so only an escape can be half a surrogate pair
             json.dumps(data, ensure_ascii=False).encode()
     except UnicodeEncodeError as cause:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Functions of the user's own that a configuration names."""
+"""Import a user's own functions that a configuration names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def function_named(function: str, search_path: Sequence[Path], *, part: str, set
         function: the name.
         search_path: folders in which the module is looked for before installed packages; put at the front of ``sys.path``
             in this order, and left there because the function may import its neighbours later.
-        part: what asks, for errors.
-        setting: where the name is set, for errors.
+        part: the part that imports it, for errors.
+        setting: the setting with the name, for errors.
 
     Raises:
         ConfigError: The name is malformed, or nothing callable can be imported under it.

@@ -1,4 +1,4 @@
-"""Which sequences a data parallel rank computes, and in which micro-batches: pure functions of lengths."""
+"""Assign sequences to data parallel ranks and micro-batches: pure functions of lengths."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
-    """The sequences of each of `world` ranks: disjoint, together complete, balanced by tokens, the same on every rank.
+    """Assign every sequence to one of `world` ranks, balanced by tokens. The result is the same on every rank.
 
     Longest first, each to the rank with the fewest tokens so far (lowest rank on a tie). A rank's share may be empty.
 
@@ -29,7 +29,7 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
 def micro_batches(
     lengths: Sequence[int], world: int, max_tokens: int, *, padded: bool, sequences_per_unit: int = 1
 ) -> list[list[list[int]]]:
-    """The micro-batches of each rank: as many on every rank, the missing ones empty.
+    """Return the micro-batches of each rank: equally many on every rank, some of them empty.
 
     Each holds at most `max_tokens` tokens, except where a single unit of sequences is longer than that.
 
@@ -38,7 +38,7 @@ def micro_batches(
         world: Number of data parallel ranks.
         max_tokens: Token budget of a micro-batch.
         padded: Whether the model pads every sequence of a micro-batch to the longest, so that padding counts, too.
-        sequences_per_unit: How many sequences in a row are a unit, which stays in one micro-batch and in its order.
+        sequences_per_unit: Number of consecutive sequences in a unit, which stays in one micro-batch and in its order.
 
     Returns:
         For each rank its micro-batches, each a list of indices of sequences.
@@ -54,7 +54,7 @@ def micro_batches(
 
 
 def _cut(share: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Cut units of sequences, those with most tokens first, into micro-batches within the budget."""
+    """Divide a rank's units of sequences, those with most tokens first, into micro-batches within the budget."""
     if padded:
         rows: list[list[int]] = []
         for index in sorted(share, key=lambda index: -max(units[index])):  # the first has the longest sequence

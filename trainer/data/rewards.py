@@ -1,4 +1,4 @@
-"""The user's reward function: finding it, calling it, beside everything else, and refusing what is not a number."""
+"""The user's reward function: import it, call it concurrently with the run, and refuse results that are not numbers."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ _PART = "reward"
 _CLOSE_S = 5.0
 _PR_SET_PDEATHSIG = 1
 _LARGEST = 1e30
-"""Rewards are squared, and the squares summed."""
+"""Largest absolute reward. Rewards are squared and the squares summed, which must not overflow."""
 _PROCESS_START_S = 120.0
-"""How much longer than its limit a call may take whose process has to be started first."""
+"""Seconds beyond its limit that a call may take because its process may have to be started first."""
 _one_at_a_time = threading.Lock()
 _loops: list[asyncio.AbstractEventLoop] = []
 Judge = Callable[[str, Mapping[str, Any]], float]
-"""Judges a completion of a task; raises `RewardError` when it can't."""
+"""Function that returns the reward of a completion of a task; raises `RewardError` if it can't."""
 _judges: list[Judge] = []
-"""In a process of the pool: what it judges by."""
+"""In a process of the pool: its reward function."""
 
 
 class Reward:
     """A reward function given as ``"module:function"``, called as ``function(completion: str, task: Mapping) -> float``.
 
-    It may be an ``async`` function, too. Another process can be handed this object, and imports the function anew.
+    It may also be an ``async`` function. This object can be pickled for another process, which imports the function again.
 
     Args:
         function: module and function; dots after the colon reach into classes.
         search_path: folders in which the module is looked for before installed packages; put at the front of ``sys.path``
             in this order, and left there because the function may import its neighbours later.
-        time_limit_s: after how long a call of an ``async`` function is cancelled; None for never.
+        time_limit_s: seconds after which a call of an ``async`` function is cancelled; None for never.
 
     Raises `ConfigError` when the name is malformed, or nothing callable can be imported under it.
     """
@@ -64,7 +64,7 @@ class Reward:
         return Reward, (self.name, self._search_path, self._time_limit_s)
 
     def __call__(self, completion: str, task: Mapping[str, Any]) -> float:
-        """Judge `completion`.
+        """Return the reward of `completion`.
 
         Raises `RewardError`, naming the function, the prompt and the value, when the function raises or does not return a
         finite real number.
@@ -75,7 +75,7 @@ class Reward:
             if inspect.isawaitable(value):
                 value = _awaited(value, self._time_limit_s)
             number = _as_float(value)
-        except (Exception, SystemExit) as cause:  # code that is judged may end with `exit()`
+        except (Exception, SystemExit) as cause:  # executed code of a completion may call `exit()`
             raise RewardError(
                 f"{self.name} raised {type(cause).__name__}: {cause} for prompt {prompt!r} and completion {completion!r}.",
                 part=_PART,
@@ -91,26 +91,26 @@ class Reward:
 
 
 class RewardPool:
-    """Calls a reward function beside the event loop, several times at once, for a limited time each.
+    """Calls a reward function outside the event loop, several calls at once, each with a time limit.
 
-    What it runs in is its own: a slow function keeps nobody waiting but the samples that it judges. A thread that does not come
-    back is left to itself; a process is killed, and another one takes its place.
+    It has threads or processes of its own: a slow function delays only the samples that it is called for. A thread beyond its
+    limit is abandoned; a process is killed and replaced.
 
     Args:
         judge: The function. For processes it must be picklable, as `Reward` is.
-        config: How many calls at once, where, and for how long.
+        config: Number of concurrent calls, threads or processes, and the time limit.
     """
 
     def __init__(self, judge: Judge, config: RewardConfig) -> None:
         self._judge = judge
         self._config = config
         self._free = asyncio.Semaphore(config.workers)
-        # One that is stuck does not count any more: the semaphore says how many work.
+        # The semaphore limits concurrent calls; threads have no limit, since abandoned ones do not count.
         self._threads = DaemonThreads(sys.maxsize, "weightlane-reward")
         self._processes: ProcessPool | None = None
 
     async def __call__(self, completion: str, task: Mapping[str, Any]) -> float:
-        """The reward of `completion`. Raises `RewardError`, also when judging it takes longer than it may."""
+        """Return the reward of `completion`. Raises `RewardError`, also if the call exceeds its time limit."""
         async with self._free:
             limit_s = self._config.time_limit_s
             try:
@@ -118,7 +118,7 @@ class RewardPool:
             except Exception as cause:
                 self._drop_processes()
                 raise self._error(f"could not be called ({type(cause).__name__}: {cause})", completion, task) from cause
-            # A process is killed at its limit, and says so; that takes a moment, and so does its start.
+            # The pool kills a process at its limit and reports it; this takes time, and so does starting a process.
             in_process = self._processes is not None
             await asyncio.wait({ended}, timeout=limit_s + _PROCESS_START_S if in_process else limit_s)
             if not ended.done():
@@ -131,9 +131,9 @@ class RewardPool:
                     raise
                 except ProcessExpired as error:
                     raise self._error("ended its process", completion, task) from error
-                except TimeoutError:  # of the pool of processes: what the function raises is a `RewardError`
+                except TimeoutError:  # raised by the pool of processes: errors of the function are `RewardError`
                     pass
-                except Exception as cause:  # the pool is broken, and another one takes its place
+                except Exception as cause:  # the pool is broken; the next call makes another
                     self._drop_processes()
                     why = f"could not be called ({type(cause).__name__}: {cause})"
                     raise self._error(why, completion, task) from cause
@@ -158,13 +158,13 @@ class RewardPool:
         return calling
 
     def _drop_processes(self) -> None:
-        """End the pool of processes, if there is one, without waiting for it; the next call makes another."""
+        """Stop the pool of processes, if there is one, without waiting for it; the next call makes another."""
         pool, self._processes = self._processes, None
         if pool is not None:
             self._threads.submit(pool.stop)
 
     def close(self) -> None:
-        """End it, whatever is under way. Idempotent."""
+        """Stop threads and processes, also in the middle of calls. Idempotent."""
         self._threads.shutdown()
         if self._processes is not None:
             self._processes.stop()  # type: ignore[no-untyped-call]  # pebble is typed in part
@@ -172,7 +172,7 @@ class RewardPool:
 
 
 def _begin_process(judge: Judge) -> None:
-    """Get a process of the pool ready."""
+    """Prepare a process of the pool."""
     _judges[:] = [judge]
     _end_with_the_run()
 
@@ -182,9 +182,9 @@ def _judged_here(completion: str, task: Mapping[str, Any]) -> float:
 
 
 def _end_with_the_run() -> None:
-    """Have the kernel end this process with the one that started it, however that ends and whatever this one is busy with.
+    """Make the kernel kill this process when its parent ends, however the parent ends.
 
-    Linux only (``prctl(2)``); elsewhere the processes of a run that is killed end with the calls that they are in.
+    Linux only (``prctl(2)``); elsewhere the processes of a killed run end after their current calls.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -204,7 +204,7 @@ async def _as_coroutine(value: Awaitable[object]) -> object:
 
 
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The one that ``async`` reward functions of this process run in: what they keep open belongs to one loop."""
+    """Return the event loop of all ``async`` reward functions in this process: connections they keep open belong to one loop."""
     with _one_at_a_time:
         if not _loops:
             _loops.append(asyncio.new_event_loop())
@@ -213,7 +213,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _as_float(value: object) -> float | None:
-    """`value` as a float if it is a number (numpy and torch scalars included), else None."""
+    """Return `value` as a float if it is a number (numpy and torch scalars included), else None."""
     if isinstance(value, numbers.Real):
         return float(value)
     item = getattr(value, "item", None)

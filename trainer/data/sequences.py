@@ -1,7 +1,7 @@
 """Token sequences with named values, and packed micro-batches of them.
 
 Everything is aligned with the tokens that a model reads: entry ``t`` of `TokenSequence.targets` is the token to predict after
-reading token ``t``, and entry ``t`` of a named value says something about that prediction. No code after this module shifts.
+reading token ``t``, and entry ``t`` of a named value belongs to that prediction. No other module shifts by a token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from weightlane.ckpt_engines import ProtocolError
 
 IGNORED = -100
-"""The target of a position at which nothing is predicted; torch's and transformers' own number."""
+"""The target of a position at which nothing is predicted; the same number as in torch and transformers."""
 
 TEMPERATURE = "temperature"
 """The per-sequence value by which logits are divided, if a sequence has it."""
@@ -26,9 +26,9 @@ _PART = "training batch"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenSequence:
-    """One sequence: the tokens that a model reads, those that it is to predict, and named values.
+    """One sequence: the tokens that a model reads, those that it should predict, and named values.
 
-    Raises `ProtocolError` when there is no token, or lengths disagree. `TokenBatch` looks at the values.
+    Raises `ProtocolError` when there is no token, or lengths disagree. `TokenBatch` checks the values.
     """
 
     tokens: torch.Tensor
@@ -38,7 +38,7 @@ class TokenSequence:
     per_token: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Values of every position, [T] or [T, ...] each."""
     per_sequence: Mapping[str, float] = field(default_factory=dict)
-    """Values of the whole sequence."""
+    """Values of the sequence."""
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
@@ -64,14 +64,14 @@ class TokenSequence:
         per_token: Mapping[str, float | Sequence[float]] | None = None,
         per_sequence: Mapping[str, float] | None = None,
     ) -> Self:
-        """The tokens of a prompt and its completion, of which the completion is predicted.
+        """Make a sequence of a prompt and its completion, whose targets are the completion's tokens.
 
         Args:
             prompt_ids: At least one token.
             completion_ids: At least one token.
             masked: Number of leading completion tokens that are read, but are no targets.
             per_token: Values of the completion tokens: one for each of them, or one number for all.
-            per_sequence: Values of the whole sequence.
+            per_sequence: Values of the sequence.
 
         Raises:
             ProtocolError: One of them is empty, or has another length than its values.
@@ -119,7 +119,7 @@ class TokenSequence:
 class MicroBatch:
     """Sequences of one forward pass, one after the other and without padding: N tokens of S sequences.
 
-    Losses see this form, whatever form the model computes in.
+    Losses get this form, whatever form the model computes in.
     """
 
     tokens: torch.Tensor
@@ -127,7 +127,7 @@ class MicroBatch:
     targets: torch.Tensor
     """int64 [N] or [N, K]; see `TokenSequence.targets`."""
     offsets: torch.Tensor
-    """int64 [S + 1]: where each sequence begins, and N."""
+    """int64 [S + 1]: the start of each sequence, then N."""
     per_token: Mapping[str, torch.Tensor]
     """[N] or [N, ...] each."""
     per_sequence: Mapping[str, torch.Tensor]
@@ -154,7 +154,7 @@ class MicroBatch:
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
-        """All sequences of `parts`, one part after the other, for a model: per-token values are left out."""
+        """Pack all sequences of `parts`, one part after the other. Several parts lose their per-token values."""
         if len(parts) == 1:
             return parts[0]
         lengths = torch.cat([parts[0].offsets.new_zeros(1), *(part.lengths for part in parts)])
@@ -168,9 +168,9 @@ class MicroBatch:
 
     @classmethod
     def without_targets(cls, like: TokenSequence, sequences_per_unit: int = 1) -> Self:
-        """`sequences_per_unit` sequences of one token that predicts nothing, with values of the names and shapes of `like`.
+        """Make `sequences_per_unit` sequences of one token without a target, with values of the names and shapes of `like`.
 
-        A rank that ran out of sequences computes this, and so takes part in every collective.
+        A rank that has run out of sequences computes this to take part in every collective.
         """
         nothing = TokenSequence(
             torch.zeros(1, dtype=torch.int64),
@@ -181,7 +181,7 @@ class MicroBatch:
         return cls.of([nothing] * sequences_per_unit, sequences_per_unit)
 
     def required(self, name: str) -> torch.Tensor:
-        """The per-token value `name`, [N] or [N, ...]; `ProtocolError` if the batch lacks it."""
+        """Return the per-token value `name`, [N] or [N, ...]. Raises `ProtocolError` if the batch lacks it."""
         if name not in self.per_token:
             raise ProtocolError(
                 f"the loss needs the per-token value {name}, and the batch has {', '.join(self.per_token) or 'none'}.",
@@ -213,20 +213,20 @@ class MicroBatch:
 
     @property
     def temperatures(self) -> torch.Tensor | None:
-        """float32 [N]: what each position's logits are divided by; None where no sequence says."""
+        """float32 [N]: divisor of each position's logits; None if sequences have no `TEMPERATURE`."""
         given = self.per_sequence.get(TEMPERATURE)
         return None if given is None else given[self.sequence_of]
 
     def sum_by_sequence(self, values: torch.Tensor) -> torch.Tensor:
-        """[S]: the sums of `values` [N] over the tokens of each sequence."""
+        """Sum `values` [N] over the tokens of each sequence: [S]."""
         return values.new_zeros(len(self.lengths)).index_add(0, self.sequence_of, values)
 
     def split(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """`values` [N, ...] as one tensor per sequence."""
+        """Split `values` [N, ...] into one tensor per sequence."""
         return list(torch.split(values, self.lengths.tolist()))
 
     def to(self, device: torch.device) -> Self:
-        """The same micro-batch with its tensors on `device`."""
+        """Return the same micro-batch with its tensors on `device`."""
         move: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor.to(device)  # noqa: E731
         return replace(
             self,
@@ -238,10 +238,10 @@ class MicroBatch:
         )
 
     def padded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tokens as right-padded rows, for models that compute in this form.
+        """Return the tokens as right-padded rows, for models that compute in this form.
 
         Returns:
-            int64 [S, T] tokens, with 0 as padding; and int64 [N], where each packed token is in the flattened rows.
+            int64 [S, T] tokens, with 0 as padding; and int64 [N], the index of each packed token in the flattened rows.
         """
         width = int(self.lengths.max())
         rows, places = len(self.lengths), self.sequence_of * width + self.positions

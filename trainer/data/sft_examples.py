@@ -6,7 +6,7 @@
   without those that have ``"weight": 0`` or ``"train": false``. ``tools`` and ``chat_template_kwargs`` of the line reach the
   template.
 
-A text is tokenized as a whole, because its parts alone would have other tokens.
+A text is tokenized in one piece, because its parts by themselves would have other tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Example:
     place: str
     """File and line, for messages."""
     content: bytes = b""
-    """A digest of what the line says. Not of its tokens: a chat template may write the day's date."""
+    """A digest of the line's data, not of its tokens: a chat template may write the current date."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Examples:
 
     all: Sequence[Example]
     skipped: int
-    """Sequences that were left out as too long."""
+    """Number of sequences left out as too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +70,10 @@ class _Tokens:
     ids: list[int]
     trained: list[bool]
     cuts_a_token: bool = False
-    """Whether a prompt, or what comes ahead of an answer, ends inside a token."""
+    """Whether a prompt, or the text before an answer, ends inside a token."""
 
     def sequence(self) -> TokenSequence:
-        """The sequence of these tokens, at least two."""
+        """Make a sequence of these tokens, at least two."""
         targets = [token if trained else IGNORED for token, trained in zip(self.ids[1:], self.trained[1:], strict=True)]
         return TokenSequence(torch.tensor(self.ids[:-1]), torch.tensor(targets))
 
@@ -92,12 +92,12 @@ def load_examples(
     """Read the examples of a JSON Lines file.
 
     A conversation is one sequence, unless the template writes an assistant's message differently once others follow it, as that
-    of Qwen3 does with its thoughts. Then each message for which that is so ends a sequence, and the next one begins with the
-    conversation as the model will see it.
+    of Qwen3 does with its thoughts. Each such message then ends a sequence, and the next sequence begins with the conversation
+    as the model will see it.
 
     Args:
         path: The file.
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         eos_token_ids: Tokens that end a completion, the tokenizer's own first.
         max_tokens: Most tokens of a sequence, its completions included.
         too_long: ``skip`` leaves out longer ones and counts them, ``refuse`` raises.
@@ -150,7 +150,7 @@ def load_examples(
 
 
 def _texts(data: Mapping[str, Any], where: str, keys: Sequence[str]) -> list[str]:
-    """The values of `keys`. Raises `ConfigError` unless they are texts."""
+    """Return the values of `keys`. Raises `ConfigError` unless they are non-empty strings."""
     for key in keys:
         if not isinstance(data.get(key), str) or not data[key]:
             has = ", ".join(map(repr, data)) or "no keys"
@@ -210,7 +210,7 @@ def _conversation(
 def _trained_on(
     text: str, answers: Sequence[tuple[int, int]], tokenizer: ChatTokenizer, eos: Collection[int]
 ) -> _Tokens:
-    """The tokens of a conversation, of which those between the places of `answers` are trained on, up to the end of each."""
+    """Tokenize a conversation; `answers`, ranges of characters, are trained on, each up to its last end-of-text token."""
     ids, places = tokenizer.encode_with_places(text, chat=True)
     trained, cuts = [False] * len(ids), False
     for start, stop in answers:

@@ -1,4 +1,4 @@
-"""Tasks from JSON Lines files, and the endless order in which training takes them."""
+"""Tasks from JSON Lines files, and the endless shuffled stream of them that training reads."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ class Task:
     """File and line, for messages."""
 
     def as_mapping(self) -> dict[str, Any]:
-        """The task as a reward function gets it: ``prompt``, ``answer`` and every other key of the line."""
+        """Return the task as a reward function gets it: ``prompt``, ``answer`` and every other key of the line."""
         return {**self.extra, "prompt": self.prompt, "answer": self.answer}
 
     @property
     def content(self) -> bytes:
-        """The words of its line, and not those of a chat template, which may write the day's date."""
+        """The content of its line as bytes, without the chat template's text, which may have the current date."""
         prompt = None if "messages" in self.extra else self.prompt
         return json.dumps([prompt, self.answer, self.extra], sort_keys=True).encode()
 
     def to_plain(self) -> dict[str, Any]:
-        """This task as JSON-representable data."""
+        """Return this task as JSON-representable data."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Task:
-        """Make a task of what `to_plain` gave. Raises `ConfigError` for anything else."""
+        """Make a task from the data of `to_plain`. Raises `ConfigError` for anything else."""
         try:
             return cls(str(plain["prompt"]), plain["answer"], dict(plain["extra"]), str(plain["place"]))
         except (KeyError, TypeError, ValueError) as error:
@@ -67,7 +67,7 @@ class Task:
 
 
 AsChat = Callable[..., str]
-"""Puts messages into the words of a model's chat template, which gets the keyword arguments."""
+"""Function that formats messages with a model's chat template, which gets the keyword arguments."""
 
 
 def load_tasks(
@@ -83,7 +83,7 @@ def load_tasks(
 
 
 def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], list[Task]]:
-    """Training and held-out tasks; `ConfigError` when a held-out prompt is also a training prompt.
+    """Read training and held-out tasks. Raises `ConfigError` if a held-out prompt is also a training prompt.
 
     `as_chat` is for prompts that are conversations.
     """
@@ -121,12 +121,12 @@ def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as
 
 
 class TaskStream(Generic[_T]):
-    """An endless stream of tasks, or other items, shuffled anew in every epoch; the same seed gives the same stream.
+    """An endless stream of tasks, or other items, reshuffled in every epoch; the same seed gives the same stream.
 
     Args:
         tasks: at least one.
-        seed: of the order.
-        may_change: Whether a run may be continued with tasks of other content, as many as it was started with.
+        seed: seed of the order.
+        may_change: Whether a run may be resumed with equally many tasks of other content.
     """
 
     def __init__(self, tasks: Sequence[_T], seed: int, *, may_change: bool = False) -> None:
@@ -150,16 +150,16 @@ class TaskStream(Generic[_T]):
         return self._tasks[self._order[self._position - 1]]
 
     def take(self, count: int) -> list[_T]:
-        """The next `count` tasks."""
+        """Return the next `count` tasks."""
         return [next(self) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON-representable data for `restore`."""
+        """Return the position of the stream, as JSON-representable data for `restore`."""
         place = {"epoch": self._epoch, "position": self._position}
         return {"seed": self._seed, "tasks": len(self._tasks), **place, "digest": self._digest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Raises `ConfigError` when it belongs to another seed, number of tasks, or tasks."""
+        """Resume from `state`. Raises `ConfigError` if it belongs to another seed, number of tasks, or other tasks."""
         for key, here in (("seed", self._seed), ("tasks", len(self._tasks))):
             if state.get(key) != here:
                 raise ConfigError(

@@ -1,4 +1,4 @@
-"""Text and tokens of the model that is trained."""
+"""Conversion between text and tokens of the trained model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class HfTokenizer:
 
     Args:
         model_dir: Its directory.
-        begins: Whether prompts begin as the tokenizer begins a text: with its BOS token, if it adds one. Conversations never do,
-            because chat templates write theirs.
+        begins: Whether prompts begin with the tokens that the tokenizer puts before a text, such as BOS, if it adds any.
+            Conversations never do, because chat templates write their own.
     """
 
     def __init__(self, model_dir: Path, *, begins: bool = True) -> None:
@@ -26,11 +26,11 @@ class HfTokenizer:
         self._beginning = self._added_ahead() if begins else []
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt."""
+        """Return the token ids of a prompt."""
         return [*self._beginning, *self._tokenizer.encode(text, add_special_tokens=False)]
 
     def encode_with_places(self, text: str, *, chat: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-        """Token ids of a text as `encode` gives them, or of a conversation, and the characters that each token stands for."""
+        """Return the token ids of a text as `encode` does, or of a conversation, and each token's range of characters."""
         try:
             found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         except NotImplementedError as cause:
@@ -43,7 +43,7 @@ class HfTokenizer:
         return [*beginning, *found["input_ids"]], [*([(0, 0)] * len(beginning)), *found["offset_mapping"]]
 
     def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False, **options: Any) -> str:
-        """A conversation in the words of the model's chat template, up to where its answer begins.
+        """Format a conversation with the model's chat template, up to where its answer begins.
 
         With `answered`, up to the end of its last message. The template gets `options`, such as ``tools``. Raises `ConfigError`
         without a template, and for what it refuses.
@@ -64,10 +64,10 @@ class HfTokenizer:
             raise ConfigError(f"the chat template refuses {messages!r}: {cause}.", part="data") from cause
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of a completion as the model wrote it, special tokens included."""
+        """Return the text of a completion as the model wrote it, special tokens included."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=False))
 
     def _added_ahead(self) -> list[int]:
-        """The tokens that the tokenizer puts ahead of a text."""
+        """Return the special tokens that the tokenizer puts before a text."""
         special = set(self._tokenizer.all_special_ids)
         return list(takewhile(special.__contains__, self._tokenizer.encode("a", add_special_tokens=True)))

@@ -7,11 +7,11 @@ from typing import Self
 
 
 class WrittenText(str):  # noqa: SLOT000 - a text cannot have slots with names
-    """The text of a completion as the model wrote it, special tokens included, with what it was written in."""
+    """The text of a completion as the model wrote it, special tokens included, with its tokens and log-probabilities."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """One for each token, as the rollout has drawn it."""
+    """One log-probability for each token, under the rollout's policy."""
 
     def __new__(cls, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Self:
         """Make a text with its tokens."""

@@ -20,15 +20,15 @@ _PART = "worker dispatch"
 class WorkerDispatch:
     """The roles of an algorithm, on one or several groups of ranks.
 
-    Roles of one group share its processes and devices. With `shares_device`, there is room for one of them at a time: before a
-    call, the parts of its state that it needs are brought onto the device, and those of the other roles are moved to the host's
-    memory; while a version is published, neither gradients nor optimizer state stay on it.
+    Roles of one group share its processes and devices. With `shares_device`, the device holds one role at a time. Before a
+    call, the parts of the role's state that the call needs are moved onto the device, and the state of the other roles is moved
+    to host memory. While a version is published, neither gradients nor optimizer state stay on the device.
 
     Args:
         roles: The roles.
-        groups: Groups of ranks by the names that roles give.
-        shares_device: Whether roles take turns on the device, by group; or rollouts do with a group's only role. By default,
-            everything stays on it.
+        groups: Groups of ranks by name, as in `RoleSpec.group`.
+        shares_device: Whether the roles of a group take turns on its device, or its only role does with rollouts, by group.
+            By default, everything stays on the device.
 
     Raises:
         ConfigError: Two roles have one name, a group is missing, has another number of ranks than a role, or cannot host its
@@ -60,14 +60,14 @@ class WorkerDispatch:
         return role in self._roles
 
     async def start(self) -> dict[str, int]:
-        """Start all ranks and load every role's model; the optimizer steps that each has taken so far."""
+        """Start all ranks and load every role's model. Returns the optimizer steps taken so far, by role."""
         starting = [group.start([self._roles[role].spec for role in group.roles]) for group in self._groups.values()]
         return {role: step for steps in await asyncio.gather(*starting) for role, step in steps.items()}
 
     async def offload(self) -> None:
-        """Move everything of the roles that share a device off it, for rollouts that take turns with them.
+        """Move the state of all roles that share a device to host memory, for rollouts that use the device in turn.
 
-        The next call to a role brings back what it needs. Groups that share no device keep everything there.
+        The next call to a role moves back the parts that it needs. Groups that share no device keep everything on it.
         """
         await asyncio.gather(*(group.offload() for group in self._groups.values()))
 

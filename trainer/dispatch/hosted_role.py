@@ -1,4 +1,4 @@
-"""`HostedRole`: a role on one rank, with its mini-batches that are under way."""
+"""`HostedRole`: a role on one rank, with its unfinished mini-batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..objectives.loss import Loss
 
 @dataclass(slots=True)
 class MiniBatch:
-    """A mini-batch of which no step has been taken yet."""
+    """A mini-batch whose optimizer step has not been taken yet."""
 
     computed_s: float = 0.0
     """Seconds of forward and backward passes."""
@@ -29,22 +29,22 @@ class HostedRole:
     losses: Mapping[str, Loss]
     publisher: Publisher | None = None
     fence_s: float = 0.0
-    """Seconds in which moves waited for the publisher since the last optimizer step."""
+    """Seconds that moves to host memory waited for the publisher since the last optimizer step."""
     own: str = ""
-    """The adapter that calls mean which name none; empty for the model's own weights."""
+    """The adapter of calls that name none; empty for the model's own weights."""
     mini_batches: dict[str, MiniBatch] = field(default_factory=dict)
-    """The mini-batches that are under way, by adapter; "" is the model's own weights."""
+    """Unfinished mini-batches by adapter; "" is the model's own weights."""
 
     def adapter(self, name: str | None) -> str:
-        """The adapter that a call means."""
+        """The adapter that a call's argument `name` stands for: `own` if it is None."""
         return self.own if name is None else name
 
     def steps_of(self, adapter: str | None) -> int:
-        """Optimizer steps that the adapter has taken, or the model."""
+        """Optimizer steps of the adapter, or of the model if its engine has no adapters."""
         return (
             with_adapters(self.engine, "steps_of").steps_of(adapter) if self.engine.has_adapters else self.engine.step
         )
 
     def fence(self, names: Collection[str] | None = None) -> float:
-        """Wait until nobody reads these checkpoint tensors any more, or any; the seconds waited."""
+        """Wait until the publisher no longer reads the checkpoint tensors `names`, or any if None. Returns the seconds waited."""
         return 0.0 if self.publisher is None else self.publisher.fence(names)

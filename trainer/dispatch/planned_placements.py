@@ -1,7 +1,7 @@
-"""Placements of trainer ranks that do not run yet: each rank's engine is built without data and asked.
+"""Placements of trainer ranks that do not run yet, from engines that are built without data.
 
-A rank is a forked process that torch.distributed takes for that rank of so many, since process groups, and what engines and torch
-keep about them, are global to a process. All of them are children of one process that has imported everything already.
+Each rank is a forked process with a fake process group of that rank and world size, because process groups, and the state that
+engines and torch keep about them, are global to a process. All ranks are children of one process that has imported everything.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _PART = "trainer outline"
 def outlined_placements(
     config: TrainerConfig, model_dir: Path, wire_dtype: str, *, timeout_s: float = 600.0
 ) -> list[Placement]:
-    """The placement that `RankWorker.placement` will give on each rank of `config`, in rank order.
+    """Return the placement that `RankWorker.placement` will return on each rank of `config`, in rank order.
 
-    Needs the libraries of the training engine, and neither a GPU nor memory for weights.
+    Needs the training engine's libraries, but neither a GPU nor memory for weights.
 
     Args:
         config: The run's trainer section.
         model_dir: A directory that `check_model_dir` accepts.
         wire_dtype: Dtype of floating-point tensors on the wire.
-        timeout_s: Longest time it may take.
+        timeout_s: Longest time it may take, in seconds.
 
     Raises:
-        ConfigError: The engine cannot train this model so, or cannot say what its ranks hold without running.
+        ConfigError: The engine cannot train this model with `config`, or cannot tell its placements without running.
         DeadlineExceededError: It took longer than `timeout_s`.
         WorkerDiedError: A process ended without an answer.
     """
     plain = ask_process(
         __name__,
-        # Where tensors will be does not matter for what is in them.
+        # Placements do not depend on the device.
         {
             "config": config.model_copy(update={"device": "cpu"}).model_dump(mode="json"),
             "model_dir": str(model_dir.resolve()),
@@ -75,7 +75,7 @@ def _outline_all(config: dict[str, Any], model_dir: str, wire_dtype: str) -> lis
 def _start(
     engine_class: type[TrainingEngine], config: TrainerConfig, rank: int, model_dir: Path, wire_dtype: str
 ) -> tuple[int, int]:
-    """Fork rank `rank`; its process, and the file descriptor that its answer comes from."""
+    """Fork the process of `rank`. Returns its process id, and the file descriptor from which its answer is read."""
     answers, answer = os.pipe()
     if process := os.fork():
         os.close(answer)
@@ -106,7 +106,7 @@ def _outline(
 
 
 def _finish(rank: int, process: int, answers: int) -> Any:
-    """The placement that a forked rank has found, as plain data. Raises what it raised, or `WorkerDiedError`."""
+    """Return the placement of a forked rank as plain data. Raises its error, or `WorkerDiedError` if it gave no answer."""
     with os.fdopen(answers, "rb") as stream:
         said = stream.read()
     _, status = os.waitpid(process, 0)

@@ -1,4 +1,4 @@
-"""`RankOutputs`: outputs on their way from a rank to the caller of a role; `joined` puts those of all ranks in order."""
+"""`RankOutputs`: outputs that a rank sends to the caller of a role. `joined` puts those of all ranks in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..engines.contract import SequenceOutputs
 
 @dataclass(frozen=True, slots=True)
 class RankOutputs:
-    """Outputs of the sequences that one rank computed, as a few large tensors, which travel faster than many small ones."""
+    """Outputs of the sequences that one rank computed, as a few large tensors, which are sent faster than many small ones."""
 
     indices: Sequence[int]
     lengths: Sequence[int]
@@ -24,7 +24,7 @@ class RankOutputs:
 
     @classmethod
     def of(cls, found: Mapping[int, SequenceOutputs]) -> RankOutputs:
-        """Pack outputs by sequence."""
+        """Pack the outputs of each sequence, given by its index in the batch."""
         names = list(next(iter(found.values()), {}))
         return cls(
             list(found),

@@ -1,4 +1,4 @@
-"""`RankWorker`: one trainer process: the training engines of its roles, and the publisher of one of them."""
+"""`RankWorker`: one trainer process, with the training engines of its roles and their publishers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .role_spec import RoleSpec
 
 
 class RankWorker:
-    """Everything one trainer process does. Called from one thread; knows no Ray.
+    """The methods of one trainer process. Called from one thread; independent of Ray.
 
     Args:
         rank: This process, from 0.
@@ -50,7 +50,7 @@ class RankWorker:
     def setup(self, spec: RoleSpec, rendezvous: tuple[str, int]) -> int:
         """Load a role's model, and the training state in ``spec.state``, if there is one. Collective.
 
-        Roles after the first one use the ranks' process group that this one made.
+        Roles after the first one use the ranks' process group that the first one created.
 
         Returns:
             The optimizer steps taken so far.
@@ -77,7 +77,7 @@ class RankWorker:
         return getattr(self, method)(role, *args)
 
     def rest(self, role: str) -> None:
-        """Nothing beyond the moves of `call`."""
+        """Do nothing: only the moves of `call` are wanted."""
 
     def placement(self, role: str, wire_dtype: str) -> Placement:
         """Which slices of which checkpoint tensors this rank holds."""
@@ -92,9 +92,9 @@ class RankWorker:
         wire_dtype: str,
         placements: Sequence[Placement],
     ) -> None:
-        """Make this rank's publisher of `role`, which joins the run's rendezvous and leaves an earlier one.
+        """Create this rank's publisher of `role`, which joins the run's rendezvous. An earlier publisher is closed.
 
-        `placements` is what `placement` of every rank gave, in rank order.
+        `placements` are the results of `placement` on every rank, in rank order.
         """
         hosted = self._hosted(role)
         if hosted.publisher is not None:
@@ -116,9 +116,9 @@ class RankWorker:
         )
 
     def publish(self, role: str, version: int, adapter: str | None = None) -> float:
-        """Publish the parameters, or another adapter in their place, as `version`; returns the seconds this call took.
+        """Publish the parameters, or `adapter` instead, as `version`. Returns the seconds this call took.
 
-        See `AdapterEngine.load_published`. An adapter waits until the version before is read.
+        See `AdapterEngine.load_published`. An adapter is copied once the previous version has been read.
         """
         started = time.perf_counter()
         hosted = self._hosted(role)
@@ -153,9 +153,9 @@ class RankWorker:
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> tuple[Mapping[str, float], RankOutputs]:
-        """Add the gradient of a loss: itself, or the name of one that the role has. Collective.
+        """Add the gradient of `loss`, which is a loss or the name of one of the role's losses. Collective.
 
-        Where it fails, the adapter's whole mini-batch does: further parts of it, and its step, raise `ProtocolError`.
+        A failure fails the adapter's entire mini-batch: its further parts and its step raise `ProtocolError`.
 
         Returns:
             Metrics, and outputs of this rank's share.
@@ -168,13 +168,13 @@ class RankWorker:
             chosen = self._loss(role, loss)
             result = hosted.engine.forward_backward(batch, chosen, denominators, outputs, adapter)
         except Exception as error:
-            mini_batch.failed = str(error)  # until the step, since other parts of the mini-batch may be on their way
+            mini_batch.failed = str(error)  # until the step, since other parts of the mini-batch may be queued already
             raise
         mini_batch.computed_s += time.perf_counter() - started
         return result.metrics, RankOutputs.of(result.outputs)
 
     def optim_step(self, role: str, adapter: str | None = None, params: AdamParams | None = None) -> StepResult:
-        """Fence, then optimizer step. Collective. A gradient that is not finite changes nothing."""
+        """Wait for the fence, then take the optimizer step. Collective. A gradient that is not finite changes nothing."""
         started, hosted = time.perf_counter(), self._hosted(role)
         fence_s, hosted.fence_s = hosted.fence_s, 0.0
         mini_batch = hosted.mini_batches.pop(name := hosted.adapter(adapter), MiniBatch())
@@ -204,10 +204,10 @@ class RankWorker:
         return StepResult(step, grad_norm=grad_norm, fence_s=fence_s, seconds=seconds)
 
     def together(self, role: str, calls: Sequence[ForwardBackward | OptimStep]) -> list[Any]:
-        """Carry out calls of `forward_backward` and `optim_step`, each of another adapter. Collective.
+        """Carry out calls of `forward_backward` and `optim_step`, each for a different adapter. Collective.
 
         Returns:
-            What each call would have returned, or the error that it would have raised.
+            The result or the error of each call.
         """
         computed = iter(self._pass_together(role, [call for call in calls if isinstance(call, ForwardBackward)]))
         found: list[Any] = []
@@ -222,7 +222,7 @@ class RankWorker:
         return found
 
     def _pass_together(self, role: str, calls: Sequence[ForwardBackward]) -> list[Any]:
-        """See `together`; as in `forward_backward`, a call that fails fails its adapter's mini-batch."""
+        """Carry out the passes of `together`. As in `forward_backward`, a failed call fails its adapter's mini-batch."""
         if not calls:
             return []
         started, hosted = time.perf_counter(), self._hosted(role)
@@ -249,9 +249,9 @@ class RankWorker:
     def add_adapter(
         self, role: str, name: str, config: LoraConfig, source: Path | None = None, optimizer: bool = True
     ) -> int:
-        """Add an adapter that is trained, in place of one of that name. Collective. Returns the steps taken.
+        """Add a trainable adapter, which replaces one of that name. Collective. Returns the steps taken.
 
-        `optimizer` says whether it goes on with the moments and steps in `source`, if there are any.
+        With `optimizer`, moments and steps are resumed from `source`, if it has any.
         """
         hosted = self._hosted(role)
         engine = with_adapters(hosted.engine, name)
@@ -260,7 +260,7 @@ class RankWorker:
         return engine.steps_of(name)
 
     def drop_gradient(self, role: str, adapter: str | None = None) -> None:
-        """Drop the gradients of a mini-batch, and whatever failed in it."""
+        """Drop the gradients of a mini-batch, and the record of its failure."""
         hosted = self._hosted(role)
         hosted.mini_batches.pop(name := hosted.adapter(adapter), None)
         hosted.engine.zero_grad(name)
@@ -272,7 +272,7 @@ class RankWorker:
         hosted.mini_batches.pop(name, None)
 
     def export_adapter(self, role: str, directory: Path, name: str, with_optimizer: bool) -> None:
-        """Write an adapter as PEFT does, with or without moments and steps beside it. Collective."""
+        """Write an adapter in PEFT's format, with or without the optimizer's moments and steps. Collective."""
         with_adapters(self._engine(role), name).export_adapter(directory, name, with_optimizer=with_optimizer)
 
     def save(self, role: str, directory: Path) -> None:
@@ -280,7 +280,10 @@ class RankWorker:
         self._engine(role).save(directory)
 
     def load(self, role: str, directory: Path, optimizer: bool = True) -> int:
-        """Resume from a state or begin anew, once nobody reads the parameters any more. Collective. Returns the steps taken."""
+        """Resume from a state, or start over from a model, once the publisher no longer reads the parameters.
+
+        Collective. Returns the steps taken.
+        """
         hosted = self._hosted(role)
         hosted.fence()
         hosted.engine.load(directory, optimizer=optimizer)
@@ -292,7 +295,7 @@ class RankWorker:
         self._engine(role).export_hf(directory, dtype_of(dtype))
 
     def pid(self) -> int:
-        """This process."""
+        """The id of this process."""
         return os.getpid()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`Ranks`: a group of processes that host roles; and `LocalRanks`, the one that is this process."""
+"""`Ranks`: a group of processes that host roles; and `LocalRanks`, a group that consists of this process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Ranks(Protocol):
         """Number of ranks."""
 
     async def rendezvous(self) -> tuple[str, int]:
-        """Wait until all ranks run; host and port at which they can meet."""
+        """Wait until all ranks run. Returns host and port for their process group."""
 
     def put(self, value: Any) -> Any:
-        """`value` in a form that several calls can be handed as an argument, without sending it again."""
+        """Return a form of `value` that can be an argument of several calls without being sent again."""
 
     def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
-        """Call a method of every rank's `RankWorker`, now; an awaitable of the answers in rank order."""
+        """Call a method of every rank's `RankWorker` at once. Returns an awaitable of the answers in rank order."""
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a rank's process dies."""
@@ -41,10 +41,10 @@ class Ranks(Protocol):
 class LocalRanks:
     """One rank in this process, on a thread of its own: for programs without a cluster, and for tests.
 
-    Several of them in one process share torch's process group, which ends with the one that began first.
+    Several of them in one process share torch's process group, which ends with the first one.
 
     Args:
-        timeout_s: Longest time of a call. One that takes longer raises, and goes on in its thread.
+        timeout_s: Longest time of a call, in seconds. A call that takes longer raises, and continues in its thread.
     """
 
     world = 1
@@ -77,7 +77,7 @@ class LocalRanks:
             return
         self._closed = True
         closing = asyncio.wrap_future(self._thread.submit(self._worker.close))
-        with suppress(Exception):  # a call that hangs is in front of it
+        with suppress(Exception):  # a hanging call may be queued before it
             async with asyncio.timeout(_CLOSE_S):
                 await asyncio.shield(closing)
         self._thread.shutdown(wait=False)

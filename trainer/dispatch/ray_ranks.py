@@ -16,7 +16,7 @@ from .rank_worker import RankWorker
 
 _CLOSE_S = 10.0
 _DEATH_NOTICE_S = 5.0
-"""Seconds that a rank's error waits for the news that another rank died, which explains the error better."""
+"""Seconds to wait, after a rank's error, for the report that another rank died, which explains the error better."""
 
 
 class _RankActor:
@@ -31,13 +31,13 @@ class _RankActor:
         return getattr(self._rank, method)(*args)
 
     def free_address(self, host: str | None) -> tuple[str, int]:
-        """A port that is free now on `host`, or on this node's address."""
+        """Reserve a port on `host`, or on this node's address if None: see `RankWorker.free_address`."""
         import ray  # noqa: PLC0415 - optional, and slow to import
 
         return self._rank.free_address(host or ray.util.get_node_ip_address())
 
     def alive(self) -> None:
-        """Return when the rank is closed; until then the pending call tells its caller when the process dies."""
+        """Return when the rank is closed. Until then, the pending call fails for its caller if the process dies."""
         self._closed.wait()
 
     def close(self) -> None:
@@ -49,12 +49,12 @@ class _RankActor:
 class RayRanks:
     """A `Ranks` over Ray, which must be initialised.
 
-    Actors are asked for at once, and `rendezvous` waits for them. Each call raises what a rank raised, or `WorkerDiedError`
-    naming the rank whose process is gone.
+    The constructor requests the actors, and `rendezvous` waits for them. Each call raises a rank's error, or
+    `WorkerDiedError`, which names the rank whose process died.
 
     Args:
         config: Number of ranks, and what Ray reserves for each.
-        host: Address of rank 0, on which the ranks meet; None takes that of its Ray node.
+        host: Address of rank 0 for the ranks' process group; None: the address of its Ray node.
     """
 
     def __init__(self, config: TrainerConfig, host: str | None) -> None:
@@ -80,7 +80,7 @@ class RayRanks:
         return address
 
     def put(self, value: Any) -> Any:
-        """See `Ranks.put`; it is in Ray's object store, or for a single rank within each call, which is sooner there."""
+        """See `Ranks.put`. The value goes to Ray's object store, or for a single rank into each call, which is faster."""
         import ray  # noqa: PLC0415 - as above
 
         return ray.put(value) if self.world > 1 else value
@@ -125,7 +125,7 @@ class RayRanks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             errors = [task.exception() for task in tasks if task.done() and task.exception()]
             if errors and not any(isinstance(error, WorkerDiedError) for error in errors):
-                # A rank that died makes the others fail too, and they may be faster to say so.
+                # A dead rank makes the others fail too, and their errors may arrive first.
                 await asyncio.wait(tasks, timeout=_DEATH_NOTICE_S)
                 errors = [task.exception() for task in tasks if task.done() and task.exception()]
             if errors:
@@ -154,7 +154,7 @@ class RayRanks:
 
 
 def _with_concurrency_groups(actor_class: type[_RankActor]) -> type[_RankActor]:
-    """Let `alive` and `close` run beside the one call that trains."""
+    """Let `alive` and `close` run concurrently with the call that trains."""
     import ray  # noqa: PLC0415 - as above
 
     class RankActor(actor_class):  # type: ignore[misc, valid-type]

@@ -1,4 +1,4 @@
-"""Which parts of which roles have to be on the device for a call, where several roles share it: pure functions."""
+"""Pure functions that decide which parts of each role's state must be on a shared device for a call."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ NEEDS: Mapping[str, frozenset[StatePart]] = {
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Parts to move before a call; those that are where they should be are not moved."""
+    """Parts to move before a call. Parts that are in place already are not moved."""
 
     away: Mapping[str, frozenset[StatePart]] = field(default_factory=dict)
-    """Parts to offload, by role. They go first, which makes room."""
+    """Parts to offload, by role. They are moved first, to make room."""
     here: Mapping[str, frozenset[StatePart]] = field(default_factory=dict)
     """Parts to bring onto the device, by role."""
 
 
 def moves_before(method: str, role: str, hosted: Iterable[str]) -> Moves:
-    """Moves before `method` of `role`, on ranks that host the roles `hosted` and have room for one.
+    """Return the moves before `method` of `role`, on ranks that host the roles `hosted` and have room for one.
 
-    Everything of the other roles goes. What the role itself doesn't need stays where it is, but for a version's publication:
-    there the rollout's engines may need the room, and neither gradients nor the optimizer's state stay.
+    The state of the other roles is offloaded. Parts of the role itself that `method` doesn't need stay where they are, except
+    for ``publish``: there, gradients and optimizer state are offloaded, because the rollout's engines may need the memory.
     """
     needed = NEEDS.get(method, frozenset())
     if not needed:

@@ -27,10 +27,10 @@ _T = TypeVar("_T")
 
 
 class Role:
-    """A model on some ranks. Every call begins at once, in the order of the calls, and returns a task to await.
+    """A model on some ranks. Calls begin at once, in the order in which they are made, and return tasks to await.
 
-    No caller knows how many ranks there are: a batch is shared out among them, and outputs come in its order. A call to a role
-    waits for earlier ones to its group of ranks, and runs beside those to other groups.
+    The number of ranks is hidden from callers: a batch is divided among the ranks, and outputs are in the order of the batch. A
+    call waits for earlier calls to the same group of ranks, and runs concurrently with calls to other groups.
     """
 
     def __init__(self, spec: RoleSpec, group: RoleGroup) -> None:
@@ -68,15 +68,15 @@ class Role:
     ) -> asyncio.Task[BackwardAnswer]:
         """Add the gradient of a loss over `batch` to the gradients. See `TrainingEngine.forward_backward`.
 
-        Where this fails, the mini-batch of `adapter` does, and no other: its further parts and its step raise `ProtocolError`.
+        A failure fails the mini-batch of `adapter`, and no other: its further parts and its step raise `ProtocolError`.
 
         Args:
             batch: The sequences.
             loss: The name of one of ``RoleSpec.losses``, or a loss that can be pickled.
-            denominators: Tokens and sequences of the whole mini-batch; None if `batch` is all of it.
-            outputs: What to return of the forward pass.
-            adapter: The adapter that computes and whose gradient it is; "" for the model's own weights, None for what is
-                published.
+            denominators: Tokens and sequences of the full mini-batch; None if `batch` is all of it.
+            outputs: Outputs of the forward pass to return.
+            adapter: The adapter that is computed with and gets the gradient; "" for the model's own weights, None for the
+                adapter of ``trainer.lora``, or for the model's own weights without one.
         """
         sent = self._group.ranks.put(batch)
         calling = self._group.call(self.name, "forward_backward", sent, loss, denominators, tuple(outputs), adapter)
@@ -87,11 +87,11 @@ class Role:
         return _started(answer())
 
     def optim_step(self, adapter: str | None = None, params: AdamParams | None = None) -> asyncio.Task[StepResult]:
-        """Take the step for which gradients were added up, after the fence. See `TrainingEngine.optim_step`.
+        """Take the optimizer step with the accumulated gradients, after the fence. See `TrainingEngine.optim_step`.
 
         Args:
             adapter: The adapter that is stepped, as in `forward_backward`.
-            params: How AdamW steps; None: as the configuration says.
+            params: AdamW's settings for this step; None: those of the configuration.
         """
         calling = self._group.call(self.name, "optim_step", adapter, params)
 
@@ -103,12 +103,12 @@ class Role:
     def together(
         self, calls: Sequence[ForwardBackward | OptimStep]
     ) -> asyncio.Task[list[BackwardAnswer | StepResult | WeightlaneError]]:
-        """Do what `forward_backward` and `optim_step` do for several adapters, each named once.
+        """Carry out `forward_backward` and `optim_step` for several adapters, each named once.
 
         Passes are joined as `AdapterEngine.forward_backward_together` does.
 
         Returns:
-            What each call would have returned, or the error that it would have raised; one says nothing about the others.
+            The result or the error of each call. An error of one call does not affect the others.
         """
         calling = self._group.call(self.name, "together", self._group.ranks.put(list(calls)))
 
@@ -121,22 +121,22 @@ class Role:
     def add_adapter(
         self, name: str, config: LoraConfig, source: Path | None = None, *, optimizer: bool = True
     ) -> asyncio.Task[int]:
-        """Add an adapter that can be trained, in place of one of that name; the steps that it has taken.
+        """Add a trainable adapter, which replaces one of that name. Returns the steps that it has taken.
 
         Args:
             name: See `AdapterEngine.add_adapter`.
-            config: See there.
-            source: A directory, readable on every rank, whose values it begins with; None for first values.
-            optimizer: Whether it resumes the moments and steps that `export_adapter` wrote there, if there are any.
+            config: Its settings, as there.
+            source: A directory, readable on every rank, with its initial values; None for fresh ones.
+            optimizer: Whether to resume the moments and steps that `export_adapter` wrote to `source`, if there are any.
 
         Raises:
-            ConfigError: As there, or the name is that of the adapter of ``trainer.lora``. One that was there stays.
+            ConfigError: As there, or the name is that of the adapter of ``trainer.lora``. An existing adapter is kept.
             StorageError: A file in `source` cannot be read.
         """
         return self._steps("add_adapter", name, config, source, optimizer)
 
     def drop_gradient(self, adapter: str | None = None) -> asyncio.Task[None]:
-        """Drop the gradients of an adapter's mini-batch, and whatever failed in it: it begins anew."""
+        """Drop the gradients of an adapter's mini-batch, and the record of its failure, so that it can start over."""
         return self._done("drop_gradient", adapter)
 
     def remove_adapter(self, name: str) -> asyncio.Task[None]:
@@ -144,14 +144,14 @@ class Role:
         return self._done("remove_adapter", name)
 
     def export_adapter(self, directory: Path, name: str, *, with_optimizer: bool) -> asyncio.Task[None]:
-        """Write an adapter as PEFT does, with or without moments and steps beside it. See `AdapterEngine.export_adapter`."""
+        """Write an adapter in PEFT's format, with or without its optimizer's state. See `AdapterEngine.export_adapter`."""
         return self._done("export_adapter", directory, name, with_optimizer)
 
     def publish(self, version: int, adapter: str | None = None) -> asyncio.Task[float]:
-        """Publish the parameters as `version`; the longest time in seconds that a rank was blocked.
+        """Publish the parameters as `version`. Returns the longest time in seconds that a rank was blocked.
 
         With `adapter`, the version is that adapter, padded with zeros to the rank and the layers of the one of ``trainer.lora``.
-        It is copied once the version before is read. See `AdapterEngine.load_published` for what it refuses.
+        It is copied once the previous version has been read. See `AdapterEngine.load_published` for what it refuses.
         """
         calling = self._group.call(self.name, "publish", version, adapter)
 
@@ -166,7 +166,7 @@ class Role:
         return self._done("save", directory)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> asyncio.Task[int]:
-        """Resume from a saved state, or begin anew, as `TrainingEngine.load` does; the steps taken."""
+        """Resume from a saved state, or start over from a model, as `TrainingEngine.load` does. Returns the steps taken."""
         return self._steps("load", directory, optimizer)
 
     def export_hf(self, directory: Path, dtype: str) -> asyncio.Task[None]:
@@ -180,7 +180,7 @@ class Role:
         sync: SyncConfig,
         wire_dtype: torch.dtype,
     ) -> None:
-        """Make every rank's publisher of this role."""
+        """Create every rank's publisher of this role."""
         dtype = str(wire_dtype).removeprefix("torch.")
         placements: list[Placement] = await self._group.call(self.name, "placement", dtype)
         await self._group.call(self.name, "connect", dict(rendezvous), transport, sync, dtype, placements)
@@ -213,7 +213,7 @@ def _started(running: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
 def _answer_to(
     call: ForwardBackward | OptimStep, found: Sequence[Any]
 ) -> BackwardAnswer | StepResult | WeightlaneError:
-    """The answer to a call, from those of the ranks."""
+    """Merge the ranks' answers to a call into one."""
     if failed := [each for each in found if isinstance(each, WeightlaneError)]:
         return failed[0]
     if isinstance(call, OptimStep):

@@ -24,21 +24,21 @@ class RoleGroup:
         self.ranks, self.roles, self._shares_device = ranks, roles, shares_device
 
     def call(self, role: str, method: str, *args: Any) -> Awaitable[list[Any]]:
-        """Call `method` for `role` on every rank, now; the answers in rank order."""
+        """Call `method` for `role` on every rank at once. Returns the answers in rank order."""
         moves = moves_before(method, role, self.roles) if self._shares_device else Moves()
         return self.ranks.call("call", role, moves, method, *args)
 
     async def start(self, specs: Sequence[RoleSpec]) -> dict[str, int]:
-        """Load the roles' models, one after the other; the optimizer steps that each has taken."""
+        """Load the roles' models, one after the other. Returns the optimizer steps that each has taken."""
         address, steps = await self.ranks.rendezvous(), {}
         for spec in specs:
             steps[spec.name] = (await self.ranks.call("setup", spec, address))[0]
             if self._shares_device:
-                await self._offload(spec.name)  # there is room for the next one
+                await self._offload(spec.name)  # to make room for the next one
         return steps
 
     async def offload(self) -> None:
-        """Move everything of every role off the device, until the next call brings back what it needs."""
+        """Move the state of roles that share the device to host memory. The next call moves back the parts that it needs."""
         if self._shares_device:
             await self._offload(*self.roles)
 

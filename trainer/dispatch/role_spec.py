@@ -1,4 +1,4 @@
-"""`RoleSpec`: a model with a part in an algorithm, as it is asked for."""
+"""`RoleSpec`: the specification of a role."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..objectives.loss import Loss
 
 @dataclass(frozen=True, slots=True)
 class RoleSpec:
-    """A model with a part in an algorithm, and where it runs."""
+    """A model's role in an algorithm, and the ranks that it runs on."""
 
     name: str
     """Such as ``policy``, ``critic`` or ``reference``."""
@@ -21,9 +21,9 @@ class RoleSpec:
     model_dir: Path
     """A directory that `check_model_dir` accepts, readable on every rank."""
     losses: Mapping[str, Loss] = field(default_factory=dict)
-    """Losses that its ranks know by name from the start, so that none has to travel with a call."""
+    """Losses that its ranks know by name from the start, so that no call has to send one."""
     seed: int = 0
     group: str = "trainer"
     """The group of ranks that hosts it. Roles of one group share processes and devices."""
     state: Path | None = None
-    """A saved training state to begin with."""
+    """A saved training state to resume from."""

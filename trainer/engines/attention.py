@@ -14,9 +14,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _HALF = (torch.float16, torch.bfloat16)
 _WIDTH_STEP, _WIDEST = 8, 256
-"""Widths of a head that torch's kernel takes: multiples of this number, up to that one."""
+"""Head widths that torch's kernel takes: multiples of `_WIDTH_STEP`, up to `_WIDEST`."""
 _PADDING = 0.25
-"""Most padding in a group of sequences, as a share of its tokens: each group costs the time of some hundred tokens."""
+"""Most padding in a group of sequences, as a share of its tokens; another group would cost the time of some hundred tokens."""
 
 
 def packed_attention(
@@ -33,19 +33,19 @@ def packed_attention(
 ) -> torch.Tensor:
     """Attend within each sequence.
 
-    On a GPU in half precision, torch's kernel for sequences of different lengths does it (from torch 2.11 on). Elsewhere
-    sequences of about the same length are attended to together, and padded to the longest of them for that.
+    On a GPU in half precision, torch's variable-length kernel is used (from torch 2.11 on), unless a softcap, sinks, dropout or
+    the head widths rule it out. Otherwise sequences of about the same length form groups, padded to their longest sequence.
 
     Args:
         query: [tokens, heads, width], all sequences one after the other.
         key: [tokens, groups, width], where groups divides heads.
         value: [tokens, groups, value width].
         offsets: int64 [sequences + 1]: where each sequence begins, and the number of tokens.
-        scale: Factor of scores; by default one by the square root of the width.
+        scale: Factor of the scores; 1 / sqrt(width) by default.
         window: Number of tokens that each one sees, itself included; None for all before it.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
-        sinks: [heads], a score beside those of the tokens, whose share of the attention goes nowhere.
-        dropout: Share of attention that is dropped.
+        sinks: [heads], one more score in each head's softmax, whose share of the attention is dropped.
+        dropout: Probability with which an attention weight is dropped.
 
     Returns:
         [tokens, heads, value width].
@@ -78,11 +78,11 @@ def packed_attention(
 
 
 def _groups(offsets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Sequences of about the same length together, each once.
+    """Group sequences of about the same length. Each sequence is in one group.
 
     Yields:
-        int64 [sequences, longest] indices of tokens, and bool of this shape, which is False on padding. Causal attention keeps
-        every token from padding behind it.
+        int64 [sequences, longest] indices of tokens, and bool of this shape, which is False on padding. Padding is at the end, so
+        that no token sees it in causal attention.
     """
     groups: list[list[tuple[int, int]]] = []
     tokens = 0
@@ -104,9 +104,9 @@ def _groups(offsets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 
 @cache
 def varlen_kernel() -> tuple[Callable[..., Any], bool] | None:
-    """The ``varlen_attn`` of torch, and whether it lets heads share keys, from torch 2.12 on.
+    """Return torch's ``varlen_attn``, and whether heads can share keys in it (from torch 2.12 on).
 
-    None where it takes no window and no scale, as in torch 2.10, and in torch 2.9, which has none.
+    None if it does not take a window and a scale (torch 2.10), or does not exist (torch 2.9).
     """
     try:
         from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - not in every torch
@@ -117,11 +117,11 @@ def varlen_kernel() -> tuple[Callable[..., Any], bool] | None:
 
 
 _known_bounds: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
-"""Every layer attends over the same sequences, and asking the device how long they are makes the host wait for it."""
+"""Results of `_bounds`, kept since every layer has the same sequences, and reading their lengths makes the host wait."""
 
 
 def _bounds(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """The offsets as torch's kernel takes them, and the length of the longest sequence."""
+    """Return the offsets as torch's kernel takes them, int32, and the length of the longest sequence."""
     if (known := _known_bounds.get(offsets)) is None:
         known = _known_bounds[offsets] = offsets.int(), int(offsets.diff().max())
     return known
@@ -137,7 +137,7 @@ def _by_kernel(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend by torch's flash attention for sequences of different lengths."""
+    """Attend with torch's flash attention for sequences of different lengths."""
     starts, longest = _bounds(offsets)
     more: dict[str, Any] = {}
     if (heads := query.shape[1] // key.shape[1]) > 1:
@@ -170,7 +170,10 @@ def _written_out(
     sinks: torch.Tensor | None,
     dropout: float,
 ) -> torch.Tensor:
-    """Attention of [sequences, heads, length, width] each, with what torch's own function doesn't know."""
+    """Compute attention step by step, for the options that torch's own function lacks.
+
+    Query, key and value are [sequences, heads, length, width].
+    """
     repeats, length = query.shape[1] // key.shape[1], query.shape[2]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)

@@ -1,4 +1,4 @@
-"""Memory that tensors give up while their bytes are in the host's memory."""
+"""Free the memory of tensors while their bytes are in the host's memory."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.distributed.tensor import DTensor
 
 
 class HostCopies:
-    """The bytes of tensors that gave up their memory.
+    """Copies, in the host's memory, of tensors whose own memory is freed.
 
-    The tensors stay what they are, and so do all views of them: they share a storage, which has no bytes for a while. Its address
-    may be another one afterwards.
+    The tensors and all views of them stay the same objects: they share a storage, which has no bytes until `restore`. Its address
+    may differ afterwards.
 
     Args:
-        tensors: Storages are found through them, each once. Tensors on the meta device are left out.
+        tensors: Tensors whose storages are copied and freed, each storage once. Tensors on the meta device are left out.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -26,7 +26,7 @@ class HostCopies:
         self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
         devices = set()
         for storage in storages.values():
-            if not storage.nbytes() or not storage.resizable():  # the latter is a mapped file's
+            if not storage.nbytes() or not storage.resizable():  # a mapped file's storage is not resizable
                 continue
             there = _bytes_of(storage)
             here = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=there.is_cuda)
@@ -40,7 +40,7 @@ class HostCopies:
             torch.cuda.empty_cache()  # for other processes on this device
 
     def restore(self) -> None:
-        """Give the tensors memory again, with the same bytes."""
+        """Allocate the tensors' memory again, and copy the same bytes into it."""
         for storage, here in self._away:
             storage.resize_(len(here))
             _bytes_of(storage).copy_(here, non_blocking=True)
@@ -49,12 +49,12 @@ class HostCopies:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """uint8 [bytes]: a view of all of `storage`."""
+    """Return a view of all of `storage`: uint8 [bytes]."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _finish(devices: Iterable[torch.device]) -> None:
-    """Wait for the copies that were begun."""
+    """Wait for the copies that were started on `devices`."""
     for device in devices:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

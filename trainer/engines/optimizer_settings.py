@@ -1,4 +1,4 @@
-"""`AdamParams`, the settings of one step of AdamW, and the learning rate that a schedule gives to it."""
+"""`AdamParams`, the settings of one step of AdamW, and the schedule of its learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..config import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class AdamParams:
-    """One step of AdamW, as a program that drives it says."""
+    """Settings of one step of AdamW."""
 
     learning_rate: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -23,7 +23,7 @@ class AdamParams:
     weight_decay: float = 0.0
     """Decoupled weight decay."""
     max_grad_norm: float = 1.0
-    """The gradient is scaled down to this L2 norm; infinity for one that is taken as it is."""
+    """L2 norm to which a larger gradient is scaled down; infinity for no clipping."""
 
     def __post_init__(self) -> None:
         """Raise `ConfigError` for values that AdamW cannot step with."""
@@ -41,18 +41,18 @@ class AdamParams:
 
     @classmethod
     def of(cls, config: TrainerConfig, step: int) -> AdamParams:
-        """The settings that `config` gives to the step after `step` steps."""
+        """Return the settings in `config` for the step that follows `step` steps."""
         rate, most = learning_rate(config, step), config.max_grad_norm
         return cls(rate, config.betas, weight_decay=config.weight_decay, max_grad_norm=most)
 
     def set_in(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an AdamW of torch's, or one with its settings, step like this."""
+        """Write these settings into `optimizer`: torch's AdamW, or one with its settings."""
         for group in optimizer.param_groups:
             group.update(lr=self.learning_rate, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 def learning_rate(config: TrainerConfig, step: int) -> float:
-    """The learning rate of the step after `step` steps.
+    """Return the learning rate of the step that follows `step` steps.
 
     It rises linearly over ``lr_warmup_steps``, then follows ``lr_schedule`` for ``lr_decay_steps`` down to ``lr_final_share`` of
     ``learning_rate``, where it stays.

@@ -1,4 +1,4 @@
-"""Joining the trainer ranks, and torch.distributed's failures as typed errors."""
+"""Join the trainer ranks, run collectives over them, and turn torch.distributed's failures into typed errors."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _HINT = "Check that the other trainer ranks are alive, or raise trainer.collecti
 
 
 def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:
-    """Initialise torch.distributed's default group unless somebody already has.
+    """Initialise torch.distributed's default group unless it is initialised already.
 
     Args:
         rank: this process.
         world: number of ranks.
         rendezvous: host and port of the store that rank 0 serves, bound to that host only.
-        device: where collectives work: gloo for the CPU, and NCCL beside it for CUDA.
+        device: where collectives work: gloo for the CPU, and NCCL as well for CUDA.
         timeout_s: seconds for joining, and for every later collective.
 
     Returns:
-        Whether the group was made here, and so is the caller's to destroy.
+        Whether this call made the group, so that the caller has to destroy it.
 
-    Raises `AddressInUseError` when the port is taken, `DeadlineExceededError` or `PeerLostError` when ranks do not turn up.
+    Raises `AddressInUseError` when the port is taken, `DeadlineExceededError` or `PeerLostError` when ranks do not join.
     """
-    # The group is one for the process, and engines may be in several of its threads.
+    # The process has one default group, and engines may be in several of its threads.
     if not _ONE_AT_A_TIME.acquire(timeout=timeout_s):
         raise DeadlineExceededError(
             f"another thread of this process did not join its ranks within {timeout_s:g} s.",
@@ -90,7 +90,7 @@ def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.devi
 
 
 def _forget_group() -> None:
-    """Leave torch as if it had never tried: it numbers groups, those of failed tries too, and ranks must count alike."""
+    """Reset torch's numbering of groups. It counts failed tries too, and all ranks must have the same count."""
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     dist.destroy_process_group()
@@ -98,9 +98,9 @@ def _forget_group() -> None:
 
 @contextmanager
 def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> Iterator[None]:
-    """Turn what torch.distributed raises into `DeadlineExceededError`, `PeerLostError` or `TransportError`.
+    """Turn errors of torch.distributed into `DeadlineExceededError`, `PeerLostError` or `TransportError`.
 
-    Other errors pass unchanged, those of the model's own computation among them.
+    Other errors pass unchanged, such as those of the model's own computation.
     """
     try:
         yield
@@ -122,7 +122,7 @@ def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> It
 
 
 def on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, part: str) -> None:
-    """Run `action` on rank 0 while the others wait; where it fails, every rank raises its error. Collective."""
+    """Run `action` on rank 0 while the others wait; if it fails, every rank raises its error. Collective."""
     wire = b""
     failure: WeightlaneError | None = None
     if rank == 0:
@@ -157,7 +157,7 @@ def share_json(value: Any, device: torch.device) -> list[Any]:
 
 
 def on_every_rank(action: Callable[[], object], device: torch.device, part: str) -> None:
-    """Run `action` on every rank; where it fails on any, every rank raises an error, its own or the first. Collective."""
+    """Run `action` on every rank; if it fails on any, every rank raises an error: its own, or else the first. Collective."""
     failure: WeightlaneError | None = None
     try:
         action()
@@ -183,9 +183,9 @@ def require_open(is_open: bool, part: str) -> None:
 
 
 def use_interface_towards(host: str) -> None:
-    """Let gloo listen on the interface through which this machine reaches `host`, where the ranks meet.
+    """Make gloo listen on the interface through which this machine reaches `host`, the machine of the ranks' store.
 
-    It would advertise the address of the machine's host name, which other machines, or this one, need not reach.
+    By default it advertises the address of the machine's host name, which other machines, or even this one, may not reach.
     ``GLOO_SOCKET_IFNAME`` in the environment takes precedence.
     """
     if interface := interface_towards(host):
@@ -193,7 +193,7 @@ def use_interface_towards(host: str) -> None:
 
 
 def _await_store(host: str, port: int, deadline: Deadline) -> dist.Store:
-    """Join the store of rank 0, which may not be there yet."""
+    """Join the store of rank 0, which may not be served yet."""
     while True:
         try:
             return join_store(host, port, deadline, peer="trainer rank 0")

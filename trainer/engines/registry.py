@@ -16,12 +16,12 @@ _PART = "training engine registry"
 
 
 def training_engine_names() -> list[str]:
-    """Every registered name, sorted. Imports no engine."""
+    """List every registered name, sorted. Imports no engine."""
     return sorted({entry_point.name for entry_point in entry_points(group=GROUP)})
 
 
 def training_engine_class(name: str) -> type[TrainingEngine]:
-    """The class behind `name`.
+    """Return the engine class that is registered as `name`.
 
     Raises `ConfigError` when no distribution or more than one offers it, when it cannot be imported, or when it is not a
     complete `TrainingEngine`.
@@ -60,16 +60,16 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
 def check_trainer(config: TrainerConfig, model_dir: Path, *, here: bool = True) -> None:
     """Raise the `ConfigError` with which ranks of `config` would refuse the model in `model_dir`.
 
-    Starts nothing, and reads no weights.
+    Starts no process, and reads no weights.
 
     Args:
         config: The settings of one role.
         model_dir: A directory that `check_model_dir` accepts.
-        here: Whether the ranks will be on this machine, whose devices they then need.
+        here: Whether the ranks will run on this machine, so that it must have the device in `config`.
     """
     engine_class = training_engine_class(config.engine)
     settings = config if here else config.model_copy(update={"device": "auto"})
-    engine = engine_class(settings, 0, config.ranks, ("", 0))  # it talks to nobody yet
+    engine = engine_class(settings, 0, config.ranks, ("", 0))  # it connects to nothing yet
     try:
         if config.offload_roles and engine_class.offload is TrainingEngine.offload:
             engine.offload()
@@ -83,6 +83,6 @@ def _owner(entry_point: EntryPoint) -> str:
 
 
 def _extra_for(entry_point: EntryPoint) -> str:
-    """The extra of our own distribution that brings an engine's libraries: the one of its name, else that of models."""
+    """Name the extra that installs an engine's libraries: the one of its name if its distribution has that, else ``hf``."""
     offered = (entry_point.dist.metadata.get_all("Provides-Extra") or []) if entry_point.dist else []
     return entry_point.name if entry_point.name in offered else "hf"

@@ -28,17 +28,17 @@ OUTPUTS_OF_HEAD: dict[str, tuple[OutputName, ...]] = {
     "tokens": ("logprobs", "entropy", "hidden"),
     "value": ("values", "hidden"),
 }
-"""Outputs by ``trainer.head``."""
+"""Outputs that a model can return, by ``trainer.head``."""
 
 
 TOP = ("top_tokens", "top_logprobs")
-"""Outputs of a forward pass with ``top_k``."""
+"""Outputs that ``top_k`` adds to a forward pass."""
 
 
 class TorchEngine(TrainingEngine):
-    """A training engine whose ranks meet in torch.distributed's default group and step by AdamW.
+    """A training engine whose ranks join torch.distributed's default group and step with AdamW.
 
-    Subclasses set `_torn` while some parameters of a step have changed and others have not, and count `_step`.
+    Subclasses set `_torn` while a step has changed some parameters and not yet the others. They also count `_step`.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
@@ -49,13 +49,13 @@ class TorchEngine(TrainingEngine):
         self._torn = False
         self._step = 0
         self._vocabulary = 0
-        """Tokens of the model; set with it."""
+        """Size of the model's vocabulary, in tokens; set when the model is built."""
         self._denominators: LossDenominators | None = None
-        """The mini-batch whose gradients are being added up."""
+        """Denominators of the mini-batch whose gradients are being accumulated, if any."""
         self._kept: Collection[str] = ()
-        """Checkpoint tensors that are float32 whatever type the others travel or are exported in."""
+        """Names of checkpoint tensors that stay float32, whatever dtype the others are sent or exported in."""
         self._away: dict[StatePart, HostCopies] = {}
-        """The parts of the state that are not on the device."""
+        """Host copies of the parts of the state that are offloaded."""
         self._dropout = False
 
     @property
@@ -89,12 +89,12 @@ class TorchEngine(TrainingEngine):
         self._check_parts(parts)
         for part in parts:
             if part in self._away:
-                self._away[part].restore()  # where there is no room for it, it stays away
+                self._away[part].restore()  # if there is no room for it, it stays offloaded
                 del self._away[part]
 
     @abstractmethod
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
-        """The tensors that `part` of the state is on this rank; refuses to be called before `setup`."""
+        """Return this rank's tensors of `part` of the state. Raises `ClosedError` before `setup`."""
 
     def _check_parts(self, parts: Collection[StatePart]) -> None:
         if isinstance(parts, str) or (unknown := sorted(set(parts) - set(STATE_PARTS))):
@@ -139,7 +139,7 @@ class TorchEngine(TrainingEngine):
 
     @abstractmethod
     def _clear_gradients(self) -> None:
-        """Make them zero on this rank."""
+        """Drop this rank's gradients, and the mini-batch that they are of."""
 
     def _choose_device(self) -> torch.device:
         available = torch.cuda.is_available()
@@ -150,7 +150,7 @@ class TorchEngine(TrainingEngine):
         return torch.device("cuda", self.rank % torch.cuda.device_count())
 
     def _join(self, model_dir: Path, seed: int) -> None:
-        """Get this process ready to train the model in `model_dir`, and meet the other ranks. Collective."""
+        """Prepare this process to train the model in `model_dir`, and join the other ranks. Collective."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -165,8 +165,8 @@ class TorchEngine(TrainingEngine):
     def _leave(self) -> None:
         """Leave the ranks that `_join` joined. Idempotent, never raises.
 
-        What had a process group is garbage by now, most of it in cycles. It is collected at once: until then every group of
-        gloo keeps three threads, one of which polls a hundred times a second.
+        The objects that used a process group are garbage by now, most of them in reference cycles. They are collected at once:
+        until then every gloo group keeps three threads, one of which polls a hundred times a second.
         """
         if self._owns_group:
             self._owns_group = False
@@ -178,7 +178,7 @@ class TorchEngine(TrainingEngine):
 
     @contextmanager
     def _torn_unless_refused(self) -> Iterator[None]:
-        """Around loading: afterwards the state is whole, or as before (`ConfigError`), or to be used only by a further `load`."""
+        """Wrap the loading of a state. A failure leaves the state unchanged (`ConfigError`), or torn until another `load`."""
         try:
             yield
         except ConfigError:  # a state that does not fit is refused before anything changes
@@ -197,7 +197,7 @@ class TorchEngine(TrainingEngine):
             )
 
     def _refuse_not_finite(self, norm: float, step: int, clear: Callable[[], None], of: str = "") -> None:
-        """Raise, with the gradients gone that `clear` clears, unless the gradient norm at `step` is a number."""
+        """Unless the gradient norm at `step` is finite, drop the gradients with `clear` and raise `GradientError`."""
         if not math.isfinite(norm):
             clear()
             raise GradientError(
@@ -207,7 +207,7 @@ class TorchEngine(TrainingEngine):
             )
 
     def _require_gradient(self, begun: LossDenominators | None, step: int) -> None:
-        """Raise before a step for which nothing was computed, or whose forward or backward pass failed."""
+        """Raise `ProtocolError` before a step without gradients: none were computed, or a forward or backward pass failed."""
         if begun is None:
             raise ProtocolError(
                 f"there is no gradient for step {step + 1}.",
@@ -218,7 +218,10 @@ class TorchEngine(TrainingEngine):
     def _same_denominators(
         self, begun: LossDenominators | None, batch: TokenBatch, denominators: LossDenominators | None
     ) -> LossDenominators:
-        """The mini-batch that `batch` is part of; `begun` is the one whose gradients are being added up, if any."""
+        """Return the denominators of the mini-batch that `batch` is part of.
+
+        Raises `ProtocolError` if they differ from `begun`, those of the mini-batch whose gradients are being accumulated.
+        """
         found = denominators or LossDenominators.of(batch)
         if begun is not None and begun != found:
             raise ProtocolError(
@@ -232,7 +235,7 @@ class TorchEngine(TrainingEngine):
     def _share(
         self, batch: TokenBatch, data_rank: int, data_world: int, *, padded: bool
     ) -> list[tuple[list[int], MicroBatch]]:
-        """This rank's micro-batches of `batch`, on its device, and which sequences each of them has.
+        """Return this rank's micro-batches of `batch`, on its device, each with the indices of its sequences.
 
         Raises `ProtocolError`, on every rank, for a token or target that the model doesn't have.
         """
@@ -245,10 +248,11 @@ class TorchEngine(TrainingEngine):
 def micro_batches_of(
     batches: Sequence[TokenBatch], data_share: tuple[int, int], max_tokens: int, device: torch.device, *, padded: bool
 ) -> list[list[tuple[int, list[int], MicroBatch]]]:
-    """A rank's micro-batches of several batches, each as its parts of the batches.
+    """Split several batches into one rank's micro-batches, each a list of parts of these batches.
 
-    A part is the number of its batch, its sequences in that, and these on `device`. Every batch has one, so that every rank
-    computes every loss; there may be no sequence in it. Several batches must have a `TokenBatch.sequences_per_unit` of 1.
+    A part has the number of its batch, the indices of its sequences in that batch, and these sequences on `device`. Every batch
+    has at least one part, possibly without sequences, so that every rank computes every loss. If there are several batches, their
+    `TokenBatch.sequences_per_unit` must be 1.
     """
     rows = [(number, index) for number, batch in enumerate(batches) for index in range(len(batch))]
     lengths = [batches[number].sequences[index].length for number, index in rows]
@@ -277,10 +281,10 @@ def micro_batches_of(
 def outputs_by_sequence(
     indices: Sequence[int], micro: MicroBatch, outputs: ModelOutputs, wanted: Collection[str]
 ) -> dict[int, SequenceOutputs]:
-    """The `wanted` outputs of a micro-batch, by the index of their sequence in its batch; moves them to the CPU."""
+    """Return the `wanted` outputs of a micro-batch, on the CPU, by the index of their sequence in its batch."""
     found: dict[int, dict[str, torch.Tensor]] = {index: {} for index in indices}
     for name in wanted:
-        # A micro-batch without targets has a sequence that none of the batch's is.
+        # A micro-batch without targets has one sequence although `indices` is empty.
         for index, values in zip(indices, micro.split(outputs.required(name).detach().cpu()), strict=False):
             found[index][name] = values
     return dict(found)

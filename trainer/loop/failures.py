@@ -11,17 +11,17 @@ from weightlane.plugins import RunHooks
 STEP = "step"
 """The kind of an optimizer step that changed nothing. Every other kind costs a sample."""
 _STEPS, _SAMPLES, _GROUPS = 20, 100, 20
-"""A share may fail of so many last steps; of so many last samples, or of those of so many groups where these are more."""
+"""Windows over which the share of failures is measured: the last steps; the last samples, or those of the last groups if more."""
 
 
 class Failures:
     """Counts the failed samples and steps of one run.
 
     Args:
-        share: Share of the last 20 steps, or of the samples of the last 20 groups (100 at least), that may fail. Those that a
-            young run has not had yet count as well.
-        hooks: Told of each that fails.
-        group_size: Samples of a group; a prompt that is no good costs all of them.
+        share: Share of the last 20 steps, or of the samples of the last 20 groups (100 at least), that may fail. Those that
+            a young run has not had yet count as successes.
+        hooks: Notified of each failure.
+        group_size: Samples of a group; an invalid prompt costs all of them.
         setting: The configuration key of `share`, for the message.
     """
 
@@ -33,16 +33,16 @@ class Failures:
         self._window = {True: _STEPS, False: max(_SAMPLES, _GROUPS * group_size)}
         self._last = {of_steps: deque[bool]([True] * size, size) for of_steps, size in self._window.items()}
         self.counts: Counter[str] = Counter()
-        """How many have failed, by kind."""
+        """Number of failures, by kind."""
 
     def well(self, kind: str = "") -> None:
-        """A sample, or a step, has come out well."""
+        """Count a sample, or a step, that succeeded."""
         self._last[kind == STEP].append(True)
 
     def failed(self, kind: str, error: WeightlaneError, count: int = 1, *, may_end: bool = True, **facts: Any) -> None:
-        """`count` samples, or a step, are lost to `error`; `facts` say which. Unless it `may_end` the run, they are only counted.
+        """Count `count` samples, or a step, that are lost to `error`; `facts` identify them.
 
-        Raises `TooManyFailuresError` when that is one too many.
+        With `may_end`, they also count towards the share that may fail. Raises `TooManyFailuresError` if it is exceeded.
         """
         self.counts[kind] += count
         self._hooks.item_failed(kind=kind, facts={"error": str(error), "count": count, **facts})

@@ -1,4 +1,4 @@
-"""`Fleet`: the replicas of a run while it goes on. Who lives, who may be asked, and who takes the place of one that died."""
+"""`Fleet`: the replicas during a run: which are alive, which may get requests, and which replace a dead one."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from weightlane.sync import Outcome, ReplicaState, SyncReport
 from .protocols import Newcomer, Rollout, Syncer
 
 Successor = Callable[[str, str], Awaitable[Newcomer]]
-"""Clears what is left of the replica named first away, and starts and connects one under the second name."""
+"""Cleans up after the dead replica named first, and starts and connects its successor under the second name."""
 
 
 class Fleet:
     """Watches the replicas of a run.
 
-    One that dies is missed by nobody as long as `quorum` of the replicas the run began with are left; where `succeed` is
-    given, another one is started in its place and announced to `on_ready`. Whether it may get requests is the
-    coordinator's to say: not before it has taken the version that serves.
+    The death of a replica is tolerated while `quorum` of the replicas that the run began with are left. With `succeed`, a
+    successor is started in its place and passed to `on_ready`. The coordinator decides when the successor may get requests:
+    not before it has committed the serving version.
 
     Args:
         rollouts: The replicas.
-        syncer: Knows their states, and is told who died.
+        syncer: Knows their states, and is notified of deaths.
         quorum: Share of the replicas that must be left.
         hooks: Called for losses and successors.
-        succeed: Starts a successor; None if nobody gets one.
-        max_successors: How many at most.
+        succeed: Starts a successor; None if dead replicas are not replaced.
+        max_successors: Most successors that are started.
         on_ready: Called with the name of the dead replica and its successor.
-        on_change: Called when somebody has died.
+        on_change: Called when a replica has died.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Fleet:
     ) -> None:
         self._living = {rollout.name: rollout for rollout in rollouts}
         self._syncer = syncer
-        # As the coordinator counts: the product is exact enough, 0.3 * 10 must not become 4.
+        # As the coordinator counts. The tolerance keeps a rounding error of the product from making 4 of 0.3 * 10.
         self._needed = max(1, math.ceil(quorum * len(rollouts) - 1e-9))
         self._hooks = hooks
         self._succeed = succeed
@@ -61,12 +61,12 @@ class Fleet:
         self._doom: BaseException | None = None
         self._doomed = asyncio.Event()
         self._joining: dict[str, tuple[str, float]] = {}
-        """Replica that each successor replaces, and when that one died, by the successor's name."""
+        """The replica that each successor replaces, and the time of its death, by the successor's name."""
         self._versions: dict[str, int] = {}
         self.losses = 0
         """Replicas that died."""
         self.successions = 0
-        """Replicas that took the place of one, and serve."""
+        """Successors that serve."""
 
     @property
     def living(self) -> list[Rollout]:
@@ -100,7 +100,7 @@ class Fleet:
         raise self._doom
 
     def committed(self, report: SyncReport) -> None:
-        """Take note of who serves a version."""
+        """Record which replicas have committed the version of `report`."""
         for name, part in report.replicas.items():
             if part.outcome is not Outcome.COMMITTED:
                 continue
@@ -112,14 +112,14 @@ class Fleet:
                 self._hooks.replica_joined(replica=name, facts=facts)
 
     def excuses(self, rollout: Rollout, error: WeightlaneError) -> bool:
-        """Whether a request failed because of what became of its replica, so that another one can answer it."""
+        """Whether a request failed because its replica died or left service, so that another can answer it. Records a death."""
         if isinstance(error, WorkerDiedError):
             self.lost(rollout, error)
             return True
         return isinstance(error, QuarantinedError) or (isinstance(error, ClosedError) and not self.serves(rollout))
 
     def lost(self, rollout: Rollout, error: WeightlaneError) -> None:
-        """A replica is gone. Only the first to say so counts."""
+        """Record the death of a replica. Further reports of it are ignored."""
         if not self.lives(rollout):
             return
         name = rollout.name

@@ -1,9 +1,9 @@
 """The fully-async training loop.
 
-Generation, training and syncing run beside each other: the feeder keeps the replicas busy within the staleness budget, the
-trainer takes groups as they come, and the version keeper carries new weights over without either side waiting for the
-other. The loop sees rollouts, trainers and the coordinator through `weightlane.trainer.loop.protocols` only, and any transport
-through the registry that the run's configuration names.
+Generation, training and syncing run concurrently: the feeder keeps the replicas busy within the staleness budget, the trainer
+takes groups as they become ready, and the version keeper syncs new weights without either side waiting for the other. The loop
+uses rollouts, trainers and the coordinator only through `weightlane.trainer.loop.protocols`, and is independent of the
+transport, which the run's configuration names.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ TRAINING = "training"
 """Name of the training activity on the `OverlapClock`."""
 
 _EVALUATED_BESIDE = 16
-"""Most requests of an evaluation at once during training, so that most capacity is left to the requests that are trained on."""
+"""Most concurrent requests of an evaluation during training, so that most capacity is left for training samples."""
 _DEATH_NOTICE_S = 5.0
-"""Seconds that a failed call waits for the news that a process died, which explains the failure better."""
+"""Seconds to wait, after a failed call, for the report that a process died, which explains the failure better."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +59,15 @@ class LoopParts:
     save: Callable[[LoopState], Coroutine[Any, Any, None]]
     """Makes the run resumable from the given state."""
     export: Callable[[int], Coroutine[Any, Any, None]]
-    """Writes the model of the step, which is that of the parameters, for others to load."""
+    """Writes the current parameters, which are those of the given step, as a model for others to load."""
     quorum: float = 1.0
-    """Share of the replicas that must be left for the run to go on."""
+    """Share of the replicas that must be left for the run to continue."""
     succeed: Successor | None = None
-    """Starts a replica in the place of one that died; None if no replica is replaced."""
+    """Starts the successor of a dead replica; None if dead replicas are not replaced."""
     max_successors: int = 0
-    """Most replicas that are started so."""
+    """Most successors that are started."""
     max_model_len: int = 0
-    """Most tokens of a prompt and its completion together; 0 if that is not known."""
+    """Most tokens of a prompt and its completion together; 0 if unknown."""
 
 
 class AsyncLoop:
@@ -97,7 +97,7 @@ class AsyncLoop:
         self._algorithm = algorithm
         self._step = resume.step if resume else 0
         self._clock = OverlapClock()
-        self._stream = TaskStream(parts.train_tasks, seed, may_change=True)  # whoever resumes has looked
+        self._stream = TaskStream(parts.train_tasks, seed, may_change=True)  # the caller has checked the data
         self._fleet = Fleet(
             parts.rollouts,
             parts.syncer,
@@ -136,9 +136,9 @@ class AsyncLoop:
         self._first = self._saved = self._exported = self._step
         self._evaluating: asyncio.Task[None] | None = None
         self._evaluation_failed: asyncio.Future[None]
-        """Done only if an evaluation beside the training has failed, with its error."""
+        """Completed only if an evaluation during training has failed, with its error."""
         self._timed = 0
-        """Versions for which the trainer was to wait."""
+        """Number of synchronous updates so far, aborted ones included."""
         self._blocked_told = 0
         """Number of versions whose cost to the replicas was reported to observers."""
         self._figures = RunFigures(self._keeper.times)
@@ -146,8 +146,8 @@ class AsyncLoop:
     async def run(self) -> RunSummary:
         """Run to the last step.
 
-        The run survives the death of a replica while enough are left; see `Fleet`. Raises `WorkerDiedError` naming the dead
-        process otherwise, or the error that ended the run.
+        The run survives the death of a replica while enough are left; see `Fleet`. Otherwise it raises `WorkerDiedError`,
+        which names the dead process, or the error that ended the run.
         """
         started = time.perf_counter()
         watched = [self._parts.trainers.watch(), self._fleet.watch()]
@@ -173,7 +173,7 @@ class AsyncLoop:
             await asyncio.wait([task, *watchers], return_when=asyncio.FIRST_COMPLETED)
             if task.done() and (task.cancelled() or task.exception() is None):
                 return
-            # A call failed, or a process died. Dying explains failing, so give the news a moment to arrive.
+            # A call failed, or a process died. A death explains a failed call, so wait a moment for its report.
             dead, _ = await asyncio.wait(watchers, timeout=_DEATH_NOTICE_S, return_when=asyncio.FIRST_COMPLETED)
             for watcher in dead:
                 watcher.result()
@@ -209,7 +209,7 @@ class AsyncLoop:
         await self._parts.export(self._step)
         self._figures.accuracy_after = await self._evaluate()
         for rollout in self._fleet.living:
-            with suppress(WorkerDiedError):  # it does not matter any more
+            with suppress(WorkerDiedError):  # a death no longer matters here
                 stats = await rollout.stats()
                 self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
         self._figures.replicas_lost, self._figures.replicas_replaced = self._fleet.losses, self._fleet.successions
@@ -255,7 +255,7 @@ class AsyncLoop:
                 self._figures.steps += 1
 
     def _is_timed(self) -> bool:
-        """Whether the trainer waits for this version, to time the blocking way; timed versions are spread over the run."""
+        """Whether the trainer waits for this version, to time a synchronous update. These versions are spread over the run."""
         wanted, steps = self._config.blocking_syncs, self._config.steps - self._first
         return self._timed < wanted and self._step - self._first >= (self._timed + 1) * steps // (wanted + 1)
 
@@ -264,7 +264,7 @@ class AsyncLoop:
         return every > 0 and self._first < self._step < self._config.steps and self._step % every == 0
 
     def _begin_evaluation(self) -> None:
-        """Evaluate beside the training, unless the evaluation before is still under way."""
+        """Start an evaluation during training, unless the previous one still runs."""
         if self._evaluating is None or self._evaluating.done():
             self._evaluating = asyncio.create_task(self._evaluate_beside(), name="evaluation")
             self._evaluating.add_done_callback(self._evaluation_ended)
@@ -282,12 +282,12 @@ class AsyncLoop:
     async def _evaluate(self) -> float | None:
         """Mean reward of greedy completions of held-out tasks: exact-match accuracy under an exact-match reward.
 
-        None when there is no such task, or none that could be answered and judged.
+        None if there is no such task, or none could be answered and judged.
         """
         return await self._evaluated(self._step, lambda task, turn: self._feeder.answer(task, turn, self._step))
 
     async def _evaluate_beside(self) -> None:
-        """Evaluate beside the training: a few tasks at a time, each with the version that serves when it is answered."""
+        """Evaluate during training: a few tasks at a time, each with the version that serves when it is answered."""
         few = asyncio.Semaphore(_EVALUATED_BESIDE)
 
         async def answer(task: Task, turn: int) -> PromptGroup:
@@ -372,7 +372,7 @@ class AsyncLoop:
 
 
 def _innermost(error: BaseException | None) -> BaseException:
-    """The first real error inside the exception groups of task groups; an error about a dead worker comes before any other."""
+    """The first real error inside the exception groups of task groups; a `WorkerDiedError` takes precedence over any other."""
     if isinstance(error, BaseExceptionGroup):
         errors = [_innermost(inner) for inner in error.exceptions]
         return next((inner for inner in errors if isinstance(inner, WorkerDiedError)), errors[0])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class OverlapClock:
-    """Adds up wall time in which activities are busy, alone and together.
+    """Adds up the wall time in which each activity is busy, and that in which at least two are.
 
     Args:
         now: A monotonic clock in seconds.
@@ -23,7 +23,7 @@ class OverlapClock:
         self._together = 0.0
 
     def restart(self) -> None:
-        """Forget everything up to now; what is busy stays busy."""
+        """Reset all sums. Busy activities stay busy."""
         self._started = self._changed = self._now()
         self._seconds.clear()
         self._together = 0.0

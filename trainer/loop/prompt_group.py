@@ -44,18 +44,18 @@ class PromptGroup:
 def to_batch(
     groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None
 ) -> tuple[TokenBatch, LossDenominators]:
-    """The groups as one training batch, advantages computed within each group, and the mini-batch that its loss is a mean over.
+    """Return the groups as one training batch, with advantages computed within each group, and the denominators of its loss.
 
     Sequences with advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They
-    count in the mean.
+    count in the denominators.
 
     Args:
         groups: Each has two completions or more.
         algorithm: How advantages are scaled, and the temperature.
-        oldest: Tokens of older versions are no targets; None to leave out none.
+        oldest: Tokens of older versions are not targets; None: all tokens are.
     """
     judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
-    if not judged:  # every token is too old; a batch has a sequence
+    if not judged:  # every token is too old, but a batch needs a sequence
         _, sequence = next(_sequences(groups[0], algorithm, None))
         judged = [(0.0, replace(sequence, targets=torch.full_like(sequence.targets, IGNORED)))]
     every = [sequence for _, sequence in judged]
@@ -69,7 +69,7 @@ def to_batch(
 def _sequences(
     group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None
 ) -> Iterator[tuple[float, TokenSequence]]:
-    """The completions of a group that have a target, each with its advantage."""
+    """Yield advantage and sequence of every completion of a group that has a target."""
     rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
     (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
     for completion, advantage, reward in zip(group.completions, advantages, group.rewards, strict=True):

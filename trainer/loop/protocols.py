@@ -1,4 +1,4 @@
-"""Protocols of the parts around the fully-async loop, which knows nothing behind them."""
+"""Protocols through which the fully-async loop uses trainers, rollouts, the coordinator and the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Trainers(Protocol):
     """All trainer ranks together."""
 
     async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
-        """Forward, backward and optimizer step on every rank; `denominators` is what the loss is a mean over."""
+        """Forward, backward and optimizer step on every rank; the loss is a mean over `denominators`."""
 
     async def publish(self, version: int) -> float:
         """Publish the current parameters as `version` on every rank; returns the seconds the slowest rank was blocked."""
@@ -70,7 +70,7 @@ class Rollout(Protocol):
         stop_token_ids: Sequence[int],
         greedy: bool = False,
     ) -> Sequence[Completion | WeightlaneError]:
-        """`count` completions of one prompt; an error in the place of one that could not be had by itself."""
+        """Generate `count` completions of one prompt. A completion that fails by itself is replaced by its error."""
 
     async def stats(self) -> RolloutFigures:
         """Running totals since the replica started."""
@@ -80,23 +80,23 @@ class Rollout(Protocol):
 
 
 class Newcomer(Rollout, Replica, Protocol):
-    """A replica that joins a run: it generates, and takes versions."""
+    """A replica that joins a run: it generates, and commits versions."""
 
 
 class Syncer(Protocol):
     """Carries versions from the trainers to the rollouts."""
 
     async def sync(self, version: int) -> SyncReport:
-        """Put the published `version` into service; raises `SyncAbortedError` when it was given up.
+        """Put the published `version` into service. Raises `SyncAbortedError` if it was aborted.
 
-        The version that serves may be asked for again: it goes to the replicas that do not have it.
+        The serving version may be synced again: it is then sent to the replicas that do not have it.
         """
 
     def states(self) -> Mapping[str, ReplicaState]:
         """The state of every replica by name; only those that serve may get requests."""
 
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
-        """Tell the syncer that a replica has died, or, if none is named, a trainer."""
+        """Report the death of a replica, or of a trainer if `replica` is empty."""
 
     def add(self, replica: Newcomer) -> None:
         """Let a replica take part from the next `sync` on. Not to be called during a `sync`."""

@@ -25,7 +25,7 @@ GENERATION = "generation"
 """Name of the generating activity on the `OverlapClock`."""
 
 _PAUSE_S = 0.2
-"""How long after a failed request its replica is left alone."""
+"""Seconds to wait after a failed request before the next one."""
 _FEWEST = 2
 """Completions that a group needs: their rewards are compared."""
 
@@ -35,7 +35,7 @@ Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """A group's place in the line of those that were begun."""
+    """A started group's place in the queue."""
 
     task: Task
     group: PromptGroup | None = None
@@ -44,18 +44,18 @@ class _Place:
 
 @dataclass(slots=True)
 class Lengths:
-    """How long completions are, in all and on average."""
+    """Total and mean length of completions."""
 
     completions: int = 0
     tokens: int = 0
 
     @property
     def mean(self) -> float:
-        """Tokens of a completion; 0 when there is none."""
+        """Mean number of tokens of a completion; 0 if there is none."""
         return self.tokens / self.completions if self.completions else 0.0
 
     def add(self, group: PromptGroup, oldest: int = -1) -> None:
-        """Count those of `group`, without tokens of versions older than `oldest`."""
+        """Count the completions of `group`, without tokens of versions older than `oldest`."""
         for completion in group.completions:
             tokens = sum(version >= oldest for version in completion.versions)
             self.completions += tokens > 0
@@ -65,26 +65,26 @@ class Lengths:
 class RolloutFeeder:
     """Generates groups on all replicas at once, and hands them out in the order in which they were begun.
 
-    In any other order, by which comes first for example, short completions would be trained more often than they are drawn.
-    What happens to a group that is not complete when it is its turn is for `late` to say: see `LoopConfig.late_groups`.
+    In any other order, such as that of completion, short completions would be trained on more often than they are sampled.
+    `late` decides about a group that is not complete at its turn: see `LoopConfig.late_groups`.
 
     A group that its replica cannot finish, because it died or was taken out of service, starts over on another one. No
     task is lost by that, and none used twice. A completion that fails, or cannot be judged, is left out; so is its group
-    where fewer than two completions remain.
+    if fewer than two completions remain.
 
     Args:
         fleet: The replicas.
-        stream: Where prompts come from.
+        stream: The source of tasks.
         tokenizer: Turns prompts into tokens and completions into text.
         judge: The reward function.
         algorithm: Group size, temperature and length.
         stop_token_ids: Tokens that end a completion.
         budget: How far ahead of the trainer groups may start.
-        late: What becomes of a group that is late.
-        clock: Told when anything generates.
-        failures: Told what fails.
+        late: Treatment of a late group.
+        clock: Records when a replica generates.
+        failures: Counts failures.
         groups_per_replica: Groups in flight per replica.
-        max_model_len: Most tokens of a prompt and its completion together; 0 if that is not known.
+        max_model_len: Most tokens of a prompt and its completion together; 0 if unknown.
     """
 
     def __init__(
@@ -117,10 +117,10 @@ class RolloutFeeder:
         self._max_model_len = max_model_len
         self._changed = asyncio.Condition()
         self._waiting: deque[Task] = deque()
-        """Tasks that are begun before any new one."""
+        """Tasks that are started before any new one."""
         self._outstanding: list[Task] = []
         self._line: deque[_Place] = deque()
-        """Groups that were begun and not handed out yet, in the order in which they were begun."""
+        """Groups that were started and not handed out yet, in the order in which they were started."""
         self._again: deque[_Place] = deque()
         """Places in `_line` whose replica could not finish the group."""
         self._workers: asyncio.TaskGroup | None = None
@@ -128,7 +128,7 @@ class RolloutFeeder:
         self.generated_tokens = 0
         self.dropped_groups = 0
         self.drawn = Lengths()
-        """Lengths of all completions whose turn to be trained has come."""
+        """Lengths of all completions whose turn for training has come, those of dropped groups included."""
 
     async def run(self) -> None:
         """Generate until cancelled. Raises errors of a replica that the fleet does not excuse, and `TooManyFailuresError`."""
@@ -169,7 +169,7 @@ class RolloutFeeder:
                 assert place.group is not None
                 late = self._budget.is_too_stale(step, place.group.oldest_version)
                 if late and self._late == "wait":
-                    # Its replica had missed versions. Another completion is drawn in its place, whatever its length was.
+                    # Its replica had missed versions. The group is sampled again, whatever its length was.
                     place.group = None
                     self._again.append(place)
                     self._changed.notify_all()
@@ -216,9 +216,9 @@ class RolloutFeeder:
         self._outstanding.extend(tasks)
 
     async def answer(self, task: Task, turn: int, version: int | None = None) -> PromptGroup:
-        """Have a serving replica answer `task` greedily, and judge the completion. Replicas take turns: `turn` says whose it is.
+        """Have a serving replica answer `task` greedily, and judge the completion. `turn` chooses among replicas, round-robin.
 
-        With `version`, only replicas that serve that version are asked. The group is empty when the completion failed.
+        With `version`, only replicas that serve that version are used. The group is empty when the completion failed.
         """
         while True:
             async with self._changed:
@@ -230,13 +230,13 @@ class RolloutFeeder:
             await asyncio.sleep(_PAUSE_S)
 
     async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> PromptGroup | None:
-        """Generate and judge at most `count` completions of one task; None when the replica cannot be asked or trusted now."""
+        """Generate and judge at most `count` completions of one task; None if the replica died or is out of service."""
         try:
             prompt_ids = self._encoded(task)
         except ConfigError as error:
-            # A held-out prompt that is no good is so in every evaluation, and trains nothing.
+            # An invalid held-out prompt fails in every evaluation, and trains nothing.
             self._failures.failed("prompt", error, count, may_end=not greedy, task=task.prompt, place=task.place)
-            await asyncio.sleep(0)  # where every prompt fails, others have their turn all the same
+            await asyncio.sleep(0)  # lets other tasks run even if every prompt fails
             return PromptGroup(task, [], [], [], [], rollout.name)
         try:
             answers = await rollout.generate_group(
@@ -259,10 +259,10 @@ class RolloutFeeder:
         return PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name)
 
     def _encoded(self, task: Task) -> list[int]:
-        """Tokenize the prompt. Raises `ConfigError` for one that is no text, or that leaves no room for a completion."""
+        """Tokenize the prompt. Raises `ConfigError` if it cannot be tokenized, or leaves no room for a completion."""
         try:
             prompt_ids = list(self._tokenizer.encode(task.prompt))
-        except Exception as cause:  # a tokenizer's own
+        except Exception as cause:  # of the tokenizer
             raise ConfigError(
                 f"the prompt cannot be tokenized: {type(cause).__name__}: {cause}",
                 part="data",
@@ -329,7 +329,7 @@ class RolloutFeeder:
                     place.group = group
                 self._changed.notify_all()
             if group is None:
-                # The coordinator may need a moment to learn what the replica said of itself.
+                # The coordinator may need a moment to learn the replica's state.
                 await asyncio.sleep(_PAUSE_S)
 
     async def _notify(self) -> None:

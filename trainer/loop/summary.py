@@ -39,7 +39,7 @@ class RunSummary:
     """Mean greedy reward on held-out tasks before the first step; None when not measured."""
     accuracy_after: float | None
     versions_committed: int
-    """Versions that enough replicas took, the untrained first one included."""
+    """Versions that a quorum of replicas committed, the untrained first one included."""
     versions_aborted: int
     overlap_share: float
     """Share of the training's wall time in which a trainer and a rollout were busy at once."""
@@ -56,16 +56,16 @@ class RunSummary:
     rollout_lost_per_step_s: float
     """Time per optimizer step that versions kept replicas from decoding; the replica that lost most counts for each version."""
     blocking_way_s: float
-    """Time that a step would cost both sides if they waited until its version serves: the median over the versions for which
-    the trainer did wait; 0 if there was none."""
+    """Time that a synchronous update costs both sides per step: the median over the versions for which the trainer did wait; 0 if
+    there was none."""
     replicas_lost: int = 0
     """Rollout replicas that died."""
     replicas_replaced: int = 0
     """Number of those replicas whose successor serves."""
     drawn_tokens: float = 0.0
-    """Mean length, in tokens, of all completions whose turn to be trained has come."""
+    """Mean length, in tokens, of all completions whose turn for training has come."""
     trained_tokens: float = 0.0
-    """The same of those that were trained: less than drawn is a bias towards short ones."""
+    """Mean length of the completions that were trained on; below `drawn_tokens` is a bias towards short ones."""
     dropped_groups: int = 0
     """Groups that were too stale, with ``late_groups = "drop"``."""
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class RunFigures:
 
     times: SyncTimes
     steps: int = 0
-    """Optimizer steps, apart from those for whose version the trainer waited."""
+    """Optimizer steps without those that a synchronous update followed."""
     accuracy_before: float | None = None
     accuracy_after: float | None = None
     overlap_share: float = 0.0

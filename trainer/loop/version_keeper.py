@@ -1,4 +1,4 @@
-"""`VersionKeeper`: publishes and syncs versions beside the training, one at a time."""
+"""`VersionKeeper`: publishes and syncs versions during training, one at a time."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from weightlane.sync import Outcome, ReplicaState, SyncReport
 from .protocols import Newcomer, Syncer, Trainers
 
 _CATCH_UP_S = 1.0
-"""Seconds that replicas which missed a version wait for a newer one before they are sent it again; doubled each time."""
+"""Seconds to wait for a newer version before one is sent again to replicas that missed it; doubled each time."""
 _PAUSE_S = 0.1
-"""Seconds that the next version waits after an aborted one; doubled each time."""
+"""Seconds between an aborted version and the next one; doubled each time."""
 _LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(slots=True)
 class SyncTimes:
-    """Figures of every committed version, in seconds, for the closing summary."""
+    """Times of versions in seconds, and numbers of committed and aborted versions, for the closing summary."""
 
     latency_s: list[float] = field(default_factory=list)
     rollout_blocked_s: list[float] = field(default_factory=list)
@@ -42,9 +42,9 @@ class SyncTimes:
 class VersionKeeper:
     """Decides which versions are published, and follows each to its end.
 
-    A version is published only between two optimizer steps, and only while no other one is on its way; one that the trainer
-    finishes meanwhile is skipped in favour of the newest. So the trainer never waits for a sync. Replicas that do not have the
-    version that serves get the next one, or, while none is due, that version again.
+    A version is published only between two optimizer steps, and only while no other one is being synced. Of the versions that
+    the trainer finishes meanwhile, only the newest is published. So the trainer never waits for a sync. Replicas that do not
+    have the serving version get the next one or, if none is due, the serving version again.
 
     Args:
         trainers: All trainer ranks.
@@ -69,9 +69,9 @@ class VersionKeeper:
         self._offered = -1
         """The version the parameters have now; -1 while an optimizer step may be changing them."""
         self._published = -1
-        """The version the publishers hold."""
+        """The version that was published last; the publishers hold it."""
         self._handed_over = -1
-        """The newest version that the publishers were given."""
+        """The newest version whose `Trainers.publish` has returned."""
         self._publication = asyncio.Event()
         self._served = -1
         self._task: asyncio.Task[None] | None = None
@@ -115,9 +115,9 @@ class VersionKeeper:
             return None
 
     async def handed_over(self, version: int) -> None:
-        """Return when the publishers have been given `version`, or when nothing is under way that leads there.
+        """Wait until the publishers have been given `version`, or no background sync is running that will give it to them.
 
-        To be called inside `between_steps`: what then keeps the trainer busy does not delay the version.
+        To be called inside `between_steps`: a save or an export after this call does not delay the version.
         """
         while self._handed_over < version and self._task is not None and not self._task.done():
             self._publication.clear()
@@ -127,14 +127,14 @@ class VersionKeeper:
 
     @asynccontextmanager
     async def between_steps(self, version: int) -> AsyncIterator[None]:
-        """Mark the time in which the parameters are those of `version`; they may be published inside it.
+        """Mark the period in which the parameters are those of `version`; they may be published during it.
 
         Raises the error of a background sync that failed for good.
         """
         self.raise_if_failed()
         self._offered = version
         self._start()
-        # When groups are waiting already, the loop would be in its next step before the new task had its first turn.
+        # If groups are ready already, the loop would begin its next step before the new task runs for the first time.
         await asyncio.sleep(0)
         try:
             yield
@@ -150,12 +150,12 @@ class VersionKeeper:
                     await asyncio.wait([self._task])
 
     def join(self, name: str, newcomer: Newcomer) -> None:
-        """Let `newcomer` take the place of the replica `name` from the next sync on, which is due now."""
+        """Let `newcomer` replace the replica `name` from the next sync on, which is due now."""
         self._joining.append((name, newcomer))
         self.catch_up()
 
     def catch_up(self) -> None:
-        """Send the version that serves to replicas that miss it, unless a newer one is due."""
+        """Send the serving version to replicas that do not have it, unless a newer one is due."""
         self._catch_up_at, self._patience_s = 0.0, _CATCH_UP_S
         self._start()
 
@@ -171,7 +171,7 @@ class VersionKeeper:
         return {"published_version": version, "trainer_blocked_s": self.times.publish_s[version] + seconds}
 
     async def watch(self) -> NoReturn:
-        """Raise the error of a background sync that failed for good, also while the trainer waits for groups that never come."""
+        """Raise the error of a background sync that failed for good, even while the trainer waits for groups."""
         await self._broken.wait()
         self.raise_if_failed()
         raise AssertionError("a follower that has failed raises")
@@ -200,12 +200,12 @@ class VersionKeeper:
         return self._offered > self._served
 
     def _due(self) -> bool:
-        """Whether the version that serves is due to be sent once more, and still held by the publishers."""
+        """Whether the serving version is due to be sent once more, and still held by the publishers."""
         now = asyncio.get_running_loop().time()
         return self._served >= 0 and self._published == self._served and now >= self._catch_up_at and self._lacking()
 
     def _lacking(self) -> bool:
-        """Whether a replica that can be reached does not have the version that serves."""
+        """Whether a replica that can be reached does not have the serving version."""
         states = self._syncer.states()
         waiting = (ReplicaState.JOINING, ReplicaState.QUARANTINED)
         return bool(self._joining) or any(
@@ -214,11 +214,11 @@ class VersionKeeper:
         )
 
     async def _follow(self) -> None:
-        """Publish and sync the newest offered version until none is newer than what serves, and nobody is behind."""
+        """Publish and sync the newest offered version until the newest one serves and no replica is due to catch up."""
         try:
             await self._follow_on()
         except Exception:
-            # Once this task is done, for whoever looks at it then.
+            # Set once this task is done, because `watch` then reads its result.
             asyncio.get_running_loop().call_soon(self._broken.set)
             raise
 
@@ -264,7 +264,7 @@ class VersionKeeper:
         return seconds
 
     async def _repeat(self) -> bool:
-        """Sync the version that serves again, for replicas that miss it. Returns False when no replica serves it any more."""
+        """Sync the serving version again, for replicas that do not have it. Returns False if no replica serves any more."""
         try:
             report = await self._sync(self._served)
         except SyncAbortedError as error:

@@ -25,7 +25,7 @@ def group_advantages(rewards: torch.Tensor, *, normalize_std: bool = True) -> to
     """
     rewards = rewards.double()
     centred = rewards - rewards.mean(dim=1, keepdim=True)
-    # The mean of equal numbers can differ from them in the last bit, which the division would blow up.
+    # The mean of equal numbers can differ from them in the last bit, and the division would amplify that.
     centred = torch.where(rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True), 0.0, centred)
     if normalize_std:
         centred = centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + _STD_FLOOR)
@@ -38,17 +38,17 @@ def gae(
     """Generalised advantage estimation (arXiv 1506.02438, equation 16) over the targets of one sequence.
 
     ``A_t = sum over l of (gamma * lam)^l * (r_{t+l} + gamma * V_{t+l+1} - V_{t+l})``. Only positions with a target are steps:
-    pass ``rewards[mask]`` and ``values[mask]``, and a position without one is skipped, however many there are in between.
+    pass ``rewards[mask]`` and ``values[mask]``; positions without a target in between are then skipped.
 
     Args:
         rewards: float [T], the reward of each target; see `kl_penalised_rewards`.
-        values: float [T], the critic's value where each target was chosen.
+        values: float [T], the critic's value before each target.
         gamma: Discount of a step, 0 to 1.
-        lam: 0 to 1; 0 trusts the critic, 1 the rewards.
+        lam: 0 to 1; 0 relies on the critic, 1 on the rewards.
         bootstrap: Value after the last target: 0 where the completion ended, the critic's where it was cut off.
 
     Returns:
-        float32 [T] advantages, and float32 [T] returns ``A + V``, at which a critic's values aim. Both without gradient.
+        float32 [T] advantages, and float32 [T] returns ``A + V``, the targets of a critic's values. Both without gradient.
 
     Raises:
         ProtocolError: Shapes disagree, or gamma or lam is out of its range.
@@ -72,7 +72,7 @@ def gae(
 
 
 def whiten(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Shift and scale advantages to mean 0 and standard deviation 1 over the targets of a whole batch.
+    """Shift and scale advantages to mean 0 and standard deviation 1 over the targets of a full batch.
 
     ``(value - mean) / (std + 1e-6)`` with the population standard deviation. Where all are equal, they become 0.
 

@@ -1,4 +1,4 @@
-"""Direct preference optimization: of two completions, the chosen one is to gain on the rejected one."""
+"""Direct preference optimization: makes the chosen of two completions more probable relative to the rejected one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def dpo(*, beta: float = 0.1, label_smoothing: float = 0.0) -> Loss:
     ``reward_rejected``.
 
     Args:
-        beta: Above 0; how dear it is to leave the reference policy.
+        beta: Above 0; the strength of the constraint to the reference policy.
         label_smoothing: At least 0, below 0.5.
 
     Raises:

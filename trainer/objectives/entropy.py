@@ -1,4 +1,4 @@
-"""The entropy bonus: keeps a policy from becoming certain too early."""
+"""The entropy bonus: keeps a policy from becoming deterministic too early."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 def entropy_bonus(config: AlgorithmConfig) -> Loss:
     """The negative entropy of the policy at every target, times ``entropy_coefficient``; a mean over tokens.
 
-    Source: PPO, arXiv 1707.06347, equation 9, whose ``c2`` is the coefficient. The entropy is exact, over the whole vocabulary.
+    Source: PPO, arXiv 1707.06347, equation 9, whose ``c2`` is the coefficient. The entropy is exact, over the full vocabulary.
     """
 
     @needs("entropy")

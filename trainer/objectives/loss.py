@@ -1,7 +1,7 @@
 """The contract of losses: plain functions of a model's outputs and a micro-batch that return sums, which the engine divides.
 
-A loss returns *sums* over the tokens or sequences of one micro-batch, and says by what the engine divides each of them: the
-tokens or sequences of the whole mini-batch (`LossDenominators`), or a constant. So the gradient of a mini-batch does not depend
+A loss returns *sums* over the tokens or sequences of one micro-batch, each with its denominator: the tokens or sequences of the
+full mini-batch (`LossDenominators`), or a constant. The engine divides. The gradient of a mini-batch therefore does not depend
 on how it is split into calls, ranks and micro-batches.
 """
 
@@ -17,14 +17,14 @@ from ..data.batch import LossDenominators
 from ..data.sequences import MicroBatch
 
 OutputName = Literal["logprobs", "entropy", "values", "hidden"]
-"""The outputs that a model can be asked for: ``values`` of one with a value head, log-probabilities and entropy of others."""
+"""Outputs that can be requested: ``values`` of a model with a value head, ``logprobs`` and ``entropy`` of others."""
 LOGPROBS: tuple[OutputName, ...] = ("logprobs",)
-"""The output that is computed unless others are asked for."""
+"""The output that is computed unless others are requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutputs:
-    """Outputs of a model for the N tokens of a `MicroBatch`; None where nobody asked for one."""
+    """Outputs of a model for the N tokens of a `MicroBatch`; None for each that was not requested."""
 
     logprobs: torch.Tensor | None = None
     """float32 [N], or [N, K] for K labels of every position: log-probability of each target; 0 where there is none."""
@@ -33,19 +33,19 @@ class ModelOutputs:
     values: torch.Tensor | None = None
     """float32 [N]: a critic's value of the tokens up to and including each one, before its target; 0 where there is no target."""
     hidden: torch.Tensor | None = None
-    """[N, width], in the dtype that the model computes in: what its head reads of each token, with a target or without.
+    """[N, width], in the model's compute dtype: the head's input for each token, with or without a target.
 
-    A rank that has no sequence left computes a token without a target: a loss counts tokens of `MicroBatch.mask` only.
+    A rank without sequences computes a token that has no target, so a loss must count only tokens of `MicroBatch.mask`.
     """
 
     top_tokens: torch.Tensor | None = None
-    """int64 [N, k]: the most probable tokens, those first that are likelier; 0 where there is no target."""
+    """int64 [N, k]: the most probable tokens, in descending order; 0 where there is no target."""
     top_logprobs: torch.Tensor | None = None
     """float32 [N, k]: their log-probabilities, without gradient."""
 
     @classmethod
     def at(cls, rows: torch.Tensor, micro: MicroBatch, found: Mapping[str, torch.Tensor]) -> Self:
-        """Outputs of a model, of which all but ``hidden`` were computed for the tokens `rows` only, those with targets."""
+        """Expand outputs `found` for the tokens `rows`, those with targets, to all tokens; ``hidden`` has all already."""
         whole = {}
         for name, values in found.items():
             shape = (len(micro.tokens), *values.shape[1:])
@@ -54,20 +54,20 @@ class ModelOutputs:
 
     @classmethod
     def nothing(cls, micro: MicroBatch, width: int) -> Self:
-        """All zeros: what a model whose head reads `width` numbers says about a micro-batch without targets."""
+        """Return zeros, the outputs of a model of hidden size `width` for a micro-batch without targets."""
         device = micro.tokens.device
         zeros = torch.zeros(micro.tokens.shape, device=device)
         hidden = torch.zeros((*micro.tokens.shape, width), device=device)
         return cls(torch.zeros(micro.targets.shape, device=device), zeros, zeros, hidden)
 
     def split(self, lengths: Sequence[int]) -> list[Self]:
-        """The outputs of parts of a micro-batch that follow each other, each of so many tokens."""
+        """Split the outputs into those of consecutive parts of the micro-batch with `lengths` tokens each."""
         found = {name: value for name in self.__slots__ if (value := getattr(self, name)) is not None}
         split = {name: torch.split(value, list(lengths)) for name, value in found.items()}
         return [type(self)(**{name: parts[at] for name, parts in split.items()}) for at in range(len(lengths))]
 
     def required(self, name: str) -> torch.Tensor:
-        """The output `name`; KeyError if it was not asked for."""
+        """Return the output `name`. KeyError if it was not requested."""
         found: torch.Tensor | None = getattr(self, name)
         if found is None:
             raise KeyError(f"the loss did not ask for {name}: decorate it with needs({name!r})")
@@ -76,15 +76,15 @@ class ModelOutputs:
 
 @dataclass(frozen=True, slots=True)
 class LossTerm:
-    """A sum over a micro-batch, and what it is divided by."""
+    """A sum over a micro-batch, and its denominator."""
 
     total: torch.Tensor
     """Scalar with gradient."""
     mean_over: Literal["tokens", "sequences"] | float = "tokens"
-    """The tokens or the sequences of the whole mini-batch, or a constant."""
+    """The denominator: the tokens or the sequences of the full mini-batch, or a constant."""
 
     def divided(self, denominators: LossDenominators) -> torch.Tensor:
-        """The part of the mini-batch's mean that this micro-batch is."""
+        """Return this micro-batch's contribution to the mini-batch's mean."""
         if isinstance(self.mean_over, str):
             count: float = getattr(denominators, self.mean_over)
             return self.total / max(1.0, count)
@@ -98,8 +98,8 @@ class LossOutput:
     terms: Mapping[str, LossTerm]
     """The loss is the sum of these, each divided; the same names for every micro-batch."""
     metrics: Mapping[str, torch.Tensor | LossTerm] = field(default_factory=dict)
-    """Scalars without gradient, the same names for every micro-batch. Each is a sum over targets, of which the mean over the
-    batch's targets is reported; or a `LossTerm`, which is divided as one of the loss."""
+    """Scalars without gradient, the same names for every micro-batch. Each is a sum over targets, reported as the mean over the
+    batch's targets; or a `LossTerm`, which is divided like a term of the loss."""
 
 
 class Loss(Protocol):
@@ -109,13 +109,13 @@ class Loss(Protocol):
         """Sum the loss over one micro-batch.
 
         Args:
-            outputs: What the model says; see `needs`.
+            outputs: The model's outputs; see `needs`.
             micro: The tokens, targets and named values. It may have no target at all: every sum is 0 then.
         """
 
 
 def needs(*outputs: OutputName) -> Callable[[Loss], Loss]:
-    """Decorate a loss that needs other outputs of the model than log-probabilities."""
+    """Decorate a loss with the model outputs it needs, if these are not only log-probabilities."""
 
     def mark(loss: Loss) -> Loss:
         loss.needs = outputs  # type: ignore[attr-defined]
@@ -125,16 +125,16 @@ def needs(*outputs: OutputName) -> Callable[[Loss], Loss]:
 
 
 def needed_outputs(loss: Loss) -> tuple[OutputName, ...]:
-    """The outputs that `loss` needs."""
+    """Return the outputs that `loss` needs."""
     named: tuple[OutputName, ...] = getattr(loss, "needs", LOGPROBS)
     return named
 
 
 class LossSums:
-    """The loss and the metrics of a rank's micro-batches, until they are added up over the ranks.
+    """A rank's sums of the loss and the metrics over its micro-batches, before they are summed over the ranks.
 
     Args:
-        denominators: By what losses are divided.
+        denominators: Counts of the mini-batch, by which losses are divided.
     """
 
     def __init__(self, denominators: LossDenominators) -> None:
@@ -156,14 +156,14 @@ class LossSums:
         return torch.stack(list(parts.values())).sum()
 
     def as_tensor(self) -> torch.Tensor:
-        """float64 [terms + metrics]: this rank's sums."""
+        """Return this rank's sums: float64 [terms + metrics]."""
         return torch.stack([*self._terms.values(), *self._means.values(), *self._metrics.values()])
 
     def named(self, totals: torch.Tensor, target_tokens: int) -> dict[str, float]:
-        """The report of a batch.
+        """Return the loss and metrics of a batch by name.
 
         Args:
-            totals: `as_tensor`, added up over the ranks.
+            totals: `as_tensor`, summed over the ranks.
             target_tokens: Targets of the batch, over all ranks; metrics that are sums over targets are divided by them.
 
         Returns:

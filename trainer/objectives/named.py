@@ -1,4 +1,4 @@
-"""Objectives by the name that a configuration gives them: a built-in one, or ``module:function``."""
+"""Objectives by their name in a configuration: a built-in one, or ``module:function``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ _PART = "objective"
 class Objective:
     """The loss that ``[algorithm] objective`` names, and the terms that ``[algorithm]`` adds to it.
 
-    With ``kl_coefficient`` above 0 these are `reference_kl`, with ``entropy_coefficient`` above 0 `entropy_bonus`. Other
-    processes can be handed an objective, and import it anew.
+    `reference_kl` is added if ``kl_coefficient`` is above 0, and `entropy_bonus` if ``entropy_coefficient`` is. An objective can
+    be pickled for another process, which imports its function again.
 
     Args:
         config: The run's algorithm section.
@@ -71,7 +71,7 @@ class Objective:
     def __call__(self, outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
         """See `Loss`.
 
-        Raises `ProtocolError` when a function of the user's own returns something else, or names a term as an added one.
+        Raises `ProtocolError` if the user's own function does not return a `LossOutput`, or uses the name of an added term.
         """
         found: Any = self._loss(outputs, micro)
         if not isinstance(found, LossOutput):

@@ -1,4 +1,4 @@
-"""The named values that policy-gradient objectives read, what they derive from these, and the metrics that all of them have."""
+"""The named values that policy-gradient objectives read, quantities derived from them, and the metrics they all report."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ ADVANTAGES = "advantages"
 PROXIMAL_LOGPROBS = "proximal_logprobs"
 """Per-token value, optional: log-probability of the target under the policy that the trust region is around."""
 REWARD = "reward"
-"""Per-sequence value: the reward of the whole completion."""
+"""Per-sequence value: the reward of the completion."""
 REFERENCE_LOGPROBS = "reference_logprobs"
-"""Per-token value: log-probability of the target under the policy that a KL term or DPO holds on to."""
+"""Per-token value: log-probability of the target under the reference policy of a KL term or of DPO."""
 
 LARGEST_LOG_RATIO = 20.0
-"""A log ratio beyond it counts as this: its exponential would be too large, and no gradient or estimate of use."""
+"""Bound of a log ratio: beyond it, the exponential would be too large for a useful gradient or estimate."""
 
 
 def ratio_of(log_ratio: torch.Tensor) -> torch.Tensor:
-    """The ratio itself, bounded so that it never overflows."""
+    """Return the ratio, bounded so that it never overflows."""
     return torch.exp(log_ratio.clamp(max=LARGEST_LOG_RATIO))
 
 
 def proximal_logprobs(logprobs: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
-    """float32 [N] without gradient: log-probabilities under the policy that the trust region is around.
+    """Return the log-probabilities under the policy that the trust region is around: float32 [N] without gradient.
 
     These are the ones in the batch if it has `PROXIMAL_LOGPROBS`. Else they are the rollout's, or, with
-    ``AlgorithmConfig.proximal = "trainer"``, those of the parameters before the step, which `logprobs` are, too.
+    ``AlgorithmConfig.proximal = "trainer"``, those of the parameters before the step: `logprobs` without gradient.
     """
     if PROXIMAL_LOGPROBS in micro.per_token:
         return micro.per_token[PROXIMAL_LOGPROBS]
@@ -41,7 +41,7 @@ def proximal_logprobs(logprobs: torch.Tensor, micro: MicroBatch, config: Algorit
 
 
 def importance_weights(proximal: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
-    """float32 [N] without gradient: how much likelier a target is in the trainer than in the rollout, truncated.
+    """Return the truncated ratio of a target's probability in the trainer to that in the rollout: float32 [N], no gradient.
 
     ``min(exp(proximal - rollout), importance_cap)`` for each token, or, with ``importance_level = "sequence"``, the same of the
     sums over a sequence. Truncated importance sampling, as in IMPALA (arXiv 1802.01561, section 4.1, the weight rho); it is 1
@@ -56,7 +56,7 @@ def importance_weights(proximal: torch.Tensor, micro: MicroBatch, config: Algori
 def policy_metrics(
     logprobs: torch.Tensor, micro: MicroBatch, unclipped: torch.Tensor, ratio: torch.Tensor
 ) -> dict[str, torch.Tensor]:
-    """Metrics of a policy's objective, each a sum over targets.
+    """Return the metrics of a policy's objective, each a sum over targets.
 
     Args:
         logprobs: float32 [N].

@@ -7,15 +7,15 @@ With ``x = log policy(token) - log reference(token)`` at a sampled token, the es
     k2 = x^2 / 2              biased, never negative
     k3 = exp(-x) - 1 + x      unbiased, never negative
 
-The gradient of an estimate is something else than an estimate of the gradient, as tokens are sampled from the policy, too.
+The gradient of an estimate is not an estimate of the gradient, because the tokens are sampled from the policy, too.
 For tokens that the policy itself sampled, and a given prefix, the expected gradient of each as a loss is:
 
-    k1: zero. It adds noise and no pull.
+    k1: zero. It adds only noise.
     k2: the gradient of KL(policy || reference), the reverse KL that RL with a KL penalty means.
     k3: the gradient of KL(reference || policy), the forward KL. It is GRPO's term (arXiv 2402.03300, equation 4).
 
-In rewards it is the value that counts, and k1 there gives the gradient of the reverse KL of whole sequences, on average. See
-arXiv 2512.21852. Tokens of an older policy are taken as the policy's own: nothing here is weighted by importance.
+In rewards it is the value that counts: k1 there gives, on average, the gradient of the reverse KL of full sequences. See
+arXiv 2512.21852. Tokens of an older policy are treated as the policy's own: there are no importance weights here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .policy_values import LARGEST_LOG_RATIO, REFERENCE_LOGPROBS
 
 
 def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """An estimate of ``KL(policy || reference)`` from each sampled token, with gradient.
+    """Estimate ``KL(policy || reference)`` from each sampled token, with gradient.
 
     Args:
         logprobs: float [N], of the policy.
@@ -39,7 +39,7 @@ def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: KlEs
         estimator: See this module.
 
     Returns:
-        float [N]. In k3, a token that the reference finds more than e^20 times likelier counts as that, without gradient.
+        float [N]. In k3, the ratio reference / policy is bounded at e^20; a token beyond it has no gradient.
     """
     if estimator == "k1":
         return logprobs - reference
@@ -75,14 +75,16 @@ def kl_penalised_rewards(
     coefficient: float,
     estimator: KlEstimator = "k1",
 ) -> torch.Tensor:
-    """Rewards of one completion's tokens: a KL penalty for each, and the completion's reward at the last (arXiv 2203.02155).
+    """Return the rewards of one completion's tokens: a KL penalty for each, plus the completion's reward for the last.
+
+    Source: arXiv 2203.02155.
 
     Args:
-        reward: The completion's.
+        reward: The completion's reward.
         logprobs: float [T], T at least 1: log-probability of each target under the policy that sampled it.
         reference: float [T], under the reference policy.
         coefficient: A token's reward is minus this times the estimate.
-        estimator: See this module; k1 is the one that is right on average.
+        estimator: See this module; k1 is the one that is correct on average.
 
     Returns:
         float32 [T] without gradient: the `rewards` of `gae`.

@@ -11,9 +11,9 @@ from ..data.sequences import MicroBatch
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 
 RETURNS = "returns"
-"""Per-token value: the return that the critic should have predicted where the target was chosen; see `gae`."""
+"""Per-token value: the return that the critic should have predicted before the target; see `gae`."""
 OLD_VALUES = "old_values"
-"""Per-token value: the critic's prediction before the first step on this batch. Read where ``value_clip`` is set."""
+"""Per-token value: the critic's prediction before the first step on this batch. Read only if ``value_clip`` is set."""
 
 
 def value_loss(config: AlgorithmConfig) -> Loss:
@@ -24,12 +24,12 @@ def value_loss(config: AlgorithmConfig) -> Loss:
         loss = max((V - R)^2, (O + clip(V - O, -c, c) - R)^2) / 2
 
     Without ``value_clip`` it is ``(V - R)^2 / 2``. The clip is that of OpenAI's implementation of PPO (``ppo2`` of its
-    Baselines); the paper, arXiv 1707.06347, equation 9, has the squared error alone.
+    Baselines); the paper, arXiv 1707.06347, equation 9, has only the squared error.
 
     Reads the per-token values `RETURNS` and, with a clip, `OLD_VALUES`; raises `ProtocolError` where a batch lacks one.
 
     Metrics: ``value``; ``return``; ``value_clip_fraction``, targets whose gradient the clip removed; and ``value_error``
-    (``R - V``), ``value_error_square`` and ``return_square``, of which `explained_variance` is made.
+    (``R - V``), ``value_error_square`` and ``return_square``, from which `explained_variance` is computed.
     """
     limit = config.value_clip
 
@@ -58,13 +58,13 @@ def value_loss(config: AlgorithmConfig) -> Loss:
 
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
-    """The share of the returns' variance that a critic's values explain: ``1 - Var(R - V) / Var(R)``.
+    """Return the share of the returns' variance that a critic's values explain: ``1 - Var(R - V) / Var(R)``.
 
     Args:
         metrics: Means over targets, as `value_loss` names them, of one batch or averaged over several.
 
     Returns:
-        At most 1. NaN where all returns are equal.
+        At most 1. NaN if all returns are equal.
     """
     spread = metrics["return_square"] - metrics["return"] ** 2
     left = metrics["value_error_square"] - metrics["value_error"] ** 2

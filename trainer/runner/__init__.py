@@ -1,1 +1,1 @@
-"""The runner: what executes training, and the files that a run writes."""
+"""The runner, which executes training jobs, and the files that a run writes."""

@@ -14,7 +14,7 @@ from weightlane.plugins import hookimpl
 
 
 def _append(path: Path, facts: Mapping[str, Any]) -> int:
-    """Append a line; the size of the file afterwards, in bytes."""
+    """Append a line. Returns the size of the file afterwards, in bytes."""
     line = json.dumps({"time": round(time.time(), 3), **facts})
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -32,7 +32,7 @@ class FailuresFile:
 
     @hookimpl
     def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
-        """One line each."""
+        """Write a line about the failure."""
         _append(self._path, {"kind": kind, **facts})
 
 
@@ -44,7 +44,7 @@ class SamplesFile:
 
     @hookimpl
     def samples_trained(self, step: int, facts: Mapping[str, Any]) -> None:
-        """One line each."""
+        """Write a line per sample."""
         for sample in facts["samples"]:
             _append(self._path, {"step": step, **sample})
 
@@ -54,8 +54,8 @@ class MetricsFile:
 
     Args:
         path: The file.
-        most_bytes: The size at which it is put aside, as ``<path>.1`` in the place of an earlier one, and begun anew; None for
-            a run, which ends.
+        most_bytes: The size at which the file is renamed to ``<path>.1``, replacing an earlier one, and a new file begins; None
+            for no limit, as in a run, which ends.
     """
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
@@ -69,54 +69,54 @@ class MetricsFile:
 
     @hookimpl
     def run_started(self, facts: Mapping[str, Any]) -> None:
-        """One line where a run begins, or goes on from a saved step: what stands above of later steps was lost."""
+        """Write a line where a run begins or resumes from a saved step. Lines above it about later steps are then obsolete."""
         self._write("run_started", facts)
 
     @hookimpl
     def training_step(self, step: int, facts: Mapping[str, Any]) -> None:
-        """One line per optimizer step."""
+        """Write a line per optimizer step."""
         self._write("training_step", facts, step=step)
 
     @hookimpl
     def version_committed(self, version: int, facts: Mapping[str, Any]) -> None:
-        """One line per committed version."""
+        """Write a line per committed version."""
         self._write("version_committed", facts, version=version)
 
     @hookimpl
     def version_aborted(self, version: int, facts: Mapping[str, Any]) -> None:
-        """One line per aborted version."""
+        """Write a line per aborted version."""
         self._write("version_aborted", facts, version=version)
 
     @hookimpl
     def replica_quarantined(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """One line per replica taken out of service."""
+        """Write a line per replica taken out of service."""
         self._write("replica_quarantined", facts, replica=replica)
 
     @hookimpl
     def replica_lost(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """One line per replica that died."""
+        """Write a line per replica that died."""
         self._write("replica_lost", facts, replica=replica)
 
     @hookimpl
     def replica_joined(self, replica: str, facts: Mapping[str, Any]) -> None:
-        """One line per replica that took the place of one."""
+        """Write a line per successor that serves."""
         self._write("replica_joined", facts, replica=replica)
 
     @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
-        """One line per evaluation."""
+        """Write a line per evaluation."""
         self._write("evaluated", facts, step=step)
 
     @hookimpl
     def run_ended(self, facts: Mapping[str, Any]) -> None:
-        """The last line."""
+        """Write the last line."""
         self._write("run_ended", facts)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The events of a `MetricsFile`, without what a run did after the step from which it was resumed.
+    """The events of a `MetricsFile`, without those after a step from which the run was resumed.
 
-    A line that is no event, such as one that is being written, is left out. There are none without a file.
+    A line that is no event, such as one that is being written, is left out. Without a file, there are no events.
 
     Raises:
         StorageError: The file can't be read.
@@ -148,7 +148,7 @@ def _event(line: str) -> dict[str, Any] | None:
 
 def draw_curves(metrics: Path, picture: Path) -> None:
     """Draw reward, staleness and sync times of a run's metrics file."""
-    # Where it builds its cache of fonts slowly, it says so on standard error.
+    # If matplotlib builds its font cache slowly, it would say so on standard error.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     import matplotlib as mpl  # noqa: PLC0415 - optional, and slow to import
 

@@ -1,4 +1,4 @@
-"""Jobs as bytes and back: JSON and the tensors of a batch, in the safetensors format. Nothing is unpickled, no code is named."""
+"""Encoding of jobs: JSON and a batch's tensors in the safetensors format. Nothing is unpickled, and no code is named."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _FIELDS: Mapping[str, Any] = {
     "params": AdamParams | None,
     "version": int,
 }
-"""Types of all fields of jobs but for ``batch``, as they are in a file."""
+"""Types of all fields of jobs except ``batch``, for parsing their JSON."""
 _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 
 def encode_job(job: Job[Any]) -> bytes:
-    """Write a job as bytes. Raises `ConfigError` for a `JointJob`, a function, or settings that JSON cannot represent."""
+    """Encode a job. Raises `ConfigError` for a `JointJob`, a function, or settings that JSON cannot represent."""
     if type(job) not in JOBS:
         raise ConfigError(
             f"a job {job.kind!r} cannot be written to a file.", part=_PART, hint="Write its parts as jobs."
@@ -73,7 +73,7 @@ def encode_job(job: Job[Any]) -> bytes:
 
 
 def decode_job(data: bytes) -> Job[Any]:
-    """Read what `encode_job` wrote. Raises `ProtocolError` for anything else."""
+    """Decode the bytes of `encode_job`. Raises `ProtocolError` for anything else."""
     try:
         (size,) = struct.unpack_from("<Q", data)
         plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["job"])

@@ -1,15 +1,15 @@
-"""`JobFiles`: a directory of jobs that wait for a process that executes them.
+"""`JobFiles`: a queue of jobs in a directory.
 
-Any number of processes of one machine may submit and take jobs. A job is a file whose name is its number, and its state is the
-folder that it is in:
+Any number of processes of one machine may submit and take jobs. A job is a file whose name is its number. The folder of the file
+is the job's state:
 
 - ``partial/``: being written
-- ``queued/``: waits for its turn
-- ``taken/``: being executed, and locked (flock) by the process that does
-- ``failed/``: set aside, with the reason in a JSON file beside it
+- ``queued/``: waiting for its turn
+- ``taken/``: being executed, and locked (flock) by the executing process
+- ``failed/``: set aside, with the reason in a JSON file next to it
 
-A file changes folders by a rename, so it is in one of them whenever a process is killed. The kernel drops the lock of a process
-that has ended, and so `recover` finds the jobs that it had taken. A job that is done is deleted.
+A file changes folders by a rename, so it is in exactly one of them whenever a process is killed. The kernel releases the lock of
+a process that has ended; by that, `recover` finds the jobs that the process had taken. A job that is done is deleted.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _NUMBERING_S = 30.0
 """Seconds in which the other processes have to finish numbering their jobs; each needs milliseconds."""
 _POLL_S = 0.005
 _TRIES = 10
-"""Times that a file is written again, because another process took it for one that was left behind."""
+"""Attempts to write a file, which another process may delete as one that a dead process left."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +48,14 @@ class FailedJob:
 
 
 class TakenJob:
-    """A job that this process executes. It ends by one of `done`, `fail` and `requeue`, or by the end of the process."""
+    """A job that this process executes, until it calls one of `done`, `fail` and `requeue`, or ends."""
 
     def __init__(self, folder: Path, name: str, job: Job[Any], lock: int) -> None:
         self.name, self.job = name, job
         self._folder, self._lock = folder, lock
 
     def done(self) -> None:
-        """Delete the job, which was executed."""
+        """Delete the job after its execution."""
         with _storage(self._folder):
             (self._folder / "taken" / self.name).unlink()
             os.close(self._lock)
@@ -67,7 +67,7 @@ class TakenJob:
             os.close(self._lock)
 
     def requeue(self) -> None:
-        """Put the job back in its place among those that wait."""
+        """Put the job back into the queue, at its old place."""
         with _storage(self._folder):
             (self._folder / "taken" / self.name).rename(self._folder / "queued" / self.name)
             os.close(self._lock)
@@ -89,9 +89,10 @@ class JobFiles:
                 (self._folder / name).mkdir(parents=True, exist_ok=True)
 
     def submit(self, job: Job[Any]) -> str:
-        """Queue `job` behind all that were submitted before; returns its name. It is queued as a whole or not at all.
+        """Queue `job` behind all that were submitted before. Returns its name. It is queued completely or not at all.
 
-        Raises `ConfigError` for a job with a function, and `DeadlineExceededError` if another process numbers its job for long.
+        Raises `ConfigError` for a job with a function, and `DeadlineExceededError` if another process holds the numbering lock
+        for too long.
         """
         data = encode_job(job)
         with _storage(self._folder):
@@ -101,7 +102,7 @@ class JobFiles:
         raise StorageError(f"files in {self._folder} vanish while they are written.", part=_PART)
 
     def take(self) -> TakenJob | None:
-        """Take the first job that waits; None if none does. No other process gets it, unless it is queued again.
+        """Take the first waiting job; None if there is none. No other process gets it, unless it is queued again.
 
         A damaged file is set aside.
         """
@@ -122,7 +123,7 @@ class JobFiles:
         return None
 
     def recover(self) -> list[TakenJob]:
-        """Take the jobs of processes that ended while they executed them, in order; the caller decides what becomes of each.
+        """Take the jobs of processes that ended while executing them, in order. The caller decides about each.
 
         Files that were being written by such processes are deleted.
         """
@@ -137,14 +138,14 @@ class JobFiles:
                 lock = _lock(path)
                 if lock is None:
                     continue
-                if not path.exists():  # it has ended meanwhile
+                if not path.exists():  # it was finished meanwhile
                     os.close(lock)
                 elif taken := self._read(name, lock):
                     found.append(taken)
             return found
 
     def waiting(self) -> list[str]:
-        """The names of the jobs that wait, in order."""
+        """The names of the waiting jobs, in order."""
         with _storage(self._folder):
             return _names(self._folder / "queued")
 
@@ -155,7 +156,7 @@ class JobFiles:
             return [FailedJob(name, _reason(self._folder / "failed" / f"{name}.json")) for name in names]
 
     def _submitted(self, data: bytes) -> str:
-        """Write and queue a file; returns its name, which is empty if `recover` deleted the file before it was locked."""
+        """Write and queue a file. Returns its name; empty if `recover` deleted the file before it was locked."""
         partial = self._folder / "partial" / f"{os.getpid()}-{time.monotonic_ns()}"
         descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -171,7 +172,7 @@ class JobFiles:
                     partial.rename(self._folder / "queued" / name)
                 except FileNotFoundError:
                     return ""
-                os.close(descriptor)  # before the next one is numbered, for a locked job is skipped
+                os.close(descriptor)  # before the next job is numbered, because `take` skips a locked job
                 descriptor = -1
             _sync(self._folder / "queued")
             return name
@@ -182,7 +183,7 @@ class JobFiles:
 
     @contextmanager
     def _numbering(self) -> Iterator[int]:
-        """Hold the lock of the directory, and give the next number."""
+        """Hold the directory's lock inside the block, and yield the next number."""
         descriptor = os.open(self._folder / "numbering", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             deadline = Deadline.after(_NUMBERING_S)
@@ -208,7 +209,7 @@ class JobFiles:
             os.close(descriptor)
 
     def _read(self, name: str, lock: int) -> TakenJob | None:
-        """Return a job in ``taken/`` that is locked; None if it is damaged, which sets it aside."""
+        """Read a locked job in ``taken/``. If it is damaged, set it aside and return None."""
         try:
             return TakenJob(self._folder, name, decode_job((self._folder / "taken" / name).read_bytes()), lock)
         except WeightlaneError as error:
@@ -218,7 +219,7 @@ class JobFiles:
 
 
 def _set_aside(folder: Path, name: str, error: WeightlaneError) -> None:
-    """Move a job from ``taken/`` to ``failed/``. The reason is there first."""
+    """Move a job from ``taken/`` to ``failed/``. The reason is written first."""
     reason = folder / "failed" / f"{name}.json"
     partial = reason.with_suffix(".partial")
     partial.write_text(json.dumps({"time": round(time.time(), 3), **error.to_wire()}) + "\n")
@@ -243,7 +244,7 @@ def _number(text: str) -> int:
 
 
 def _lock(path: Path) -> int | None:
-    """Lock a file; None if another process holds it, or it is gone. Returns the descriptor, whose close drops the lock."""
+    """Lock a file; None if another process holds its lock, or it is gone. Returns the descriptor; closing it unlocks the file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -257,7 +258,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _sync(folder: Path) -> None:
-    """Let the names in `folder` survive a crash of the machine."""
+    """Flush the names in `folder` to disk, so that they survive a crash of the machine."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

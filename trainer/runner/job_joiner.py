@@ -1,4 +1,4 @@
-"""`JobJoiner`: makes one job of those that several tasks run side by side."""
+"""`JobJoiner`: makes one joint job of the jobs of several concurrent tasks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .jobs import ForwardBackward, JointJob, OptimStep
 from .runner import Runner
 
 RunJob = Callable[[ForwardBackward | OptimStep], Awaitable[Any]]
-"""Executes a job; what it returns."""
+"""Executes a job and returns its result."""
 
 
 class JobJoiner:
-    """Executes jobs of several tasks, each about an adapter of its own, as one `JointJob`, when every task has run one or left.
+    """Executes jobs of several tasks, each for its own adapter, as one `JointJob` once all tasks have called `run` or `leave`.
 
     Args:
-        runner: Executes it.
-        tasks: How many there are. Each calls `run` as often as it likes, and `leave` at its end, whatever happened.
+        runner: Executes the joint jobs.
+        tasks: Number of tasks. Each calls `run` any number of times, and `leave` at its end, even after an error.
     """
 
     def __init__(self, runner: Runner, tasks: int) -> None:
@@ -27,14 +27,14 @@ class JobJoiner:
         self._running: set[asyncio.Task[None]] = set()
 
     async def run(self, job: ForwardBackward | OptimStep) -> Any:
-        """Execute a task's job together with those of the other tasks; its result, or its own error."""
+        """Execute a task's job together with those of the other tasks. Returns its result, or raises its own error."""
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.append((job, answer))
         self._run_if_complete()
         return await answer
 
     def leave(self) -> None:
-        """Let the other tasks not wait for this one any more."""
+        """Stop the other tasks from waiting for this one."""
         self._tasks -= 1
         self._run_if_complete()
 

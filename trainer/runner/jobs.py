@@ -1,7 +1,7 @@
-"""Jobs: what a `Runner` can be asked to do with the models of a dispatch, each a frozen dataclass with a typed result.
+"""Jobs that a `Runner` executes on the models of a dispatch, each a frozen dataclass with a typed result.
 
-`Forward` to `SaveAdapter` are the calls of a `Role` one by one, for a program that drives a training from outside; `RlStep` and
-`SftStep` are whole optimizer steps. ``adapter=None`` means the parameters that the trainer's configuration says are trained.
+`RlStep` and `SftStep` are complete optimizer steps. The other jobs are single calls of a `Role`, for a program that drives the
+training from outside. ``adapter=None`` stands for the parameters that the trainer's configuration trains.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class CreateAdapter(Job[int]):
-    """Put an adapter beside the model, in the place of one of that name. Result: the optimizer steps that it has taken."""
+    """Add an adapter to the model, which replaces one of that name. Result: the optimizer steps that it has taken."""
 
     kind: ClassVar[str] = "create_adapter"
 
     name: str
     config: LoraConfig
     source: Path | None = None
-    """A directory that `SaveAdapter` wrote, whose values it begins with; None for first values from the seed."""
+    """A directory of `SaveAdapter` with its initial values; None for fresh values from the seed."""
     optimizer: bool = True
     """Whether the optimizer's state and the steps of `source` are resumed, too."""
 
@@ -64,7 +64,7 @@ class RemoveAdapter(Job[None]):
 
 @dataclass(frozen=True, slots=True)
 class SaveAdapter(Job[None]):
-    """Write an adapter as PEFT's files, beside its optimizer's state if that is wanted."""
+    """Write an adapter as PEFT's files, with its optimizer's state if `optimizer` is true."""
 
     kind: ClassVar[str] = "save_adapter"
 
@@ -87,20 +87,20 @@ class Forward(Job[list[SequenceOutputs]]):
 
 @dataclass(frozen=True, slots=True)
 class JointJob(Job[list[BackwardAnswer | StepResult | WeightlaneError]]):
-    """Do what several jobs do, each of another adapter, in one call to the ranks. See `Role.together`.
+    """Execute several jobs, each for a different adapter, in one call to the ranks. See `Role.together`.
 
-    Result: what each job's would be, or the error that it would fail with. It is no job of a file: its parts are.
+    Result: the result or the error of each part. A joint job cannot be written to a file; its parts can.
     """
 
     kind: ClassVar[str] = "joint"
 
     parts: tuple[ForwardBackward | OptimStep, ...]
-    """No loss of them is named by ``RoleSpec.losses``."""
+    """Their losses are objects, not names in ``RoleSpec.losses``."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropGradient(Job[None]):
-    """Drop the gradients that were added up, with whatever failed among them: the mini-batch begins anew."""
+    """Drop the accumulated gradients and the record of a failure, so that the mini-batch can start over."""
 
     kind: ClassVar[str] = "drop_gradient"
 
@@ -138,13 +138,13 @@ class Save(Job[None]):
 
 @dataclass(frozen=True, slots=True)
 class Load(Job[int]):
-    """Resume from a state that `Save` wrote, or begin anew from a Hugging Face directory. Result: the optimizer steps taken."""
+    """Resume from a state that `Save` wrote, or start over from a Hugging Face directory. Result: the optimizer steps taken."""
 
     kind: ClassVar[str] = "load"
 
     directory: Path
     optimizer: bool = True
-    """Whether moments and steps are resumed, too; otherwise training begins anew with the weights."""
+    """Whether moments and steps are resumed, too; otherwise training starts over with the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,7 @@ class Export(Job[None]):
 
     directory: Path
     dtype: str
-    """Such as ``bfloat16``."""
+    """Name of the weights' dtype, such as ``bfloat16``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,4 +183,4 @@ JOBS: tuple[type[Job[Any]], ...] = (
     Export,
     Publish,
 )
-"""All kinds of jobs but for `JointJob`."""
+"""All kinds of jobs except `JointJob`."""

@@ -1,4 +1,4 @@
-"""`ModelJobs`: makes, saves and removes what is trained from outside, an adapter or all weights, by jobs of a runner."""
+"""`ModelJobs`: creates, saves and removes models, which are adapters or all weights, by jobs of a runner."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .runner import Runner
 
 
 class ModelJobs:
-    """Runs the jobs that differ between adapters and all weights. Those of which ``adapter=None`` is said are all weights.
+    """Runs the jobs that differ between adapters and all weights. ``adapter=None`` stands for all weights.
 
-    Ranks hold any number of adapters, and one set of all weights: making one drops the one before.
+    Ranks hold any number of adapters, but one set of all weights: creating one drops the previous one.
 
     Args:
-        runner: Executes them.
-        base: The Hugging Face directory that all weights begin with, readable on every rank.
+        runner: Executes the jobs.
+        base: The Hugging Face directory with the initial values of all weights, readable on every rank.
     """
 
     def __init__(self, runner: Runner, base: Path) -> None:
@@ -25,13 +25,16 @@ class ModelJobs:
     async def create(
         self, adapter: str | None, config: LoraConfig | None, source: Path | None = None, *, optimizer: bool = True
     ) -> int:
-        """Make an adapter by `config`, or all weights where that is None, from what `save` wrote or first values; its steps."""
+        """Create an adapter with `config`, or all weights if that is None, from a directory of `save` or from initial values.
+
+        Returns the optimizer steps taken.
+        """
         if adapter is not None and config is not None:
             return await self._runner.run(CreateAdapter(adapter, config, source, optimizer))
         return await self._runner.run(Load(source or self._base, optimizer))
 
     async def save(self, adapter: str | None, directory: Path, *, optimizer: bool) -> None:
-        """Write it to a directory that is not there: with its optimizer, to go on; without, as PEFT's or Hugging Face's files."""
+        """Write a model to a new directory: with its optimizer, to resume; without, as PEFT's or Hugging Face's files."""
         if adapter is not None:
             await self._runner.run(SaveAdapter(adapter, directory, optimizer))
         elif optimizer:
@@ -40,6 +43,6 @@ class ModelJobs:
             await self._runner.run(Export(directory, "float32"))
 
     async def remove(self, adapter: str | None) -> None:
-        """Free what an adapter takes on the ranks; all weights stay until others come."""
+        """Free an adapter's memory on the ranks. All weights stay until others replace them."""
         if adapter is not None:
             await self._runner.run(RemoveAdapter(adapter))

@@ -5,10 +5,10 @@
 - ``samples.jsonl``: some completions of each step with their rewards, appended on resume
 - ``failures.jsonl``: one line per sample or step that failed, with its reason; appended on resume
 - ``state/step-<n>/``: a saved state: ``trainer/`` (torch.distributed.checkpoint) and ``loop.json``
-- ``state/latest.json``: which of them is complete
-- ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` on the way. ``adapter/``: PEFT's
-  files in its place, from ``weightlane sft`` with ``trainer.lora``
-- ``state/run.lock``: locked by the program that runs here
+- ``state/latest.json``: the step of the newest complete state
+- ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` during the run.
+  ``adapter/``: PEFT's files instead, from ``weightlane sft`` with ``trainer.lora``
+- ``state/run.lock``: locked by the program that uses the directory
 - ``summary.json``, ``curves.png``, and ``logs/`` after a failure
 """
 
@@ -29,7 +29,7 @@ from weightlane.ckpt_engines import ConfigError, StorageError
 _PART = "run directory"
 _LOCK = "state/run.lock"
 _MADE_BEFORE_A_RUN_BEGINS = frozenset({"config.toml", "state", "logs", "wandb"})
-"""Files of a run that could not start; the next run may use its directory."""
+"""Files that may remain of a run that could not start; the next run may use its directory."""
 _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 
 
@@ -40,7 +40,7 @@ class RunDir:
         path: The directory.
         resume: Whether it must hold a run already, or must not.
 
-    Raises `ConfigError` when it is used already and `resume` is false, or holds nothing to resume from.
+    Raises `ConfigError` if it holds a run or other files and `resume` is false, or holds no state and `resume` is true.
     """
 
     def __init__(self, path: Path, *, resume: bool) -> None:
@@ -62,12 +62,12 @@ class RunDir:
             )
 
     def refuse_taken(self) -> None:
-        """Raise what `owned` would raise now, and write nothing."""
+        """Raise the error that `owned` would raise now, and write nothing."""
         refuse_taken(self.path, _LOCK, "run")
 
     @contextmanager
     def owned(self) -> Iterator[None]:
-        """Make the directory, and keep other programs off it inside the block. Raises `ConfigError` when one is there already."""
+        """Make the directory, and lock it inside the block. Raises `ConfigError` if another program uses it."""
         try:
             self._state.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -103,11 +103,11 @@ class RunDir:
         return sorted(int(path.parent.name.removeprefix("step-")) for path in complete)
 
     def trainer_state(self, step: int) -> Path:
-        """Where the trainer's part of a state lies; absolute, for trainer ranks work in directories of their own."""
+        """Directory of the trainer's part of a state; absolute, because trainer ranks have working directories of their own."""
         return self._state.resolve() / f"step-{step}" / "trainer"
 
     def begin_state(self, step: int) -> Path:
-        """Make room for a state; returns the directory the trainer is to create."""
+        """Make an empty directory for a state. Returns the directory inside it that the trainer is to create."""
         directory = self._state / f"step-{step}"
         try:
             shutil.rmtree(directory, ignore_errors=True)  # half-written by a run that died
@@ -117,13 +117,13 @@ class RunDir:
         return self.trainer_state(step)
 
     def begin_export(self, step: int, *, last: bool, name: str = "model") -> Path:
-        """Where the trainer is to write the model of `step`; nothing is there yet. Absolute, as `trainer_state`."""
+        """The path at which the trainer is to write the model of `step`; nothing exists there. Absolute, as `trainer_state`."""
         place = self.path.resolve() / (f"{name}.new" if last else f"exports/step-{step}")
         shutil.rmtree(place, ignore_errors=True)
         return place
 
     def finish_export(self, *, last: bool, name: str = "model") -> None:
-        """Let the exported model appear as the directory `name`, in the place of that of the run that this one resumes."""
+        """Rename the last exported model to the directory `name`, replacing that of the resumed run."""
         if last:
             model = self.path / name
             try:
@@ -133,7 +133,7 @@ class RunDir:
                 raise _storage_error(model, error) from error
 
     def finish_state(self, step: int, loop_state: Mapping[str, Any]) -> None:
-        """Add the loop's part and declare the state complete; older states are removed but for the one before."""
+        """Add the loop's part and mark the state as complete. Older states are removed, except the previous one."""
         before = self.latest_step()
         self.write_json(f"state/step-{step}/loop.json", loop_state)
         self.write_json("state/latest.json", {"step": step})
@@ -152,7 +152,7 @@ class RunDir:
         return state
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a file so that it appears whole or not at all."""
+        """Write a file so that it appears completely or not at all."""
         path = self.path / name
         partial = path.with_name(f".{path.name}.partial")
         try:
@@ -166,7 +166,7 @@ class RunDir:
             raise _storage_error(path, error) from error
 
     def write_json(self, name: str, data: Any) -> None:
-        """Write a JSON file so that it appears whole or not at all."""
+        """Write a JSON file so that it appears completely or not at all."""
         self.write_text(name, json.dumps(data, indent=2) + "\n")
 
 
@@ -179,8 +179,7 @@ def _storage_error(path: Path, error: OSError) -> StorageError:
 def refuse_taken(directory: Path, lock: str, what: str) -> None:
     """Refuse a directory that `alone_in` would refuse now, or in which nothing can be written. Writes nothing.
 
-    Raises `ConfigError` for a directory that another program uses or that is none, `StorageError` for one that cannot be
-    written.
+    Raises `ConfigError` if another program uses it or its path is not a directory, `StorageError` if it cannot be written.
     """
     path = directory.resolve()
     found = next(place for place in (path, *path.parents) if os.path.lexists(place))
@@ -190,7 +189,7 @@ def refuse_taken(directory: Path, lock: str, what: str) -> None:
         raise _storage_error(directory, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
     try:
         file = (directory / lock).open(encoding="utf-8")
-    except OSError:  # nobody was here before, or `alone_in` will say what is wrong
+    except OSError:  # nobody has used it before, or `alone_in` will raise the error
         return
     with file, _locked(file, directory, what):
         pass
@@ -198,14 +197,14 @@ def refuse_taken(directory: Path, lock: str, what: str) -> None:
 
 @contextmanager
 def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
-    """Refuse a directory that another program uses. The lock ends with the process, however that ends.
+    """Lock a directory inside the block, and refuse one that another program uses. The lock ends with the process.
 
     Args:
-        directory: It.
-        lock: Name of a file in it, which has the owner's process id.
-        what: What the other program is, for the error: ``"run"``.
+        directory: The directory.
+        lock: Name of a file in it, which holds the owner's process id.
+        what: Kind of the other program, for the error, such as ``"run"``.
 
-    Raises `ConfigError` naming the other process, or `StorageError` when the file cannot be written.
+    Raises `ConfigError`, which names the other process, or `StorageError` if the file cannot be written.
     """
     try:
         file = (directory / lock).open("a+", encoding="utf-8")
@@ -220,7 +219,7 @@ def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def _locked(file: TextIO, directory: Path, what: str) -> Iterator[None]:
-    """Hold the lock on `file` inside the block. Raises `ConfigError` naming the process that holds it."""
+    """Hold the lock on `file` inside the block. Raises `ConfigError`, which names the process that holds it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

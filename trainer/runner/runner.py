@@ -1,6 +1,6 @@
 """`Runner`: executes jobs on the models of a dispatch, one after the other, in the order in which they were submitted.
 
-`weightlane train`, `weightlane sft` and programs that drive a training from outside submit jobs to it:
+`weightlane train`, `weightlane sft` and programs that drive the training from outside submit jobs to it:
 
     runner = Runner(dispatch)
     computing = runner.submit(ForwardBackward(batch, "objective"))
@@ -51,9 +51,9 @@ _PART = "runner"
 _T = TypeVar("_T")
 
 Around = Callable[[Job[Any]], AbstractAsyncContextManager[object]]
-"""Makes a context manager that is entered before a job begins and left when it has ended. A program in which trainer and rollouts
-take turns on a device waits in it for the device, and maybe calls `WorkerDispatch.offload` when it is left. An error when it is
-entered or left is the job's."""
+"""Makes a context manager that is entered before a job begins and left after it has ended. A program in which trainer and
+rollouts take turns on a device can wait for the device on entry, and call `WorkerDispatch.offload` on exit. An error on entry or
+exit is the job's error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +61,12 @@ class JobFigures:
     """Running totals of one kind of jobs."""
 
     count: int = 0
-    """Jobs that ended, well or not."""
+    """Jobs that ended, failed ones included."""
     failures: int = 0
     seconds: float = 0.0
-    """Time in which they were executed."""
+    """Time of their execution."""
     waited_s: float = 0.0
-    """Time in which they waited for earlier jobs."""
+    """Time that they waited for earlier jobs."""
     tokens: int = 0
     """Tokens of their batches."""
 
@@ -81,15 +81,15 @@ class _Submitted:
 class Runner:
     """Executes jobs on a dispatch that was started. It is the only caller of the dispatch's roles that trains.
 
-    A job that fails raises a `WeightlaneError` to its caller, and later jobs are executed as if it had not been there. One whose
-    caller stops waiting before its turn (a cancelled `run`) is dropped; one that has begun is finished. Each that ends is told
-    by the hook ``job_finished``, and counted in `figures`. To be used from one event loop. For the fully-async loop it is the
-    `weightlane.trainer.loop.protocols.Trainers`: a step, a publication and a save are jobs, too.
+    A failed job raises a `WeightlaneError` to its caller, and later jobs are executed all the same. A job whose caller stops
+    waiting before its turn (a cancelled `run`) is dropped; a job that has begun is finished. The hook ``job_finished`` reports
+    every job that ends, and `figures` count it. To be used from one event loop. The runner implements
+    `weightlane.trainer.loop.protocols.Trainers` for the fully-async loop: a step, a publication and a save are jobs, too.
 
     Args:
         dispatch: Has the role `POLICY`.
-        algorithm: Takes an `RlStep`, saves and loads; by default `PolicyGradient` over `dispatch`.
-        hooks: Told of every job that ends; by default those of the process.
+        algorithm: Executes `RlStep`, `Save` and `Load`; by default `PolicyGradient` over `dispatch`.
+        hooks: Notified of every job that ends; by default those of the process.
         around: See `Around`; by default jobs follow each other at once.
     """
 
@@ -122,7 +122,7 @@ class Runner:
         return sum(not each.answer.done() for each in self._waiting)
 
     def submit(self, job: Job[_T]) -> asyncio.Future[_T]:
-        """Queue `job` behind all that were submitted before; returns what its result or its error comes in.
+        """Queue `job` behind all that were submitted before. Returns a future of its result.
 
         Raises `ClosedError` after `close`.
         """
@@ -135,7 +135,7 @@ class Runner:
         return answer
 
     async def run(self, job: Job[_T]) -> _T:
-        """Execute `job` when those that were submitted before have ended, and return its result."""
+        """Execute `job` after those that were submitted before, and return its result."""
         return await self.submit(job)
 
     async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
@@ -180,7 +180,7 @@ class Runner:
                     submitted.answer.set_result(result)
 
     async def _counted(self, submitted: _Submitted) -> Any:
-        """Execute a job, and tell and count how it ended. Raises `WeightlaneError` alone."""
+        """Execute a job, report it to the hooks, and count it. Raises only `WeightlaneError`."""
         job, began = submitted.job, time.perf_counter()
         error: WeightlaneError | None = None
         try:

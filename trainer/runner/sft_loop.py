@@ -1,4 +1,4 @@
-"""`SftLoop`: supervised fine-tuning by jobs of a runner, with evaluations, saved states and exports on the way."""
+"""`SftLoop`: supervised fine-tuning by jobs of a runner, with evaluations, saved states and exports during training."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .sft_config import SftConfig
 
 
 class ExportModel(Protocol):
-    """Writes the model of the step, which is that of the parameters."""
+    """Writes the current parameters, which are those of the given step, as a model."""
 
     def __call__(self, step: int, *, last: bool) -> Coroutine[Any, Any, None]:
-        """Write it; `last` at the end of the run."""
+        """Write the model of `step`. `last` is true at the end of the run."""
 
 
 @dataclass(slots=True)
@@ -54,15 +54,15 @@ class SftSummary:
 class SftLoop:
     """One run of supervised fine-tuning, from its first evaluation to its last.
 
-    Every epoch has another order of the examples, which the seed gives. A batch may end one epoch and begin the next.
+    The seed determines the order of the examples, which differs in every epoch. A batch may end one epoch and begin the next.
 
     Args:
-        runner: Executes the jobs. The model must be that of `resume`.
+        runner: Executes the jobs. With `resume`, its model must be that of the state.
         config: Length and batches.
         train: Examples to train on.
         heldout: Examples to evaluate; there may be none.
         seed: Order of the examples.
-        hooks: Told of steps, evaluations and failures.
+        hooks: Notified of steps, evaluations and failures.
         save: Makes the run resumable from the given state.
         export: See `ExportModel`.
         resume: State to resume from.
@@ -86,7 +86,7 @@ class SftLoop:
         self._save_state, self._export = save, export
         self._step = self._first = resume.step if resume else 0
         self._steps = config.all_steps(len(train))
-        self._stream = TaskStream(train, seed, may_change=True)  # whoever resumes has looked
+        self._stream = TaskStream(train, seed, may_change=True)  # the caller has checked the data
         if resume:
             self._stream.restore(resume.stream)
         self._failures = Failures(config.max_failed_share, hooks, setting="sft.max_failed_share")
@@ -186,5 +186,5 @@ class SftLoop:
         return self._taken() / len(self._train)
 
     def _is_due(self, every: int) -> bool:
-        """Whether an action that happens every `every` steps is due. At the end of a run all of them happen anyway."""
+        """Whether an action that happens every `every` steps is due. At the end of a run, all of them happen anyway."""
         return every > 0 and self._first < self._step < self._steps and self._step % every == 0

@@ -12,13 +12,13 @@ class BaseModel:
     """The model that clients train, or train adapters of."""
 
     name: str
-    """Clients ask for it by this."""
+    """The name that clients ask for."""
     architecture: str
     directory: Path
-    """Hugging Face directory, readable on every trainer rank. Clients are told it as the tokenizer's."""
+    """Hugging Face directory, readable on every trainer rank. Clients get it as the tokenizer's name."""
     vocabulary: int
     max_length: int
-    """Most tokens of a sequence."""
+    """Most tokens of one sequence."""
     eos_ids: Sequence[int]
     layers: Mapping[str, str]
     """``attention`` or ``mlp`` for each linear layer in decoder layers, by the last part of its name."""

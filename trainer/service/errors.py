@@ -18,4 +18,4 @@ class TooLargeError(ProtocolError):
 
 
 class RepeatedRequestError(ProtocolError):
-    """A request has the number of an earlier one, but says something else."""
+    """A request has the number of an earlier one, but different content."""

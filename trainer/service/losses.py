@@ -1,4 +1,4 @@
-"""Losses of the Tinker API by name: those that its public documentation defines, as sums over tokens.
+"""Losses of the Tinker API by name, as its public documentation defines them: sums over tokens.
 
 Sources, read on 2026-11-26: the pages of https://tinker-docs.thinkingmachines.ai/tinker/losses, one for each loss, and for the
 defaults of the thresholds the notebook ``tutorials/202_loss_functions.py`` of github.com/thinking-machines-lab/tinker-cookbook
@@ -6,7 +6,7 @@ defaults of the thresholds the notebook ``tutorials/202_loss_functions.py`` of g
 
 Inputs are named as there: ``logprobs`` are those of the policy that sampled, ``q`` below; ``p`` is the model's own
 log-probability, ``A`` the advantage and ``r = exp(p - q)``. ``weights``, 1 where there are none, multiply the loss of a token
-everywhere; the documentation has them for cross_entropy alone. All inputs have the shape of the targets, [N] or [N, K].
+everywhere; the documentation has them only for cross_entropy. All inputs have the shape of the targets, [N] or [N, K].
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class _Tokens:
 
 @dataclass(frozen=True, slots=True)
 class _PolicyLoss:
-    """A policy's loss: its formula, the inputs that it cannot do without, and its settings with their defaults."""
+    """A policy's loss: its formula, its required inputs, and its settings with their defaults."""
 
     formula: Callable[[_Tokens], tuple[torch.Tensor, torch.Tensor]]
-    """Returns the loss of each token, and the ratio by which it weighs them."""
+    """Returns the loss and the probability ratio of each token."""
     inputs: tuple[str, ...] = _POLICY
     settings: Mapping[str, float] | None = None
 
@@ -91,7 +91,7 @@ def _cispo(tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _dro(tokens: _Tokens) -> tuple[torch.Tensor, torch.Tensor]:
-    """``-(p A - beta / 2 (p - q)^2)``; the penalty is that of every token, also where ``A`` is 0."""
+    """``-(p A - beta / 2 (p - q)^2)``; the penalty applies to every token, even if ``A`` is 0."""
     distance = torch.where(tokens.counted, tokens.logprobs - tokens.rollout_logprobs, 0.0)
     penalty = 0.5 * tokens.settings[_BETA] * distance**2
     return penalty - tokens.logprobs * tokens.advantages, ratio_of(tokens.log_ratio.detach())
@@ -117,16 +117,16 @@ _POLICY_LOSSES = {
     "importance_sampling": _PolicyLoss(_importance_sampling),
     "ppo": _PolicyLoss(_ppo, settings=_CLIPPED),
     "cispo": _PolicyLoss(_cispo, settings={_LOW: 0.0, _HIGH: 4.0}),
-    # No default is documented for the next two: dro has that of the page's example, gspo those of ppo.
+    # No defaults are documented for the next two: dro has that of its page's example, gspo has those of ppo.
     "dro": _PolicyLoss(_dro, settings={_BETA: 0.05}),
     "gspo": _PolicyLoss(_gspo, (*_POLICY, _RATIO_MASK), _CLIPPED),
 }
 _CROSS_ENTROPY = "cross_entropy"
 
 NAMES = (_CROSS_ENTROPY, *_POLICY_LOSSES)
-"""The losses that there are."""
+"""Names of all losses."""
 INPUTS = (_WEIGHTS, *_POLICY, _RATIO_MASK, _LOW, _HIGH)
-"""The per-token values that any of them reads."""
+"""The per-token values that any loss reads."""
 
 
 class ServiceLoss:
@@ -139,10 +139,10 @@ class ServiceLoss:
     - ``ppo``: ``-min(r A, clip(r) A)``, with clip_low_threshold 0.8 and clip_high_threshold 1.2.
     - ``cispo``: ``-stop(clip(r)) p A``, where ``stop`` stops the gradient, with thresholds 0 and 4.
     - ``dro``: ``-(p A - beta / 2 (p - q)^2)``, with beta 0.05.
-    - ``gspo``: that of ppo with the ratio of a whole sequence in the place of ``r``, with thresholds 0.8 and 1.2.
+    - ``gspo``: that of ppo with a sequence's ratio instead of ``r``, with thresholds 0.8 and 1.2.
 
-    ``clip(r)`` is ``r`` between the thresholds, which each token may have, too, as inputs of those names. A log ratio above
-    `LARGEST_LOG_RATIO` counts as that and has no gradient, so nothing overflows.
+    ``clip(r)`` clamps ``r`` to the thresholds, which may also be inputs of each token under the same names. A log ratio above
+    `LARGEST_LOG_RATIO` is clamped to it and has no gradient, so nothing overflows.
 
     Metrics are sums, since clients add them up. cross_entropy has ``weights``. The others have four, over tokens with an
     advantage and a weight: ``trained_tokens``; ``ratio``; ``clipped``, tokens whose ratio is beyond a threshold; and ``kl``,
@@ -168,7 +168,7 @@ class ServiceLoss:
         self._policy = _POLICY_LOSSES.get(name)
         self._settings = _checked(name, (self._policy and self._policy.settings) or {}, self._config)
         self.inputs: tuple[str, ...] = self._policy.inputs if self._policy else ()
-        """The per-token values that the loss cannot do without."""
+        """The per-token values that the loss requires."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ServiceLoss, (self.name, self._config)
@@ -207,7 +207,7 @@ class ServiceLoss:
 
 
 def loss_report(loss: ServiceLoss, batch: TokenBatch, logprobs: Sequence[torch.Tensor]) -> dict[str, float]:
-    """The loss and the metrics of a forward pass alone, of which the ranks return log-probabilities only.
+    """The loss and the metrics of a forward pass without backward, for which ranks only return log-probabilities.
 
     Args:
         loss: The loss.
@@ -215,7 +215,7 @@ def loss_report(loss: ServiceLoss, batch: TokenBatch, logprobs: Sequence[torch.T
         logprobs: [N] or [N, K] for each sequence: log-probabilities of its targets.
 
     Returns:
-        As `LossSums.named` does.
+        The same values as `LossSums.named`.
     """
     micro = batch.packed
     sums = LossSums(LossDenominators.of(batch))
@@ -225,7 +225,7 @@ def loss_report(loss: ServiceLoss, batch: TokenBatch, logprobs: Sequence[torch.T
 
 
 def _checked(name: str, defaults: Mapping[str, float], config: Mapping[str, float | str]) -> dict[str, float]:
-    """The settings of the loss `name`."""
+    """The settings of the loss `name`: `config` over `defaults`, checked."""
     offered = ", ".join(f"{key} (default {value})" for key, value in defaults.items()) or "none"
     for key, value in config.items():
         if key not in defaults:

@@ -1,4 +1,4 @@
-"""`Publications`: which weights the replicas have, and under which versions."""
+"""`Publications`: publishes weights to the replicas, and tracks their versions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..runner.runner import Runner
 
 _PART = "service publications"
 _DRAIN_S = 600.0
-"""Most seconds that a version of all weights waits for requests that compute with another one."""
+"""Most seconds that a version of all weights waits for requests that use another one."""
 
 
 class AdapterReplica(Protocol):
@@ -30,7 +30,7 @@ class AdapterReplica(Protocol):
         """The replica's name."""
 
     async def announce(self, version: int, adapter: Any, keep: Collection[int] = ()) -> None:
-        """Say what a version will be, and which ones stay loaded."""
+        """Declare the adapter of a coming version, and the versions that stay loaded."""
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
         """Generate a completion."""
@@ -46,34 +46,34 @@ class Syncer(Protocol):
         """Put a published version into service."""
 
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
-        """Tell the syncer that a replica has died."""
+        """Report the death of a replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A version that the trainer ranks have published, and that is on its way to the replicas."""
+    """A version that the trainer ranks have published and that is being synced to the replicas."""
 
     version: int
     key: str
 
 
 BASE = ""
-"""The key of the base model as it is."""
+"""The key of the base model without any training."""
 
 
 class Publications:
-    """Brings weights from the trainer ranks to all replicas, one version at a time, and knows the version of each.
+    """Publishes weights from the trainer ranks to all replicas, one version at a time, and tracks the version of each key.
 
-    A key stands for what is published: a checkpoint's path, a model whose newest weights are meant, or `BASE`. Replicas keep
-    versions of many adapters, and one of all weights: the next one of another key waits until no request computes with it.
+    A key identifies published weights: a checkpoint's path, the newest weights of a model, or `BASE`. Replicas keep versions of
+    many adapters, but only one of all weights: a version of another key waits until no request uses the present one.
 
     Args:
         runner: Runs jobs on the trainer ranks.
-        syncer: Carries versions.
-        replicas: Where they go. They have the base model.
-        describe: Makes of an adapter's configuration what replicas are told; None where versions are all weights.
-        most: Most keys whose adapters replicas keep; those that were used longest ago go, and come back when they are used.
-        timeout_s: Most seconds that a publication waits for the one before.
+        syncer: Syncs versions.
+        replicas: The replicas. They have the base model.
+        describe: Converts an adapter's configuration to what replicas need to know; None if versions are all weights.
+        most: Most keys whose adapters replicas keep. The least recently used ones are dropped, and loaded again on use.
+        timeout_s: Most seconds that a publication waits for the previous one.
     """
 
     def __init__(
@@ -89,30 +89,30 @@ class Publications:
         self._replicas = {replica.name: replica for replica in replicas}
         self._describe, self._most, self._timeout_s = describe, most, timeout_s
         self._versions: OrderedDict[str, int] = OrderedDict({BASE: 0} if describe is None else {})
-        """Versions by key; those that were used longest ago come first."""
+        """Versions by key, least recently used first."""
         self._held: Counter[tuple[str, int]] = Counter()
-        """Requests that compute with each key's version, or are about to."""
+        """Number of requests that use each key's version, or are about to."""
         self._awaited: dict[str, list[asyncio.Future[int]]] = {}
-        """Requests that wait for the version of a key, and hold it as soon as it is there."""
+        """Futures of requests that wait for the version of a key, and hold it as soon as it is loaded."""
         self._released = asyncio.Event()
         self._numbers = itertools.count(1)
         self._turn = asyncio.Lock()
 
     @property
     def busy(self) -> bool:
-        """Whether a version is on its way, for whose end another one would wait."""
+        """Whether a publication is in progress, for which another one would have to wait."""
         return self._turn.locked()
 
     @property
     def versions(self) -> dict[str, int]:
-        """The version of each key that is loaded."""
+        """The version of each loaded key."""
         return dict(self._versions)
 
     async def begin(self, key: str, adapter: str | None, config: LoraConfig | None) -> Pending:
         """Publish an adapter of the trainer ranks, or all weights, as they are now; `finish` must follow.
 
         Raises:
-            DeadlineExceededError: The publication before is still under way.
+            DeadlineExceededError: The previous publication is still in progress.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -136,10 +136,10 @@ class Publications:
         return Pending(version, key)
 
     async def finish(self, pending: Pending) -> SyncReport:
-        """Wait until the replicas have a version; from then on it is that of its key.
+        """Wait until the replicas have a version, and make it the version of its key.
 
         Raises:
-            DeadlineExceededError: Requests that compute with other weights did not end.
+            DeadlineExceededError: Requests that use other weights did not end.
         """
         try:
             if self._describe is None:
@@ -156,17 +156,17 @@ class Publications:
             self._turn.release()
 
     def lost(self, replica: str, error: WeightlaneError) -> None:
-        """Go on without a replica that died."""
+        """Continue without a replica that died."""
         self._replicas.pop(replica, None)
         self._syncer.participant_lost(error, replica)
 
     @asynccontextmanager
     async def hold(self, key: str, load: Callable[[], Awaitable[None]]) -> AsyncIterator[int | None]:
-        """Have the weights of `key` on the replicas inside the block.
+        """Keep the weights of `key` on the replicas inside the block.
 
-        Requests name them by what it yields: the version of an adapter, 0 for the base model, or None where versions are all
-        weights. Where replicas don't have them, `load` begins and finishes a publication of `key`, or waits for one; it is
-        called again if that came too early for this request.
+        Yields the name of the weights in requests: the version of an adapter, 0 for the base model, or None if versions are all
+        weights. If replicas don't have them, `load` begins and finishes a publication of `key`, or waits for one. It is called
+        again if that publication ended before this request began to wait.
         """
         if self._describe is not None and key == BASE:
             yield 0
@@ -178,7 +178,7 @@ class Publications:
             self._release(key, version)
 
     async def _taken(self, key: str, load: Callable[[], Awaitable[None]]) -> int:
-        """The version of `key`, which this request holds from now on."""
+        """Hold the version of `key` for this request, and return it."""
         if key in self._versions:
             self._versions.move_to_end(key)
             self._held[key, self._versions[key]] += 1
@@ -202,7 +202,7 @@ class Publications:
         self._released.set()
 
     async def _without_others(self, key: str) -> None:
-        """Let further requests for other keys wait, and wait for those that compute."""
+        """Make further requests for other keys wait, and wait for the end of those that run."""
         for other in [each for each in self._versions if each != key]:
             del self._versions[other]
         try:

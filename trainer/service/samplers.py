@@ -26,7 +26,7 @@ _Entry = TypeVar("_Entry")
 _PART = "service sampling"
 _log = logging.getLogger("weightlane.service")
 _MOST_DEATHS = 3
-"""Replicas that may die while they compute a request, also of earlier processes; it could be what they die of."""
+"""Replica deaths, also in earlier processes, after which a request fails, because it may be their cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +36,38 @@ class Sampler:
     id: str
     client: str
     model: str | None
-    """The model whose newest published weights it samples from, or whose snapshot it has; None for the base model."""
+    """The model whose newest published weights it samples from, or of whose snapshot it was made; None for other samplers."""
     checkpoint: str | None
-    """The path of its snapshot."""
+    """The path of its checkpoint; None for the base model and for samplers in flight."""
     inflight: bool
 
     @property
     def key(self) -> str:
-        """The weights that it samples from, as `Publications` knows them."""
+        """The key of its weights in `Publications`."""
         if self.checkpoint is not None:
             return self.checkpoint
         return inflight_key(self.model) if self.model is not None else BASE
 
 
 def inflight_key(model: str) -> str:
-    """The key of the weights that samplers in flight of a model share."""
+    """The key of a model's newest published weights, which its samplers in flight share."""
     return f"{model}:inflight"
 
 
 class Samplers:
-    """Answers sampling requests from whatever replica has least to do.
+    """Answers sampling requests, each on the replica with the least load.
 
     Args:
-        store: Knows the samplers.
+        store: The database that lists the samplers.
         futures: Takes the answers.
-        checkpoints: What samplers can be made of.
-        publications: Which versions the replicas have.
-        replicas: Where requests run.
-        load: Brings a sampler's weights to the replicas, if they are not there.
+        checkpoints: The checkpoints of which samplers can be made.
+        publications: Tracks the versions on the replicas.
+        replicas: The replicas that generate.
+        load: Publishes a sampler's weights to the replicas, if they don't have them.
         max_model_len: Most tokens of a prompt and its completion.
         eos_ids: Tokens that end a completion, unless a request says otherwise.
         max_running: Most requests that run or wait.
-        snapshot_kept_s: Seconds for which a use lets a snapshot without a name stay.
+        snapshot_kept_s: Seconds for which an unnamed snapshot is kept after its last use.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Samplers:
         self._max_running, self._snapshot_kept_s = max_running, snapshot_kept_s
         self._load_of: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Task[None]] = {}
-        """Weights that are on their way to the replicas, by key. They arrive also where whoever asked for them gives up."""
+        """Running loads of weights, by key. They are completed even if the requests that started them are cancelled."""
         self._running: dict[str, asyncio.Task[None]] = {}
         self.tokens = 0
         """Tokens sampled since the start."""
@@ -103,13 +103,13 @@ class Samplers:
 
     @property
     def full(self) -> bool:
-        """Whether a further request should be told to try again."""
+        """Whether a further request should be refused with `BusyError`."""
         return len(self._running) >= self._max_running
 
     def create(
         self, sampler: str, session: str, client: str, *, checkpoint: str | None, model: str | None, inflight: bool
     ) -> Sampler:
-        """Make a sampler, or return the one of that id. Raises `ConfigError` for a checkpoint that isn't there."""
+        """Create a sampler, or return the one of that id. Raises `UnknownError` for a checkpoint that doesn't exist."""
         if checkpoint is not None:
             self._checkpoints.get(checkpoint, client)
         self._store.insert(
@@ -125,7 +125,7 @@ class Samplers:
         return self.get(sampler, client)
 
     def get(self, sampler: str, client: str) -> Sampler:
-        """The sampler of that id. Raises `ConfigError` if `client` has none."""
+        """The sampler of that id. Raises `UnknownError` if `client` has none."""
         row = self._store.row(
             "SELECT id, client, model, checkpoint, inflight FROM samplers WHERE id = ? AND client = ?", sampler, client
         )
@@ -134,7 +134,7 @@ class Samplers:
         return Sampler(**{**row, "inflight": bool(row["inflight"])})
 
     def join(self, sampler: str) -> int:
-        """A number for one more client of a sampler, which no other has; the first one has 0."""
+        """Assign a unique number to one more client of a sampler. The first client has 0."""
         with self._store.transaction():
             row = self._store.row("SELECT clients FROM samplers WHERE id = ?", sampler)
             assert row is not None
@@ -142,31 +142,31 @@ class Samplers:
         return int(row["clients"])
 
     def start(self, request: StoredRequest) -> None:
-        """Begin to answer a request that was accepted."""
+        """Begin to answer an accepted request."""
         if request.id not in self._running:
             task = asyncio.get_running_loop().create_task(self._answer(request))
             self._running[request.id] = task
             task.add_done_callback(lambda _: self._running.pop(request.id, None))
 
     def lost(self, replica: str) -> None:
-        """Send no request to a replica that died any more."""
+        """Stop sending requests to a replica that died."""
         self._replicas.pop(replica, None)
 
     def cancel(self, request: str) -> None:
-        """Give up a request that runs, since its client has."""
+        """Cancel a running request, because its client has given it up."""
         if (task := self._running.get(request)) is not None:
             self._futures.fail(request, ConfigError("the request was cancelled.", part=_PART))
             task.cancel()
 
     def resume(self) -> int:
-        """Begin to answer what another process accepted and did not answer; how many requests that are."""
+        """Begin to answer the requests that an earlier process accepted and did not answer. Returns their number."""
         left = self._store.queued([SAMPLE])
         for request in left:
             self.start(request)
         return len(left)
 
     async def close(self, timeout_s: float) -> None:
-        """Let running requests finish for a while; those that don't run again after the next start."""
+        """Wait up to `timeout_s` for running requests. Unfinished ones run again after the next start."""
         if self._running:
             await asyncio.wait(list(self._running.values()), timeout=timeout_s)
         left = [*self._running.values(), *self._loading.values()]
@@ -195,13 +195,13 @@ class Samplers:
             self._futures.finish(stored.id, answer, PROTOBUF)
 
     async def _loaded(self, sampler: Sampler) -> None:
-        """Bring the weights of `sampler` to the replicas, once for all requests that wait for them."""
+        """Publish the weights of `sampler` to the replicas, once for all requests that wait for them."""
         key = sampler.key
         if key not in self._loading:
             self._loading[key] = task = asyncio.get_running_loop().create_task(self._load(sampler))
             task.add_done_callback(lambda _: self._loading.pop(key, None))
         await asyncio.shield(self._loading[key])
-        await asyncio.sleep(0)  # and let it be forgotten
+        await asyncio.sleep(0)  # lets the done callback remove the task
 
     async def _sample(self, request: str, asked: SampleRequest, version: int | None) -> bytes:
         prompt, params = asked.prompt.tokens, asked.sampling_params
@@ -246,13 +246,13 @@ class Samplers:
     async def _generate(
         self, request: str, prompt: Sequence[int], most: int, calls: Sequence[dict[str, Any]]
     ) -> list[Any]:
-        """A completion for each of `calls`, each from the replica with least to do.
+        """A completion for each of `calls`, each from the replica with the least load.
 
-        What a replica that dies leaves undone is begun again, on one other replica at a time: it may be what it died of.
+        Calls that a dying replica leaves unfinished are repeated on one other replica at a time, because they may be the cause.
 
         Raises:
-            ConfigError: Too many have died of it, or beside it.
-            WorkerDiedError: None is left.
+            ConfigError: Too many replicas have died while they computed this request.
+            WorkerDiedError: No replica is left.
         """
         found: dict[int, Any] = {}
         only = self._least() if self._store.deaths(request) else ""
@@ -281,7 +281,7 @@ class Samplers:
         return [found[index] for index in range(len(calls))]
 
     def _least(self) -> str:
-        """The replica with least to do."""
+        """The replica with the least load."""
         if not self._replicas:
             raise WorkerDiedError("no replica is left.", part=_PART, hint="Start the service again.")
         return min(self._replicas, key=lambda each: self._load_of[each])
@@ -289,7 +289,7 @@ class Samplers:
     async def _ask(
         self, only: str, lost: set[str], name: str, prompt: Sequence[int], most: int, options: dict[str, Any]
     ) -> Any:
-        """A completion from `only`, or from the replica with least to do; one that dies of it joins `lost`."""
+        """A completion from `only`, or from the replica with the least load. A replica that dies is added to `lost`."""
         replica = only if only in self._replicas else self._least()
         self._load_of[replica] += 1
         try:

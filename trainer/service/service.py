@@ -1,4 +1,4 @@
-"""`Service`: sessions, models, samplers and checkpoints of all clients, over trainer ranks and replicas. Knows no HTTP."""
+"""`Service`: sessions, models, samplers and checkpoints of all clients, over trainer ranks and replicas. Independent of HTTP."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _HOUSEKEEPING_S = 5.0
 
 
 class Service:
-    """Everything that clients can ask for.
+    """The operations that clients can request.
 
     Args:
         config: Limits.
         directory: The service's files.
         base: The model.
         runner: Runs jobs on the trainer ranks.
-        syncer: Carries versions.
-        replicas: Sample.
-        describe: Makes of an adapter's configuration what replicas are told.
-        sync_timeout_s: Most seconds that a version may take to be in service.
+        syncer: Syncs versions.
+        replicas: The replicas that sample.
+        describe: Converts an adapter's configuration to what replicas need to know.
+        sync_timeout_s: Most seconds that a version may take until it is in service.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Service:
         self._closing = False
 
     async def run(self) -> None:
-        """Serve until `close`, beginning with what another process left. Raises when a rank or every replica has died."""
+        """Serve until `close`, beginning with requests that an earlier process left. Raises if a rank or all replicas died."""
         self.sessions.give_time()
         models, samples = self.scheduler.resume(), self.samplers.resume()
         if models or samples:
@@ -147,7 +147,7 @@ class Service:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def close(self, wait_s: float = 0.0) -> None:
-        """Let running requests finish for some seconds. Others are in the store, and run after the next start."""
+        """Wait up to `wait_s` for running requests. Others are in the store, and run after the next start."""
         if self._closing:
             return
         self._closing = True
@@ -163,7 +163,7 @@ class Service:
         self.store.close()
 
     def create_model(self, client: str, asked: CreateModelRequest, payload: bytes) -> StoredRequest:
-        """Begin to make a model: an adapter of the base model, or all its weights."""
+        """Begin to create a model: an adapter of the base model, or all its weights."""
         self.sessions.require(asked.session_id, client)
         self._check_base(asked.base_model)
         lora, config, train = asked.lora_config, None, dict.fromkeys(("attention", "mlp", "unembed"), True)
@@ -187,7 +187,7 @@ class Service:
         return self._made(model, CREATE, payload)
 
     def load_as_model(self, client: str, asked: LoadWeightsRequest, payload: bytes) -> StoredRequest:
-        """Begin to make a model of a checkpoint."""
+        """Begin to create a model from a checkpoint."""
         assert asked.session_id is not None
         self.sessions.require(asked.session_id, client)
         if asked.base_model:
@@ -202,9 +202,9 @@ class Service:
     def train(
         self, client: str, kind: str, model: str, seq: int, payload: bytes, refusal: WeightlaneError | None = None
     ) -> StoredRequest:
-        """Accept a request of a model. Raises `BusyError` where too many wait.
+        """Accept a request of a model. Raises `BusyError` if too many wait.
 
-        With a `refusal`, which answers it, it only has its number: those after it have later ones, and wait for it.
+        A request with a `refusal` fails with it at once. It still has its turn, because later requests wait for its number.
         """
         found = self.scheduler.model(model, client)
         self.sessions.require(found.session, client)
@@ -221,15 +221,17 @@ class Service:
     def backward(self, client: str, payload: bytes) -> StoredRequest:
         """Accept a request for a forward and backward pass in protobuf.
 
-        One that can't be carried out is accepted, too, and answered by an error: requests after it have later numbers.
+        A request that can't be carried out is accepted, too, and answered by an error, because later requests wait for its
+        number.
         """
         body = TrainBody.parse(payload, limits=self.limits)
         return self.train(client, BACKWARD, body.model_id, body.seq_id, payload)
 
     def refuse_backward(self, client: str, address: bytes, error: WeightlaneError) -> StoredRequest:
-        """Accept a pass of which only the address was read, and answer it by `error`, which is raised if that is none.
+        """Accept a pass of which only the address was read, and answer it by `error`. Raises `error` if the address is invalid.
 
-        Whether the pass should have had a gradient is at the end of its body. So it counts as one that should.
+        Whether the pass should have had a gradient is at the end of its body, which was not read. So it counts as one with
+        gradient.
         """
         try:
             body = TrainBody.parse(address, limits=self.limits)
@@ -238,7 +240,7 @@ class Service:
         return self.train(client, BACKWARD, body.model_id, body.seq_id, address, error)
 
     def create_sampler(self, client: str, session: str, seq: int, base_model: str | None, path: str | None) -> Sampler:
-        """Make a sampler of the base model or of a checkpoint."""
+        """Create a sampler of the base model or of a checkpoint."""
         self.sessions.require(session, client)
         if base_model:
             self._check_base(base_model)
@@ -247,7 +249,7 @@ class Service:
         )
 
     def sample(self, client: str, asked: SampleRequest, payload: bytes) -> StoredRequest:
-        """Begin a sampling request. Raises `BusyError` where too many run."""
+        """Begin a sampling request. Raises `BusyError` if too many run or wait."""
         if self.samplers.full:
             raise BusyError(f"{self.config.max_sampling} sampling requests wait.", part=_PART, hint="Try again later.")
         owner, seq = asked.sampling_session_id, asked.seq_id
@@ -260,7 +262,7 @@ class Service:
         return request
 
     def figures(self) -> dict[str, float]:
-        """The numbers that ``/metrics`` shows."""
+        """The values of ``/metrics``, by name."""
         figures = {
             "models": float(len(self.scheduler.models)),
             "models_loaded": float(sum(model.loaded for model in self.scheduler.models.values())),
@@ -287,7 +289,7 @@ class Service:
         return request
 
     def _single_sampler(self, client: str, asked: SampleRequest) -> str:
-        """A sampler for one request that names no session."""
+        """Create a sampler for one request that names no sampling session. Returns its id."""
         if asked.base_model:
             self._check_base(asked.base_model)
         sampler = f"single-{secrets.token_hex(8)}"
@@ -318,7 +320,7 @@ class Service:
             )
 
     async def _watch_replicas(self) -> None:
-        """Go on without replicas that die. Raises when none is left, unless there was none."""
+        """Continue without replicas that die. Raises when none is left, unless there was none."""
         left = len(self._replicas)
 
         async def watch(replica: AdapterReplica) -> None:

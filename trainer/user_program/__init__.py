@@ -1,4 +1,4 @@
-"""Training programs of one's own under torchrun: every rank asks its model for outputs with gradient, and steps adapters.
+"""User-written training programs under torchrun: every rank computes outputs with gradient, and steps adapters.
 
 >>> from weightlane.trainer.user_program import ForwardInput
 >>> ForwardInput(input_tokens=[5, 7, 9], target_tokens=[7, 9, -100]).target_tokens

@@ -1,4 +1,4 @@
-"""`ForwardInput`: one sequence, and what a program wants to know about it; and sequences nested in lists."""
+"""`ForwardInput`: one sequence, with the outputs that a program wants of it; and inputs nested in lists."""
 
 from __future__ import annotations
 
@@ -24,28 +24,29 @@ class Unset(enum.Enum):
 
 
 UNSET: Final = Unset.UNSET
-"""A slot that an input doesn't name: the one that was pushed last, or else the default, computes it."""
+"""The slot of an input that names none: the slot that was pushed last, or else the default, computes it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ForwardInput:
     """One sequence of a forward pass.
 
-    Raises `ProtocolError` when it has no token, or when lengths disagree, and when it names a LoRA and a checkpoint.
+    Raises `ProtocolError` if it has no token, if lengths disagree, if it names a LoRA and a checkpoint, or if `temperature` or
+    `top_k` is out of range.
     """
 
     input_tokens: torch.Tensor | Sequence[int]
-    """int64 [T], T at least 1; any sequence of integers, and any tensor, becomes such a one on the CPU."""
+    """int64 [T], T at least 1. Any sequence of integers, or tensor, is converted to it, on the CPU."""
     target_tokens: torch.Tensor | Sequence[int] | None = None
-    """int64 [T, ...]: the tokens whose log-probability after each position is wanted, any number of them; -100 for none."""
+    """int64 [T, ...]: the tokens whose log-probabilities after each position are wanted, any number of them; -100 for none."""
     top_k: int = 0
-    """How many of the most probable next tokens are wanted, at every position."""
+    """Number of most probable next tokens that are wanted, at every position."""
     entropy: bool = False
     """Whether the entropy of the next token is wanted, at every position."""
     logits: bool = False
-    """Whether logits over the whole vocabulary are wanted, at every position: float32, without temperature."""
+    """Whether logits over the full vocabulary are wanted, at every position: float32, without temperature."""
     hidden_states: bool = False
-    """Whether what the head reads is wanted, at every position."""
+    """Whether the head's input is wanted, at every position."""
     temperature: float | None = None
     """Logits are divided by it for log-probabilities, entropy and top-k; None for 1."""
     lora: str | Unset | None = UNSET
@@ -91,17 +92,17 @@ class ForwardInput:
 
     @property
     def labels(self) -> int:
-        """Targets of each position."""
+        """Number of targets of each position."""
         return 0 if self.targets is None else self.targets[:1].numel()
 
     @property
     def has_gradient(self) -> bool:
-        """Whether anything is wanted through which a gradient can flow."""
+        """Whether any wanted output is differentiable."""
         return self.targets is not None or self.entropy or self.logits or self.hidden_states
 
 
 ForwardInputs = ForwardInput | Sequence["ForwardInputs"]
-"""An input, or a list of them, of lists of them, and so on; outputs come in the same form."""
+"""An input, or lists of inputs nested to any depth; outputs are nested in the same way."""
 
 
 def flattened(inputs: ForwardInputs) -> Iterator[ForwardInput]:
@@ -128,7 +129,7 @@ def check_tokens(inputs: Sequence[ForwardInput], vocabulary: int) -> None:
 
 
 def widened(sequence: TokenSequence, labels: int) -> TokenSequence:
-    """The same sequence with so many targets at each position; the added ones are ignored."""
+    """Return the sequence with `labels` targets at each position; the added ones are ignored."""
     missing = labels - sequence.targets.shape[1]
     targets = torch.nn.functional.pad(sequence.targets, (0, missing), value=IGNORED)
     return TokenSequence(sequence.tokens, targets, sequence.per_token, sequence.per_sequence)

@@ -1,4 +1,4 @@
-"""Whether ranks that compute together were given the same inputs: others would give wrong gradients, or wait for ever."""
+"""Checks that ranks that compute together were given the same inputs. Different ones would give wrong gradients, or hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .inputs import PART, ForwardInput
 
 
 def digest(inputs: Sequence[ForwardInput], slot_of: Callable[[ForwardInput], str]) -> str:
-    """Tell inputs from others: by tokens, targets, slots, and everything that is wanted of them."""
+    """Return a digest of tokens, targets, slots and wanted outputs of `inputs`."""
     found = hashlib.sha256()
     for each in inputs:
         wanted = (each.top_k, each.entropy, each.logits, each.hidden_states, each.temperature, slot_of(each))
@@ -26,7 +26,7 @@ def refuse_different(told: Sequence[tuple[int, str]]) -> None:
     """Raise `ProtocolError` where ranks of one share have different digests.
 
     Args:
-        told: For every rank its share, and the digest of its inputs.
+        told: For every rank, its data parallel share and the digest of its inputs.
     """
     first: dict[int, str] = {}
     if any(first.setdefault(share, inputs) != inputs for share, inputs in told):

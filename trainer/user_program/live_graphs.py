@@ -12,20 +12,20 @@ from weightlane.ckpt_engines import ProtocolError
 from .inputs import PART
 
 RunBackward = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
-"""Runs the backward pass from outputs and the gradients by them."""
+"""Runs the backward pass from outputs and the gradients of the loss with respect to them."""
 
 
 class LiveGraph:
     """A forward pass whose backward pass has not run.
 
-    The outputs that a program gets are cut off from the graph: torch's own backward pass ends at them, and from there this runs
-    the rest of it, so that the slot is the one of the forward pass, whatever is pushed by then. It lives as long as any of these
-    outputs.
+    The outputs that a program gets are detached from the graph. torch's own backward pass ends at them and calls this object,
+    which runs the rest of it with the slot of the forward pass, whatever is pushed by then. It lives while any of these outputs
+    does.
 
     Args:
-        slot: Whose gradients it adds up.
-        outputs: What the model computed, in this order.
-        nbytes: Memory that the graph is thought to take.
+        slot: The slot that accumulates the gradients.
+        outputs: Outputs of the model, with gradient.
+        nbytes: Estimated memory of the graph.
         run: Runs its backward pass.
     """
 
@@ -46,7 +46,7 @@ class LiveGraph:
         return list(_Cut.apply(start, self, *(each.detach() for each in self._outputs)))  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
     def backward(self, gradients: Sequence[torch.Tensor] | None = None) -> None:
-        """Run the backward pass, once; without `gradients`, with zeros, as the other ranks wait for it."""
+        """Run the backward pass, once. Without `gradients` they are zeros, because the other ranks wait for this pass."""
         outputs, self._outputs = self._outputs, None
         if outputs is None:
             raise ProtocolError(
@@ -66,6 +66,6 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        with torch.enable_grad():  # as layers that are computed anew need it
+        with torch.enable_grad():  # which activation checkpointing needs
             ctx.graph.backward(gradients)
         return (None, None, *(None for _ in gradients))

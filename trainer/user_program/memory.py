@@ -1,4 +1,4 @@
-"""Memory that a forward pass takes of a device: predicted before it, measured in it; and how much there is."""
+"""Device memory of forward passes: predicted before a pass, measured during it, and the memory that is available."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from weightlane.ckpt_engines.runtime.available_memory import available_memory_by
 from .inputs import ForwardInput
 
 _SAFETY = 1.1
-"""Predictions are this many times what was measured."""
+"""Factor between the measured memory and a prediction."""
 _RESERVE = 0.03
-"""Share of the free memory that is left alone."""
+"""Share of the free memory that is not used."""
 _PLENTY = 2**62
 _FLOAT32, _INT64 = 4, 8
 
@@ -23,14 +23,14 @@ _FLOAT32, _INT64 = 4, 8
 class MemoryEstimate:
     """Bytes of forward passes on this rank.
 
-    The first guess is that a pass with gradient keeps every matrix's input and output twice, and one without has those of one
-    layer; every pass that is measured replaces it.
+    The initial estimate is that a pass with gradient keeps every matrix's input and output twice, and a pass without gradient
+    four times those of the widest matrix. Every measured pass replaces the estimate.
 
     Args:
-        widths: Inputs and outputs of each matrix, added up.
+        widths: Number of inputs plus outputs of each matrix.
         itemsize: Bytes of a number in a forward pass.
         vocabulary: Tokens of the model.
-        hidden: Numbers that the head reads of each token.
+        hidden: Width of the head's input.
     """
 
     def __init__(self, widths: Sequence[int], itemsize: int, vocabulary: int, hidden: int) -> None:
@@ -45,18 +45,18 @@ class MemoryEstimate:
         return round(_SAFETY * self.per_token[gradient] * len(each.tokens)) + self.outputs_of(each, gradient=gradient)
 
     def outputs_of(self, each: ForwardInput, *, gradient: bool) -> int:
-        """Bytes of the outputs of an input and, in a pass with gradient, of the gradients by them."""
+        """Bytes of the outputs of an input and, in a pass with gradient, of the gradients with respect to them."""
         floats = each.labels + each.entropy + each.logits * self._vocabulary
         wide = each.hidden_states * self._hidden * self._itemsize
         both = (floats * _FLOAT32 + wide) * (2 if gradient else 1)
         return len(each.tokens) * (both + each.top_k * (_FLOAT32 + _INT64))
 
     def wants_measuring(self, tokens: int, *, gradient: bool) -> bool:
-        """Whether a pass tells more than those before: a much longer one does, since something may not grow with the tokens."""
+        """Whether to measure a pass: if it is more than twice as long as any before, since memory may have a constant part."""
         return tokens > 2 * self._measured.get(gradient, 0)
 
     def learn(self, inputs: Collection[ForwardInput], measured: int, *, gradient: bool) -> None:
-        """Note how many bytes a pass took, outputs included."""
+        """Update the estimate with the bytes that a pass took, outputs included."""
         tokens = sum(len(each.tokens) for each in inputs)
         if tokens and measured:
             self._measured[gradient] = max(tokens, self._measured.get(gradient, 0))
@@ -68,23 +68,23 @@ class MemoryEstimate:
         return list(self.per_token.values())
 
     def raise_to(self, others: Sequence[Sequence[float]]) -> None:
-        """Take the highest of all ranks, so that they plan alike."""
+        """Adopt the highest estimate of all ranks, so that all ranks plan alike."""
         for number, gradient in enumerate(self.per_token):
             self.per_token[gradient] = max(each[number] for each in others)
 
 
 class Meter:
-    """The memory that a pass takes, on a device as its allocator says, on a CPU what is kept for the gradient."""
+    """Measures the memory of a pass: on a GPU by torch's allocator, on a CPU by the tensors that are kept for the gradient."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
         self.bytes = 0
-        """The most so far."""
+        """The largest measurement so far."""
 
     @contextmanager
     def forward(self, *, measured: bool) -> Iterator[None]:
-        """Around the forward pass. On a CPU a pass is only measured if it is to be: that takes time."""
+        """Measure the forward pass inside the block. On a CPU only if `measured`, because that takes time."""
         if self._device.type == "cuda":
             self._before = torch.cuda.memory_allocated(self._device)
             with self.backward():
@@ -107,7 +107,7 @@ class Meter:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Around the backward pass, whose peak counts, too."""
+        """Measure the backward pass inside the block, whose peak counts, too."""
         if self._device.type != "cuda":
             yield
             return
@@ -117,7 +117,7 @@ class Meter:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that passes of this rank may take; on a CPU, its share of what the processes of the machine can."""
+    """Bytes that passes of this rank may take; on a CPU, the rank's share of the machine's available memory."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         free = torch.cuda.mem_get_info(device)[0] + unused
@@ -125,4 +125,4 @@ def free_bytes(device: torch.device) -> int:
         known = available_memory_bytes()
         free = _PLENTY if known is None else known // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     left = int(free * (1 - _RESERVE))
-    return left & -(1 << max(0, left.bit_length() - 6))  # two figures, so that plans can be used again
+    return left & -(1 << max(0, left.bit_length() - 6))  # two figures, so that cached plans are reused

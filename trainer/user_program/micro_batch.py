@@ -1,4 +1,4 @@
-"""`MicroBatch`: the part of a program's inputs that a rank computed at once, and what the model said about it."""
+"""`MicroBatch`: the part of a program's inputs that a rank computed at once, with its outputs."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ _Item = TypeVar("_Item")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchStats:
-    """How a micro-batch was chosen. Numbers of bytes are of the rank for which they are largest or, if free, smallest."""
+    """How a micro-batch was chosen. Bytes are of the rank that needs most or, for available memory, has least."""
 
     first: int
-    """The first of the items that all data parallel ranks computed together."""
+    """Index of the first of the items that all data parallel ranks computed together."""
     items: int
-    """How many of these there were."""
+    """Number of these items."""
     tokens: int
     """Tokens that this rank computed."""
     predicted_bytes: int
-    """Memory that the pass was expected to take, outputs and what the gradient needs included."""
+    """Memory that the pass was predicted to take, with outputs and tensors kept for the gradient."""
     available_bytes: int
-    """Memory that there was for it."""
+    """Memory that was available for it."""
     measured_bytes: int
-    """Memory that it took on this rank, as far as it could be measured."""
+    """Memory that it took on this rank, if it was measured."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Some of the items that were given to `TrainerRank.forward_micro_batches`, computed."""
+    """Some of the items of `TrainerRank.forward_micro_batches`, with their outputs."""
 
     inputs: Sequence[ForwardInputs]
-    """This rank's items; none, if there are fewer of them than ranks."""
+    """This rank's items; empty if there are fewer items than ranks."""
     outputs: Sequence[ForwardOutputs]
-    """For each of them its outputs, nested in the same way."""
+    """The outputs of each item, nested in the same way."""
     indices: Sequence[int]
-    """Where each of them is among the items that were given."""
+    """The index of each item among all items."""
     stats: MicroBatchStats
 
     def select(self, values: Sequence[_Item]) -> list[_Item]:
-        """Pick from `values`, one for each item that was given, those of this micro-batch."""
+        """Pick this micro-batch's values from `values`, which has one for each of all items."""
         return [values[index] for index in self.indices]

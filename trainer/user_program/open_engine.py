@@ -20,11 +20,11 @@ from .inputs import PART
 
 
 class OpenEngine:
-    """An engine that was set up, whose model's own weights are frozen.
+    """A training engine after its set-up. Its model's own weights are frozen.
 
     Args:
-        model_dir: The model.
-        config: The trainer's configuration, from which engine, layout, device and precision are taken.
+        model_dir: The model's Hugging Face directory.
+        config: The trainer's configuration, of which engine, layout, device and precision are used.
         seed: Seeds torch's generators.
     """
 
@@ -64,14 +64,14 @@ class OpenEngine:
             self.close()
             raise
         self.hidden = int(AutoConfig.from_pretrained(model_dir).get_text_config().hidden_size)
-        """Numbers that the head reads of each token."""
+        """Width of the head's input."""
 
     def collective(self) -> AbstractContextManager[None]:
-        """Around what the ranks do together beside computing: a peer that is gone or late is a typed error."""
+        """Translate errors of collectives other than those of a pass: a lost or late peer is a typed error inside the block."""
         return typed_collective_errors("the other ranks", PART, self.engine.config.collective_timeout_s)
 
     def close(self) -> None:
-        """Free the model, and leave the ranks if this joined them."""
+        """Free the model, and leave the process group if this object joined it."""
         self.engine.close()
         if self._joined:
             self._joined = False
@@ -79,7 +79,7 @@ class OpenEngine:
 
 
 def _join(config: TrainerConfig) -> None:
-    """Join the ranks that torchrun names in the environment; alone without it."""
+    """Join the process group that torchrun's environment variables describe; without them, a group of one rank."""
     device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     timeout = timedelta(seconds=config.collective_timeout_s)

@@ -1,4 +1,4 @@
-"""`ForwardOutput`: what a model says about one sequence."""
+"""`ForwardOutput`: a model's outputs for one sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForwardOutput:
-    """Outputs for the T positions of a `ForwardInput`, on the model's device; None for what it did not ask for."""
+    """Outputs for the T positions of a `ForwardInput`, on the model's device; None for outputs that were not wanted."""
 
     target_logprobs: torch.Tensor | None = None
     """float32, of the shape of ``target_tokens``: their log-probabilities; 0 where a target is -100."""
@@ -32,14 +32,14 @@ class ForwardOutput:
     logits: torch.Tensor | None = None
     """float32 [T, vocabulary], without temperature."""
     hidden_states: torch.Tensor | None = None
-    """[T, width], in the dtype that the model computes in: what its head reads."""
+    """The head's input: [T, width], in the dtype that the model computes in."""
 
 
 ForwardOutputs = ForwardOutput | Sequence["ForwardOutputs"]
 
 
 def shaped_like(inputs: ForwardInputs, outputs: Iterator[ForwardOutput]) -> ForwardOutputs:
-    """Take as many of `outputs` as there are inputs, and nest them as these are."""
+    """Take an output for every input, and nest the outputs like the inputs."""
     if isinstance(inputs, ForwardInput):
         return next(outputs)
     return [shaped_like(each, outputs) for each in inputs]

@@ -1,4 +1,4 @@
-"""`PackedPass`: inputs of one slot in one forward pass, and their outputs taken apart again."""
+"""`PackedPass`: inputs of one slot in one forward pass, whose outputs are split by input afterwards."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .outputs import ForwardOutput, TopK
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """Inputs that one slot computes."""
+    """Inputs that one slot computes in one forward pass."""
 
     slot: str
     inputs: tuple[ForwardInput, ...]
-    """At least one, unless this rank takes part in a pass of the others only."""
+    """At least one, unless this rank only takes part in a pass of the other ranks."""
     gradient: bool
-    """Whether a graph is kept, by which gradients get to the slot."""
+    """Whether a graph is kept for the slot's gradients."""
 
     @property
     def tokens(self) -> int:
@@ -29,7 +29,7 @@ class PackedPass:
         return sum(len(each.tokens) for each in self.inputs)
 
     def packed(self) -> MicroBatch:
-        """The sequences, one after the other; one token where there is no input."""
+        """The sequences, packed one after the other; a single token if there is no input."""
         if not self.inputs:
             token = torch.zeros(1, dtype=torch.int64)
             return MicroBatch.without_targets(TokenSequence(token, token[:, None]))
@@ -37,8 +37,8 @@ class PackedPass:
         return MicroBatch.of([widened(each.sequence, labels) for each in self.inputs])
 
     def query(self, micro: MicroBatch) -> PassQuery:
-        """All that any of the inputs wants."""
-        if not self.inputs:  # a graph that leads through every layer
+        """The union of the outputs that the inputs want."""
+        if not self.inputs:  # needs a graph through every layer
             return PassQuery(torch.empty(0, dtype=torch.int64), logprobs=False, hidden=True)
         lengths = [len(each.tokens) for each in self.inputs]
         everywhere = [bool(each.top_k or each.entropy) for each in self.inputs]
@@ -54,7 +54,7 @@ class PackedPass:
         )
 
     def split(self, found: dict[str, torch.Tensor], query: PassQuery) -> list[ForwardOutput]:
-        """The outputs of each input, from those of the whole pass."""
+        """Split the outputs of the pass by input."""
         whole = {
             name: _scattered(tensor, query.logit_rows if name == "logits" else query.rows, self.tokens)
             if name != "hidden"
@@ -70,12 +70,12 @@ class PackedPass:
 
 
 def by_slot(inputs: Sequence[ForwardInput], slots: Sequence[str], trained: Sequence[str]) -> list[PackedPass]:
-    """Group inputs by what computes them, in one pass each; those of which a gradient is wanted are apart, and come first.
+    """Group inputs into one pass for each slot. Inputs that need a gradient are in passes of their own, which come first.
 
     Args:
         inputs: The inputs.
         slots: The slot of each.
-        trained: The slots that can have a gradient, if any can now.
+        trained: The slots that can have a gradient; empty while torch's grad mode is off.
     """
     groups: dict[tuple[str, bool], list[ForwardInput]] = {}
     for slot, each in zip(slots, inputs, strict=True):
@@ -89,7 +89,7 @@ def _each_token(flags: Sequence[bool], lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _scattered(values: torch.Tensor, rows: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """`values` of some tokens, as those of all: zeros elsewhere."""
+    """Scatter `values`, which belong to `rows`, over all tokens, with zeros elsewhere."""
     if rows is None or len(rows) == tokens:
         return values
     return values.new_zeros((tokens, *values.shape[1:])).index_copy(0, rows.to(values.device), values)

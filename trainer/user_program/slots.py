@@ -14,7 +14,7 @@ BASE = ""
 
 
 class Slots:
-    """Names of loaded adapters, the default, and what was pushed above it."""
+    """Names of loaded adapters, the default slot, and the stack of pushed slots."""
 
     def __init__(self) -> None:
         self.kinds: dict[str, SlotKind] = {}
@@ -23,7 +23,7 @@ class Slots:
         self._pushed: list[str] = []
 
     def named(self, kind: SlotKind, name: str | None) -> str:
-        """The slot that a program calls so; `ConfigError` if there is none of that kind."""
+        """The slot of that kind and name; `ConfigError` if there is none."""
         if name is None:
             return BASE
         if self.kinds.get(name) != kind:
@@ -47,11 +47,11 @@ class Slots:
 
     @property
     def checkpoints(self) -> list[str]:
-        """Names of what is trained."""
+        """Names of the checkpoints, which are the trained adapters."""
         return [name for name, kind in self.kinds.items() if kind == "checkpoint"]
 
     def push(self, name: str) -> PushedSlot:
-        """Let `name` compute what names no slot, until it is popped."""
+        """Let `name` compute inputs that name no slot, until it is popped."""
         self._pushed.append(name)
         return PushedSlot(self, len(self._pushed))
 
@@ -63,12 +63,12 @@ class Slots:
 
     @property
     def depth(self) -> int:
-        """How many are pushed."""
+        """Number of pushed slots."""
         return len(self._pushed)
 
 
 class PushedSlot:
-    """A slot that was pushed; as a context manager it is popped at the end of the block."""
+    """A pushed slot. As a context manager, it is popped at the end of the block."""
 
     def __init__(self, slots: Slots, depth: int) -> None:
         self._slots, self._depth = slots, depth
@@ -87,22 +87,22 @@ class PushedSlot:
 
 
 def plain(kind: SlotKind | None) -> str:
-    """The kind as the documentation writes it."""
+    """The kind as messages and documentation spell it."""
     return "LoRA" if kind == "lora" else "checkpoint"
 
 
 class SlotChoice:
-    """The calls of a `TrainerRank` that say which slot computes an input. An input's own comes first, then what is pushed."""
+    """The methods of `TrainerRank` that choose the slot of an input: its own, else the pushed one, else the default."""
 
     def __init__(self) -> None:
         self._slots = Slots()
 
     def set_lora(self, name: str | None) -> None:
-        """Let this LoRA, or the model's own weights, compute what names no slot."""
+        """Let this LoRA, or the model's own weights, compute inputs that name no slot."""
         self._slots.default = self._slots.named("lora", name)
 
     def set_checkpoint(self, name: str | None) -> None:
-        """Let this checkpoint, or the model's own weights, compute what names no slot."""
+        """Let this checkpoint, or the model's own weights, compute inputs that name no slot."""
         self._slots.default = self._slots.named("checkpoint", name)
 
     def push_lora(self, name: str | None) -> PushedSlot:

@@ -1,4 +1,4 @@
-"""`TrainerRank`: one rank of a training program of one's own, with adapters in slots."""
+"""`TrainerRank`: one rank of a user-written training program, with adapters in slots."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from .windows import part_of, planned_windows, window_cost
 class TrainerRank(SlotChoice):
     """One rank of a program that torchrun, or anything that initialised torch.distributed, started on every rank.
 
-    The model's own weights stay as they are. Beside them are slots: *LoRAs*, which only compute, and *checkpoints*, which are
-    low-rank adapters with an optimizer. Every method but `close`, `set_*`, `push_*` and `pop_*` is collective: all ranks call it,
-    in the same order. Ranks of tensor parallelism give the same inputs.
+    The model's own weights are frozen. Slots add low-rank adapters to them: *LoRAs*, which are not trained, and *checkpoints*,
+    which have an optimizer. Every method but `close`, `set_*`, `push_*` and `pop_*` is collective: all ranks call it, in the same
+    order. The ranks of a tensor parallel group pass the same inputs.
 
     Args:
         model_dir: The Hugging Face directory of the model.
-        config: Engine, layout and precision; optimizer and ranks are not read. Its engine is one that has adapters: fsdp2, or
+        config: Engine, layout and precision; optimizer and ranks are not read. The engine must have adapters: fsdp2, or
             megatron without pipeline parallelism.
-        memory_limit_bytes: Memory that forward passes and their graphs may take on this rank; None for what is free.
+        memory_limit_bytes: Memory that forward passes and their graphs may take on this rank; None for all free memory.
         seed: Seeds torch's generators.
 
     Raises:
@@ -65,9 +65,9 @@ class TrainerRank(SlotChoice):
         )
         self._live: list[weakref.ref[LiveGraph]] = []
         self._idle: list[LiveGraph] = []
-        """Graphs of passes in which this rank only took part for the others; nobody else holds them."""
+        """Graphs of passes without inputs of this rank. This list keeps them alive, since the program has no outputs of them."""
         self._with_gradient: set[str] = set()
-        """Checkpoints that this rank has a gradient of."""
+        """Checkpoints for which this rank has a gradient."""
 
     @property
     def engine(self) -> AdaptedEngine:
@@ -76,50 +76,50 @@ class TrainerRank(SlotChoice):
 
     @property
     def data_share(self) -> tuple[int, int]:
-        """The data parallel share that this rank computes, and how many there are."""
+        """The index of the data parallel share that this rank computes, and the number of shares."""
         return self._engine.data_share
 
     def load_lora(self, name: str, source: str | Path) -> None:
-        """Load an adapter that only computes, as PEFT or `save` wrote it, in place of one of that name. Collective.
+        """Load an adapter that is not trained, from a directory of PEFT or `save`. It replaces one of that name. Collective.
 
-        Raises as `load_checkpoint`.
+        Raises the errors of `load_checkpoint`.
         """
         self._load("lora", name, Path(source), None)
 
     def load_checkpoint(self, name: str, source: str | Path | None = None, config: LoraConfig | None = None) -> None:
-        """Load an adapter that is trained, in place of one of that name. Collective.
+        """Load a trainable adapter, which replaces one of that name. Collective.
 
         Args:
             name: Letters, digits, dots, dashes and underscores.
-            source: A directory that PEFT or `save` wrote; it goes on with the optimizer that `save` wrote there. None for a fresh
-                one, whose B is 0.
+            source: A directory that PEFT or `save` wrote; the optimizer that `save` wrote there is resumed. None for a fresh
+                adapter, whose B is 0.
             config: Rank, scale, layers and seed of a fresh one.
 
         Raises:
-            ConfigError: `source` holds no adapter for this model, or another than `config` says; or the name is taken otherwise.
+            ConfigError: `source` holds no adapter for this model, or one that contradicts `config`, or a LoRA has that name.
             ProtocolError: A forward pass of it still waits for its backward pass.
         """
         self._load("checkpoint", name, None if source is None else Path(source), config)
 
     def save(self, name: str, directory: str | Path) -> None:
-        """Write a slot as PEFT does, a checkpoint with its optimizer beside it. `directory` must not exist. Collective."""
+        """Write a slot in PEFT's format, a checkpoint with its optimizer. `directory` must not exist. Collective."""
         self._slots.named(self._slots.kinds.get(name, "checkpoint"), name)
         self._engine.export_adapter(Path(directory), name, with_optimizer=True)
 
     def dp_rank_forward(self, inputs: ForwardInputs) -> ForwardOutputs:
-        """Compute inputs of this rank: other data parallel ranks have others, and any number of them, none included. Collective.
+        """Compute the inputs of this rank. Each data parallel rank has inputs of its own, any number, or none. Collective.
 
         Args:
             inputs: An input, or lists of them.
 
         Raises:
-            ForwardMemoryError: They don't fit; nothing was computed.
-            ProtocolError: The model doesn't have a token or target of theirs, on any rank; or ranks that hold parts of one model
-                were given other inputs.
+            ForwardMemoryError: The inputs of a rank don't fit into memory; nothing was computed.
+            ProtocolError: The model doesn't have a token or target, on any rank; or ranks that hold parts of one model were
+                given different inputs.
             ConfigError: There is no such slot.
 
         Returns:
-            Outputs, nested like `inputs`. Where torch's grad mode is on, those of checkpoints have a gradient.
+            Outputs, nested like `inputs`. If torch's grad mode is on, those of checkpoints have a gradient.
         """
         flat: list[ForwardInput] = []
 
@@ -140,22 +140,21 @@ class TrainerRank(SlotChoice):
         return shaped_like(inputs, iter(found))
 
     def forward_micro_batches(self, inputs: Sequence[ForwardInputs]) -> Iterator[MicroBatch]:
-        """Compute inputs that every rank is given alike, in the widest micro-batches that fit. Collective.
+        """Compute inputs that are the same on every rank, in the widest micro-batches that fit into memory. Collective.
 
-        Its items are divided among the data parallel ranks, and never split: nest what belongs together. Call `backward` before
-        the next micro-batch is asked for, or keep the outputs' graphs in memory.
+        Items are divided among the data parallel ranks, and never split: nest inputs that belong together. Call `backward`
+        before requesting the next micro-batch; otherwise the outputs' graphs stay in memory.
 
         Args:
             inputs: Items: inputs, or lists of them.
 
         Raises:
-            ForwardMemoryError: An item doesn't fit alone; the ones before it were computed.
-            ProtocolError: The model doesn't have a token or target of theirs, or ranks were given different inputs; nothing was
-                computed.
+            ForwardMemoryError: A single item doesn't fit; the items before it were computed.
+            ProtocolError: The model doesn't have a token or target, or ranks were given different inputs; nothing was computed.
             ConfigError: There is no such slot; nothing was computed.
 
         Yields:
-            Micro-batches, as many on every rank.
+            Micro-batches, the same number on every rank.
         """
         items: list[list[ForwardInput]] = []
 
@@ -172,16 +171,16 @@ class TrainerRank(SlotChoice):
             micro = self._next_micro_batch(inputs, items, first)
             first += micro.stats.items
             yield micro
-            del micro  # its outputs are the program's alone
+            del micro  # only the program keeps its outputs alive
 
     def backward(self, loss: torch.Tensor | float = 0.0) -> None:
-        """Run the backward passes of everything that was computed with gradient since the last call. Collective.
+        """Run the backward passes of all forward passes with gradient since the last call. Collective.
 
-        ``loss.backward()`` does the same where the losses of all ranks lead to as many forward passes. This call also takes part
-        where this rank had no inputs, or its loss does not need them all.
+        ``loss.backward()`` does the same if the losses of all ranks depend on the same number of forward passes. This method also
+        works if a rank had no inputs, or if its loss does not depend on all of its passes.
 
         Args:
-            loss: A scalar; a number, or a tensor without gradient, on a rank that has nothing to add.
+            loss: A scalar; a number, or a tensor without gradient, on a rank that contributes nothing.
 
         Raises:
             ProtocolError: Ranks dropped outputs, so that their numbers of backward passes differ; nothing was run.
@@ -208,20 +207,20 @@ class TrainerRank(SlotChoice):
     def optim_step(
         self, params: AdamParams, scale_grads: float = 1.0, checkpoints: Sequence[str] | None = None
     ) -> dict[str, float]:
-        """Take one step of AdamW with the gradients, added up over the ranks, and drop them. Collective.
+        """Take one step of AdamW with the gradients, summed over the ranks, and drop them. Collective.
 
         Args:
-            params: How.
-            scale_grads: Gradients are multiplied by it first: 1 / n, if losses were sums over n tokens of all ranks.
-            checkpoints: Which ones; None for all that have a gradient on any rank.
+            params: AdamW's settings.
+            scale_grads: Factor for the gradients, applied first: 1 / n, if losses were sums over n tokens of all ranks.
+            checkpoints: The checkpoints to step; None for all that have a gradient on any rank.
 
         Raises:
-            GradientError: The gradient of one is not finite; none has changed, and all these gradients are gone.
-            ProtocolError: One has no gradient, or a forward pass of it waits for its backward pass; nothing has changed.
+            GradientError: A gradient is not finite. No checkpoint has changed, and the gradients of all of them are dropped.
+            ProtocolError: A checkpoint has no gradient, or one of its forward passes waits for backward; nothing has changed.
             ConfigError: There is no such checkpoint.
 
         Returns:
-            The L2 norm of each one's gradient, scaled and before clipping.
+            The L2 norm of each checkpoint's gradient, scaled and before clipping.
         """
         state = self._shared([sorted(self._with_gradient), sorted({each.slot for each in self._graphs()})])
         known = {name for gradients, _ in state for name in gradients}
@@ -236,7 +235,7 @@ class TrainerRank(SlotChoice):
         return self._engine.step_adapters(names, params, scale_grads)
 
     def close(self) -> None:
-        """Free the model. Any number of times."""
+        """Free the model. Idempotent."""
         self._idle.clear()
         self._open.close()
 
@@ -251,12 +250,12 @@ class TrainerRank(SlotChoice):
         return self._open.engine
 
     def _shared(self, value: Any) -> list[Any]:
-        """`value` of every rank. Collective."""
+        """Gather `value` from every rank. Collective."""
         with self._open.collective():
             return share_json(value, self._engine.device)
 
     def _on_every_rank(self, action: Callable[[], object]) -> None:
-        """Run `action`; where it fails on any rank, every rank raises. Collective."""
+        """Run `action`. If it fails on any rank, every rank raises. Collective."""
         with self._open.collective():
             on_every_rank(action, self._engine.device, PART)
 
@@ -303,7 +302,7 @@ class TrainerRank(SlotChoice):
         return self._estimate.of(each, gradient=gradient)
 
     def _available(self) -> int:
-        """Memory for a pass on the rank that has least; predictions become those of the rank that measured most. Collective."""
+        """Bytes for a pass on the rank that has least. Adopts the highest memory estimate of all ranks. Collective."""
         live = sum(graph.nbytes for graph in self._graphs())
         left = free_bytes(self._engine.device) if self._limit is None else self._limit - live
         told = self._shared([left, self._estimate.to_plain()])
@@ -333,7 +332,7 @@ class TrainerRank(SlotChoice):
     def _compute(
         self, passes: Sequence[PackedPass], flat: Sequence[ForwardInput], counts: tuple[int, int]
     ) -> tuple[list[ForwardOutput], int]:
-        """Run this rank's passes, and as many more as others make; returns outputs in the order of `flat`, and bytes."""
+        """Run this rank's passes, and empty ones up to `counts`. Returns outputs in the order of `flat`, and measured bytes."""
         mine = [each for each in passes if each.gradient]
         others = [each for each in passes if not each.gradient]
         trained = self._slots.checkpoints
@@ -348,7 +347,7 @@ class TrainerRank(SlotChoice):
         return [found[id(each)] for each in flat], total
 
     def _run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
-        """Run one pass; returns its outputs, and the bytes that it took."""
+        """Run one pass. Returns its outputs, and the bytes that it took."""
         query = packed.query(micro := packed.packed())
         meter = Meter(self._engine.device)
         measured = self._estimate.wants_measuring(packed.tokens, gradient=packed.gradient)
@@ -377,7 +376,7 @@ class TrainerRank(SlotChoice):
         nbytes: int,
         backward: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
     ) -> dict[str, torch.Tensor]:
-        """`found`, cut off from its graph, see `LiveGraph`."""
+        """Detach the outputs `found` from their graph, see `LiveGraph`."""
         graphed = {name: tensor for name, tensor in found.items() if tensor.requires_grad}
         predicted = sum(self._estimate.of(each, gradient=True) for each in packed.inputs)
         graph = LiveGraph(packed.slot, list(graphed.values()), nbytes or predicted, backward)
@@ -395,6 +394,6 @@ class TrainerRank(SlotChoice):
 
 
 def _most(passes: Sequence[Sequence[PackedPass]]) -> tuple[int, int]:
-    """The most passes with and without gradient that any rank makes, from those of every rank."""
+    """The largest numbers of passes with and without gradient of any rank."""
     with_gradient = [sum(each.gradient for each in of_rank) for of_rank in passes]
     return max(with_gradient), max(len(of_rank) - some for of_rank, some in zip(passes, with_gradient, strict=True))

@@ -1,4 +1,4 @@
-"""Windows of items that the data parallel ranks compute together: pure functions of what each of them costs."""
+"""Windows of items that the data parallel ranks compute together: pure functions of the items' memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import accumulate
 
 
 def part_of(first: int, items: int, rank: int, world: int) -> range:
-    """The items of data parallel rank `rank`, in a window of `items` items from `first` on: neighbours, in order."""
+    """The items of data parallel rank `rank` in a window of `items` items from `first` on: a contiguous range."""
     return range(first + items * rank // world, first + items * (rank + 1) // world)
 
 
@@ -16,8 +16,8 @@ def part_of(first: int, items: int, rank: int, world: int) -> range:
 def planned_windows(costs: tuple[int, ...], world: int, available: int) -> tuple[int, ...]:
     """The numbers of items of successive windows, each the widest in which no rank needs more than `available`.
 
-    Windows grow as long as they fit, so the result doesn't depend on what follows them. It is kept for the next call with the
-    same arguments: a program often computes the same items several times.
+    A window grows while it fits, so it doesn't depend on the items after it. The result is cached, because a program often
+    computes the same items several times.
 
     Args:
         costs: Bytes that each item takes.
@@ -25,7 +25,7 @@ def planned_windows(costs: tuple[int, ...], world: int, available: int) -> tuple
         available: Bytes that the rank with the fewest has.
 
     Returns:
-        Numbers of items, in order. They end before the first item that does not fit alone.
+        Numbers of items, in order. They end before the first item that does not fit by itself.
     """
     sums = [0, *accumulate(costs)]
     found: list[int] = []
@@ -37,7 +37,7 @@ def planned_windows(costs: tuple[int, ...], world: int, available: int) -> tuple
 
 
 def window_cost(costs: Sequence[int], first: int, items: int, world: int) -> int:
-    """Bytes of the rank that needs most in a window."""
+    """Bytes that the rank with the highest need takes in a window."""
     return max(sum(costs[index] for index in part_of(first, items, rank, world)) for rank in range(world))
 
 

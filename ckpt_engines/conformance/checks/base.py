@@ -42,11 +42,11 @@ class ConformanceBase:
     expiring_s: ClassVar[float] = 0.6
     """Deadline of calls that only the deadline ends, in seconds."""
     settle_s: ClassVar[float] = 0.15
-    """Seconds after which a process that was told to start a call is inside of it."""
+    """Seconds after which a process that was requested to start a call is inside that call."""
     slack_s: ClassVar[float] = 2.0
     """Seconds by which a call may end after its deadline."""
     prompt_s: ClassVar[float] = 5.0
-    """Seconds within which a half must notice the death of a peer where it has to notice it at once."""
+    """Seconds within which a half must notice the death of a peer, in checks that do not allow it to wait for its deadline."""
     grace_s: ClassVar[float] = GRACE_S
     """Seconds after its deadline at which a call counts as hanging and its process is killed."""
     rounds: ClassVar[int] = 50
@@ -63,12 +63,12 @@ class ConformanceBase:
 
     @pytest.fixture
     def engine_options(self) -> dict[str, Any]:
-        """Options of the engine under test. Override it where the engine needs some."""
+        """Options of the engine under test. Override it if the engine needs some."""
         return {}
 
     @pytest.fixture
     def capabilities(self, engine_name: str) -> Capabilities:
-        """The engine's declared capabilities. Skips the check where the engine cannot run."""
+        """The engine's declared capabilities. Skips the check if the engine cannot run on this machine."""
         cls = engine_class(engine_name)
         if reason := why_unavailable(cls):
             pytest.skip(f"{engine_name} cannot run here: {reason}")
@@ -91,7 +91,7 @@ class ConformanceBase:
 
     @pytest.fixture
     def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:
-        """The session's processes. Those lent to a check are taken back after it."""
+        """The processes of the pytest session. After a check, the processes lent to it are taken back."""
         stash = request.config.stash
         if POOL not in stash:
             stash[POOL] = Pool()
@@ -148,15 +148,15 @@ class ConformanceBase:
         return error
 
     def not_yet(self, half: RemoteHalf, seconds: float, event: str) -> None:
-        """Check that `half`'s oldest operation does not end for `seconds`, since `event` has not happened yet."""
+        """Check that `half`'s oldest operation does not end within `seconds`, since `event` has not happened yet."""
         assert not first_answers([half], seconds), f"expected {half.name} to wait, it returned before {event}"
 
     def late(self, deadline_s: float) -> tuple[float, float]:
-        """Return the seconds between which a call may end whose deadline passes, for `failure`."""
+        """Return the earliest and the latest time (s) at which a call may end whose deadline passes, for `failure`."""
         return deadline_s - EARLY_S, deadline_s + self.slack_s
 
     def in_time(self, deadline_s: float) -> tuple[float, float]:
-        """Return the seconds between which a call may end that fails earlier than its deadline, for `failure`."""
+        """Return the earliest and the latest time (s) at which a call may end that fails before its deadline, for `failure`."""
         return 0.0, deadline_s + self.slack_s
 
     def no_more_than(self, before: Sequence[Mapping[str, int]], connection: Connection, when: str) -> None:
@@ -180,14 +180,14 @@ def expect_no_more(
     when: str,
     slack_s: float,
 ) -> None:
-    """Check that processes come to hold no more resources than `before` within `slack_s`, since threads may need a moment to end.
+    """Check that processes hold no more resources than `before` within `slack_s`, since threads may need a moment to end.
 
     Args:
         names: Name of each process.
-        before: What each held.
-        count: Returns what each holds now.
-        when: What is said after "nothing to be left" otherwise.
-        slack_s: Seconds.
+        before: Earlier counts of each process's resources.
+        count: Returns the present counts.
+        when: Continues the message of a failure after "expected nothing to be left".
+        slack_s: Seconds in which resources may still be freed.
     """
     end = time.monotonic() + slack_s
     while True:

@@ -81,7 +81,7 @@ class DeadlineChecks(ConformanceBase):
         connection.sender.stop()
         connection.start_receive(first, [Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
         try:
-            connection.check_received([first])  # the whole bucket may have arrived before
+            connection.check_received([first])  # the complete bucket may have arrived before
         except DeadlineExceededError:
             _, latest_s = self.late(self.expiring_s)
             assert first.seconds <= latest_s, (
@@ -138,7 +138,7 @@ class DeadlineChecks(ConformanceBase):
     def test_a_receiver_of_another_session_is_not_let_in(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """A half of an earlier session knows the address, but not the session. Neither side accepts it as a peer."""
+        """A half of an earlier session knows the address, but not the session. Neither side accepts the other as a peer."""
         connection = halves(1)
         (receiver,) = connection.receivers
         connection.exchange_addresses()

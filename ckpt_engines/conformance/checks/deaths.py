@@ -62,14 +62,14 @@ class DeathChecks(ConformanceBase):
     def test_a_receiver_killed_in_mid_bucket_fails_the_sender_in_time(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """The other receiver gets the whole bucket or an error. It never hangs."""
+        """The other receiver gets the complete bucket or an error. It never hangs."""
         connection = connected(2)
         alive, doomed = connection.receivers
         self._kill_in_mid_bucket(connection, doomed, alive, self._limit_s(capabilities))
         self._check_survivors(connection, doomed, alive, capabilities)
 
     def test_a_sender_killed_in_mid_bucket_fails_its_receivers_in_time(self, connected: ConnectionMaker) -> None:
-        """No receiver accepts a part of a bucket as the bucket."""
+        """No receiver accepts a part of a bucket as the complete bucket."""
         connection = connected(2)
         first, second = connection.receivers
         second.stop()  # so that the send cannot end before the kill
@@ -151,13 +151,13 @@ class DeathChecks(ConformanceBase):
         halves(2).connect().deliver([Parcel(1, 0, 100_000, 2)])
 
     def _limit_s(self, capabilities: Capabilities) -> float:
-        """The deadline of calls during which a receiver dies, which does not interrupt those of a store."""
+        """Return the deadline (s) of calls during which a receiver dies. That does not interrupt the calls of a store."""
         return self.interrupted_s if waits_for_receivers(capabilities) else self.deadline_s
 
     def _check_survivors(
         self, connection: Connection, doomed: RemoteHalf, alive: RemoteHalf, capabilities: Capabilities
     ) -> None:
-        """Check that the death of a receiver fails the sender, unless it stores, and harms no other receiver."""
+        """Check that the death of a receiver fails the sender, unless the engine is a store, and harms no other receiver."""
         if not waits_for_receivers(capabilities):
             connection.check_received([alive], connection.sender)
             return

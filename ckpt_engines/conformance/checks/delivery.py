@@ -34,7 +34,7 @@ class DeliveryChecks(ConformanceBase):
         connected(2).deliver([Parcel(1, index, nbytes, 300 + index) for index, nbytes in enumerate(sizes)])
 
     def test_buckets_of_no_bytes_arrive(self, connected: ConnectionMaker) -> None:
-        """A bucket may be empty, whether it is the first, the last, alone or between others."""
+        """A bucket may be empty, whether it is the first, the last, the only one or between others."""
         connection = connected(2)
         connection.deliver([Parcel(1, index, nbytes, index) for index, nbytes in enumerate([0, 10, 0, 0, 10, 0])])
         connection.deliver([Parcel(2, 0, 0, 0)])
@@ -98,7 +98,7 @@ class DeliveryChecks(ConformanceBase):
     def test_a_bucket_for_some_receivers_reaches_only_those(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """With point-to-point delivery, a receiver that is not named gets nothing."""
+        """With point-to-point delivery, only the named receivers get a bucket."""
         if Delivery.POINT_TO_POINT not in capabilities.delivery:
             pytest.skip("the engine does not declare point-to-point delivery")
         connection = connected(3)
@@ -171,7 +171,7 @@ class DeliveryChecks(ConformanceBase):
     def test_what_was_sent_arrives_though_the_sender_closes_right_after(
         self, connected: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """A bucket is not lost any more after ``send`` has returned."""
+        """A bucket cannot be lost once ``send`` has returned."""
         if not waits_for_receivers(capabilities) and not capabilities.persistent:
             pytest.skip("the buckets of a store that is not persistent end with their sender")
         connection = connected(2)

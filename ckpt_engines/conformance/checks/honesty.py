@@ -51,7 +51,7 @@ class HonestyChecks(ConformanceBase):
     def test_an_engine_of_one_host_refuses_an_address_of_another_in_words(
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
-        """A part of the sender's address identifies its host; a receiver's error for another value mentions another host."""
+        """A part of the sender's address identifies its host. With another value, a receiver's error mentions another host."""
         if not capabilities.same_host_only:
             pytest.skip("the engine does not declare that both halves run on one host")
         connection = halves(1)

@@ -54,7 +54,7 @@ class ReuseChecks(ConformanceBase):
         connection = halves(1)
         connection.exchange_addresses()
         connection.close()
-        for last in (False, True):  # what a library starts late, and keeps, is there once; a leak is there each time
+        for last in (False, True):  # a resource that a library acquires late and keeps appears once, a leak each time
             before = [half.call("resources") for half in connection.halves]
             connection.make()
             connection.exchange_addresses()

@@ -83,7 +83,7 @@ class ViewChecks(ConformanceBase):
         self.failure(connection.sender, ProtocolError, PeerLostError, between_s=(0.0, self.prompt_s))
 
     def test_reclaim_waits_for_the_last_release(self, viewers: ConnectionMaker) -> None:
-        """Reclaim waits neither shorter nor longer."""
+        """Reclaim does not return before the last release, and returns soon after it."""
         connection = viewers(2)
         first, last = connection.receivers
         connection.show(_version(1))
@@ -129,7 +129,7 @@ class ViewChecks(ConformanceBase):
             connection.release(number)
 
     def test_memory_outlives_a_connection(self, viewers: ConnectionMaker) -> None:
-        """The memory belongs to the engine. The next sender can send it as it is, and it is viewed as one storage."""
+        """The memory belongs to the engine. The next sender can send its bytes unchanged, and they are viewed as one storage."""
         connection = viewers(1)
         version = _version(1)
         connection.show(version)

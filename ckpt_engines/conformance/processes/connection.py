@@ -189,8 +189,8 @@ class Connection:
     def check_received(self, receivers: Sequence[RemoteHalf], sender: RemoteHalf | None = None) -> None:
         """Take the results of receivers, and of `sender` if given, and fail unless every byte is right.
 
-        After the first failure the other halves get a moment to report theirs. Wrong bytes are reported rather than an error of
-        another half that may follow from them.
+        After the first failure the other halves get a moment to report theirs. Wrong bytes take precedence over errors of other
+        halves, which may follow from them.
         """
         failures: list[BaseException] = []
         complaints: list[str] = []
@@ -231,5 +231,5 @@ class Connection:
 
 
 def waits_for_receivers(capabilities: Capabilities) -> bool:
-    """Whether a sender waits for its receivers. The sender of a store only writes; receivers read when they like."""
+    """Whether a sender waits for its receivers. The sender of a store only writes; receivers read at any time."""
     return Delivery.STORE not in capabilities.delivery

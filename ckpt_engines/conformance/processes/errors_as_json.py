@@ -8,7 +8,7 @@ from ... import errors
 from ...errors import WeightlaneError, error_from_wire
 
 _EXPECTED = "expected "
-"""The first word of every failure of the suite. An assertion of an engine itself is an untyped error."""
+"""The first word of every failure that the suite reports. An engine's own AssertionError is an untyped error."""
 
 
 class UntypedError(AssertionError):

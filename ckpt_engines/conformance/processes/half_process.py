@@ -45,7 +45,7 @@ class HalfProcess:
         self._engine: CheckpointEngine | None = None
         self._link: SenderLink | ReceiverLink | None = None
         self._opened: set[int] = set()
-        """Versions that a persistent engine was told of."""
+        """Versions that were opened in a persistent engine."""
         self._buffers: SendBuffers | None = None
         self._lasting: dict[int, torch.Tensor] = {}
         """Engine memory whose buckets receivers may view, by the slot number that the check chose."""
@@ -112,14 +112,14 @@ class HalfProcess:
         return address
 
     def connect(self, topology: dict[str, Any], deadline_s: float) -> None:
-        """Connect the half, in another thread than moves its data; `topology` has its key in hexadecimal."""
+        """Connect the half, on another thread than the one that moves its data. `topology` has its key in hexadecimal."""
         key = bytes.fromhex(topology["key"])
         told = Topology(topology["session"], topology["senders"], topology["receivers"], key=key)
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.link.connect, told, Deadline.after(deadline_s)).result()
 
     def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
-        """Allocate buffers of these sizes, all at once, and describe them. ``intact``: no other one overwrote the buffer."""
+        """Allocate buffers of these sizes, all at once, and describe them. ``intact``: no other buffer overwrote this one."""
         buffers = [self.engine.allocate(nbytes, self._device) for nbytes in sizes]
         for number, buffer in enumerate(buffers):
             buffer.fill_(number + 1)
@@ -149,9 +149,9 @@ class HalfProcess:
     ) -> None:
         """Send `parcels`, at most `at_once` at a time, and overwrite the memory of each as soon as it is sent.
 
-        A persistent engine learns of each version before, with `plan` as the version's buckets, and commits it after if `commit`
-        is true. One deadline holds for everything. Its time starts after the first payload is made, so that all of it is the
-        engine's.
+        A persistent engine opens each version first, with `plan` as the version's buckets, and commits it afterwards if `commit`
+        is true. One deadline holds for everything. Its time starts when the first payload is ready, so that the engine can use
+        all of it.
         """
         largest = max(parcel.nbytes for parcel in parcels)
         buffers = [self.buffers.get(number, largest, allocated=allocated) for number in range(at_once)]
@@ -197,9 +197,9 @@ class HalfProcess:
         fill: bool = True,
         own: bool = False,
     ) -> None:
-        """Send `parcels` as lasting buckets that lie side by side in the engine's memory, and leave them there.
+        """Send `parcels` as lasting buckets that adjoin in the engine's memory, and leave them there.
 
-        Each `slot` is separate memory. Without `fill` the memory is sent as it is. With `own` every bucket lies in memory that
+        Each `slot` is separate memory. Without `fill` the memory is sent unchanged. With `own` every bucket lies in memory that
         the engine did not allocate.
         """
         deadline = Deadline.after(deadline_s)
@@ -240,7 +240,8 @@ class HalfProcess:
     ) -> list[str]:
         """Receive `parcels`, at most `at_once` at a time, by one deadline, and return a `complaint` for each; empty if right.
 
-        Pauses for `pause_s` seconds before each. With `seeds`, each answer lists instead those seeds that fit the last byte.
+        Pauses for `pause_s` seconds before each. With `seeds`, each answer lists instead the seeds whose payload ends with the
+        received last byte.
         """
         deadline = Deadline.after(deadline_s)
         # A store has no connection on which a checksum could precede the bucket.
@@ -275,7 +276,7 @@ class HalfProcess:
         return answers
 
     def view(self, parcels: list[Parcel], sender: str, deadline_s: float) -> list[str]:
-        """View `parcels` one after the other by one deadline, and return a `complaint` for each; empty if right."""
+        """View `parcels` one after the other, within one deadline, and return a `complaint` for each; empty if right."""
         deadline = Deadline.after(deadline_s)
         for parcel in parcels:
             view, _ = self.receiver.view(parcel.version, parcel.number, parcel.nbytes, sender, deadline)
@@ -287,7 +288,7 @@ class HalfProcess:
         return [complaint(self._views[parcel.version, parcel.number], parcel, parcels) for parcel in parcels]
 
     def join(self, parcels: list[Parcel]) -> str:
-        """Compare the views of `parcels`, which adjoin, as one tensor. Returns how they differ; empty if right."""
+        """Compare the adjoining views of `parcels`, as one tensor, with the payloads. Returns the problem; empty if right."""
         views = [self._views[parcel.version, parcel.number] for parcel in parcels]
         storage, start = views[0].untyped_storage(), views[0].storage_offset()
         end = start
@@ -337,7 +338,7 @@ class HalfProcess:
         return self._unpickling.count
 
     def make_and_close(self, engine: str, options: dict[str, Any]) -> dict[str, dict[str, int]]:
-        """Return `resources` before an engine and two halves are made, while they are there, and after they were closed."""
+        """Return `resources` before an engine and two halves are made, while they exist, and after the halves are closed."""
         create_engine(engine, options)  # the first one loads libraries
         before = leftovers.of_this_process()
         made = create_engine(engine, options)

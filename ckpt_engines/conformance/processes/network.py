@@ -19,9 +19,9 @@ _UNIX_LISTEN = "00010000"
 _UNIX_STREAM = "0001"
 _POLL_S = 0.005
 _CONNECT_S = 0.2
-"""Seconds that a stranger waits for a connection. A listener whose queue is full never answers."""
+"""Longest time, in seconds, that a stranger waits for a connection. A listener whose queue is full never answers."""
 _FLOOD = 300
-"""Connections of a flood: more than the queue of a listener takes."""
+"""Number of connections in a flood: more than the queue of a listener holds."""
 _CHUNK_BYTES = 1 << 16
 _RESET = struct.pack("ii", 1, 0)
 """Value of `SO_LINGER` with which closing sends a reset instead of an orderly end."""
@@ -99,8 +99,8 @@ class Strangers:
     """Connect to every listening socket of some processes as soon as it appears, until the end of the block.
 
     Args:
-        manner: ``silent`` strangers connect and send nothing, ``garbage`` is sent by others, those ``hanging up`` close in the
-            middle of a message, and a ``flood`` is a few hundred silent ones at once.
+        manner: ``silent``: strangers connect and send nothing. ``garbage``: they send random bytes, or an HTTP request.
+            ``hanging up``: they close in the middle of a message. ``flood``: a few hundred silent ones connect at once.
         pids: Ids of the processes.
     """
 
@@ -125,7 +125,7 @@ class Strangers:
             sock.close()
 
     def wait(self, at_most_s: float) -> None:
-        """Wait until a first listener was visited, for `at_most_s` seconds at most."""
+        """Wait until strangers have visited a first listener, for `at_most_s` seconds at most."""
         end = time.monotonic() + at_most_s
         while not self.visited and time.monotonic() < end:
             time.sleep(_POLL_S)
@@ -201,7 +201,7 @@ class Recorder:
 
 
 def rerouted(address: Any, ports: Mapping[int, int]) -> Any:
-    """Return plain data with every port number that is a key of `ports` replaced, also in a text after a colon."""
+    """Return plain data with every port number that is a key of `ports` replaced by its value, also after a colon in a string."""
     if isinstance(address, dict):
         return {key: rerouted(value, ports) for key, value in address.items()}
     if isinstance(address, list):

@@ -1,6 +1,6 @@
-"""Payloads of the suite: bytes that both sides generate from a seed, and how received bytes differ from them.
+"""Payloads of the suite: bytes that both sides generate from a seed, and a description of how received bytes differ from them.
 
-Only the seed goes over the socket between a check and its processes.
+Only the seed is sent over the socket between a check and its processes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def payload(nbytes: int, seed: int, device: torch.device | str = "cpu") -> torch
 def complaint(received: torch.Tensor, parcel: Parcel, plan: Iterable[Parcel] = ()) -> str:
     """Describe how `received` differs from the payload of `parcel`; empty when it does not differ.
 
-    `plan` lists the other buckets that are sent, to recognise one that arrived in the place of another.
+    `plan` lists the sent buckets, to recognise one that arrived instead of this one.
     """
     expected = payload(parcel.nbytes, parcel.seed, received.device)
     if torch.equal(received, expected):

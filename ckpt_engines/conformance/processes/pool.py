@@ -18,7 +18,7 @@ from .errors_as_json import UntypedError, error_from_json
 GRACE_S = 10.0
 """Seconds after its deadline at which a call counts as hanging."""
 _OUTPUT_CHARACTERS = 3000
-"""How much of a dead process's output an error quotes: the end of a long traceback."""
+"""Number of characters that an error quotes from the end of a dead process's output: enough for the end of a long traceback."""
 _HALF_PROCESS = f"{__package__}.half_process"
 
 
@@ -32,7 +32,7 @@ class RemoteHalf:
     def __init__(self, process: ForkedProcess) -> None:
         self.process = process
         self._running: list[tuple[str, float, float]] = []
-        """Name of each running operation, `time.monotonic` at which it counts as hanging, and the grace period in that."""
+        """Name of each running operation, `time.monotonic` at which it counts as hanging, and the grace period (s) included."""
         self._stopped = False
         self.name = f"process {process.pid}"
         self.index = 0
@@ -41,7 +41,7 @@ class RemoteHalf:
         """Duration of the last operation."""
         self.grace_s = GRACE_S
         self.team = ""
-        """The team for which the process was first lent."""
+        """The team for which the process is lent, always the same one."""
 
     @property
     def pid(self) -> int:
@@ -61,7 +61,7 @@ class RemoteHalf:
     def start(self, op: str, **arguments: Any) -> None:
         """Request an operation. The process runs its operations one after the other."""
         earliest = max([time.monotonic(), *(hangs_at for _, hangs_at, _ in self._running[-1:])])
-        # A busy machine may take as long as it needs for an operation that promises nothing about time.
+        # An operation without a promise about time gets more of it, since the machine may be busy.
         grace_s = self.grace_s if "deadline_s" in arguments or op == "close" else max(self.grace_s, GRACE_S)
         self._running.append((op, earliest + float(arguments.get("deadline_s", 0.0)) + grace_s, grace_s))
         self.process.socket.send({"op": op, **arguments})
@@ -96,7 +96,7 @@ class RemoteHalf:
         return self.result()
 
     def failure(self, types: tuple[type[WeightlaneError], ...], expected: str) -> WeightlaneError:
-        """Return the error of the oldest operation, which must be one of `types`; `expected` begins what is said otherwise."""
+        """Return the error of the oldest operation, which must be one of `types`; `expected` begins the message of a failure."""
         try:
             answer = self.result()
         except WeightlaneError as raised:
@@ -124,7 +124,7 @@ class RemoteHalf:
 
 
 def first_answers(halves: Sequence[RemoteHalf], at_most_s: float = math.inf) -> list[RemoteHalf]:
-    """Wait up to `at_most_s` seconds until `result` of some of `halves` would not block; return those, or none."""
+    """Wait up to `at_most_s` seconds for halves whose `result` would not block, and return those halves; none after that time."""
     until = min(time.monotonic() + at_most_s, *(half.hangs_at for half in halves))
     if buffered := [half for half in halves if half.process.socket.buffered]:
         return buffered
@@ -152,10 +152,10 @@ class Pool:
         self._engine = ""
 
     def lend(self, count: int, engine: str, grace_s: float = GRACE_S, team: str = "") -> list[RemoteHalf]:
-        """Return `count` processes in which no other engine than `engine` was ever loaded.
+        """Return `count` processes in which no engine other than `engine` was ever loaded.
 
-        With `team`, a process is lent again in the place that it had in a team of this name, and in no other: libraries may
-        keep, for as long as a process runs, what follows from its rank.
+        With `team`, a process is lent again only to a team of this name and at the same index: libraries may keep state that
+        depends on the rank until the process ends.
         """
         if engine != self._engine:
             self._engine = engine

@@ -49,7 +49,7 @@ def loaded_from(name: str) -> Any:
 
     Raises:
         EngineImportError: It cannot be loaded.
-        EngineContractError: It declares itself wrongly.
+        EngineContractError: Its declaration is invalid.
     """
     place, _, attribute = name.rpartition(":")
     try:

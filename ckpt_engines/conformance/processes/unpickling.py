@@ -8,7 +8,7 @@ from typing import Any
 
 
 class UnpicklingCounter:
-    """Wraps every entry of the module `pickle` from its construction on, and counts the calls in `count`."""
+    """Replaces `pickle.load`, `pickle.loads` and `pickle.Unpickler` when it is constructed, and counts loads in `count`."""
 
     def __init__(self) -> None:
         self.count = 0

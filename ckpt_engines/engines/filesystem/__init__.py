@@ -1,1 +1,1 @@
-"""``filesystem``: versions as files that all sides see."""
+"""``filesystem``: versions as files in a directory that senders and receivers share."""

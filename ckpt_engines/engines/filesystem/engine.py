@@ -2,21 +2,21 @@
 
 Layout, where ``n`` is the sender's place in the topology::
 
-    <path>/latest.json                                      the newest committed version, and those that are kept beside it
-    <path>/<session>/sender-<n>/sender.json                 which process writes here; there while the session lasts
+    <path>/latest.json                                      the newest committed version, and the other versions that are kept
+    <path>/<session>/sender-<n>/sender.json                 the process that writes here; exists while the session lasts
     <path>/<session>/sender-<n>/v<version>/
-        bucket-00000.safetensors                            one bucket, or several from it on; there when complete
+        bucket-00000.safetensors                            this bucket, or this and the next ones; exists once complete
         manifest.json, model.safetensors.index.json         the framework's documents, written before the buckets or at the commit
-        COMMITTED                                           there once the version has served
+        COMMITTED                                           exists once the version has served
 
 A version stays until newer ones are *committed*: opening the next one removes nothing, so that receivers may still read. After
 a commit the newest `keep_versions` committed versions stay, also after `close` and over sessions. Every older version is
 removed, and every older one that was never committed. Closing removes uncommitted versions; those of a killed sender are removed
 by the next sender on the same host.
 
-Files are found by their names. Listings, which network file systems may serve from a cache, only help to find leftovers. An NFS
+Files are found by their names. Listings, which network file systems may serve from a cache, serve only to find leftovers. An NFS
 client also remembers for a while (``acdirmax``, a minute by default) that a file was *not* there. Receivers make it forget by
-opening the directories anew; where that is not enough, mount with ``lookupcache=positive``.
+opening the directories again; where that is not enough, mount with ``lookupcache=positive``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names and small JSON files of the filesystem engine, in the layout that the `engine` module shows.
 
-Any process that can reach the directory may have written what is parsed here. So all of it is validated before it becomes a
-path.
+Any process that can reach the directory may have written the parsed names and files. So each is validated before it becomes part
+of a path.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Guard:
 
 @contextlib.contextmanager
 def standalone_guard(part: str, deadline: Deadline) -> Iterator[Guard]:
-    """A guard for work outside of a half, or of a half that is closed already."""
+    """Yield a guard for work outside of a half, or of a half that is already closed."""
     life = Lifecycle(part, lambda: None)
     try:
         yield Guard(life, deadline)

@@ -1,4 +1,4 @@
-"""`PartialFile`: a file that is written bucket by bucket and appears under its name as a whole when it is finished."""
+"""`PartialFile`: a file that is written bucket by bucket and appears under its name, complete, when it is finished."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PartialFile(ABC):
 
     @abstractmethod
     def finish(self) -> None:
-        """Make the file visible, in the place of any other of that name."""
+        """Make the file visible. It replaces any other file of that name."""
 
     @abstractmethod
     def discard(self) -> None:
@@ -76,12 +76,12 @@ class LocalPartialFile(PartialFile):
 
 
 class RemotePartialFile(PartialFile):
-    """A file on any other file system: an upload in parts that is visible once completed, or a file that is renamed then.
+    """A file on any other file system: an upload in parts, visible once completed, or a temporary file that is then renamed.
 
     Args:
         fs: The fsspec file system.
         final: Path under which the finished file appears.
-        atomic: Whether an upload appears as a whole by itself.
+        atomic: Whether an upload is atomic: no part of the file is visible before it is completed.
     """
 
     def __init__(self, fs: Any, final: str, *, atomic: bool) -> None:
@@ -93,7 +93,7 @@ class RemotePartialFile(PartialFile):
         self._file = fs.open(self._target, "wb")
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `PartialFile.write`. Copies `content`, and uploads it when there is enough for a part."""
+        """See `PartialFile.write`. Copies `content`, and uploads the copies once they are enough for a part of the upload."""
         for chunk in content:
             check()
             self._file.write(bytes(chunk))
@@ -119,5 +119,5 @@ class RemotePartialFile(PartialFile):
 
 
 def _unfinished(final: str) -> str:
-    """A temporary name that no other writer uses, since two processes may write the same file."""
+    """Return a temporary name that no other writer uses, since two processes may write the same file."""
     return f"{final}.{secrets.token_hex(4)}.part"

@@ -1,4 +1,4 @@
-"""Reading a bucket's bytes out of a file: the payload is the file's end, behind nothing or behind a safetensors header."""
+"""Reading a bucket's bytes out of a file: the payload is the end of the file, after a safetensors header or after nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from ...errors import ProtocolError
 
 LOCAL_STEP_BYTES = 8 << 20
-"""Bytes between two looks at the deadline: a few milliseconds of a local file system's time."""
+"""Bytes between two checks of the deadline: a local file system needs a few milliseconds for them."""
 _REMOTE_STEP_BYTES = 64 << 20
 """Most bytes of one request, and of the copy that it needs."""
 _HEADER_LENGTH = struct.Struct("<Q")
@@ -21,7 +21,7 @@ _PART = "filesystem engine"
 
 
 def byte_view(data: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without NumPy. Valid while `data` lives."""
+    """Return a view of the memory of a contiguous CPU tensor, without NumPy. Valid while `data` exists."""
     if not data.numel():
         return memoryview(b"")
     return memoryview((ctypes.c_ubyte * data.numel()).from_address(data.data_ptr())).cast("B")
@@ -77,7 +77,7 @@ def read_remote_payload(
 
 
 def _check_size(path: str, size: int, total: int, start: bytes) -> None:
-    """Raise `ProtocolError` unless the file is `total` bytes behind nothing or behind a whole safetensors header."""
+    """Raise `ProtocolError` unless the file holds only the `total` bytes of the payload, or a safetensors header and these."""
     ahead = size - total
     if ahead == 0:
         return

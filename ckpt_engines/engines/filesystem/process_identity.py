@@ -10,13 +10,13 @@ from typing import Any
 
 
 def process_identity() -> dict[str, Any]:
-    """Return the identity of this process, with which `is_dead` works in any process of the same host."""
+    """Return the identity of this process. Any process of the same host can pass it to `is_dead`."""
     pid = os.getpid()
     return {"host": socket.gethostname(), "pid_namespace": _pid_namespace(), "pid": pid, "started": _start_time(pid)}
 
 
 def is_dead(identity: Mapping[str, Any]) -> bool:
-    """Tell whether `identity` is that of a process of this host that has ended; False for anything that is no identity."""
+    """Tell whether `identity` is that of a process of this host that has ended; False if it is malformed or of another host."""
     try:
         here = (socket.gethostname(), _pid_namespace())
         if (identity["host"], identity["pid_namespace"]) != here or not identity["started"]:

@@ -18,11 +18,11 @@ from .store_directory import StoreDirectory
 from .versions import read_bucket
 
 _FIRST_POLL_S = {True: 0.005, False: 0.1}
-"""First pause between two looks for a file, by whether the store is local: a look at an object store is a paid request."""
+"""First pause between two checks for a file, by whether the store is local: each check of an object store is a paid request."""
 _SLOWEST_POLL_FACTOR = 10
-"""How many times as long as the first pause the longest one is."""
+"""Ratio of the longest pause to the first one."""
 _HEALTH_CHECK_S = {True: 0.5, False: 2.0}
-"""Pause between two looks at whether the sender lives, by whether the store is local."""
+"""Pause between two checks that the sender is alive, by whether the store is local."""
 
 
 class FilesystemReceiver(PostingHalf, WeightReceiver):
@@ -78,7 +78,7 @@ class FilesystemReceiver(PostingHalf, WeightReceiver):
             raise PeerLostError("the sender's process is gone.", part=self._life.part, peer=sender)
 
     def _check_sender(self, sender: str, bucket: Bucket, guard: Guard) -> None:
-        """Raise an error if `bucket` will never come."""
+        """Raise an error if `bucket` will never arrive."""
         self._check_process(sender)
         text = self._store.read_text(f"{self._directories[sender]}/{SENDER_FILE}", guard)
         if text is None:

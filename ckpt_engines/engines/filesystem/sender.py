@@ -1,4 +1,4 @@
-"""`FilesystemSender`: writes buckets and documents, commits versions, and removes those that are no longer kept."""
+"""`FilesystemSender`: writes buckets and documents, commits versions, and removes versions that are no longer kept."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Version:
 
 @dataclass(slots=True)
 class _PartialPayload:
-    """A file of several buckets that lacks some."""
+    """A file of several buckets, some of which are not written yet."""
 
     file: PartialFile
     version: int
@@ -78,7 +78,7 @@ class FilesystemSender(PostingHalf, StoringSender):
         self._committed: set[int] = set()
         """Versions of this sender that stay when it closes."""
         self._committing = -1
-        """Version that the list of committed ones may name, whether or not the write of the list succeeded."""
+        """Version of the last write of the list of committed versions. The list may name it even if that write failed."""
         self._to_remove: list[str] = []
         """Version directories of other sessions that are no longer kept and could not be removed yet."""
         self._partial: _PartialPayload | None = None
@@ -98,7 +98,7 @@ class FilesystemSender(PostingHalf, StoringSender):
             self._store.write_text(f"{directory}/{SENDER_FILE}", sender_text(self.address(), 0), guard)
 
     def open_version(self, files: VersionFiles, deadline: Deadline) -> None:
-        """Write the version's documents; its buckets get their prefixes from now on."""
+        """Write the version's documents, and keep the prefixes for its buckets."""
         with self._life.call():
             guard = self._guard(deadline)
             self._check_names(files.documents)
@@ -139,7 +139,7 @@ class FilesystemSender(PostingHalf, StoringSender):
     def _append(
         self, path: str, bucket: Bucket, part: FilePart, content: Sequence[bytes | memoryview], guard: Guard
     ) -> bool:
-        """Write a bucket to the file of several buckets that it belongs to. Returns whether the file is complete now."""
+        """Append a bucket to its file, which has several buckets. Returns whether the file is now complete."""
         if part.offset == 0:
             self._discard_partial(guard.deadline)
             self._partial = _PartialPayload(self._store.begin(path, guard), bucket.version, part)
@@ -194,7 +194,7 @@ class FilesystemSender(PostingHalf, StoringSender):
     def _retained(
         self, newest: CommittedVersion, guard: Guard
     ) -> tuple[list[CommittedVersion], list[CommittedVersion]]:
-        """The versions that stay now that `newest` is committed, newest first, and the versions to remove."""
+        """Return the versions that are kept now that `newest` is committed, newest first, and the versions to remove."""
         earlier = [entry for entry in self._listed(guard) if entry != newest]
         stay = self._config.keep_versions - 1
         kept = [newest, *earlier[:stay]]

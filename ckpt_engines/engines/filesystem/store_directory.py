@@ -1,7 +1,7 @@
 """`StoreDirectory`: a directory on a local or remote file system, with the few operations the filesystem engine needs.
 
-Nothing here relies on a listing being complete, on modification times or on locks, none of which network file systems
-promise. They do promise that a rename within a directory, or the upload of an object, happens as a whole.
+Nothing here relies on complete listings, on modification times or on locks, none of which network file systems promise. They do
+promise that a rename within a directory, or the upload of an object, is atomic.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .payload_file import read_local_payload, read_remote_payload
 _T = TypeVar("_T")
 _LOCAL = frozenset({"file", "local"})
 _PUT_IS_ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oci", "oss"})
-"""Protocols of object stores, where an upload appears as a whole by itself."""
+"""Protocols of object stores, where an upload is atomic."""
 _PART = "filesystem engine"
 _HINTS = {
     errno.ENOSPC: "Free some space there, or set another checkpoint_engine.options.path.",
@@ -35,7 +35,7 @@ _HINTS = {
 _PARTICIPLES = {"read": "read", "list": "listed", "remove": "removed"}
 _pending_writes: dict[tuple[str, str], threading.Event] = {}
 """The running write that makes a file appear, by protocol and file, even if its caller has given up. The event is set when the
-write has ended. One table for the whole process, since a new connection writes the same files as the one before it."""
+write has ended. There is one table per process, since a new connection writes the same files as the one before it."""
 _pending_writes_lock = threading.Lock()
 
 
@@ -51,8 +51,8 @@ class StoreDirectory:
     A file appears under its name only when it is complete: by a rename, or on object stores by the upload itself. The first
     operation connects to the store. Each operation may raise `StorageError`, `DeadlineExceededError` or `ClosedError`.
 
-    Remote operations run in a thread that is left behind when the deadline passes. Local ones look at the deadline every few
-    MiB; one that hangs in the kernel, because an NFS server is gone and the mount is ``hard``, cannot be interrupted.
+    Remote operations run in a thread that is abandoned when the deadline passes. Local ones check the deadline every few MiB; one
+    that hangs in the kernel, because an NFS server is gone and the mount is ``hard``, cannot be interrupted.
 
     Args:
         url: A path, or an fsspec URL.
@@ -98,12 +98,12 @@ class StoreDirectory:
         )
 
     def full(self, path: str) -> str:
-        """The absolute path of `path` in its file system."""
+        """Return the absolute path of `path` in its file system."""
         root = self._opened[1]
         return f"{root.rstrip('/')}/{path}" if path else root
 
     def write(self, path: str, content: Sequence[bytes | memoryview], guard: Guard) -> None:
-        """Write `content` to a file that replaces any other of that name. When the write fails there is no new file."""
+        """Write `content` to a file that replaces any other of that name. A failed write makes no new file."""
         if self._put_is_atomic:
             final, joined = self.full(path), b"".join(content)  # a copy for the reason given in `append`
             with self._typed("write", final):
@@ -147,7 +147,7 @@ class StoreDirectory:
                 self._call(lambda: file.write([joined], check), guard, waiting_for)
 
     def finish(self, file: PartialFile, guard: Guard) -> None:
-        """Make `file` visible under its name, in the place of any other file."""
+        """Make `file` visible under its name. It replaces any other file of that name."""
         with self._typed("write", file.final):
             self._in_turn(file.final, file.finish, guard)
 
@@ -159,8 +159,8 @@ class StoreDirectory:
     def _in_turn(self, final: str, operation: Callable[[], None], guard: Guard) -> None:
         """Run `operation`, which makes a file appear, after all earlier writes of that file.
 
-        So an abandoned write never replaces a later one. A caller abandons a remote write that exceeds its deadline. A local
-        write that is stuck in the kernel is abandoned by the thread that waits for its caller.
+        So an abandoned write never replaces a later one. A caller abandons a remote write that exceeds its deadline. When a local
+        write is stuck in the kernel, the thread that waits for its caller abandons it.
         """
         waiting_for, file, ended = f"{final} to be written", (self._protocol, final), threading.Event()
         while True:
@@ -197,8 +197,8 @@ class StoreDirectory:
     def read_payload(self, path: str, data: memoryview, guard: Guard, offset: int, total: int) -> bool:
         """Fill `data` with the bytes from `offset` on of the file's payload, its last `total` bytes.
 
-        Returns False when there is no such file yet. Raises `ProtocolError` when the file is anything else than the payload
-        alone, or the payload behind a safetensors header.
+        Returns False when there is no such file yet. Raises `ProtocolError` when the file is neither the payload by itself nor a
+        safetensors header and the payload.
         """
         final = self.full(path)
         waiting_for = f"{final} to be read"
@@ -220,12 +220,12 @@ class StoreDirectory:
         return True
 
     def read_text(self, path: str, guard: Guard) -> str | None:
-        """A small file's text, undecodable bytes replaced; None when there is no such file."""
+        """Return a small file's text, undecodable bytes replaced; None when there is no such file."""
         content = self._unless_missing("read", path, lambda final: bytes(self._fs.cat_file(final)), guard)
         return None if content is None else content.decode(errors="replace")
 
     def names(self, path: str, guard: Guard) -> list[str]:
-        """Names of a directory's entries. They may be out of date or incomplete, and serve only to find leftovers."""
+        """Return the names of a directory's entries. They may be out of date or incomplete, and serve only to find leftovers."""
 
         def entries(final: str) -> list[str]:
             with contextlib.suppress(NotADirectoryError):

@@ -20,7 +20,7 @@ _FIRST_SENDER = "any-session/sender-0"
 class StoredVersion:
     """A committed version in the directory or at the fsspec URL that is a ``filesystem`` engine's ``path``.
 
-    The version stays readable for as long as the engine keeps it (``keep_versions``).
+    The version stays readable while the engine keeps it (``keep_versions``).
     """
 
     def __init__(self, store: StoreDirectory, entry: CommittedVersion) -> None:
@@ -29,7 +29,7 @@ class StoredVersion:
 
     @classmethod
     def newest(cls, path: str, storage_options: Mapping[str, Any] | None, deadline: Deadline) -> StoredVersion:
-        """The newest committed version.
+        """Return the newest committed version.
 
         Raises `StorageError` when nothing is committed there, `ProtocolError`, `ConfigError` or `DeadlineExceededError`.
         """
@@ -51,7 +51,7 @@ class StoredVersion:
 
     @property
     def location(self) -> str:
-        """The version's directory in its file system, which no other publication has."""
+        """The version's directory in its file system. No other publication uses the same one."""
         return self._store.full(self._entry.directory)
 
     def document(self, name: str, deadline: Deadline) -> str:

@@ -37,7 +37,7 @@ def read_bucket(store: StoreDirectory, directory: str, bucket: Bucket, guard: Gu
 
 
 def committed_versions(store: StoreDirectory, directory: str, guard: Guard) -> list[CommittedVersion]:
-    """The committed versions of all senders whose place is that of `directory`, newest first.
+    """Return the committed versions of all senders whose place in the topology is that of `directory`, newest first.
 
     Raises `ProtocolError` if the list is malformed.
     """
@@ -53,14 +53,14 @@ def is_in_use(store: StoreDirectory, directory: str, guard: Guard) -> bool:
 
 
 def remove_version(store: StoreDirectory, directory: str, guard: Guard) -> None:
-    """Remove a version, and the directories around it if they are empty then."""
-    store.remove(f"{directory}/{COMMITTED}", guard)  # first, so that no incomplete version carries it
+    """Remove a version, and then its parent directories if they are empty."""
+    store.remove(f"{directory}/{COMMITTED}", guard)  # first, so that no incomplete version has it
     store.remove_tree(directory, guard)
     _remove_empty(store, directory.rpartition("/")[0], guard)
 
 
 def remove_sender(store: StoreDirectory, directory: str, guard: Guard) -> None:
-    """Remove `SENDER_FILE` from a sender's directory, and the directory and its session's if they are empty then."""
+    """Remove `SENDER_FILE` from a sender's directory, and then that directory and the session's if they are empty."""
     store.remove(f"{directory}/{SENDER_FILE}", guard)
     _remove_empty(store, directory, guard)
 

@@ -1,9 +1,9 @@
 """`CudaDriver`: the dozen functions of the CUDA driver that pass device memory to another process.
 
-torch can share its own storages (``_share_cuda_``), but that shares whole blocks of the caching allocator together with
-whatever else lies in them. It counts references in a named file in /dev/shm, which a killed process leaves behind, and keeps
-memory until a peer that may be dead has counted down. With expandable segments it refuses or changes the handle. So the driver
-allocates each segment on its own. Its library has one name and a stable interface wherever CUDA runs, so `ctypes` reaches it
+torch can share its own storages (``_share_cuda_``), but then it shares entire blocks of the caching allocator, with everything
+else in them. It counts references in a named file in /dev/shm, which a killed process leaves behind, and keeps memory until a
+peer, which may be dead, has decremented the count. With expandable segments it refuses or changes the handle. So the driver
+allocates each segment separately. Its library has one name and a stable interface wherever CUDA runs, so `ctypes` can call it
 without another dependency.
 
 Source: CUDA driver API reference, sections "Memory Management" and "Primary Context Management".
@@ -26,7 +26,7 @@ _OUT_OF_MEMORY = 2
 _LAZY_ENABLE_PEER_ACCESS = 1
 """``CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS``."""
 _GRANULE_BYTES = 2 << 20
-"""Allocations are multiples of this: smaller ones share a block, and a handle opens all of its block to the other process."""
+"""Allocations are multiples of this: smaller ones share a block, and a handle opens the complete block to the other process."""
 
 
 class _IpcHandle(ctypes.Structure):
@@ -51,7 +51,7 @@ class CudaDriver:
         self._call("cuInit", ctypes.c_uint(0))
 
     def allocate(self, device: int, nbytes: int) -> int:
-        """Address of fresh device memory that shares no block with anything; `StorageError` when there is too little."""
+        """Return the address of new device memory in blocks of its own. Raises `StorageError` when there is too little."""
         granules = -(-max(1, nbytes) // _GRANULE_BYTES)
         pointer = ctypes.c_uint64()
         with self._context(device):
@@ -71,7 +71,7 @@ class CudaDriver:
             self._call("cuMemFree_v2", ctypes.c_uint64(pointer))
 
     def export(self, device: int, pointer: int) -> bytes:
-        """The handle with which another process opens memory that `allocate` returned."""
+        """Return the handle with which another process opens memory that `allocate` returned."""
         handle = _IpcHandle()
         with self._context(device):
             self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(pointer))
@@ -133,5 +133,5 @@ class CudaDriver:
 
 @functools.cache
 def cuda_driver() -> CudaDriver:
-    """The driver of this process, loaded on first use; `TransportError` when there is none."""
+    """Return the driver of this process, loaded on first use. Raises `TransportError` when there is none."""
     return CudaDriver()

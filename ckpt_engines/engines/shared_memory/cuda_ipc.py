@@ -1,6 +1,6 @@
 """The CUDA IPC engine: buckets stay in the sender's device memory, and receivers on the same host copy them out of it.
 
-For trainer and rollout on one GPU, which NCCL refuses, and for GPUs that reach each other over NVLink or PCIe.
+It is for trainer and rollout on one GPU, which NCCL refuses, and for GPUs that reach each other over NVLink or PCIe.
 """
 
 from __future__ import annotations

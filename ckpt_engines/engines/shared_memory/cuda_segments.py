@@ -1,8 +1,8 @@
 """Segments of ``cuda_ipc``: device memory that another process maps through CUDA's interprocess handles.
 
-The sender records an interprocess event behind the work that wrote the bucket, and announces the bucket. The receiver polls the
-event until it has passed, copies on a stream of its own, polls an event behind the copy, and acknowledges. No stream ever waits
-for another process, so a peer that dies or stops in the middle blocks a host thread until the deadline and never a device.
+The sender records an interprocess event after the work that wrote the bucket, and announces the bucket. The receiver polls the
+event until it has passed, copies on a stream of its own, polls an event after the copy, and acknowledges. No stream ever waits
+for another process, so a peer that dies or stops midway blocks a host thread until the deadline and never a device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _OTHER_ENGINES = "Set checkpoint_engine.backend to nccl, or gloo."
 class _DeviceMemory:
     """Memory allocated by the driver, freed when nothing refers to this object any more.
 
-    torch makes a tensor of it through ``__cuda_array_interface__`` (version 3) and then keeps it alive.
+    torch makes a tensor over the memory through ``__cuda_array_interface__`` (version 3), which then keeps this object alive.
     """
 
     def __init__(self, driver: CudaDriver, device: int, nbytes: int) -> None:
@@ -85,7 +85,7 @@ class CudaSegment(Segment):
         return self._runtime.recorded(self._stream)
 
     def publish(self, after: Any) -> None:
-        """See `Segment.publish`. Has the event that receivers poll pass with `after`."""
+        """See `Segment.publish`. Makes the event that receivers poll pass once `after` has passed."""
         with self._runtime.on(self._stream):
             self._runtime.wait_for(self._stream, after)
             self._written.record(self._stream)
@@ -147,11 +147,11 @@ class CudaSegmentKind(SegmentKind):
     copies_in_background = True
 
     def facts(self, device: torch.device) -> Mapping[str, Any]:
-        """The UUID of the physical device that the segments are on, which is the same in every process."""
+        """Return the UUID of the segments' physical device, which is the same in every process."""
         return {"device": _runtime(device).uuid()}
 
     def check(self, facts: Address, device: torch.device, part: str, peer: str) -> None:
-        """See `SegmentKind.check`. Mapping decides about a device that is not visible in this process."""
+        """See `SegmentKind.check`. A device that is not visible in this process passes; mapping its segments may fail later."""
         theirs = facts.get("device")
         if isinstance(theirs, str) and not _runtime(device).can_reach(theirs):
             raise TransportError(
@@ -190,7 +190,7 @@ class CudaSegmentKind(SegmentKind):
 
 
 def _keep_until_closed(sockets: Iterable[socket.socket], segments: list[Segment]) -> None:
-    """Keep `segments` until the other end of each of `sockets` is closed, or its process dead."""
+    """Keep `segments` until the other end of each of `sockets` is closed, or its process has died."""
     for sock in sockets:
         poller = select.poll()
         poller.register(sock, select.POLLIN)

@@ -1,4 +1,4 @@
-"""Segments of ``shm``: anonymous memory files, which other processes get as a descriptor and which end with their last user."""
+"""Segments of ``shm``: anonymous memory files. Other processes get their descriptors, and the last user's end frees them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class MemfdSegment(Segment):
     """A memory file of zeros.
 
-    The mapping is never removed under a tensor that refers to it: the memory is freed when the last such tensor is gone, here
-    and in every process that maps the file.
+    The mapping exists while a tensor refers to it. The memory is freed when the last such tensor is gone, here and in every
+    process that maps the file.
 
     Args:
         nbytes: Size of the file, at least 1.
@@ -69,12 +69,12 @@ class MemfdSegment(Segment):
 
 
 class MemfdMapping(SegmentMapping):
-    """A sender's memory file, mapped read-only: a process that writes to it is killed, and spoils nothing for others.
+    """A sender's memory file, mapped read-only: a process that writes to it is killed, and changes nothing for the others.
 
     Args:
         descriptor: Descriptor of the file, which is closed in any case: the mapping no longer needs it.
         nbytes: Size that the file must have.
-        device: Where buckets are copied to. An accelerator registers the mapping for as long as it exists.
+        device: Device to which buckets are copied. The mapping stays registered with an accelerator while it exists.
 
     Raises:
         ProtocolError: The file is not a segment of that size.
@@ -110,7 +110,7 @@ class MemfdMapping(SegmentMapping):
 
 
 def _populate(data: torch.Tensor) -> None:
-    """Take the page faults now, while a bucket is staged, and not when its version is committed.
+    """Cause the page faults now, while a bucket is staged, and not when its version is committed.
 
     Mapping with ``MAP_POPULATE`` would hold the interpreter's lock meanwhile: half a second for 512 MiB, in which no other
     thread of the process runs, vLLM's worker included. An older kernel does nothing here.
@@ -119,7 +119,7 @@ def _populate(data: torch.Tensor) -> None:
 
 
 def _read_only(pages: mmap.mmap, device: torch.device) -> torch.Tensor:
-    """The pages as uint8, registered with `device` until the last tensor that refers to them is gone.
+    """Return the pages as uint8, registered with `device` until the last tensor that refers to them is gone.
 
     torch has no read-only tensors and warns of read-only buffers, so the pages go through a ctypes array, which hides this.
     """

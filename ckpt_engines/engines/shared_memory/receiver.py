@@ -26,9 +26,9 @@ from ...toolkit.waiting import poll_until
 from .segment_base import SegmentKind, SegmentMapping, duplicate_sockets
 
 _LAST_COPY_WAIT_S = 1.0
-"""How long all copies that still run may delay the closing of a half."""
+"""Longest time, in seconds, that running copies may delay the closing of a half."""
 _PAUSE_S = 0.001
-"""Pause between two looks at whether a copy is over: a copy of a bucket takes milliseconds."""
+"""Pause between two checks that a copy is over: a copy of a bucket takes milliseconds."""
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
     Args:
         part: Name of this half for error messages, e.g. ``"shm receiver rollout-0"``.
         kind: The kind of the senders' segments.
-        device: Where buckets are copied to.
+        device: Device to which buckets are copied.
     """
 
     def __init__(self, part: str, kind: SegmentKind, device: torch.device) -> None:
@@ -67,7 +67,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
             super().connect(topology, channels, deadline)
 
     def post(self, bucket: Bucket, sender: str) -> None:
-        """Put the bucket behind those that were posted before; `flush` copies it."""
+        """Add the bucket to the posted ones; `flush` copies it."""
         with self._life.call():
             if bucket.data.device != self._device:
                 message = f"a bucket is on {bucket.data.device}, the others on {self._device}."
@@ -104,7 +104,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
         poll_until(done, self._life, deadline, waiting_for, peer=posted.channel.peer)
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
-        """Wait for the announcement, map the bucket's segment, acknowledge."""
+        """Wait for the announcement, map the bucket's segment, and acknowledge the bucket. See `ViewingReceiver.view`."""
         with self._life.call():
             channel = choose(self._channels, [sender], self._life)[sender]
             bucket = Bucket(version, index, torch.empty(nbytes, dtype=torch.uint8, device="meta"), lasting=True)
@@ -135,7 +135,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
 
     @contextlib.contextmanager
     def _checked(self, announcement: Mapping[str, Any], sender: str) -> Iterator[None]:
-        """Raise `ProtocolError` where an announcement lacks fields, or has others than the protocol allows."""
+        """Raise `ProtocolError` if an announcement lacks a field, or a field has a value that the protocol does not allow."""
         try:
             yield
         except (TypeError, KeyError, AttributeError) as error:
@@ -176,10 +176,10 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
 
 
 def _unmap(mappings: Iterable[SegmentMapping], channels: Iterable[Channel]) -> None:
-    """Unmap segments whose copies are over within a second, and the others in the background.
+    """Unmap segments whose copies end within a second, and the others in the background.
 
-    The end of a channel tells the sender that this receiver copies nothing out of its memory any more. So duplicates of the
-    channels' sockets stay open until all copies are over.
+    The end of a channel tells the sender that this receiver no longer copies from its memory. So duplicates of the channels'
+    sockets stay open until all copies are over.
     """
     deadline = Deadline.after(_LAST_COPY_WAIT_S)
     copying = [mapping for mapping in mappings if not _unmapped(mapping, deadline)]

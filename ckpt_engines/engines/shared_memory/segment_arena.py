@@ -18,12 +18,12 @@ _MIB = 1 << 20
 class SegmentArena:
     """Makes segments within a limit, and finds the one in which a bucket lies. Any thread may call it.
 
-    When the arena itself is gone, so are its segments.
+    The segments are retired when the arena is collected.
 
     Args:
         part: Name of the engine for error messages.
         kind: Makes the segments.
-        limit_bytes: Most memory of all segments together; None leaves that to the machine.
+        limit_bytes: Most memory of all segments together; None for no limit but the machine's.
     """
 
     def __init__(self, part: str, kind: SegmentKind, limit_bytes: int | None) -> None:
@@ -38,7 +38,7 @@ class SegmentArena:
         weakref.finalize(self, _retire_all, self._segments).atexit = False
 
     def make(self, nbytes: int, device: torch.device, *, preferred_bytes: int = 0) -> Segment:
-        """A new segment of `nbytes`, or of up to `preferred_bytes` where the limit allows.
+        """Return a new segment of at least `nbytes`, and of up to `preferred_bytes` where the limit allows.
 
         Raises `StorageError` when the limit or the machine's memory does not suffice.
         """
@@ -65,7 +65,7 @@ class SegmentArena:
         return segment
 
     def find(self, data: torch.Tensor) -> tuple[Segment, int] | None:
-        """The segment in which contiguous `data` lies, and the position in it; None when it lies in no segment."""
+        """Return the segment in which contiguous `data` lies, and the position in it; None when it lies in no segment."""
         with self._lock:
             for segment in self._segments.values():
                 offset = segment.offset_of(data)
@@ -74,7 +74,7 @@ class SegmentArena:
         return None
 
     def numbers(self) -> frozenset[int]:
-        """Numbers of the segments that are not discarded."""
+        """Return the numbers of the segments that are not discarded."""
         with self._lock:
             return frozenset(self._segments)
 

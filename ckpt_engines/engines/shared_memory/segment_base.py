@@ -1,4 +1,4 @@
-"""`Segment`, `SegmentMapping` and `SegmentKind`: the memory that ``shm`` and ``cuda_ipc`` share, each in its own subclasses."""
+"""`Segment`, `SegmentMapping` and `SegmentKind`: bases of the memory that ``shm`` and ``cuda_ipc`` share between processes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Segment(ABC):
     """One block of shared memory, in the process that made it."""
 
     number: int = -1
-    """Name of the segment in messages. The `SegmentArena` never gives a number twice."""
+    """Identifies the segment in messages. The `SegmentArena` never uses a number twice."""
     nbytes: int
     data: torch.Tensor
-    """The segment as contiguous one-dimensional uint8, which keeps the memory alive by itself."""
+    """The segment as contiguous one-dimensional uint8. The tensor keeps the memory alive."""
 
     @abstractmethod
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """JSON data and file descriptors with which a receiver maps the segment. The descriptors stay the sender's."""
+        """Return JSON data and file descriptors with which a receiver maps the segment. The sender keeps the descriptors."""
 
     def copy_in(self, data: torch.Tensor, after: Any) -> Any:
         """Copy contiguous uint8 `data` to the segment's beginning once the event `after` has passed.
@@ -40,13 +40,13 @@ class Segment(ABC):
         """Prepare the announcement of a bucket that is complete when the event `after` has passed."""
 
     def offset_of(self, data: torch.Tensor) -> int | None:
-        """Position of contiguous `data` in this segment, None when it lies elsewhere."""
+        """Return the position of contiguous `data` in this segment; None when it lies elsewhere."""
         offset = data.data_ptr() - self.data.data_ptr()
         return offset if 0 <= offset <= self.nbytes - data.numel() else None
 
     @abstractmethod
     def retire(self) -> None:
-        """The owner no longer uses the segment. The memory stays until no receiver maps it and no tensor refers to it."""
+        """Stop using the segment, as its owner. The memory stays until no receiver maps it and no tensor refers to it."""
 
 
 class SegmentMapping(ABC):
@@ -66,7 +66,7 @@ class SegmentMapping(ABC):
         """
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """`nbytes` of the segment from `offset` on, as read-only uint8 that keeps the mapping alive.
+        """Return `nbytes` of the segment from `offset` on, as read-only uint8 that keeps the mapping alive.
 
         Raises `ProtocolError` for kinds of segments that cannot be viewed.
         """
@@ -78,7 +78,7 @@ class SegmentMapping(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Unmap the segment as soon as no tensor refers to it. Only for a mapping all of whose copies are over."""
+        """Unmap the segment as soon as no tensor refers to it. Call this only when all copies of the mapping are over."""
 
 
 class SegmentKind(ABC):
@@ -88,7 +88,7 @@ class SegmentKind(ABC):
     """Whether copies continue after `SegmentMapping.start_copy`, several at a time."""
 
     def facts(self, device: torch.device) -> Mapping[str, Any]:  # noqa: ARG002
-        """[sender] JSON data for the address of a half whose buckets live on `device`."""
+        """[sender] Return JSON data for the address of a half whose buckets are on `device`."""
         return {}
 
     def check(self, facts: Address, device: torch.device, part: str, peer: str) -> None:  # noqa: B027 - one host is enough for most
@@ -96,7 +96,7 @@ class SegmentKind(ABC):
 
     @abstractmethod
     def create(self, nbytes: int, device: torch.device) -> Segment:
-        """[sender] A new segment of at least `nbytes` on `device`; `StorageError` when there is too little memory."""
+        """[sender] Return a new segment of at least `nbytes` on `device`. Raises `StorageError` for lack of memory."""
 
     @abstractmethod
     def map_segment(
@@ -108,7 +108,7 @@ class SegmentKind(ABC):
         """
 
     def before_close(self, channels: Iterable[Channel], segments: Iterable[Segment]) -> None:  # noqa: B027 - see above
-        """[sender] Called before `channels` are closed, whose receivers may still map `segments`."""
+        """[sender] Prepare the closing of `channels`, whose receivers may still map `segments`."""
 
 
 def close_descriptors(descriptors: Iterable[int]) -> None:
@@ -119,7 +119,7 @@ def close_descriptors(descriptors: Iterable[int]) -> None:
 
 
 def duplicate_sockets(channels: Iterable[Channel]) -> list[socket.socket]:
-    """Copies of the channels' sockets, which keep the connections open when the channels are closed. Skips closed channels."""
+    """Return copies of the channels' sockets, which keep the connections open after the channels close. Skips closed ones."""
     copies = []
     for channel in channels:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""`SegmentEngine`: the engine class behind ``shm`` and ``cuda_ipc``, which differ in the memory they share."""
+"""`SegmentEngine`: the base class of ``shm`` and ``cuda_ipc``, which differ in the memory they share."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SegmentEngine(CheckpointEngine):
         return LocalMeeting(self.config.socket_dir)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory that receivers can map: a bucket in it is sent without a copy on the sender's side."""
+        """Return memory that receivers can map: a bucket in it is sent without a copy on the sender's side."""
         if device.type not in self.capabilities.devices:
             types = " or ".join(sorted(self.capabilities.devices))
             raise ProtocolError(f"it has {types} memory only, not {device.type}.", part=self.label)

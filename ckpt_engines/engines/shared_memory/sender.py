@@ -24,7 +24,7 @@ from .segment_base import Segment, SegmentKind
 _NO_SEGMENT = -1
 """Number of the segment in the announcement of an empty bucket."""
 _ANNOUNCE_S = 10.0
-"""How long an announcement may wait for room in a socket, which has room for more than are ever unread."""
+"""Longest wait, in seconds, of an announcement for room in a socket, which has room for more than are ever unread."""
 
 
 @dataclass
@@ -32,9 +32,9 @@ class _Views:
     """One receiver's use of the lasting buckets of one version."""
 
     unanswered: set[int] = field(default_factory=set)
-    """Indices of buckets that the receiver has not acknowledged, and so may come to view."""
+    """Indices of buckets that the receiver has not acknowledged, and so may still start to view."""
     viewed: bool = False
-    """Whether the receiver views one or more."""
+    """Whether the receiver views one or more of the buckets."""
 
     @property
     def over(self) -> bool:
@@ -51,7 +51,7 @@ class _Posted:
     retired: dict[str, list[int]]
     """Segments that each receiver unmaps before it acknowledges the bucket."""
     scratch: Segment | None
-    """The segment to use again when the bucket is done."""
+    """The segment that holds a copy of the bucket, free again when the bucket is done; None for a bucket without such a copy."""
 
 
 class SegmentSender(ConnectedHalf, ViewableSender):
@@ -61,7 +61,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         part: Name of this half for error messages, e.g. ``"shm sender trainer-0"``.
         kind: The kind of the engine's segments.
         arena: The engine's segments: those that the caller allocated, and those for copies of other buckets.
-        device: Where buckets live.
+        device: Device on which buckets live.
     """
 
     def __init__(self, part: str, kind: SegmentKind, arena: SegmentArena, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         self._arena = arena
         self._device = device
         self._known: dict[str, dict[int, Segment]] = {}
-        """Segments that each receiver may map. The reference matters: device memory must not be freed under a mapping."""
+        """Segments that each receiver may map. This reference keeps them: device memory must not be freed while it is mapped."""
         self._posted: deque[_Posted] = deque()
         self._scratch: list[Segment] = []
         """Free segments for copies of buckets that lie in no segment."""
@@ -80,7 +80,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         """Use of the lasting buckets, by version and receiver."""
 
     def address(self) -> Address:
-        """The kind's facts about this sender's segments."""
+        """Return the facts that the kind of segments needs about this sender: `SegmentKind.facts`."""
         with self._life.call():
             return self._kind.facts(self._device)
 
@@ -145,7 +145,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         return segment, 0, scratch
 
     def _free_scratch(self, nbytes: int) -> Segment:
-        """A segment for a copy. No receiver reads it: those of the bucket before have acknowledged it."""
+        """Return a segment for a copy. No receiver reads it: the receivers of the bucket before have acknowledged that bucket."""
         while self._scratch:
             segment = self._scratch.pop()
             if segment.nbytes >= nbytes:
@@ -178,7 +178,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         return retired
 
     def _receive(self, names: Sequence[str], deadline: Deadline, waiting_for: str) -> None:
-        """Wait for a message of one of the receivers `names`, and handle each that has come."""
+        """Wait for a message from one of the receivers `names`, and handle a message of each receiver that has sent one."""
         peers = ", ".join(names)
         by_descriptor = {self._channels[name].fileno(): name for name in names}
         interest = dict.fromkeys(by_descriptor, select.POLLIN)
@@ -196,7 +196,10 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         )  # a peer that talks without end must not postpone it
 
     def _on_acknowledgement(self, name: str, answer: dict[str, Any]) -> None:
-        """Note that a receiver has acknowledged the oldest bucket that waits for it. `ProtocolError` for any other answer."""
+        """Note that receiver `name` has acknowledged the oldest bucket that it has not acknowledged yet.
+
+        Raises `ProtocolError` for any other answer.
+        """
         posted = next((each for each in self._posted if name in each.waiting), None)
         if posted is None:
             message = f"a bucket was not taken: {answer.get('refused', answer)}."

@@ -2,8 +2,8 @@
 
 Buckets lie in anonymous memory files, whose descriptors the sender passes over a Unix socket. So no file or segment has a name
 that ``kill -9`` could leave behind. Only the listening socket has a name, from ``address`` to the end of ``connect``; the next
-sender removes one whose owner was killed in between. Processes in different containers need to share only the directory of that
-socket.
+sender removes the socket of an owner that was killed in between. Processes in different containers need to share only the
+directory of that socket.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""The senders and receivers of ``nccl`` and ``hccl``: one communicator for all members of a connection, all in one order.
+"""The senders and receivers of ``nccl`` and ``hccl``: one communicator and one order of operations for each connection.
 
-NCCL and HCCL run the operations of a communicator one behind the other. So two members that take part in the same two
-operations must start them in the same order, and no circle of members may wait for each other. The framework posts in one order
-everywhere (see `Capabilities.collective`), and the halves start operations in the order of their posts. A receiver starts the
-buckets of several senders in one turn side by side, so that each sender's network card is busy.
+NCCL and HCCL run the operations of a communicator one after the other. So two members that take part in the same two operations
+must start them in the same order, and no cycle of members may wait for each other. The framework posts in one order everywhere
+(see `Capabilities.collective`), and the halves start operations in the order of their posts. Senders take turns; a receiver
+starts all buckets of one turn, at most one per sender, together, so that each sender's network card is busy.
 
-A bucket for all receivers from the only sender is broadcast; every other one is sent from rank to rank.
+A bucket for all receivers is broadcast if the connection has one sender; every other bucket is sent from rank to rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Started:
 
     bucket: Bucket
     transfer: DeviceTransfer | None
-    """Shared by all operations started side by side; None for a bucket that has no bytes or no receiver."""
+    """Shared by all operations that were started together; None for a bucket that has no bytes or no receiver."""
 
 
 class _CollectiveHalf(GroupHalf[_Started]):
@@ -47,10 +47,10 @@ class _CollectiveHalf(GroupHalf[_Started]):
         self._device = device
         self._ranks: dict[str, int] = {}
         self._senders = 0
-        """Number of senders."""
+        """Number of senders in the group; their ranks precede those of the receivers."""
         self._group: DeviceGroup | None = None
         self._unstarted: list[Operation] = []
-        """Operations that were posted and are started together, side by side."""
+        """Posted operations that will be started together."""
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
         """Form the group of all senders and receivers, which have ranks in that order."""
@@ -107,7 +107,7 @@ class _CollectiveHalf(GroupHalf[_Started]):
             poll_until(posted.transfer.done, self._life, deadline, bucket_label(posted.bucket), peer=peers)
 
     def _release(self) -> None:
-        # Let go of at once: a half and its lifecycle know each other, and the group has the store, its port and its thread.
+        # Dropped here: a half and its lifecycle refer to each other, and the group has the store, its port and its thread.
         group, self._group = self._group, None
         if group is not None:
             group.close()
@@ -135,11 +135,11 @@ class CollectiveReceiver(_CollectiveHalf, WeightReceiver):
     _side = "receiver"
 
     def post(self, bucket: Bucket, sender: str) -> None:
-        """Receive the bucket in its turn, beside those of other senders in the same turn."""
+        """Receive the bucket in its turn, together with the buckets of other senders in the same turn."""
         with self._life.call():
             source = self._rank(sender)
             broadcast = self._is_broadcast(bucket)
-            # Senders take turns in rank order, so a sender that is not behind all of them begins the next turn.
+            # In a turn senders are in rank order, so a sender whose rank is not above all unstarted ones begins the next turn.
             if broadcast or any(operation.source >= source for operation in self._unstarted):
                 self._start()
             self._unstarted.append(Operation(bucket, source, None if broadcast else (self._rank(self._name),)))

@@ -1,4 +1,4 @@
-"""A process group on an accelerator, whose transfers are polled for their end."""
+"""A process group on an accelerator, whose transfers are polled for completion."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WARM_UP_POLL_S = 0.002
 _ABORT_WAIT_S = 1.0
 """How long `close` waits for an abort: closing a half must not take long."""
 _BEHIND_S = 1.0
-"""How long after its work is completed a transfer's event may pass: the device only has to go from one stream to the other."""
+"""Longest time, in seconds, from the completion of a transfer's work until its event passes: only a switch of streams is left."""
 _log = logging.getLogger(__name__)
 
 
@@ -53,11 +53,11 @@ class Operation:
 
 
 class DeviceTransfer:
-    """Operations on a device's stream, which must be polled for their end.
+    """Operations on a device's stream, which must be polled for completion.
 
-    ``Work.wait`` of these backends only orders streams, and blocks on no failure of a peer; the event behind it on the group's
-    own stream is what tells that the memory is free. The work is completed when it failed, too, and then the event never
-    comes. ``Work.is_success``, which would tell a failure, is deprecated and raises in NCCL.
+    ``Work.wait`` of these backends only orders streams, and does not block when a peer fails. The event recorded after it on the
+    group's own stream shows that the memory is free. Failed work is also reported as completed, but then the event never passes.
+    ``Work.is_success``, which would report a failure, is deprecated and raises in NCCL.
     """
 
     def __init__(self, work: dist.Work, event: Any, part: str, peers: str) -> None:
@@ -85,10 +85,10 @@ class DeviceTransfer:
 
 
 class DeviceGroup:
-    """An open group on one device. Its operations run one behind the other on a stream of its own.
+    """An open group on one device. Its operations run one after the other on a stream of its own.
 
-    Operations wait for the event of each bucket and for no other work: neither for the training in the same process, nor the
-    training for them. All members start their operations in one order, so no two members wait for each other.
+    Operations wait for the event of each bucket and for no other work. They do not wait for the training in the same process, and
+    the training does not wait for them. All members start their operations in one order, so no two members wait for each other.
 
     Args:
         backend: torch's group.
@@ -106,7 +106,7 @@ class DeviceGroup:
         self._stream = runtime.stream_for(self)
 
     def start(self, operations: Sequence[Operation]) -> DeviceTransfer:
-        """Start operations side by side, of which none is a broadcast unless it is alone. Waits for no peer."""
+        """Start operations together. A broadcast must be the only one. Waits for no peer."""
         device = self._runtime.device
         for operation in operations:
             if operation.bucket.data.device != device:
@@ -138,12 +138,12 @@ class DeviceGroup:
         return start_pairs(self._backend, pairs)
 
     def warm_up(self, senders: int, deadline: Deadline) -> None:
-        """Broadcast one byte, and send one from each sender to each receiver, which the ranks behind `senders` are.
+        """Broadcast one byte, and send one from each sender to each receiver. The first `senders` ranks send, the others receive.
 
-        NCCL and HCCL connect two ranks in the call that starts their first transfer, on the host, and wait there for the other
-        rank to make its own: for ever, if need be. An abort from another thread does not end that call, in which torch then
-        polls a communicator that is gone, for half an hour. Seen with NCCL 2.28 and torch 2.11 on an H200. So all pairs connect
-        here, where such a wait is bounded, and no later call of a half waits for a peer.
+        NCCL and HCCL connect two ranks in the call that starts their first transfer. That call blocks the host thread until the
+        other rank makes the same call, without a limit. An abort from another thread does not end it: torch then polls a
+        communicator that is gone, for half an hour. Seen with NCCL 2.28 and torch 2.11 on an H200. So all pairs connect here,
+        where such a wait is bounded, and no later call of a half waits for a peer.
         """
         try:
             self._finish([self._byte(0, None)], "the first collective of the group", deadline)
@@ -171,8 +171,8 @@ class DeviceGroup:
     def close(self) -> None:
         """Abort the running operations and leave the group, within a second.
 
-        The kernels of a transfer whose peer is gone would occupy a part of the device for ever. An abort that takes longer
-        continues in its thread, which keeps the communicator alive until the abort is over.
+        Without the abort, the kernels of a transfer whose peer is gone would occupy a part of the device for ever. An abort that
+        takes longer continues in its thread, which keeps the communicator alive until the abort is over.
         """
         if self._aborter is None:
             aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
@@ -207,14 +207,14 @@ def open_device_group(
     life: Lifecycle,
     nccl: Mapping[str, int | str] | None = None,
 ) -> DeviceGroup:
-    """`open_process_group` of the members `names` on `device`, bounded by `deadline` and interruptible through `life`.
+    """Open a process group of the members `names` on `device`, within `deadline` and interruptible through `life`.
 
     The first `senders` of the members send, all others receive.
 
-    The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it looks for an end every 2 ms,
-    for up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a
-    thread of its own. When that thread does not return in time, it is left behind and closes the group that it opens late.
-    All members have met in the store before, so only a host that vanishes silently while NCCL connects costs such a thread.
+    The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it polls for completion every 2 ms, for
+    up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a thread of
+    its own. A thread that does not return in time is abandoned, and closes the group if it opens one later. All members have met
+    in the store before, so only a host that vanishes silently while NCCL connects costs such a thread.
     """
     peers = ", ".join(name for other, name in enumerate(names) if other != rank)
     opened: list[DeviceGroup] = []

@@ -3,7 +3,7 @@
 A sender and its receivers form one process group, in which the sender is rank 0 and the receivers follow in topology order; with
 several senders there are as many groups. A bucket for every receiver is broadcast in that group. A bucket for some receivers
 is broadcast in a group of two with each of them, opened when it is first needed. gloo's send and recv are not used: they can only
-be waited for by blocking in C++. Several transfers run at a time, each on a thread of gloo's.
+be waited for by blocking in C++. Several transfers run at a time, each on one of gloo's threads.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from .process_group import (
 )
 
 _PARALLEL_TRANSFERS = 8
-"""Transfers of a group that gloo runs at a time: a receiver asks for each before its bytes come, half a round trip early."""
+"""Transfers of a group that gloo runs at a time. A receiver requests each before its bytes arrive, half a round trip early."""
 _CLOSE_S = 1.0
-"""How long running transfers may take to fail once the half is closed."""
+"""Longest time, in seconds, that running transfers may take to fail once the half is closed."""
 
 
 class _Transfer:
@@ -55,7 +55,7 @@ class _Transfer:
         self._life.ring()
 
     def done(self, within_s: float = 0.0) -> bool:
-        """Whether the broadcast has ended, or ends within so many seconds."""
+        """Tell whether the broadcast has ended, or ends within `within_s` seconds."""
         return self._ended.wait(within_s)
 
     def result(self) -> None:
@@ -161,7 +161,7 @@ class GlooSender(_GlooHalf, WeightSender):
         """Rank of each receiver in the group of all."""
 
     def connect(self, topology: Topology, channels: Mapping[str, Channel], deadline: Deadline) -> None:  # noqa: ARG002
-        """Form the group with all receivers."""
+        """Form the group of this sender and all receivers."""
         with self._life.call():
             self._ranks = {name: rank for rank, name in enumerate(topology.receivers, 1)}
             if not self._ranks:
@@ -182,7 +182,7 @@ class GlooSender(_GlooHalf, WeightSender):
 
 
 class GlooReceiver(_GlooHalf, WeightReceiver):
-    """Has a rank above 0 in the groups of each sender."""
+    """A member, with a rank above 0, of the groups of each sender."""
 
     _side = "receiver"
 

@@ -1,4 +1,4 @@
-"""Connecting the members of a gloo group within a deadline. Where two members did not connect, all try again."""
+"""Connecting the members of a gloo group within a deadline. If any two members did not connect, all try again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _T = TypeVar("_T")
 
 _PART = "process group"
 _TIMEOUT_FACTOR = 5
-"""gloo waits for a connection this many times as long as its timeout says (gloo/transport/tcp/pair.h)."""
+"""gloo waits for a connection for this multiple of its timeout (gloo/transport/tcp/pair.h)."""
 _TRIES = 3
 """One try may use this fraction of the seconds left, so that at least two more fit in."""
 _SHORTEST_TRY_S, _LONGEST_TRY_S = 1.0, 60.0
 _GRACE_S = 5.0
 """How long a member on a busy machine may need to report a try's outcome after the try has ended."""
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Pauses between two questions to the store, doubled from the first to the second."""
+"""First and longest pause between two queries of the store; each pause is twice the one before."""
 
 
 def connect_gloo(
@@ -49,12 +49,12 @@ def connect_gloo(
         world: Number of members.
         deadline: Bounds all tries together.
         connect: Makes the group, given a store of its own for this try and the timeout for gloo.
-        undo: Takes back a `connect` that failed, or that succeeded while another member's failed.
+        undo: Undoes a `connect` that failed, or that succeeded while another member's failed.
         names: Names of the members for errors, by rank; without, "rank 1".
         hint: For the error when the deadline passes.
 
     Raises:
-        DeadlineExceededError: A member did not come, or no try succeeded.
+        DeadlineExceededError: A member did not join, or no try succeeded.
         PeerLostError: A member joined and then fell silent.
     """
     attempt = 0
@@ -88,7 +88,7 @@ def connect_gloo(
 
 
 def member_names(ranks: Sequence[int], names: Sequence[str]) -> str:
-    """The names of these ranks for an error message; "rank 1" where the group has no `names`."""
+    """Return the names of these ranks for an error message; "rank 1" where the group has no `names`."""
     if not names and ranks:
         return f"rank {', '.join(map(str, ranks))}"
     return ", ".join(names[rank] for rank in ranks)
@@ -97,7 +97,7 @@ def member_names(ranks: Sequence[int], names: Sequence[str]) -> str:
 def _await_all(meeting: dist.Store, step: str, rank: int, world: int, deadline: Deadline) -> list[int]:
     """Tell all members that this one has reached `step`, and wait for them; returns the ranks missing at the deadline.
 
-    This polls, because torch writes warnings when a wait of the store's ends without success.
+    This polls, because torch logs warnings when a wait of the store fails.
     """
     meeting.set(f"{step}/{rank}", "")
     meeting.add(step, 1)

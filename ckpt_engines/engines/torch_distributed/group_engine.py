@@ -47,7 +47,7 @@ class TorchDistributedConfig(EngineConfig):
         return host
 
     def listen_host(self, name: str) -> str:
-        """The address on which the participant called `name` listens.
+        """Return the address on which the participant called `name` listens.
 
         Raises `ConfigError` when the participant's interface does not exist or has no IPv4 address.
         """
@@ -58,11 +58,11 @@ class TorchDistributedConfig(EngineConfig):
         return address_of_interface(interfaces[int(number.group()) % len(interfaces) if number else 0])
 
     def interfaces(self) -> list[str]:
-        """Names of the network interfaces that participants take in turn; empty where they use `host`."""
+        """Return the names of the network interfaces that participants take in turn; empty if they use `host`."""
         return [interface.strip() for interface in self.interface.split(",") if interface.strip()]
 
     def communicator_settings(self) -> dict[str, int | str]:
-        """Fields of ``ncclConfig_t`` that the user chose, by name; empty for backends other than NCCL."""
+        """Return the fields of ``ncclConfig_t`` that the user set, by name; empty for backends other than NCCL."""
         return {}
 
 
@@ -79,7 +79,7 @@ class GroupEngine(CheckpointEngine):
         return TcpMeeting(self.config.listen_host(name))
 
     def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
-        """Raise `ConfigError` unless every interface has an address, or else `host` is an address of this machine."""
+        """Raise `ConfigError` unless every interface has an address or, without interfaces, `host` is one of this machine's."""
         interfaces = self.config.interfaces()
         for interface in interfaces:
             address_of_interface(interface)

@@ -36,7 +36,7 @@ class GroupHalf(ABC, Generic[_P]):
         self._served: tuple[dist.TCPStore, int] | None = None
 
     def address(self) -> Address:
-        """Address of the store that a sender serves; empty for a receiver."""
+        """Return the address of the store that a sender serves; empty for a receiver."""
         if self._side == "receiver":
             return {}
         with self._life.call():
@@ -67,7 +67,7 @@ class GroupHalf(ABC, Generic[_P]):
         self._served = None
 
     def _serve_store(self) -> tuple[dist.TCPStore, int]:
-        """The store that this half serves, and its port."""
+        """Return the store that this half serves, and its port."""
         if self._served is None:
             self._served = host_store(self._host)
         return self._served
@@ -83,5 +83,5 @@ class GroupHalf(ABC, Generic[_P]):
 
 
 def bucket_label(bucket: Bucket) -> str:
-    """A bucket's name for error messages."""
+    """Return a bucket's name for error messages."""
     return f"bucket {bucket.index} of version {bucket.version}"

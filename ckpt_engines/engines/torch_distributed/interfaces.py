@@ -11,11 +11,11 @@ from ...errors import ConfigError
 _SIOCGIFADDR = 0x8915
 """From <linux/sockios.h>: asks for an interface's address."""
 _ANY_PORT = 9
-"""Nothing is sent to it."""
+"""A port number that ``connect`` needs; nothing is sent to it."""
 
 
 def address_of_interface(interface: str) -> str:
-    """The IPv4 address of a network interface of this machine, or `ConfigError`."""
+    """Return the IPv4 address of a network interface of this machine. Raises `ConfigError` if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
@@ -31,7 +31,7 @@ def address_of_interface(interface: str) -> str:
 
 
 def interface_towards(host: str) -> str:
-    """The interface whose IPv4 address is this machine's own in connections to `host`; empty if there is no such one."""
+    """Return the interface whose IPv4 address this machine uses in connections to `host`; empty if there is none."""
     if not host:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -85,8 +85,8 @@ class NcclEngine(CollectiveEngine):
         if not is_available("cuda"):
             return "no CUDA device"
         if os.environ.get(_QUEUES) == "1":
-            # Seen on an H200, with two ranks that use two communicators in different orders: one's transfer waits in the queue
-            # behind a collective that waits for the other rank, where the collective waits behind the transfer.
+            # Seen on an H200, with two ranks that use two communicators in different orders: on one rank, the transfer waits in
+            # the queue behind a collective, which waits for the other rank; there, the collective waits behind the transfer.
             return (
                 f"{_QUEUES} is 1, so transfers and the training's own collectives would wait for each other for ever in the"
                 " one queue of a GPU: unset it, set it to 8 or more, or use cuda_ipc or shm"

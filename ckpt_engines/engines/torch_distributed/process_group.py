@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed beside its default one: nothing here touches torch's global state.
+"""Process groups of torch.distributed in addition to its default one. Nothing here changes torch's global state.
 
 A trainer and a vLLM worker each have a default process group already, so weightlane makes its groups from the bare backend
 classes over a store of their own.
@@ -64,15 +64,15 @@ class Group(Protocol):
 
 _PART = "process group"
 _NCCL_DETAIL = "Last error:"
-"""Words of NCCL ahead of the line that tells what is wrong, such as two ranks on one GPU."""
+"""NCCL's text above the line that states the cause, such as two ranks on one GPU."""
 _GRACE_S = 0.05
 """How long `call_bounded` waits beyond the deadline: enough for a call that keeps the deadline to raise its own error."""
 _NEVER = timedelta(days=1)
 """Timeout of NCCL's and HCCL's operations, whose deadlines the engine keeps."""
 _NO_WATCHDOG: dict[str, dict[str, str]] = {
-    # NCCL's and HCCL's own watchdogs kill the whole process on a timeout, on an error, and when a call into the driver
-    # takes long; and a wait that blocks in C++ could not be interrupted. Deadlines are kept by the engine, which aborts
-    # the communicator and raises. The constructor alone reads these; the training's groups keep what the user set.
+    # NCCL's and HCCL's own watchdogs kill the process on a timeout, on an error, and when a call into the driver takes
+    # long; and a wait that blocks in C++ could not be interrupted. Deadlines are kept by the engine, which aborts the
+    # communicator and raises. Only the constructor reads these variables; the training's groups keep the user's settings.
     "nccl": {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         "TORCH_NCCL_BLOCKING_WAIT": "0",
@@ -95,14 +95,14 @@ def open_process_group(
     names: Sequence[str] = (),
     nccl: Mapping[str, int | str] | None = None,
 ) -> Group:
-    """Open a group of `world` processes that meet in `store`; every one of them calls this at the same time.
+    """Open a group of `world` processes that meet in `store`; all of them must call this at the same time.
 
     Args:
         backend: Which torch.distributed backend.
         store: A store of its own for this group, e.g. a ``PrefixStore``.
         rank: This process's rank, from 0.
         world: Number of processes, at least 2.
-        deadline: Bounds the meeting. Operations bring their own.
+        deadline: Bounds the forming of the group. Operations have deadlines of their own.
         host: Address of this machine on which gloo listens.
         device: Device the group works on; needed by nccl and hccl, which connect eagerly.
         threads: How many operations gloo runs at a time; each that waits for a peer occupies a thread.
@@ -156,10 +156,10 @@ def _open_nccl(
 
 
 def nccl_blocking(version: tuple[int, ...]) -> int:
-    """``ncclConfig_t.blocking`` for an NCCL version: 0, so that a communicator can be aborted while it connects.
+    """Return ``ncclConfig_t.blocking`` for an NCCL version: 0, so that a communicator can be aborted while it connects.
 
-    NCCL 2.26 gets 1, because it hangs at random in the other mode (pytorch/pytorch#153960). A communicator that cannot be
-    aborted is left to the thread that opens it, as described at `open_device_group`.
+    NCCL 2.26 gets 1, because it hangs at random with 0 (pytorch/pytorch#153960). A communicator that cannot be aborted is left
+    to the thread that opens it, as described at `open_device_group`.
     """
     return 1 if version[:2] == (2, 26) else 0
 
@@ -187,7 +187,7 @@ def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadl
 
 
 def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]]) -> dist.Work:
-    """Start sends and receives of an NCCL or HCCL group side by side, in its one communicator: none waits for another.
+    """Start sends and receives of an NCCL or HCCL group together, in its one communicator: none waits for another.
 
     Args:
         group: The group.
@@ -205,7 +205,7 @@ def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]]) ->
 
 
 def abort_accelerator_group(group: Group) -> None:
-    """Abort the communicators of an NCCL or HCCL group. Blocks for as long as the library does, perhaps for ever.
+    """Abort the communicators of an NCCL or HCCL group. Blocks while the library blocks, perhaps for ever.
 
     torch waits for NCCL inside ``abort`` and takes the communicator's lock for it, which another thread holds while it
     waits for NCCL to connect. So no caller with a deadline may call this directly.
@@ -229,7 +229,7 @@ def abandon_gloo(group: Group) -> None:
 
 
 def keep_for_ever(group: Group) -> None:
-    """Never destroy a gloo group, not even when the program ends: for one whose destructor would wait without end.
+    """Keep a gloo group from being destroyed, even when the program ends, because its destructor would wait without end.
 
     gloo loses an operation that begins at the moment when its connection breaks. Nothing makes that operation fail any more,
     so one thread and the operation's memory are lost with it.
@@ -238,9 +238,9 @@ def keep_for_ever(group: Group) -> None:
 
 
 def call_bounded(call: Callable[[], _T], life: Lifecycle, deadline: Deadline, waiting_for: str, peer: str) -> _T:
-    """`run_bounded` for a call that keeps `deadline` by itself unless a peer is frozen.
+    """Run `call` as `run_bounded` does. For a call that keeps `deadline` by itself unless a peer is frozen.
 
-    The call's own error is raised where there is one, since it says more.
+    The call gets a moment longer than the deadline, so that its own error, which says more, is raised if there is one.
     """
     return run_bounded(call, life, Deadline.after(deadline.remaining_s + _GRACE_S), waiting_for, peer=peer)
 
@@ -259,7 +259,7 @@ def translated(part: str, deadline: Deadline, waiting_for: str, peer: str = "") 
 def translate(
     error: RuntimeError, part: str, deadline: Deadline, waiting_for: str, peer: str = ""
 ) -> DeadlineExceededError | TransportError:
-    """The weightlane error for a RuntimeError of torch.distributed, which only its text tells apart from others."""
+    """Return the weightlane error for a RuntimeError of torch.distributed, which is recognised only by its text."""
     text = str(error)
     lowered = text.lower()
     if any(

@@ -14,7 +14,7 @@ from .process_group import call_bounded, translated
 
 
 def host_store(host: str, port: int = 0) -> tuple[dist.TCPStore, int]:
-    """A TCPStore served by this process on `host` only, and its port; port 0 takes a free one.
+    """Return a TCPStore that this process serves on `host` only, and its port; port 0 takes a free one.
 
     ``TCPStore`` itself would listen on every interface, so it gets a socket that is bound already. Raises
     `AddressInUseError` or `ConfigError`.
@@ -31,9 +31,9 @@ def host_store(host: str, port: int = 0) -> tuple[dist.TCPStore, int]:
 
 
 def reserve_port(host: str) -> socket.socket:
-    """A bound socket that keeps a free port of `host` reserved: a process that asks for any free port gets another one.
+    """Return a bound socket that reserves a free port of `host`: a process that asks for any free port gets another one.
 
-    The process that the port is meant for can listen there meanwhile, for example with `host_store`. Close the socket then.
+    The process that the port is meant for can listen there meanwhile, for example with `host_store`. Close the socket after that.
     Raises `ConfigError` when `host` is not an address of this machine.
     """
     reserved = None
@@ -54,7 +54,7 @@ def reserve_port(host: str) -> socket.socket:
 def join_store(
     host: str, port: int, deadline: Deadline, peer: str = "", life: Lifecycle | None = None
 ) -> dist.TCPStore:
-    """A client of the store at `host`:`port`, whose timeout is the deadline's remaining time.
+    """Return a client of the store at `host`:`port`. Its timeout is the deadline's remaining time.
 
     Raises `PeerLostError` when no process listens there, `DeadlineExceededError` when the store does not answer in time, or
     `ClosedError` when `life` is closed meanwhile.
@@ -73,7 +73,7 @@ def join_store(
         with translated(waiting.part, deadline, f"the store at {host}:{port}", peer):
             return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=deadline.timedelta())
 
-    try:  # TCPStore's first question has no timeout, so a process that was stopped would block its caller for ever
+    try:  # TCPStore's first request has no timeout, so a stopped server process would block the caller for ever
         return call_bounded(join, waiting, deadline, f"an answer of the store at {host}:{port}", peer)
     finally:
         if life is None:

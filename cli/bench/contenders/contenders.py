@@ -19,7 +19,7 @@ Figures = dict[str, float]
 
 
 class Contender(Protocol):
-    """Something that moves the weights in rounds, which are measured."""
+    """A transport of the weights whose rounds are measured."""
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Contender(Protocol):
 
 
 class Copies:
-    """Copies of the whole payload within memory, which no transport can beat."""
+    """Copies of the full payload within memory, which no transport can beat."""
 
     name = "limits"
 

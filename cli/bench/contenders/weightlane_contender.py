@@ -21,7 +21,7 @@ from ..report.bench_report import PHASES
 from .contenders import Figures
 
 _WARM_UP_VERSIONS = 2
-"""A subscriber may stage two versions; both allocations belong into the peak memory."""
+"""A subscriber may stage two versions; both allocations are part of the peak memory."""
 _STEP_PER_SNAPSHOT = 1.5
 """Length of a default step over that of a snapshot: the fence then finds the snapshot complete."""
 _GRACE_S = 10.0
@@ -112,7 +112,7 @@ class RowContender:
         config = self.facts.config.model_dump(mode="json")
         opened = (self.name, self._meeting.address, self.facts.engine, dict(self.facts.options), config)
         self.processes.every("open_row", *opened, timeout_s=self.timeout_s)
-        # When a row is opened again, one is enough: the first version of each round warms up too.
+        # If a row is opened again, one version is enough, because the first version of each round warms up, too.
         for _ in range(1 if self.peak_trainer_bytes else _WARM_UP_VERSIONS):
             self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
             self.sync(step_s=0.0)
@@ -137,7 +137,7 @@ class RowContender:
             self.processes.every("close_row", self.name, timeout_s=self.timeout_s)
 
     def slowdown(self, seconds: float) -> Figures:
-        """Measure the loops' steps per second beside versions that follow each other, as a share of those without any.
+        """Measure the loops' steps per second during back-to-back versions, as a share of those without any version.
 
         Both are measured in turns for `seconds` each, so that a change of the machine affects both. Medians are compared.
         """
@@ -189,7 +189,7 @@ class RowContender:
         self.verified = self.verified and found == [expected] * len(found)
 
     def sync(self, step_s: float) -> Figures:
-        """Sync the present parameters, with a step of `step_s` seconds between publication and fence."""
+        """Sync the current parameters, with a step of `step_s` seconds between publication and fence."""
         version = next(self._versions)
         published, self.last = self.runner.run(self._sync(version, step_s))
         sender, *receivers = self.processes.every("moments", self.name, version, timeout_s=self.timeout_s)
@@ -204,7 +204,7 @@ class RowContender:
             min(start for start, _ in commits),
             ended,
         ]
-        # A phase that runs beside another one counts only as far as it ends later.
+        # A phase that overlaps an earlier one counts only as far as it ends later.
         ends = list(itertools.accumulate([started, *moments], max))
         return {
             "trainer_blocked_s": published["publish_s"] + published["fence_s"],
@@ -224,7 +224,7 @@ class RowContender:
         try:
             await asyncio.wait({publishing, syncing}, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
-            # Threads that wait for the processes would keep an interrupted command from ending.
+            # Otherwise threads that wait for the processes would keep an interrupted command from ending.
             self.processes.close()
             self._meeting.close()
             raise

@@ -17,7 +17,7 @@ from weightlane.ckpt_engines.runtime.fork_server import ForkedProcess, ForkServe
 
 _PART = "benchmark"
 _POLL_S = 0.2
-"""Seconds between two looks for dead processes."""
+"""Seconds between two checks for dead processes."""
 _END_S = 10.0
 """Seconds that the callback for a dead process may delay the end."""
 _OUTPUT_CHARACTERS = 500

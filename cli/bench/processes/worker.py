@@ -77,7 +77,7 @@ class WorkerMethods(Generic[Side]):
             self._payload.fill(seed, finite=finite)
 
     def crc(self, quantise: Quantise = "none") -> int:
-        """Return the CRC-32 of the present parameters; in the sender, of the parameters after quantising and restoring."""
+        """Return the CRC-32 of the current parameters; in the sender, of the parameters after quantising and restoring."""
         if self._index or quantise == "none":
             return self._payload.crc()
         return restored_crc(self._workload.specs, self._payload)
@@ -187,7 +187,7 @@ class WorkerMethods(Generic[Side]):
         load(Path(path), self._payload.tensors)
         return started, time.monotonic()
 
-    # -- load beside the syncs --------------------------------------------------------------------------------------------
+    # -- load during the syncs --------------------------------------------------------------------------------------------
 
     def start_loop(self) -> None:
         """Start the training loop in the sender, the decode loop in a receiver."""

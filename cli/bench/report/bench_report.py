@@ -84,8 +84,8 @@ class Blocking(_Model):
 class Phases(_Model):
     """The phases of the latency, which add up to it.
 
-    Work beside something longer takes no time here. An example is the checksum of a bucket that is computed while another bucket
-    is sent.
+    Work that overlaps something longer takes no time here. An example is the checksum of a bucket that is computed while another
+    bucket is sent.
     """
 
     export: Spread
@@ -111,11 +111,11 @@ class ExtraBytes(_Model):
 
     trainer: int
     rollout: int
-    """The receiver that took most."""
+    """Bytes of the receiver that took most."""
 
 
 class Slowdown(_Model):
-    """Steps per second beside versions that follow each other without a pause, as a share of those without any version."""
+    """Steps per second during versions that follow each other without a pause, as a share of those without any version."""
 
     trainer: float
     """A loop of small matrix products in the sender."""

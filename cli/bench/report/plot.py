@@ -28,7 +28,7 @@ def check_plot(path: Path) -> None:
 
 
 def _figure(**how: Any) -> Any:
-    # Where it builds its cache of fonts slowly, it says so on standard error.
+    # If matplotlib builds its font cache slowly, it would say so on standard error.
     logging.getLogger("matplotlib.font_manager").setLevel(logging.ERROR)
     return importlib.import_module("matplotlib.figure").Figure(**how)
 

@@ -62,7 +62,7 @@ class Workload:
 
 
 class Payload:
-    """The tensors of a workload in one zeroed block of memory, all of whose pages were touched.
+    """The tensors of a workload in one zeroed block of memory, of which every page was touched.
 
     Args:
         specs: The tensors.

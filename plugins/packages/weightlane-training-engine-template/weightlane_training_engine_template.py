@@ -1,4 +1,4 @@
-"""A training engine: the whole transformers model on every rank, gradients added up over the ranks, torch's AdamW."""
+"""A training engine: the complete transformers model on every rank, gradients summed over the ranks, torch's AdamW."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
                 totals = sums.as_tensor()
                 dist.all_reduce(totals)
         except BaseException:
-            self._clear_gradients()  # of the whole mini-batch
+            self._clear_gradients()  # of the complete mini-batch, including earlier calls
             raise
         return toolkit.BackwardResult(sums.named(totals, batch.target_tokens), found)
 
@@ -85,7 +85,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         adapter: str | None = None,
         params: toolkit.AdamParams | None = None,
     ) -> float:
-        """See `TrainingEngine.optim_step`. Everything is stepped at once."""
+        """See `TrainingEngine.optim_step`. All parameters are stepped at once."""
         self._open(adapter)
         self._require_here(*toolkit.STATE_PARTS)
         self._require_gradient(self._denominators, self._step)
@@ -99,7 +99,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         try:
             before_change([run.name for run in self._runs if run.source in self._trained])
         except BaseException:
-            self._clear_gradients()  # they were added up already, and nothing may be added to that
+            self._clear_gradients()  # they are already summed over the ranks, so nothing may be accumulated into them
             raise
         params.set_in(self._optimizer)
         self._optimizer.step()
@@ -150,7 +150,7 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         return self._model
 
     def _outputs(self, micro: toolkit.MicroBatch, top_k: int = 0) -> toolkit.ModelOutputs:
-        """All outputs of a micro-batch, from logits over the whole vocabulary."""
+        """Return all outputs of a micro-batch, from logits over the full vocabulary."""
         tokens, places = micro.padded()  # on the right, where causal attention does not see it
         half = self._compute_dtype != torch.float32
         with torch.autocast(self._device.type, self._compute_dtype, enabled=half):
@@ -188,5 +188,5 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
     def _clear_gradients(self) -> None:
         self.onload(["gradients"])
         self._denominators = None
-        for parameter in self._trained.values():  # zeros, since every rank adds its own up with the others'
+        for parameter in self._trained.values():  # zeros, not None: every rank all-reduces every gradient
             parameter.grad = torch.zeros_like(parameter)

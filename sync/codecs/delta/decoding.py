@@ -16,7 +16,7 @@ from ...version.manifest import Manifest
 from .staged_delta import IncomingDelta
 
 _WAITING = 1
-"""Limit for buckets that arrived and wait to be decoded: their memory is needed beside that of the decoded delta."""
+"""Limit for received buckets that are not decoded yet: their memory is needed in addition to the decoded delta's."""
 
 
 class _BucketQueue:
@@ -32,7 +32,7 @@ class _BucketQueue:
         self._error: WeightlaneError | None = None
 
     def put(self, index: int, bucket: torch.Tensor) -> None:
-        """Add a bucket once the ones before were taken, or at once while another sender still owes one of these.
+        """Add a bucket once there is room, or at once while the next bucket in the stream's order has not arrived.
 
         Returns after `end`, too.
         """
@@ -55,7 +55,7 @@ class _BucketQueue:
             return self._buckets.pop(self._next - 1)
 
     def end(self, error: WeightlaneError) -> None:
-        """Release everyone who waits."""
+        """End all waits: `take` raises `error`, and `put` returns."""
         with self._changed:
             self._error = self._error or error
             self._buckets.clear()
@@ -71,7 +71,7 @@ class DeltaDecoding:
 
     Args:
         manifest: The manifest of the delta.
-        prepare: Receives the delta; its result is that of `result`.
+        prepare: Called with the delta; `result` returns its result.
         deadline: Limit for every wait.
         part: The receiver, for errors.
         runtime: The runtime of the device on which the delta is prepared.
@@ -111,7 +111,7 @@ class DeltaDecoding:
         threading.Thread(target=run, name=f"weightlane-decode-{part}", daemon=True).start()
 
     def arrived(self, index: int, bucket: torch.Tensor) -> None:
-        """Pass on a verified bucket, which is not written to again. Raises the error with which decoding failed."""
+        """Pass on a verified bucket, whose memory must not be written to again. Raises the error with which decoding failed."""
         self._queue.put(index, bucket)
         if self._prepared.done():
             self._prepared.result()

@@ -33,9 +33,9 @@ _SEGMENT_NUMEL = 1 << 23
 _MOST_THREADS = 4
 """Limit for encoding threads. A few saturate the memory, which limits comparing, and the trainer has work of its own."""
 _POLL_S = 0.002
-"""Time between two checks whether the snapshot is complete, short beside the encoding of a segment."""
+"""Seconds between two checks whether the snapshot is complete, short compared to the encoding of a segment."""
 _AHEAD = 2
-"""Segments per thread that are encoded before the ones in front are taken, so that no thread idles."""
+"""Segments per thread that are encoded ahead of the consumer, so that no thread idles."""
 _BUCKETS = 16
 """Buckets of a delta, so that receivers decode some while others are on the wire."""
 _LEAST_BUCKET_BYTES = 512 << 10
@@ -106,7 +106,7 @@ class DeltaEncoder:
             snapshot: The snapshot of the new version.
             capacity_bytes: Give up when the delta becomes longer.
             ready: ``ready(n)`` returns once the snapshot's first `n` bytes are there.
-            taken: Whether the snapshot is complete. Until then one core is left to it, because the optimizer waits for it.
+            taken: Whether the snapshot is complete. Until then one core is left for it, because the optimizer waits for it.
         """
         cut = [part for each in slices for part in each.cut(_SEGMENT_NUMEL)]
         segments: list[DeltaSegment] = []

@@ -1,8 +1,8 @@
 """The quantised tensors of a version: which tensors are quantised, and the names, shapes and slices that they become.
 
-A matrix ``a.b.weight`` of a linear layer becomes two tensors of the stream, its elements under the same name and its scales
-beside them (`weightlane.sync.codecs.quantised`). Everything else stays as it is: embeddings and the head, norms and biases, and
-the routers of mixtures of experts. The quantised checkpoints that inference engines load are the same.
+A matrix ``a.b.weight`` of a linear layer becomes two tensors of the stream: its elements under the same name, and its scales
+(`weightlane.sync.codecs.quantised`). All other tensors stay unquantised: embeddings and the head, norms and biases, and the
+routers of mixtures of experts. The quantised checkpoints that inference engines load are the same.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _blocks(starts: tuple[int, ...], stops: tuple[int, ...]) -> Box:
 
 
 def check_format(name: str) -> None:
-    """Raise `ManifestError` unless versions can be quantised in the format with this name."""
+    """Raise `ManifestError` unless `name` is a known format of quantised versions."""
     if name != FP8:
         raise ManifestError(
             f"the version is quantised as {name[:40]!r}, which is not known here.",

@@ -1,4 +1,4 @@
-"""The error of quantised values against the values before."""
+"""The error of quantised values against the original values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QuantisationReport:
     squared_error: float = 0.0
     """Sum of the squared errors."""
     squared: float = 0.0
-    """Sum of the squared values before."""
+    """Sum of the squared original values."""
 
     @property
     def relative_rms(self) -> float:

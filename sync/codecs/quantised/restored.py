@@ -19,7 +19,7 @@ from .quantisation import QuantisedPair, check_format, quantised_pairs, touched_
 
 
 class RestorePlan:
-    """The form in which a receiver loads the versions of a manifest: as they were sent, or restored.
+    """How a receiver loads versions like that of a manifest: as they were sent, or restored.
 
     Args:
         manifest: The manifest of a version.

@@ -1,1 +1,1 @@
-"""The coordinator of a run: who takes part, the session they share, and each version from its offer to its commit."""
+"""The coordinator of a run: its participants, their session, and each version from its offer to its commit."""

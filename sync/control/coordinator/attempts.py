@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Attempts:
-    """The attempts at one version until `deadline`. `stage` runs on the coordinator's worker thread, the commits on `loop`."""
+    """The attempts at one version until `deadline`. `stage` runs on the coordinator's worker thread, commits run on `loop`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Attempts:
         self.started = time.perf_counter()
         self.failures: list[FailedAttempt] = []
         self.excluded: dict[str, WeightlaneError] = {}
-        """Why the version goes on without replicas, by name."""
+        """The replicas that are excluded from the version, with the reasons."""
         self.commits = Commits(version, deadline, loop, roster, queue, hooks)
         self._deadline = deadline
         self._loop = loop
@@ -54,18 +54,18 @@ class Attempts:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that commits may still take: they end by the sync's deadline, unless they know none."""
+        """Seconds to wait for running commits: the rest of the sync's deadline, and a grace period for commits without one."""
         return self._deadline.remaining_s + GRACE_S
 
     @property
     def needed(self) -> int:
-        """How many more replicas must commit the version for it to count."""
+        """How many more replicas must commit the version for a quorum."""
         entries = self._roster.entries.values()
         have = sum(entry.version == self.version for entry in entries)
         return max(min(1, len(entries)), self._roster.needed - have)
 
     def stage(self, newest: int) -> Streamed:
-        """Send the version, again where that may help, until enough replicas have it.
+        """Send the version until enough replicas have it, and retry after failures that another attempt may avoid.
 
         Raises the last attempt's error, `QuorumError` when too few replicas can be reached, or `ProtocolError` when the version
         does not follow `newest`, the newest committed one.
@@ -94,7 +94,7 @@ class Attempts:
                 return streamed
 
     def _after(self, failed: AttemptError, targets: Collection[RosterEntry]) -> Streamed | None:
-        """Prepare the next attempt; the version as streamed if it needs none. Raises the error if no attempt would help."""
+        """Prepare the next attempt. Returns the streamed version if none is needed; raises the error if none would help."""
         left = {entry.name for entry in targets if entry.version != self.version}
         culprits = failed.culprits & left if self._session.had_everyone else frozenset()
         excluded = tuple(culprits) if len(left) - len(culprits) >= max(1, self.needed) else ()
@@ -122,7 +122,7 @@ class Attempts:
             )
 
     def _targets(self) -> list[RosterEntry]:
-        """The replicas that are to get the version now. Raises `QuorumError` when they are too few."""
+        """The replicas that the next attempt sends the version to. Raises `QuorumError` if they are too few."""
         targets = [
             entry
             for entry in self._roster.reachable()
@@ -144,9 +144,9 @@ class Attempts:
         return targets
 
     def _end_attempt(self, error: WeightlaneError) -> None:
-        """Interrupt in-place commits, which wait for buckets in vain, and wait for their end.
+        """Interrupt in-place commits, which would get no more buckets, and wait for their end.
 
-        A replica that has written some buckets, and not all, is quarantined.
+        A replica that has written only some of the buckets is quarantined.
         """
         self._session.abandon()
         self._abort(self.commits.running, error)
@@ -154,7 +154,7 @@ class Attempts:
         ending.result(self._deadline.remaining_s + INTERRUPTED_S)
 
     def _exclude(self, names: Collection[str], error: WeightlaneError) -> None:
-        """Go on without the replicas `names`, which may wait for this version."""
+        """Exclude the replicas `names` from this version, and abort it there."""
         self.excluded |= dict.fromkeys(names, error)
         self._abort([entry for name, entry in self._roster.entries.items() if name in names], error)
 
@@ -163,7 +163,7 @@ class Attempts:
         self._queue.post_all([name for entry in entries for name in entry.subscribers], message)
 
     def _all_others_have_it(self, culprits: Collection[str]) -> bool:
-        """Whether the version counts although an attempt failed: enough replicas, and all but the culprits, have it already."""
+        """Whether the version needs no other attempt: a quorum, and every reachable replica but the culprits, has it."""
         without = {*self.excluded, *culprits}
         return (
             bool(self.commits.reports)

@@ -47,12 +47,12 @@ def blame(failures: Sequence[Failed], roster: Roster) -> AttemptError:
     def replicas_named(error: WeightlaneError) -> set[str]:
         return {entry.name for name in error.peer.split(", ") if (entry := roster.entry_of(name))}
 
-    # The sender knows which receiver did not take a bucket.
+    # A sender's error names the receiver that did not take a bucket.
     for failure in failures:
         error = error_from_wire(failure.error)
         if failure.name in roster.publishers and (named := replicas_named(error)):
             return AttemptError(error, named)
-    # A receiver that lost its sender, or waited for it in vain, says nothing about itself.
+    # If a receiver has lost its sender, or has timed out waiting for it, the receiver is not at fault.
     lost = _lost_peers(failures)
     for failure in failures:
         if roster.entry_of(failure.name) is None:
@@ -60,7 +60,7 @@ def blame(failures: Sequence[Failed], roster: Roster) -> AttemptError:
         error = error_from_wire(failure.error)
         if isinstance(error, _PEER_LOST):
             if failure.name not in lost:
-                continue  # it has reported another failure, which says more
+                continue  # its other failure is more specific
             error = _root_cause(failure.name, lost)
             if error.peer in roster.publishers:
                 continue
@@ -74,7 +74,7 @@ def blame(failures: Sequence[Failed], roster: Roster) -> AttemptError:
 
 
 def _lost_peers(failures: Iterable[Failed]) -> dict[str, WeightlaneError]:
-    """The error of each participant that reports a lost peer and no other failure, by the participant's name."""
+    """The errors of participants that report a lost peer and no other failure, by the participant's name."""
     lost: dict[str, WeightlaneError] = {}
     failed_itself = set()
     for failure in failures:
@@ -89,7 +89,7 @@ def _lost_peers(failures: Iterable[Failed]) -> dict[str, WeightlaneError]:
 def _root_cause(name: str, lost: Mapping[str, WeightlaneError]) -> WeightlaneError:
     """Follow the chain of ranks that wait for one another from `name`. Returns the last error, which names the root cause.
 
-    If two ranks accuse each other the one named `name`, which reported first, is believed: a sender gives up before its receiver.
+    If two ranks blame each other, the report of `name`, which came first, counts: a sender fails before its receiver.
     """
     error, visited = lost[name], {name}
     while (cause := lost.get(error.peer)) is not None and cause.peer not in visited:

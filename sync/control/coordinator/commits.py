@@ -1,4 +1,4 @@
-"""`Commits`: the commits of one version on its replicas, from their start to the state that each leaves its replica in."""
+"""`Commits`: the commits of one version on all replicas, from their start to the resulting states of the replicas."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from .roster import Roster, RosterEntry
 
 _log = logging.getLogger(__name__)
 _QUARANTINE_S = 10.0
-"""Most seconds that a replica may take to acknowledge its quarantine; it gets no requests in any case."""
+"""Time limit in seconds for a replica to acknowledge its quarantine; it gets no requests in any case."""
 _OUTCOME_OF = {ReplicaState.LOST: Outcome.LOST, ReplicaState.QUARANTINED: Outcome.QUARANTINED}
-"""The outcome on a replica that has not committed, by its state; it is merely behind in any other state."""
+"""The outcome on a replica that has not committed, by its state. In any other state the replica is merely behind."""
 
 
 class Commits:
     """The commits of one version on all replicas.
 
-    The commit of an in-place replica begins while the version is being sent: `begin_in_place` is called on the sending thread
-    then. Everything else is called on the event loop, while nothing is sent.
+    The commit of an in-place replica begins while the version is being sent, so `begin_in_place` is called on the coordinator's
+    worker thread. All other methods are called on the event loop, while no version is being sent.
 
-    `deadline` is the end of the sync, and `loop` the event loop that runs the commits.
+    `deadline` is the deadline of the sync, and `loop` the event loop that runs the commits.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Commits:
 
     @property
     def running(self) -> list[RosterEntry]:
-        """The replicas whose commits have begun and that `finish` has not dealt with."""
+        """The replicas whose commits have begun and were not finished by `finish` yet."""
         return [entry for entry, _ in self._running.values()]
 
     def begin(self, entry: RosterEntry) -> Future[CommitOutcome | WeightlaneError]:
@@ -75,7 +75,7 @@ class Commits:
         return future
 
     def begin_in_place(self, entry: RosterEntry) -> None:
-        """Start the commit of a replica that writes buckets as they arrive. If the commit fails, the attempt is ended."""
+        """Start the commit of a replica that writes buckets as they arrive. If the commit fails, the attempt fails."""
         session = self._queue.session
 
         def report(ended: Future[CommitOutcome | WeightlaneError]) -> None:
@@ -101,7 +101,7 @@ class Commits:
         failed: dict[str, ReplicaReport] = {}
         for name, (entry, future) in list(self._running.items()):
             if self._running.pop(name, None) is None:
-                continue  # another call of `finish` was faster
+                continue  # a concurrent call of `finish` has handled it
             if future.cancel() or future.cancelled():
                 result: CommitOutcome | WeightlaneError = QuarantinedError(
                     f"its commit of version {self._version} was interrupted.", part=COORDINATOR, peer=name
@@ -124,7 +124,7 @@ class Commits:
         return ReplicaReport(_OUTCOME_OF.get(state, Outcome.BEHIND), error or absent_error(name))
 
     async def roll_back(self, timeout_s: float) -> None:
-        """Roll back every replica that serves the version. One that cannot is quarantined: no two versions serve."""
+        """Roll back every replica that serves the version. A replica that cannot is quarantined, so that it does not serve."""
 
         async def undo(entry: RosterEntry, before: int) -> None:
             try:
@@ -148,7 +148,7 @@ class Commits:
         except WeightlaneError as error:
             return error
         except Exception as error:  # noqa: BLE001 - one replica's bug must not fail the others
-            if isinstance(error, TimeoutError) and limit.expired():  # else it is the replica's own
+            if isinstance(error, TimeoutError) and limit.expired():  # otherwise the replica has raised it
                 what = f"version {self._version} to be committed"
                 return self._deadline.error(what, part=COORDINATOR, peer=entry.name)
             return as_weightlane_error(error, entry.name)

@@ -1,4 +1,4 @@
-"""`Coordinator`: takes one version after another from its offer to its commit, or aborts it on every participant."""
+"""`Coordinator`: brings one version after another from its offer to its commit, or aborts it on every participant."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from .worker_thread import WorkerThread, run_to_end
 
 _log = logging.getLogger(__name__)
 _LOOK_AGAIN_S = 0.01
-"""How often a sync that waits for another one looks: syncs of several event loops have no event in common."""
+"""Seconds between two checks whether another sync has ended. They are polled, since several event loops share no event."""
 _CANCELLED_S = 10.0
-"""How long a sync that was cancelled lets running commits go on: one that ends can be rolled back."""
+"""Seconds that a cancelled sync waits for running commits, because a finished commit can be rolled back."""
 
 
 class Coordinator:
-    """Runs the life of every version. One per run, in the process that hosts the rendezvous.
+    """Runs the sync of every version. There is one per run, in the process that hosts the rendezvous.
 
-    A version is sent to every replica that can be reached. A replica that fails keeps the version it has, or is quarantined if
-    it cannot prove which weights it holds, and the others go on as long as there are enough of them (`SyncConfig.quorum`).
-    A replica that missed a version takes part again in the next.
+    A version is sent to every reachable replica. A replica that fails keeps its current version, or is quarantined if it cannot
+    prove which weights it holds. The others continue while they are enough for a quorum (`SyncConfig.quorum`). A replica that
+    missed a version takes part again in the next.
 
     Args:
         rendezvous: The hosted rendezvous.
@@ -70,7 +70,7 @@ class Coordinator:
         """The newest committed version."""
         self._process = os.getpid()
         self._turn = threading.Lock()
-        """Taken for the whole of a sync or a `connect`."""
+        """Held during a sync or a `connect`."""
         self._worker = WorkerThread(self._queue)
         close_at_exit(self)
 
@@ -83,7 +83,7 @@ class Coordinator:
     async def connect(self) -> None:
         """Wait for every participant and connect their transports.
 
-        Raises `DeadlineExceededError` naming who is missing, or the error of the participant that failed.
+        Raises `DeadlineExceededError` naming the missing participants, or the error of the participant that failed.
         """
         deadline = Deadline.after(self._config.connect_timeout_s)
         await self._take_turn(deadline)
@@ -101,20 +101,20 @@ class Coordinator:
     async def sync(self, version: int) -> SyncReport:
         """Bring `version`, which every publisher has published or is about to publish, into service.
 
-        The committed version may be asked for again: it then goes to the replicas that do not have it. A sync that is called
-        during another one waits for the other's end, within its own deadline.
+        The committed version may be synced again: it is then sent to the replicas that do not have it. A sync that is called
+        during another one waits until the other one has ended, within its own deadline.
 
-        A sync that is cancelled is aborted on every side, like one that fails, before `asyncio.CancelledError` is raised. Once
-        every replica's commit has ended it is too late for that, and the version counts as if nobody had cancelled.
+        A cancelled sync is aborted on every participant, like a failed one, before `asyncio.CancelledError` is raised. Once every
+        replica's commit has ended, a cancellation has no effect on the version.
 
-        Raises `SyncAbortedError` when too few replicas could commit the version. Every replica that serves then serves the
-        old version, and every participant gets the same error. Raises `ConfigError` unless `version` is a whole number from 0.
+        Raises `SyncAbortedError` if too few replicas could commit the version. Every replica that serves then serves the old
+        version, and every participant gets the same error. Raises `ConfigError` unless `version` is an integer from 0 on.
         """
         version = checked_version(version, COORDINATOR)
         deadline = Deadline.after(self._config.deadline_s)
         try:
             await self._take_turn(deadline)
-        except WeightlaneError as error:  # nothing has begun: nobody else is told of it
+        except WeightlaneError as error:  # the sync has not begun, so no other participant gets the error
             raise SyncAbortedError.because(version, error) from error
         try:
             return await self._sync(version, deadline)
@@ -145,7 +145,7 @@ class Coordinator:
         return await run_to_end(self._conclude(streamed, attempts))
 
     async def _conclude(self, streamed: Streamed, attempts: Attempts) -> SyncReport:
-        """Decide whether enough replicas have committed the version, and tell every participant."""
+        """Decide whether enough replicas have committed the version, and send every participant the outcome."""
         try:
             reports = await self._reports(streamed, attempts)
         except Exception as cause:
@@ -167,7 +167,7 @@ class Coordinator:
         return report
 
     async def _reports(self, streamed: Streamed, attempts: Attempts) -> dict[str, ReplicaReport]:
-        """The report of every replica once all commits have ended. Raises the commits' error when too few have succeeded."""
+        """The report of every replica once all commits have ended. Raises the commits' error if too few have succeeded."""
         commits, needed = attempts.commits, attempts.needed
         failed = await commits.finish(timeout_s=0.0)
         excluded = {name: commits.report_without(name, error) for name, error in attempts.excluded.items()}
@@ -187,7 +187,7 @@ class Coordinator:
         return reports
 
     async def _give_up(self, attempts: Attempts, error: WeightlaneError, patience_s: float) -> None:
-        """Abort the version on every participant, and roll it back where it serves already."""
+        """Abort the version on every participant, and roll it back on replicas that already serve it."""
         self._abort(attempts.version, error)
         await attempts.commits.finish(patience_s)
         await attempts.commits.roll_back(self._config.deadline_s)
@@ -201,8 +201,8 @@ class Coordinator:
     def add(self, replica: Replica) -> None:
         """Add a replica to the run. It takes part from the next `sync` on, once its subscribers have joined. Never waits.
 
-        It is `ReplicaState.JOINING`, and must get no requests, until it has committed a version.
-        Raises `ConfigError` when its name, or one of its subscribers', is taken.
+        Until it has committed a version its state is `ReplicaState.JOINING`, and it must get no requests.
+        Raises `ConfigError` if its name, or the name of one of its subscribers, is taken.
         """
         self._roster.add(replica)
         self._change_roster()
@@ -210,13 +210,13 @@ class Coordinator:
     def remove(self, name: str) -> None:
         """Remove a replica from the run: from the next `sync` on it does not count for the quorum. Never waits.
 
-        Raises `ConfigError` when there is none of that name.
+        Raises `ConfigError` if there is no replica of that name.
         """
         self._roster.remove(name)
         self._change_roster()
 
     def _change_roster(self) -> None:
-        """Change the roster now unless a version is under way, whose end then does so."""
+        """Apply changes of the roster now, or at the end of the running sync or `connect`."""
         if self._turn.acquire(blocking=False):
             try:
                 self._roster.apply_changes()
@@ -226,29 +226,29 @@ class Coordinator:
     def states(self) -> dict[str, ReplicaState]:
         """The state of every replica by name. Only those that are `SERVING` may get requests.
 
-        News of a death is read at the next `sync`: a program that watches the processes knows earlier.
+        Messages about dead processes are read at the next `sync`; a program that watches the processes knows earlier.
         """
         return {name: entry.state for name, entry in self._roster.entries.items()}
 
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
-        """Tell a sync under way that a process is gone, which it would otherwise notice at its deadline.
+        """Report a dead process to the running sync, which would otherwise notice it at its deadline.
 
         Args:
             error: The cause of the death.
-            replica: Name of the replica that died; empty for a trainer, without which no version can be sent.
+            replica: Name of the replica whose process died; empty for a trainer, without which no version can be sent.
         """
         self._rendezvous.post(COORDINATOR, Lost(replica=replica, error=error.to_wire()))
 
     def wait_until_heard(self, timeout_s: float) -> None:
-        """Return when every trainer has read how the versions ended, or after `timeout_s` if one has died. Never raises.
+        """Wait until every trainer rank has read all messages about past versions, for at most `timeout_s`. Never raises.
 
-        For programs that end and close the rendezvous: messages that were not read by then are lost.
+        For programs that are about to close the rendezvous: unread messages are lost then.
         """
         if deaf := self._queue.wait_until_read(self._roster.publishers, Deadline.after(timeout_s)):
             _log.info("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
 
     def close(self) -> None:
-        """Stop every participant's control thread and end a sync that is under way. Idempotent."""
+        """Stop every participant's control thread and end a running sync. Idempotent."""
         if self._queue.closed or self._process != os.getpid():
             return
         self._queue.close()
@@ -265,7 +265,7 @@ class Coordinator:
         self._change_roster()
 
     def _connect(self, deadline: Deadline) -> None:
-        """[worker thread] Connect everybody."""
+        """[worker thread] Connect all participants."""
         self._roster.apply_changes()
         self._queue.wait_for_joined(self._roster.participants(), deadline)
         try:
@@ -274,7 +274,7 @@ class Coordinator:
             raise failed.error from failed
 
     def _announce(self, report: SyncReport) -> None:
-        """Tell every participant whether the version serves there."""
+        """Send every participant `Committed`, or `Abort` if its replica has not committed the version."""
         version, session = report.version, self._session.name
         self._committed = max(self._committed, version)
         try:
@@ -310,7 +310,7 @@ class Coordinator:
 
 
 def _typed(what: str, cause: BaseException) -> WeightlaneError:
-    """The error that participants are told when `what` has failed or was cancelled."""
+    """The error that participants get if `what` has failed with `cause` or was cancelled."""
     if isinstance(cause, Exception):
         return as_weightlane_error(cause, COORDINATOR)
     return ClosedError(f"{what} was cancelled.", part=COORDINATOR)

@@ -1,4 +1,4 @@
-"""`MessageQueue`: the coordinator's inbox, what it has heard in the present session, and the inboxes of all participants."""
+"""`MessageQueue`: the coordinator's inbox, the messages kept from the current session, and the inboxes of all participants."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 class MessageQueue:
     """Sends messages to the participants of a run and receives theirs.
 
-    One thread at a time may use it. `post_to_self`, `interrupt` and `close` may be called from any other.
+    One thread at a time may use it. `post_to_self`, `interrupt` and `close` may be called from any thread.
 
     Args:
         rendezvous: The hosted rendezvous.
@@ -31,23 +31,23 @@ class MessageQueue:
         self._inbox = rendezvous.inbox(COORDINATOR)
         self._roster = roster
         self.session = ""
-        """The present session; replies of any other one are dropped."""
+        """The current session; replies of any other one are dropped."""
         self.offers: dict[int, Offer] = {}
-        """Offers of this session by version; publishers offer versions that nobody has asked for yet."""
+        """Offers of this session by version; publishers also offer versions whose sync has not begun."""
         self.hellos: dict[str, Hello] = {}
         """Answers to this session's `Reset` by participant."""
         self.early: dict[tuple[type[Message], str, int], Ready | Staged] = {}
-        """Replies of fast subscribers that nobody waits for yet, by kind, subscriber and version."""
+        """Replies of fast subscribers that arrived before they were waited for, by kind, subscriber and version."""
         self.publisher_failures: dict[tuple[int, str], Failed] = {}
         """Failures to offer or send a version in this session, by version and publisher."""
         self.gone: dict[str, Left | Joined] = {}
-        """Participants that left or restarted after they were invited, and so do not know this session."""
+        """Participants that left or restarted after they were invited, and so are not in this session."""
         self.interruption: WeightlaneError | None = None
         """The error that `next` raises instead of waiting."""
         self.closed = False
 
     def start_session(self, session: str, names: Iterable[str]) -> None:
-        """End the present session, drop what it left in mailboxes, and invite `names` to the new one."""
+        """End the current session, drop its values in mailboxes, and invite `names` to the new session."""
         self._rendezvous.forget_session(self.session)
         self.session = session
         for heard in (self.offers, self.hellos, self.early, self.publisher_failures):
@@ -55,7 +55,7 @@ class MessageQueue:
         self.invite(names)
 
     def invite(self, names: Iterable[str]) -> None:
-        """Ask participants into the session; each answers with a `Hello`."""
+        """Send participants a `Reset` to the session; each answers with a `Hello`."""
         names = list(names)
         for name in names:
             self.hellos.pop(name, None)
@@ -68,7 +68,7 @@ class MessageQueue:
         self._rendezvous.post_all([inbox for name in names if (inbox := inboxes.get(name)) is not None], message)
 
     def post_to_self(self, message: Message) -> None:
-        """Append a message to the coordinator's own inbox. From any thread; nothing happens when the rendezvous is closed."""
+        """Append a message to the coordinator's own inbox. From any thread; does nothing if the rendezvous is closed."""
         with suppress(WeightlaneError):
             self._rendezvous.post(COORDINATOR, message)
 
@@ -78,12 +78,12 @@ class MessageQueue:
         return [inboxes[inbox] for inbox in self._rendezvous.wait_until_read(inboxes, deadline)]
 
     def catch_up(self) -> None:
-        """Take note of every message that has arrived. Raises `ClosedError` when the coordinator was closed."""
+        """Process every message that has arrived. Raises `ClosedError` if the coordinator was closed."""
         while (message := self._inbox.get_nowait()) is not None:
             self._note(message)
 
     def receive(self, deadline: Deadline) -> Message | None:
-        """The next message, which is taken note of; None if none arrives by `deadline`."""
+        """Wait for the next message and process it; None if none arrives by `deadline`."""
         try:
             message = self._inbox.get(deadline)
         except DeadlineExceededError:
@@ -92,7 +92,7 @@ class MessageQueue:
         return message
 
     def next(self, deadline: Deadline, names: Collection[str], what: str) -> Message:
-        """The next message, which is taken note of. Raises `DeadlineExceededError` naming `names`, or the interruption."""
+        """Wait for the next message and process it. Raises `DeadlineExceededError` naming `names`, or the interruption."""
         self._check_interruption()
         message = self.receive(deadline)
         if message is None:
@@ -102,17 +102,17 @@ class MessageQueue:
         return message
 
     def wait_for_joined(self, names: Iterable[str], deadline: Deadline) -> None:
-        """Wait until all of `names` have joined. Raises `DeadlineExceededError` naming the others."""
+        """Wait until all of `names` have joined. Raises `DeadlineExceededError` naming those that have not."""
         while missing := set(names) - self._roster.inboxes.keys():
             self.next(deadline, missing, "to join")
 
     def interrupt(self, error: WeightlaneError) -> None:
-        """Let `next`, which waits on another thread, raise `error`."""
+        """Make `next`, which waits on another thread, raise `error`."""
         self.interruption = error
         self.post_to_self(Lost(replica="", error=error.to_wire()))
 
     def close(self) -> None:
-        """Stop every participant's control thread, and let the next read raise `ClosedError`. From any thread."""
+        """Stop every participant's control thread, and make the next read raise `ClosedError`. From any thread."""
         self.closed = True
         try:
             self.post_all(self._roster.participants(), Stop())
@@ -122,7 +122,7 @@ class MessageQueue:
 
     @property
     def warning_level(self) -> int:
-        """The log level of warnings: after `close` a version that ends early surprises nobody."""
+        """The log level of warnings; lower after `close`, when aborted versions are expected."""
         return logging.DEBUG if self.closed else logging.WARNING
 
     def _check_interruption(self) -> None:
@@ -146,7 +146,7 @@ class MessageQueue:
                 self._keep(message)
 
     def _keep(self, message: Message) -> None:
-        """Keep a message of this session that may arrive before anybody waits for it."""
+        """Keep a message of this session that may arrive before it is waited for."""
         if isinstance(message, Offer):
             self.offers[message.version] = message
             self.publisher_failures.pop((message.version, message.name), None)  # it was published again

@@ -24,12 +24,12 @@ class Replica(Protocol):
     async def commit(self, version: int) -> CommitOutcome:
         """Put the staged `version` into service on every rank at the same step.
 
-        Raises `UntouchedError` when every rank still serves the version it had, and `WorkerDiedError` when the replica is gone.
-        After any other error the replica cannot tell which weights its ranks hold, and is quarantined.
+        Raises `UntouchedError` if every rank still serves the version it had, and `WorkerDiedError` if the replica is gone.
+        After any other error it is not known which weights the ranks hold, and the replica is quarantined.
         """
 
     async def rollback(self, version: int) -> None:
-        """Undo the commit of `version`: serve the version before it. Raises when that is impossible."""
+        """Undo the commit of `version`: serve the version before it. Raises an error if that is impossible."""
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """Refuse all requests with `error` until the next commit."""
@@ -43,6 +43,6 @@ class ReplicaState(StrEnum):
     SERVING = "serving"
     """Every rank of the replica holds a published version, maybe not the newest."""
     QUARANTINED = "quarantined"
-    """The replica cannot prove which weights it holds; a complete version brings it back."""
+    """The replica cannot prove which weights it holds; it serves again after it has committed a complete version."""
     LOST = "lost"
-    """The replica died or does not answer; it comes back by joining again or by answering."""
+    """The replica died or does not answer. If it joins again it is `JOINING`, if it answers again `QUARANTINED`."""

@@ -1,4 +1,4 @@
-"""`Replies`: waiting for the participants' answers to the coordinator's messages, and for failures in their place."""
+"""`Replies`: waits for the participants' replies to the coordinator's messages, and for failures instead of replies."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ from .message_queue import MessageQueue
 from .roster import Roster
 
 _FURTHER_FAILURES_S = 0.1
-"""How long the first failure waits for others: the participant that knows the culprit may not be the first to report."""
+"""Seconds to wait for further failures after the first: the participant that knows the culprit may not report first."""
 
 Reply = Hello | Connected | Offer | Accepted | Ready | Sent | Staged
 M = TypeVar("M", Hello, Connected, Offer, Accepted, Ready, Sent, Staged)
 
 
 class Replies:
-    """Waits for replies of the present session, on the thread that uses `queue`."""
+    """Waits for replies of the current session, on the thread that uses `queue`."""
 
     def __init__(self, queue: MessageQueue, roster: Roster) -> None:
         self._queue = queue
@@ -134,12 +134,12 @@ class Replies:
         for name in self._queue.gone.keys() & names:
             message = self._queue.gone[name]
             if not sending and isinstance(message, Joined):
-                raise AttemptError(_gone(message), free_retry=True)  # which leaves nobody out
+                raise AttemptError(_gone(message), free_retry=True)  # no replica is excluded
             entry = self._roster.entry_of(name)
             raise AttemptError(_gone(message), [entry.name] if entry else [])
 
     def check_offerable(self, version: int, publisher: str) -> None:
-        """Raise `AttemptError` if `publisher` has offered a newer version in this session, and so dropped `version`."""
+        """Raise `AttemptError` if `publisher` has offered a newer version in this session and therefore dropped `version`."""
         if newer := [other for other in self._queue.offers if other > version]:
             error = ProtocolError(
                 f"version {version} is not held any more, {publisher} has published {max(newer)}.",
@@ -174,7 +174,7 @@ class Replies:
 
 
 class _Awaited:
-    """Replies that have not arrived, and their senders: the names are not collected again for each of a thousand replies."""
+    """Replies that have not arrived, and the names of their senders, which need not be recomputed for each reply."""
 
     def __init__(self, awaited: Iterable[tuple[type[Reply], str]]) -> None:
         self._replies = set(awaited)
@@ -194,7 +194,7 @@ class _Awaited:
 
 
 def _lost(message: Lost) -> AttemptError:
-    """The error of an attempt in which a replica was lost, or a trainer, without which no attempt can succeed."""
+    """The error of an attempt in which a replica was lost, or a trainer; without a trainer no attempt can succeed."""
     replica = message.replica
     return AttemptError(error_from_wire(message.error), [replica] if replica else [], final=not replica)
 

@@ -26,7 +26,7 @@ class CommitOutcome(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """A plain `CommitOutcome`."""
+    """A `CommitOutcome` as a dataclass."""
 
     version: int
     blocked_s: float
@@ -38,7 +38,7 @@ class Outcome(StrEnum):
     COMMITTED = "committed"
     """The version serves."""
     BEHIND = "behind"
-    """The replica serves the version it had, bit for bit: the new one could not be staged, or its commit not begun."""
+    """The replica serves the version it had, bit for bit: the new one was not staged, or its commit changed nothing."""
     QUARANTINED = "quarantined"
     """The replica cannot prove which weights it holds, and gets no requests until a complete version commits there."""
     LOST = "lost"
@@ -55,21 +55,21 @@ class ReplicaReport:
     blocked_s: float = 0.0
     """Seconds the replica generated nothing because of the commit."""
     staged_s: float = 0.0
-    """Seconds from the request for the first byte to the verification of the last one, on its slowest rank."""
+    """Seconds from the request for the first byte to the verification of the last one, on the replica's slowest rank."""
     nbytes: int = 0
     """Bytes staged, over all ranks of the replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailedAttempt:
-    """One attempt to send a version that failed, on all replicas or on some."""
+    """A failed attempt to send or commit a version, on all replicas or on some."""
 
     session: str
     """The session of the attempt."""
     error: WeightlaneError
     """The first failure, typed."""
     excluded: tuple[str, ...] = ()
-    """Replicas that the next attempt left out, or that did not commit."""
+    """Replicas that the next attempt excluded, or that did not commit."""
 
     def to_plain(self) -> dict[str, Any]:
         """The attempt as JSON-representable data, for observers."""
@@ -78,13 +78,13 @@ class FailedAttempt:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A committed version."""
+    """The report of the sync of a committed version."""
 
     version: int
     latency_s: float
     """Seconds from the start of the sync until the last replica served the version."""
     sent_bytes: int
-    """Payload bytes the trainer ranks handed to the transport or to the sending rank."""
+    """Payload bytes that the trainer ranks handed to the engine, or to rank 0 if it gathers."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     session: str = ""
     """The session in which the version was sent."""
@@ -93,10 +93,10 @@ class SyncReport:
     codec_reason: str = ""
     """Why that codec was chosen."""
     quantisation: QuantisationReport | None = None
-    """The error of a sample of the quantised elements against the trainer's values; None where nothing is quantised, and where
-    a version was read from a store again."""
+    """The error of a sample of the quantised elements against the trainer's values; None if nothing is quantised, or if the
+    version was read from a store again."""
     failures: tuple[FailedAttempt, ...] = ()
-    """The attempts that failed before, in order."""
+    """The failed attempts at this version, in order."""
 
     @property
     def rollout_blocked_s(self) -> float:

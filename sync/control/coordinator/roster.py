@@ -23,9 +23,9 @@ class RosterEntry:
     version: int = -1
     """The version that the replica serves; -1 before the first one and while that is unknown."""
     error: WeightlaneError | None = None
-    """Why the replica is quarantined or lost, or has another model."""
+    """Why the replica is quarantined or lost, or why its model does not fit."""
     fits: bool = True
-    """False if the trainer's tensors are not those of its model: it would refuse every version."""
+    """False if the trainer's tensors do not fit the replica's model: it would refuse every version."""
 
     @property
     def name(self) -> str:
@@ -51,13 +51,13 @@ class Roster:
         self._quorum = quorum
         self._by_subscriber: dict[str, RosterEntry] = {}
         self._planned: dict[str, RosterEntry] = {}
-        """Replicas by name, as they will be from the next `apply_changes` on."""
+        """Replicas by name, as of the next `apply_changes`."""
         for replica in replicas:
             self.add(replica)
         self.apply_changes()
 
     def add(self, replica: Replica) -> None:
-        """Add a replica at the next `apply_changes`; `ConfigError` if its name or one of its subscribers' is taken."""
+        """Add a replica at the next `apply_changes`. Raises `ConfigError` if its name or a subscriber's name is taken."""
         subscribers = tuple(replica.subscriber_names())
         taken = {*self.publishers, *(name for entry in self._planned.values() for name in entry.subscribers)}
         if replica.name in self._planned or taken.intersection(subscribers):
@@ -65,12 +65,12 @@ class Roster:
         self._planned[replica.name] = RosterEntry(replica, subscribers)
 
     def remove(self, name: str) -> None:
-        """Remove a replica at the next `apply_changes`; `ConfigError` if there is none of that name."""
+        """Remove a replica at the next `apply_changes`. Raises `ConfigError` if there is no replica of that name."""
         if self._planned.pop(name, None) is None:
             raise ConfigError(f"no replica is called {name!r}.", part=COORDINATOR)
 
     def apply_changes(self) -> None:
-        """Add and remove the replicas that `add` and `remove` were called for. Not to be called while a version is under way."""
+        """Apply the calls of `add` and `remove` since the last time. Must not be called during a sync."""
         planned = dict(self._planned)
         for name, entry in self.entries.items():
             if planned.get(name) is not entry:
@@ -81,8 +81,8 @@ class Roster:
 
     @property
     def needed(self) -> int:
-        """How many replicas must commit a version for it to count."""
-        # The product is exact enough: 0.3 * 10 must not become 4.
+        """How many replicas must commit a version for a quorum."""
+        # The tolerance absorbs rounding errors: 0.3 * 10 must not become 4.
         return max(1, math.ceil(self._quorum * len(self.entries) - 1e-9)) if self.entries else 0
 
     def participants(self) -> list[str]:
@@ -90,7 +90,7 @@ class Roster:
         return [*self.publishers, *self._by_subscriber]
 
     def reachable(self) -> list[RosterEntry]:
-        """Replicas that are not lost, have the trainer's model, and whose subscribers have all joined."""
+        """Replicas that are not lost, whose model fits, and whose subscribers have all joined."""
         return [
             entry
             for entry in self.entries.values()
@@ -108,12 +108,12 @@ class Roster:
         is_new = self.inboxes.get(name) != inbox
         self.inboxes[name] = inbox
         if is_new and (entry := self.entry_of(name)):
-            # A new subscriber says nothing of the weights its process holds.
+            # It is not known which weights the process of a new subscriber holds.
             entry.state, entry.version, entry.error, entry.fits = ReplicaState.JOINING, -1, None, True
         return is_new
 
     def note_left(self, name: str, inbox: str) -> bool:
-        """Note that a participant has closed. Returns whether it was the present one of its name."""
+        """Note that a participant has closed. Returns whether it was the current one of its name."""
         if self.inboxes.get(name) != inbox:
             return False
         del self.inboxes[name]
@@ -122,16 +122,16 @@ class Roster:
         return True
 
     def mark_lost(self, entry: RosterEntry, error: WeightlaneError) -> None:
-        """Mark a replica as gone, or as not answering."""
+        """Mark a replica as lost, because it died or does not answer."""
         entry.state, entry.version, entry.error = ReplicaState.LOST, -1, error
 
     def note_misfits(self, names: Iterable[str], error: WeightlaneError) -> None:
-        """Note that replicas have another model than the trainer, so that they are not asked again until they join anew."""
+        """Note that the replicas' model does not fit the trainer's tensors. They get no versions until they join again."""
         for entry in filter(None, map(self.entries.get, names)):
             entry.fits, entry.error = False, error
 
     def note_answer(self, name: str) -> None:
-        """Note that a participant has sent a message: a lost replica that answers lives, and needs a complete version."""
+        """Note that a participant has sent a message. A lost replica that answers is alive, and needs a complete version."""
         entry = self.entry_of(name)
         if entry is not None and entry.state is ReplicaState.LOST and name in self.inboxes:
             entry.state = ReplicaState.QUARANTINED

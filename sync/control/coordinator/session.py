@@ -1,4 +1,4 @@
-"""`Session`: the connection that trainers and rollouts share at present, and the streaming of versions over it."""
+"""`Session`: the current connection of trainers and rollouts, and the streaming of versions over it."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ from .message_queue import MessageQueue
 from .replies import Replies, Reply
 from .roster import Roster, RosterEntry
 
-# The participant closest to the cause of a stall gives up first, so that everybody is told of the right peer.
+# The participant closest to the cause of a stall fails first, so that the reported error names the right peer.
 _PUBLISHER_SHARE = 0.9
 _SUBSCRIBER_SHARE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
 class Streamed:
-    """A version that `replicas` have complete: in their staging memory, or already written into their weights."""
+    """A version that `replicas` have completely, in their staging memory or already written into their weights."""
 
     offer: Offer
     replicas: list[RosterEntry]
@@ -75,7 +75,7 @@ class Session:
         """Address of every connected subscriber."""
         self._traits: EngineTraits | None = None
         self._relayed = False
-        """Whether subscribers relay to others in the present session."""
+        """Whether subscribers relay to others in the current session."""
         self._stored: dict[int, Offer] = {}
         """Versions that were sent in full and can be read again without the sender."""
         self._sent_as_delta: set[int] = set()
@@ -84,21 +84,21 @@ class Session:
         """The version that is to be sent in full, because a replica lacks the base of its delta."""
         self._up = False
         self.had_everyone = False
-        """Whether all participants were connected once: until then nobody may be missing."""
+        """Whether a connection was established once; the first one needs all participants."""
 
     @property
     def name(self) -> str:
-        """Name of the present session, or of the last one."""
+        """Name of the current session, or of the last one."""
         return self._queue.session
 
     def abandon(self) -> None:
-        """Have the next `ensure_connected` start a new session."""
+        """Make the next `ensure_connected` start a new session."""
         self._up = False
 
     def ensure_connected(self, targets: Sequence[RosterEntry], deadline: Deadline, *, everyone: bool = False) -> None:
         """Connect `targets`, with as few new connections as the engine allows.
 
-        Replicas that do not answer are marked as lost and left out; with `everyone`, `AttemptError` is raised instead.
+        Replicas that do not answer are marked as lost and excluded; with `everyone`, `AttemptError` is raised instead.
         """
         self._queue.catch_up()
         wanted = _subscribers(self._roster.reachable() if self._selective else targets)
@@ -108,7 +108,7 @@ class Session:
                 self._attach(newcomers, deadline)
         elif not alive or {name for name in self._receivers if self._is_connected(name)} != set(wanted):
             self._start(wanted, deadline, everyone=everyone)
-            # Relays are known only now. With relays, receivers that are not to get the version must not be connected.
+            # Only the plan of the new session tells whether there are relays. If so, only `targets` may be connected.
             ours = self._connected_of(targets)
             if not self._selective and len(ours) < len(self._receivers):
                 self._start(ours, deadline, everyone=False)
@@ -116,14 +116,14 @@ class Session:
 
     @property
     def _selective(self) -> bool:
-        """Whether a version can be sent to some receivers of a session without the others; assumed until known otherwise."""
+        """Whether a version can be sent to some receivers of a session only; assumed until the engine's traits are known."""
         return (self._traits is None or self._traits.selective) and not self._relayed
 
     def _is_connected(self, name: str) -> bool:
         return name in self._receivers and name not in self._queue.gone
 
     def _start(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool) -> None:
-        """End the present session and connect all publishers and `subscribers` in a new one."""
+        """End the current session and connect all publishers and `subscribers` in a new one."""
         self._up = False
         publishers = list(self._roster.publishers)
         self._queue.wait_for_joined(publishers, deadline)
@@ -140,7 +140,7 @@ class Session:
         self._up = True
 
     def _attach(self, newcomers: Sequence[str], deadline: Deadline) -> None:
-        """Connect further receivers to the present session; the others do not notice."""
+        """Connect further receivers to the current session, without changes for the others."""
         for name in newcomers:
             self._receivers.pop(name, None)
         self._queue.invite(newcomers)
@@ -162,7 +162,7 @@ class Session:
             for error in errors.values():
                 raise AttemptError(error)
         for name, error in errors.items():
-            # A subscriber that restarted meanwhile has not been invited yet.
+            # A subscriber that restarted in the meantime has not been invited yet.
             if name not in self._queue.gone and (entry := self._roster.entry_of(name)):
                 self._roster.mark_lost(entry, error)
         hellos = self._queue.hellos
@@ -180,7 +180,7 @@ class Session:
             publishers=list(self._roster.publishers),
             senders=self._senders,
             receivers=self._receivers,
-            # In the roster's order, not in that of answers: the same ranks make the same plan in every session.
+            # In the roster's order, not in the order of answers: the same ranks get the same plan in every session.
             needs={name: hello.need for name, hello in hellos.items()},
             deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
         )
@@ -202,10 +202,10 @@ class Session:
         deadline: Deadline,
         begin_commit: Callable[[RosterEntry], None],
     ) -> Streamed:
-        """Send `version` to the replicas among `targets` that accept it, if they are at least `needed`.
+        """Send `version` to the replicas among `targets` that accept it, if at least `needed` do.
 
-        An in-place replica writes nothing before its commit begins: `begin_commit` is called when all its ranks are ready.
-        Raises `AttemptError`, after which the session is to be abandoned.
+        An in-place replica writes nothing before its commit begins: `begin_commit` is called once all its ranks are ready.
+        Raises `AttemptError`; the caller must then abandon the session.
         """
         offer = self._offer_for(version, targets, deadline)
         receivers = self._connected_of(targets)
@@ -265,7 +265,7 @@ class Session:
         return [name for name in _subscribers(targets) if name in self._receivers]
 
     def _offer_for(self, version: int, targets: Sequence[RosterEntry], deadline: Deadline) -> Offer:
-        """The offer of `version`: in full unless all of `targets` have the base of its delta."""
+        """The offer of `version`: a delta only if all of `targets` have its base."""
         if (offer := self._stored.get(version)) is None:
             self._replies.check_not_failed(version)
             offer = self._offer(version, deadline)
@@ -284,7 +284,7 @@ class Session:
         return self._queue.offers[version]
 
     def _offer_in_full(self, version: int, deadline: Deadline) -> Offer:
-        """Have a version that was offered as a delta offered in full: a replica lacks the delta's base."""
+        """Have the publishers offer a version in full that they offered as a delta: a replica lacks the delta's base."""
         leader = self._roster.publishers[0]
         self._stored.pop(version, None)
         self._queue.offers.pop(version, None)
@@ -295,7 +295,7 @@ class Session:
     def _open(
         self, offer: Offer, names: Sequence[str], deadline: Deadline
     ) -> tuple[dict[str, Accepted], dict[str, WeightlaneError]]:
-        """Offer the version to the subscribers `names`. Returns who accepts, and the errors of replicas that do not."""
+        """Offer the version to the subscribers `names`. Returns the acceptances, and the errors of replicas that refuse."""
         message = Open(
             session=self.name,
             version=offer.version,
@@ -312,7 +312,7 @@ class Session:
         return {reply.name: reply for reply in replies}, refused
 
     def _or_in_full(self, version: int, failed: AttemptError) -> AttemptError:
-        """The failure itself; if a replica lacked the base of a delta, one after which the version is sent in full."""
+        """Return `failed`. If a replica lacks the base of a delta, return an error with a free retry that sends in full."""
         if not isinstance(failed.error, DeltaBaseError) or version == self._full:
             return failed
         self._full = version
@@ -337,7 +337,7 @@ class Session:
 
 
 def _check_plans(connected: Sequence[Connected], roster: Roster) -> None:
-    """Raise `AttemptError` unless all participants have made the same transfer plan; no byte has moved yet."""
+    """Raise `AttemptError` unless all participants have computed the same transfer plan; no bytes are sent yet."""
     plans = {message.name: message.plan for message in connected}
     leader = roster.publishers[0]
     agreed = plans.get(leader, next(iter(plans.values()), ""))

@@ -1,4 +1,4 @@
-"""`WorkerThread`: blocking calls of the coordinator, awaited on an event loop. `run_to_end`: steps not to be cut short."""
+"""`WorkerThread`: awaits the coordinator's blocking calls on an event loop. `run_to_end`: shields a step from cancellation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .message_queue import MessageQueue
 
 T = TypeVar("T")
 INTERRUPTED_S = 60.0
-"""Most seconds that an interrupted call, or one whose deadline has passed, may still take."""
+"""Time limit in seconds for an interrupted call, or one whose deadline has passed, to end."""
 
 
 class WorkerThread:
-    """Runs one blocking call at a time; the event loop's own threads may be busy with other work of the program.
+    """Runs one blocking call at a time on its own thread, because the event loop's executor may be busy with other work.
 
     Args:
         queue: The queue that the calls wait on.
@@ -29,7 +29,7 @@ class WorkerThread:
         self._threads = DaemonThreads(1, "weightlane-coordinate")
 
     async def run(self, deadline: Deadline, call: Callable[..., T], *arguments: Any) -> T:
-        """Run `call`, which ends by `deadline` itself. It is interrupted when this task is cancelled."""
+        """Run `call`, which must end by `deadline`. It is interrupted if this task is cancelled."""
         if self._queue.closed:
             raise ClosedError("the coordinator was closed.", part=COORDINATOR)
         self._queue.interruption = None
@@ -53,12 +53,12 @@ class WorkerThread:
         return ended.result()
 
     def close(self) -> None:
-        """Let the thread end after its present call. Never waits."""
+        """Let the thread end after its current call. Never waits."""
         self._threads.shutdown()
 
 
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` to its end even if the caller is cancelled meanwhile; the cancellation is raised afterwards."""
+    """Run `work` to its end even if the caller is cancelled in the meantime; the cancellation is raised afterwards."""
     task, cancelled = asyncio.ensure_future(work), None
     while not task.done():
         try:
@@ -72,6 +72,6 @@ async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _retrieve_error(future: asyncio.Future[Any]) -> None:
-    """Keep Python from logging that the future's error was never looked at."""
+    """Retrieve the future's error, so that Python does not log it as never retrieved."""
     if future.done() and not future.cancelled():
         future.exception()

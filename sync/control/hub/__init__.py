@@ -1,1 +1,1 @@
-"""The hub in the coordinator's process through which all control messages go, and its wire protocol."""
+"""The hub in the coordinator's process, which forwards all control messages, and its wire protocol."""

@@ -1,4 +1,4 @@
-"""`HubClient`: a member's end of its connection to the hub, with its inboxes and its open questions."""
+"""`HubClient`: a member's end of its connection to the hub, with its inboxes and pending requests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from weightlane.ckpt_engines.channels.connection import Frame
 from .frames import Kind
 
 _CANCEL_S = 2.0
-"""How long a question that was not answered in time waits for the hub to say which keys are there."""
+"""Time limit in seconds for the hub's list of present keys, which is requested after a request has timed out."""
 
 
 class PendingReply:
-    """A question to the hub that is not answered yet. It may be given up, with an error, from any thread."""
+    """A request to the hub without a reply yet. Any thread may end it with an error (`give_up`)."""
 
     def __init__(self, client: HubClient, number: int, question: Frame) -> None:
         self._client, self._number, self._question = client, number, question
@@ -36,7 +36,7 @@ class PendingReply:
         self._done.set()
 
     def result(self, deadline: Deadline) -> bytes | None:
-        """Wait for the answer; None when it does not arrive in time. Raises the error with which the question was given up."""
+        """Wait for the reply; None if it does not arrive in time. Raises the error passed to `give_up`."""
         done = self._done.wait(deadline.remaining_s)
         if not done or self._error is not None:
             self._client.cancel(self._number, self._question)
@@ -45,13 +45,13 @@ class PendingReply:
         return self._value if done else None
 
     def present(self) -> list[str]:
-        """The keys that are in the question's scope now; none if the hub does not answer at once."""
+        """The keys that the request's scope has now; none if the hub does not answer within `_CANCEL_S`."""
         found = self._client.ask(_cancelling(self._number, self._question)).result(Deadline.after(_CANCEL_S))
         return [str(key) for key in json.loads(found)] if found else []
 
 
 class Mark:
-    """An item in an inbox, to be acknowledged when everything before it was read."""
+    """A marker in an inbox, which is acknowledged once all items before it were read."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -61,7 +61,7 @@ Item = bytes | Mark | WeightlaneError
 
 
 class HubClient:
-    """The inboxes and the open questions of one member.
+    """The inboxes and the pending requests of one member.
 
     `send` is set by the owner of the connection. The connection calls `received` and `ended`; in the hub's process the hub itself
     calls `received`.
@@ -71,13 +71,13 @@ class HubClient:
         self.send: Callable[[Frame], None] = lambda _: None
         self._lock = threading.Lock()
         self._asked: dict[int, PendingReply] = {}
-        """Open questions by number."""
+        """Pending requests by number."""
         self._last = 0
         self._queues: dict[str, SimpleQueue[Item]] = {}
         self._ended: WeightlaneError | None = None
 
     def received(self, frame: Frame) -> None:
-        """Handle a frame of the hub."""
+        """Handle a frame from the hub."""
         if frame.kind in (Kind.MESSAGE, Kind.MARK):
             if (queue := self._queues.get(frame.name)) is not None:
                 queue.put(frame.payload if frame.kind == Kind.MESSAGE else Mark(frame.number))
@@ -85,14 +85,14 @@ class HubClient:
         with self._lock:
             asked = self._asked.pop(frame.number, None)
         if asked is None:
-            return  # it was cancelled
+            return  # the request was cancelled
         if frame.kind == Kind.OVER:
             asked.give_up(ClosedError(frame.payload.decode(errors="replace"), part="mailbox"))
         else:
             asked.answer(frame.payload)
 
     def ended(self, error: WeightlaneError) -> None:
-        """Give up all open questions, and let all readers of inboxes raise `error`: the connection has ended."""
+        """Note that the connection has ended: all pending requests and all reads of inboxes raise `error`."""
         with self._lock:
             self._ended = self._ended or error
             waiting = list(self._asked.values())
@@ -103,13 +103,13 @@ class HubClient:
             queue.put(error)
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame that needs no answer. Raises the error with which the connection has ended."""
+        """Send a frame that needs no reply. Raises the error with which the connection has ended."""
         if self._ended is not None:
             raise self._ended
         self.send(frame)
 
     def ask(self, question: Frame) -> PendingReply:
-        """Send a question, to which this gives a number. Raises the error with which the connection has ended."""
+        """Number a request and send it. Raises the error with which the connection has ended."""
         with self._lock:
             if self._ended is not None:
                 raise self._ended
@@ -120,7 +120,7 @@ class HubClient:
         return asked
 
     def cancel(self, number: int, question: Frame) -> None:
-        """Tell the hub that nobody waits for the answer any more. Never waits."""
+        """Cancel a request, so that the hub sends no reply. Never waits."""
         with self._lock:
             waited = self._asked.pop(number, None) is not None
         if waited and question.kind in (Kind.GET, Kind.GATHER):
@@ -138,6 +138,6 @@ class HubClient:
 
 
 def _cancelling(number: int, question: Frame) -> Frame:
-    """The frame that cancels a question. With a number of its own it is answered, too; the question's answer may be under way."""
+    """The frame that cancels a request, whose reply may already be on the wire. If numbered, the frame gets a reply, too."""
     payload = json.dumps([number, question.payload.decode()]).encode()
     return Frame(Kind.CANCEL, 0, question.name, payload)

@@ -1,4 +1,4 @@
-"""`ControlConnection`: the connections of the control plane, which the process's io loop serves."""
+"""`ControlConnection`: a connection of the control plane, served by the process's io loop."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _READ_BYTES = 256 << 10
 _MOST_BUFFERS = 64
 """Most buffers handed to the kernel at once, far below its limit of 1024 (IOV_MAX)."""
 CLOSED_BY_PEER = "it was closed at the other end"
-"""The reason with which a connection ends that has not failed."""
+"""The reason for which a connection ends that has not failed."""
 
 
 class ControlConnection(Connection):
-    """A connection that never waits. Every method may be called from any thread.
+    """A non-blocking connection. Every method may be called from any thread.
 
     Args:
         sock: The connected socket, which this object owns.
         keys: See `Keys`.
-        on_frame: Called on the loop's thread with every frame that arrives; an error that it raises ends the connection.
-        on_end: Called there once, with the reason, when the connection has ended.
+        on_frame: Called on the loop's thread with every received frame; if it raises, the connection ends.
+        on_end: Called on the loop's thread once, with the reason, when the connection has ended.
     """
 
     most_bytes = 1 << 30
-    """Longest frame: the memory that a member can make another one use. The manifest of a model with a million tensors has a
-    tenth of that."""
+    """Limit for the length of a frame, which bounds the memory that a peer can make this process use. The manifest of a model
+    with a million tensors has a tenth of that."""
 
     def __init__(
         self, sock: socket.socket, keys: Keys, on_frame: Callable[[Frame], None], on_end: Callable[[str], None]
@@ -44,9 +44,9 @@ class ControlConnection(Connection):
         self._on_end = on_end
         self._incoming = bytearray()
         self._outgoing: deque[memoryview] = deque()
-        """Bytes that the socket had no room for."""
+        """Bytes that did not fit into the socket's buffer yet."""
         self._turn = threading.Lock()
-        """Keeps frames apart and in order while one is sent."""
+        """Held while a frame is sent, so that frames do not interleave."""
         self._closing = self._ended = False
 
     def start(self) -> None:
@@ -57,9 +57,9 @@ class ControlConnection(Connection):
                 watch_writable(self.socket, True)
 
     def send(self, frame: Frame, digest: bytes | None = None) -> None:
-        """Send a frame, or keep it until the socket has room; nothing happens after the connection's end. Never waits.
+        """Send a frame, or queue it until the socket has room. Does nothing after the connection's end. Never waits.
 
-        `digest` is the payload's, if it is known. Raises `ProtocolError` for a frame that is too long.
+        `digest` is the digest of the payload, if it is known. Raises `ProtocolError` for a frame that is too long.
         """
         digest = digest or payload_digest(frame.payload)
         with self._turn:
@@ -86,7 +86,7 @@ class ControlConnection(Connection):
                 self.abandon()
 
     def _handle(self, events: int) -> None:
-        """[loop's thread] Read or send, or notice that the other end is gone."""
+        """[loop's thread] Handle events of the socket: send, or read, which also notices that the other end is gone."""
         if events & select.EPOLLOUT:
             with self._turn:
                 waiting, self._outgoing = list(self._outgoing), deque()
@@ -116,7 +116,7 @@ class ControlConnection(Connection):
             self._end(as_weightlane_error(error, self.part).message)
 
     def _frames(self, chunk: bytes) -> Iterator[Frame]:
-        """Yield the frames that `chunk` completes. Raises `ProtocolError` for bytes that are not signed, or no frame."""
+        """Yield the frames that `chunk` completes. Raises `ProtocolError` for bytes that are not a signed frame."""
         incoming = self._incoming
         incoming += chunk
         offset = 0
@@ -130,7 +130,7 @@ class ControlConnection(Connection):
         del incoming[:offset]
 
     def _write(self, buffers: list[memoryview]) -> None:
-        """Send what the socket has room for, and keep the rest."""
+        """Send as many bytes as the socket has room for, and queue the rest."""
         try:
             sent = self.socket.sendmsg(buffers[:_MOST_BUFFERS])
         except BlockingIOError:

@@ -1,40 +1,41 @@
-"""Kinds of the control plane's frames: what members ask of the hub, and what it tells them."""
+"""Kinds of the control plane's frames: the members' requests to the hub, and the hub's frames to members."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
 COORDINATOR = "coordinator"
-"""Name of the coordinator's inbox. It alone keeps messages that arrive before it is read: trainers may start earlier."""
+"""Name of the coordinator's inbox. Only this inbox keeps messages that arrive before it is read: trainers may start earlier."""
 
 
 class Kind(IntEnum):
-    """The meaning of a frame. Its name is an inbox, or a scope, to which a line feed and a key may be appended."""
+    """The meaning of a frame. The frame's name is an inbox, or a scope, to which a line feed and a key may be appended."""
 
     LISTEN = 1
-    """[member] It reads the inbox."""
+    """[member] The member reads the inbox from now on."""
     POST = 2
-    """[member] Hand the payload to the reader of the inbox."""
+    """[member] Send the payload to the reader of the inbox."""
     PUT = 3
-    """[member] Keep the payload under the key."""
+    """[member] Store the payload under the key."""
     DELETE = 4
-    """[member] Forget the key."""
+    """[member] Delete the key."""
     GET = 5
-    """[member] `VALUE` when the key is there."""
+    """[member] Request the value of the key. The reply is `VALUE`, once the key exists."""
     GATHER = 6
-    """[member] `VALUE` with everything in the scope (see `gathered`) when as many keys are there as the payload says."""
+    """[member] Request all values of the scope (see `gathered`). The reply is `VALUE`, once as many keys exist as the payload
+    says."""
     CANCEL = 7
-    """[member] Do not answer an earlier question of the same name; the payload is a JSON list of its number and payload. `VALUE`,
-    under the number of this frame, with the keys in the scope; no answer if that number is 0."""
+    """[member] Cancel an earlier request of the same name; the payload is a JSON list of that request's number and payload. The
+    reply, under the number of this frame, is `VALUE` with the keys in the scope; there is no reply if that number is 0."""
     STORE = 8
-    """[member] `VALUE` with the port of the torch store."""
+    """[member] Request the port of the torch store. The reply is `VALUE`."""
     READ = 9
-    """[member] Everything before the `MARK` of this number was read."""
+    """[member] Acknowledge that all items before the `MARK` of this number were read."""
     MESSAGE = 10
     """[hub] The payload was posted to the inbox."""
     MARK = 11
-    """[hub] Answer with `READ` once everything before it in the inbox was read."""
+    """[hub] Request a `READ` once all items before this one in the inbox were read."""
     VALUE = 12
-    """[hub] The answer to the question of this number."""
+    """[hub] The reply to the request of this number."""
     OVER = 13
-    """[hub] The question of this number gets no answer; the payload says why."""
+    """[hub] The request of this number has failed; the payload is the reason."""

@@ -1,7 +1,7 @@
 """`ControlHub`: the inboxes and mailboxes of a run, in the memory of the coordinator's process.
 
-Members are connected to the hub by TCP, or call it within its process. A message for an inbox goes to the inbox's reader at once,
-and a question about a value is answered as soon as the value is there: nobody asks twice.
+Members are connected to the hub by TCP, or call it within its process. The hub sends a message for an inbox to its reader at
+once, and replies to a request for a value as soon as the value exists: members do not poll.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .torch_store import TorchStore
 
 _log = logging.getLogger(__name__)
 _MOST_PENDING = 8192
-"""How many connections may be in their handshake; a thousand may come at once."""
+"""How many connections may be in their handshake; a thousand members may connect at once."""
 
 
 class ControlHub:
@@ -32,8 +32,8 @@ class ControlHub:
 
     Args:
         host: Address to listen on.
-        port: 0 takes a free one.
-        key: The key that members prove to know.
+        port: Port to listen on; 0 takes a free one.
+        key: The key with which members authenticate.
         silence_s: Seconds of silence after which the host of a member, or of the hub, counts as gone.
 
     Raises:
@@ -46,13 +46,13 @@ class ControlHub:
         self._readers: dict[str, Member] = {}
         """The reader of each inbox."""
         self._early: list[Frame] = []
-        """Messages for the coordinator, before it reads its inbox."""
+        """Messages for the coordinator that arrived before it reads its inbox."""
         self._marks: dict[int, tuple[str, Callable[[str], None]]] = {}
-        """Marks that were not read yet, by number: the inbox, and the function to call with its name."""
+        """Marks that were not acknowledged yet, by number: the inbox, and the function to call with its name."""
         self._last_mark = 0
         self._connections: set[ControlConnection] = set()
         self.traffic = [0, 0]
-        """About how many messages and bytes have gone through the hub, in either direction."""
+        """Approximate number of messages and of bytes that the hub has received and sent."""
         self.mailboxes = Mailboxes(self._send)
         self.torch_store = TorchStore(host)
         sock = listen_tcp(host, port)
@@ -75,7 +75,7 @@ class ControlHub:
         self._listener.close()
 
     def handle(self, member: Member, frame: Frame) -> None:
-        """Do what `frame` of `member` asks for. From any thread; never waits."""
+        """Handle `frame` of `member`. From any thread; never waits."""
         self._count(frame)
         match frame.kind:
             case Kind.POST:
@@ -96,7 +96,7 @@ class ControlHub:
                 _log.warning("a control frame of kind %d was dropped", frame.kind)
 
     def post(self, inboxes: Iterable[str], payload: bytes) -> None:
-        """Send a message to the reader of each of `inboxes`; it is dropped where an inbox has no reader."""
+        """Send a message to the reader of each of `inboxes`. Except for the coordinator, inboxes without a reader drop it."""
         digest = payload_digest(payload)
         for inbox in inboxes:
             message = Frame(Kind.MESSAGE, 0, inbox, payload)
@@ -111,7 +111,7 @@ class ControlHub:
             self._send(reader, message, digest)
 
     def mark(self, inbox: str, on_read: Callable[[str], None]) -> int:
-        """Call `on_read` with the inbox's name once everything posted to it until now was read, or its reader is gone.
+        """Call `on_read` with the inbox's name once all messages posted to it so far were read, or its reader is gone.
 
         Returns the mark's number, for `unmark`.
         """
@@ -129,13 +129,13 @@ class ControlHub:
         return number
 
     def unmark(self, numbers: Iterable[int]) -> None:
-        """Forget marks that nobody waits for any more."""
+        """Drop marks, so that their functions are not called any more."""
         with self._lock:
             for number in numbers:
                 self._marks.pop(number, None)
 
     def forget_session(self, session: str) -> None:
-        """Drop everything that `session` has left in mailboxes and in the torch store."""
+        """Drop all values of `session` in mailboxes and in the torch store."""
         if session:
             self.mailboxes.forget_session(session)
             self.torch_store.forget(session)
@@ -147,11 +147,11 @@ class ControlHub:
                 for message in self._early:
                     self._send(member, message)
                 self._early = []
-            # Last: `post` looks without the lock, and later messages must be behind the early ones.
+            # Last: `post` reads `_readers` without the lock, and later messages must follow the early ones.
             self._readers[inbox] = member
 
     def _connect(self, sock: socket.socket, keys: Keys, _: Hello) -> None:
-        """[loop's thread] Serve another member."""
+        """[loop's thread] Serve a new member."""
         member = Member(send=lambda *_: None)
         connection = ControlConnection(
             sock, keys, lambda frame: self.handle(member, frame), lambda reason: self._leave(member, connection, reason)
@@ -162,7 +162,7 @@ class ControlHub:
         connection.start()
 
     def _leave(self, member: Member, connection: ControlConnection, reason: str) -> None:
-        """[loop's thread] Forget a member whose connection has ended."""
+        """[loop's thread] Remove a member whose connection has ended."""
         level = logging.DEBUG if reason == CLOSED_BY_PEER or self._listener.closed else logging.WARNING
         _log.log(level, "the connection of %s has ended: %s", ", ".join(sorted(member.inboxes)) or "a member", reason)
         with self._lock:
@@ -184,7 +184,10 @@ class ControlHub:
             connection.close()
 
     def _send_store_port(self, member: Member, number: int) -> None:
-        """[thread of its own] Opening the store may take a while: torch looks names up, and connects to itself."""
+        """[own thread] Send a member the port of the torch store.
+
+        Opening the store may take a while: torch looks up host names and connects to itself.
+        """
         try:
             answer = Frame(Kind.VALUE, number, "", str(self.torch_store.port()).encode())
         except Exception as error:  # noqa: BLE001 - the member that asked must learn it

@@ -1,7 +1,7 @@
 """`Mailboxes`: the values that members of a run share, in scopes, and the members that wait for them.
 
-Most scopes are named after a session (``"plan/s-1a2b"``). When a session is over its scopes are dropped, and members that still
-wait for something in them are told.
+Most scopes are named after a session (``"plan/s-1a2b"``). When a session is over its scopes are dropped, and the requests of
+members that still wait for their values fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .frames import Kind
 _ENTRY = struct.Struct("<HI")
 """Lengths of a key and its value."""
 _ENDED_SESSIONS = 1024
-"""How many ended sessions are remembered: a participant that is late may still put a value there."""
+"""How many ended sessions are remembered: a late participant may still put a value into a scope of one."""
 
 
 @dataclass(eq=False)
@@ -29,7 +29,7 @@ class Member:
     """A process that is connected to the hub, and the inboxes it reads."""
 
     send: Callable[[Frame, bytes | None], None]
-    """Sends a frame without waiting, with the digest of its payload if that is known."""
+    """Sends a frame, with the digest of its payload if that is known. Never waits."""
     inboxes: set[str] = field(default_factory=set)
 
 
@@ -37,12 +37,12 @@ class Member:
 class _Scope:
     values: dict[str, bytes] = field(default_factory=dict)
     waits: dict[str | int, set[tuple[Member, int]]] = field(default_factory=lambda: defaultdict(set))
-    """Members that wait, with the numbers of their questions, by the key or by the count of keys that they wait for."""
+    """Waiting members with the numbers of their requests, by the key or the number of keys that they wait for."""
     gathered: bytes | None = None
-    """The answer to `GATHER`, until a value changes."""
+    """The cached reply to `GATHER`; None after a value has changed."""
 
     def answer_to(self, wanted: str | int) -> bytes | None:
-        """The value of a key, or all values once there are `wanted` keys; None until then."""
+        """The value of the key `wanted`, or all values if there are `wanted` keys; None otherwise."""
         if isinstance(wanted, str):
             return self.values.get(wanted)
         if len(self.values) < wanted:
@@ -54,7 +54,7 @@ class _Scope:
 
 
 def gathered(data: bytes) -> dict[str, bytes]:
-    """The values by key in an answer to `Kind.GATHER`."""
+    """Parse a reply to `Kind.GATHER` into values by key."""
     values, offset = {}, 0
     while offset < len(data):
         key_bytes, value_bytes = _ENTRY.unpack_from(data, offset)
@@ -68,7 +68,7 @@ class Mailboxes:
     """Values by scope and key. Every method may be called from any thread, and none waits.
 
     Args:
-        send: Sends a frame to a member without waiting, with the digest of its payload if that is known.
+        send: Sends a frame to a member, with the digest of its payload if that is known. It must not wait.
     """
 
     def __init__(self, send: Callable[[Member, Frame, bytes | None], None]) -> None:
@@ -79,7 +79,7 @@ class Mailboxes:
         """Sessions that are over, the oldest first."""
 
     def change(self, frame: Frame) -> None:
-        """Do what a `PUT` or a `DELETE` asks for, and answer the members that waited for the value."""
+        """Handle a `PUT` or a `DELETE`, and reply to the members that waited for the value."""
         name, _, key = frame.name.partition("\n")
         answers: list[tuple[Member, int, bytes]] = []
         with self._lock:
@@ -102,7 +102,7 @@ class Mailboxes:
             self._send(member, Frame(Kind.VALUE, number, "", value), digest)
 
     def answer(self, member: Member, frame: Frame) -> None:
-        """Answer a `GET`, `GATHER` or `CANCEL` of `member`, now or when the value is there."""
+        """Reply to a `GET`, `GATHER` or `CANCEL` of `member`, now or once the value exists."""
         name, _, key = frame.name.partition("\n")
         with self._lock:
             over = self._is_over(name)
@@ -126,7 +126,7 @@ class Mailboxes:
             self._send(member, Frame(Kind.VALUE, frame.number, "", value), None)
 
     def forget_session(self, session: str) -> None:
-        """Drop the scopes of `session` and of its links, and tell the members that wait there that it is over."""
+        """Drop the scopes of `session` and of its links, and send `OVER` to the members that wait in them."""
         with self._lock:
             self._ended[session] = None
             if len(self._ended) > _ENDED_SESSIONS:
@@ -137,7 +137,7 @@ class Mailboxes:
                 self._send(member, _over(number, name), None)
 
     def forget_member(self, member: Member) -> None:
-        """Drop all questions of a member that is gone."""
+        """Drop all requests of a member that is gone."""
         with self._lock:
             for name, scope in list(self._scopes.items()):
                 for wanted, waiting in list(scope.waits.items()):
@@ -156,5 +156,5 @@ class Mailboxes:
 
 
 def _over(number: int, scope: str) -> Frame:
-    """The answer to a question about a scope whose session is over."""
+    """The reply to a request in a scope whose session is over."""
     return Frame(Kind.OVER, number, "", f"the session of mailbox {scope} is over.".encode())

@@ -1,4 +1,4 @@
-"""`TorchStore`: the torch TCPStore in which the process groups of a run meet."""
+"""`TorchStore`: the torch TCPStore that the process groups of a run use for their rendezvous."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_sto
 
 
 class TorchStore:
-    """A torch TCPStore that is opened when the first process group asks for it."""
+    """A torch TCPStore that is opened when the first process group requests it."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -25,7 +25,7 @@ class TorchStore:
             return self._opened[1]
 
     def forget(self, session: str) -> None:
-        """Delete the keys of the groups that met for `session`."""
+        """Delete the keys of the process groups of `session`."""
         with self._lock:
             if self._opened is not None:
                 store, _ = self._opened

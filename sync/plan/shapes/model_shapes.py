@@ -55,7 +55,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A tensor of a checkpoint, and the way in which parallel ranks cut it."""
+    """A tensor of a checkpoint, and how parallel ranks divide it."""
 
     spec: TensorSpec
     cut: Cut
@@ -67,7 +67,7 @@ class Weight:
     block: int = 1
     """Rows and columns of the matrix `of` that share one scale; 1 for anything but scales."""
     of: TensorSpec | None = None
-    """The matrix whose scales these are; None for anything but scales."""
+    """The matrix that the scales belong to; None for anything but scales."""
 
 
 SHAPES: dict[str, ModelShape] = {
@@ -105,7 +105,7 @@ def shape_named(name: str) -> ModelShape:
 
 
 def weights(shape: ModelShape, wire: Wire = "bf16") -> list[Weight]:
-    """Every tensor on the wire in the order of layers; for ``"fp8"`` matrices in e4m3 and scales of 128 x 128 blocks."""
+    """Every tensor on the wire, layer by layer. With ``"fp8"`` linear weights are e4m3 and have scales of 128 x 128 blocks."""
     plain = list(_weights(shape))
     return plain if wire == "bf16" else [each for weight in plain for each in _quantised(weight)]
 

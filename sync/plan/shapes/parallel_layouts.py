@@ -1,6 +1,6 @@
 """Common parallel layouts, and the placements of their ranks for a model of `shapes`, without a run.
 
-A layout is written like ``pp8 ep32`` or ``8x tp16 ep16``: a word for each kind of parallelism, with its number of ranks.
+A layout is written as ``pp8 ep32`` or ``8x tp16 ep16``: one word for each kind of parallelism, with its number of ranks.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ USUAL: dict[str, tuple[str, str]] = {
 class TrainerLayout:
     """The layout of trainer ranks, of one of two kinds.
 
-    Pipeline stages of `tp` x `dp` ranks: everything but experts is cut over `tp` and replicated over `dp`, and whole experts are
-    distributed over `ep` ranks of a stage (as in Megatron). Or `dp` groups of `fsdp` ranks that cut every parameter along its
-    first dimension, which for fused experts is the expert.
+    Megatron's kind has pipeline stages of `tp` x `dp` ranks. All tensors but experts are sharded over `tp` and replicated over
+    `dp`; complete experts are distributed over `ep` ranks of a stage. FSDP's kind has `dp` groups of `fsdp` ranks, which shard
+    every parameter along its first dimension. The first dimension of fused experts is the expert.
     """
 
     pp: int = 1
@@ -97,7 +97,7 @@ class TrainerLayout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutLayout:
-    """Replicas of `tp` ranks each. With `ep`, whole experts are distributed over these ranks instead of being cut."""
+    """Replicas of `tp` ranks each. With `ep`, complete experts are distributed over these ranks instead of being sharded."""
 
     replicas: int = 1
     tp: int = 1
@@ -142,7 +142,7 @@ class _Slices:
         self._ranks = ranks
 
     def placement(self, rank: int, experts: range, *, cut_experts: bool = False) -> Placement:
-        """The slices of one rank, with these experts whole or its part of each."""
+        """The slices of one rank, with `experts` in full, or with its part of each of them if `cut_experts` is set."""
         slices = [(weight.spec, cut(weight, self._ranks, rank)) for weight in self._shared]
         mine = [weight for weight in self._experts if weight.expert in experts]
         if cut_experts:

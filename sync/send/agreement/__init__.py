@@ -1,1 +1,1 @@
-"""Trainer ranks agree on a version before rank 0 offers it: on deltas, scales of divided blocks, and equal copies."""
+"""Trainer ranks agree on a version before rank 0 offers it: on codec, deltas, scales of divided blocks, and equal replicas."""

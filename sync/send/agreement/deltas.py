@@ -1,6 +1,6 @@
-"""Trainer ranks agree on a delta: each says its segments, and every rank that needs the whole delta hears all of them.
+"""Trainer ranks agree on a delta: each rank publishes its segments, and every rank that sends collects those of all ranks.
 
-Rank 0 needs the segments for the manifest. In a gathering session the other ranks need them, too, to know where theirs belong.
+Rank 0 needs them for the manifest. If rank 0 gathers, the other ranks need them for the places of their own segments.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from typing import Any
 from ...version.manifest_message import DeltaSegment, segments_from_plain
 
 DELTAS = "delta segments"
-"""The topic."""
+"""Topic of the segments in `RankAgreement`."""
 
 
 def delta_to_plain(base_version: int, segments: Sequence[DeltaSegment]) -> list[Any]:
-    """A rank's segments, and the version that they apply to, as JSON. A rank without a delta says None instead."""
+    """A rank's segments, and the version that they apply to, as JSON. A rank without a delta publishes None instead."""
     return [base_version, [segment.to_plain() for segment in segments]]
 
 
 def all_segments(said: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
-    """The segments of every rank, in rank order; none at all unless every rank has a delta to `base_version`.
+    """The segments of every rank, in rank order; empty unless every rank has a delta against `base_version`.
 
-    Raises `ProtocolError` for anything but segments.
+    Raises `ProtocolError` for invalid segments.
     """
     segments: list[tuple[DeltaSegment, ...]] = []
     for plain in said:

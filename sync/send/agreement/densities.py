@@ -1,4 +1,4 @@
-"""Trainer ranks agree whether a version is a delta: each says how much the version before has changed of its elements."""
+"""Trainer ranks agree whether a version is a delta: each publishes how many of its elements the version before has changed."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from weightlane.ckpt_engines import ProtocolError
 from ...codecs.codec_choice import RankChange
 
 DENSITIES = "changed elements"
-"""The topic."""
+"""Topic of the counts of changed elements in `RankAgreement`."""
 
 
 def change_to_plain(change: RankChange | None) -> list[Any] | None:
-    """A rank's change as JSON."""
+    """A rank's counts as JSON; None if it has none."""
     return None if change is None else list(astuple(change))
 
 
 def change_from_plain(said: Any) -> RankChange | None:
-    """Parse what another rank says; `ProtocolError` for anything else."""
+    """Parse the counts of another rank; raises `ProtocolError` for anything else."""
     if said is None:
         return None
     try:

@@ -1,6 +1,6 @@
-"""Trainer ranks agree on the scale of a block that a cut between them divides: each says the largest magnitude of its part.
+"""Trainer ranks agree on the scale of a block that is divided between them: each publishes the largest magnitude of its part.
 
-The elements of such blocks wait in the ranks' `PendingBlocks.cuts`. A rank says one number for each block of a version.
+Until then the elements of such blocks are in the ranks' `PendingBlocks.cuts`. A rank publishes one number for each such block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...version.box import Box
 from ..snapshot.quantised_blocks import Magnitudes
 
 MAGNITUDES = "block magnitudes"
-"""The topic."""
+"""Topic of the magnitudes in `RankAgreement`."""
 
 
 def magnitudes_to_plain(mine: Iterable[Magnitudes]) -> list[Any]:
@@ -33,7 +33,7 @@ def magnitudes_to_plain(mine: Iterable[Magnitudes]) -> list[Any]:
 
 
 def magnitudes_from_plain(said: Any) -> list[Magnitudes]:
-    """Parse another rank's magnitudes; `ProtocolError` for anything else."""
+    """Parse another rank's magnitudes; raises `ProtocolError` for anything else."""
     if not isinstance(said, list):
         raise ProtocolError("not a list of magnitudes.", part=MAGNITUDES)
     return [_parsed(plain) for plain in said]

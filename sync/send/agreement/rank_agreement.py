@@ -1,7 +1,7 @@
-"""`RankAgreement`: the trainer ranks of a session say values of each version to one another, through the hub where the run meets.
+"""`RankAgreement`: the trainer ranks of a session exchange values of each version through the run's hub.
 
-Each rank says one value per topic and version, and a rank that needs them gets all at once: two messages per rank, however
-many ranks there are.
+Each rank publishes one value per topic and version, and a rank that needs the values collects them all in one reply. So a rank
+needs two messages, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ...control.hub.plain_bytes import from_bytes
 from ...control.mailbox import Mailbox
 
 _REMEMBERED = 2
-"""Newest versions whose values a rank leaves at the hub: others may still be sending the one before."""
+"""Number of newest versions whose values stay at the hub: other ranks may still be sending the version before."""
 
 
 class Interrupt:
-    """Ends the waits of other threads at the hub, once and for all. Thread-safe."""
+    """Ends the waits of other threads for replies of the hub, permanently. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,7 +32,7 @@ class Interrupt:
         self.is_set = False
 
     def set(self) -> None:
-        """Make every wait inside `ends` raise its error, now and from now on."""
+        """Make every present and future wait inside `ends` raise its error."""
         with self._lock:
             self.is_set = True
             waits = list(self._waits.items())
@@ -41,7 +41,7 @@ class Interrupt:
 
     @contextmanager
     def ends(self, reply: PendingReply, error: WeightlaneError) -> Iterator[None]:
-        """Inside, `set` makes the wait for `reply` raise `error`."""
+        """Context in which `set` makes the wait for `reply` raise `error`."""
         with self._lock:
             self._waits[reply] = error
         try:
@@ -54,10 +54,10 @@ class Interrupt:
 
 
 class RankAgreement:
-    """Carries the values of all trainer ranks of one session, by topic and version.
+    """Exchanges values of all trainer ranks of one session, by topic and version.
 
     Args:
-        mailbox: Private to the session.
+        mailbox: A mailbox that only this session uses.
         names: The ranks' publishers, in rank order.
         rank: This rank.
     """
@@ -67,7 +67,7 @@ class RankAgreement:
         self._names = list(names)
         self._rank = rank
         self._said: dict[str, list[int]] = defaultdict(list)
-        """The remembered versions of each topic, oldest first."""
+        """The versions with values at the hub, by topic, oldest first."""
         self._session_over = Interrupt()
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class RankAgreement:
         self._session_over.set()
 
     def say(self, topic: str, version: int, value: Any) -> None:
-        """Publish this rank's JSON-representable `value` of a version."""
+        """Publish this rank's JSON-representable `value` for a version."""
         mailbox, name, said = self._mailbox.within(topic), self._names[self._rank], self._said[topic]
         mailbox.within(str(version)).put(name, value)
         said[:] = [other for other in said if other != version] + [version]
@@ -85,8 +85,8 @@ class RankAgreement:
     def hear(self, topic: str, version: int, deadline: Deadline, superseded: Interrupt) -> dict[str, Any]:
         """Wait for the values of all ranks. Returns them by publisher, in rank order.
 
-        Raises `DeadlineExceededError` naming the ranks that say nothing, and `ClosedError` as soon as the session is over or the
-        version `superseded`: a rank that already publishes a newer one says nothing of it.
+        Raises `DeadlineExceededError` naming the ranks without a value. Raises `ClosedError` as soon as the session is over or
+        the version `superseded`, because a rank that already publishes a newer version publishes no value for this one.
         """
         reply = self._mailbox.within(topic).within(str(version)).gather(len(self._names))
         error = ClosedError(f"the ranks need not agree on {topic} any more.", part=topic)

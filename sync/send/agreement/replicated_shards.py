@@ -1,9 +1,9 @@
 """`ReplicatedShards`: trainer ranks that hold the same elements compare digests of them, which must be equal.
 
-Data-parallel copies that have drifted apart would go unnoticed otherwise, since one rank sends each element. So every rank
-computes digests of the slices that others hold as well, before its snapshot, while no parameter changes. Until a version has
-committed it digests all such slices, afterwards a few for each version, in turn, which costs next to nothing. Rank 0 compares
-the digests before it offers the version.
+Only one rank sends each element, so data-parallel replicas that have diverged would otherwise go unnoticed. Therefore every rank
+computes digests of its replicated slices before its snapshot, while no parameter changes. Until a version has committed it
+digests all of these slices. Afterwards it digests a few for each version, in turn, at low cost. Rank 0 compares the digests
+before it offers the version.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ...version.bucket_checksums import checksum_of
 from ...version.tensor_spec import LocalShard, TensorSpec, raw_bytes
 
 DIGESTS = "digests of equal shards"
-"""The topic."""
+"""Topic of the digests in `RankAgreement`."""
 _BUDGET_BYTES = 4 << 20
-"""Bytes that are digested for one version once a version has committed: half a millisecond."""
+"""Bytes that are digested for one version, once a version has committed. This takes half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class _Slice:
     spec: TensorSpec
     box: Box
     parts: tuple[tuple[Box, torch.Tensor], ...]
-    """This rank's elements, and where in the slice they are."""
+    """This rank's elements, and their boxes within the slice."""
 
     @torch.no_grad()
     def digest(self) -> str:
-        """The digest of the elements as they would be sent."""
+        """The digest of the elements in the wire dtype."""
         if len(self.parts) == 1:
             wire = self.parts[0][1].to(self.spec.dtype).contiguous()
         else:
@@ -53,7 +53,7 @@ class ReplicatedShards:
     """The slices that more than one trainer rank holds, and this rank's elements of them.
 
     Args:
-        replicated: All such slices, numbered alike on every rank.
+        replicated: All such slices, in the same order on every rank.
         shards: This rank's shards.
     """
 
@@ -77,12 +77,12 @@ class ReplicatedShards:
         return bool(self._all)
 
     def digests(self, publication: int, *, everything: bool) -> dict[int, str]:
-        """Digests by number of the slice: of `everything` that this rank holds, or of the slices due at this `publication`."""
+        """Digests by number of the slice: with `everything` of all slices that this rank holds, else of those due now."""
         numbers = range(len(self._all)) if everything else self._turns[publication % len(self._turns)]
         return {number: self._mine[number].digest() for number in numbers if number in self._mine}
 
     def compare(self, said: Mapping[str, Mapping[int, str]], version: int) -> None:
-        """Compare digests, by rank. Raises `ManifestError` naming the first slice of which two ranks hold different values."""
+        """Compare the digests of all ranks. Raises `ManifestError` naming the first slice with different values on two ranks."""
         first: dict[int, tuple[str, str]] = {}
         for rank, digests in said.items():
             for number, digest in digests.items():
@@ -100,7 +100,7 @@ class ReplicatedShards:
 
 
 def _in_turns(slices: Sequence[ReplicatedSlice]) -> list[list[int]]:
-    """Numbers of the slices that are digested for one version, for each of the versions that take turns."""
+    """Divide the slices into groups of about `_BUDGET_BYTES`; versions digest one group each, in turn. Returns their numbers."""
     turns: list[list[int]] = [[]]
     nbytes = 0
     for number, each in enumerate(slices):
@@ -114,7 +114,7 @@ def _in_turns(slices: Sequence[ReplicatedSlice]) -> list[list[int]]:
 
 
 def digests_from_plain(said: Any) -> dict[int, str]:
-    """Parse the digests of a rank, a list of pairs; `ProtocolError` for anything else."""
+    """Parse the digests of a rank, a list of pairs; raises `ProtocolError` for anything else."""
     try:
         return {int(number): str(digest) for number, digest in said}
     except (TypeError, ValueError) as cause:

@@ -1,1 +1,1 @@
-"""A snapshot: a rank's private copy of its shards in the wire dtype, taken while the next training step already computes."""
+"""Snapshots: a rank's private copies of its shards in the wire dtype, taken while the next training step already computes."""

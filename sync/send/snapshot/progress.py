@@ -1,4 +1,4 @@
-"""How much of a snapshot is there: what the taking thread reports, and what others wait for."""
+"""Progress of a snapshot: the thread that takes it reports final bytes, and other threads wait for them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Progress:
         self.done_bytes = 0
         self._read = 0
         self.error: WeightlaneError | None = None
-        """Why nothing more comes; None while more does."""
+        """Why the snapshot has failed; None unless it has."""
 
     def advance(self, done_bytes: int, read: int) -> None:
         """Report that every byte before `done_bytes` is final, and that shards have been read up to `read`."""
@@ -35,7 +35,7 @@ class Progress:
             self._changed.notify_all()
 
     def fail(self, error: WeightlaneError) -> None:
-        """Report that nothing more comes; the first error counts."""
+        """Report that the snapshot has failed; the first error is kept."""
         with self._changed:
             self.error = self.error or error
             self._changed.notify_all()
@@ -43,12 +43,12 @@ class Progress:
     def wait(self, until_bytes: int, deadline: Deadline) -> None:
         """Return when every byte before `until_bytes` is final.
 
-        Raises `DeadlineExceededError`, or the error that made the snapshot fail.
+        Raises `DeadlineExceededError`, or the error with which the snapshot failed.
         """
         self._wait(lambda: self.done_bytes >= until_bytes, deadline)
 
     def wait_read(self, until: int, deadline: Deadline) -> None:
-        """Return when shards have been read up to `until`, so that they may change there. Raises as `wait`."""
+        """Return when shards have been read up to `until`, so that their values before it may change. Raises as `wait`."""
         self._wait(lambda: self._read >= until, deadline)
 
     def _wait(self, reached: Callable[[], bool], deadline: Deadline) -> None:
@@ -63,12 +63,12 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class SourceBytes:
-    """The bytes that a rank sends of one version: its snapshot, perhaps not complete yet, or its segments of a delta.
+    """The bytes that a rank sends of one version: its snapshot, which may not be complete yet, or its segments of a delta.
 
     Attributes:
-        memory: 1-D uint8.
-        progress: The snapshot's; None if all bytes are there.
-        deadline: Limits all waits for bytes, and the sending.
+        memory: The bytes, 1-D uint8.
+        progress: Progress of the snapshot; None if all bytes are final.
+        deadline: Limit for all waits for bytes, and for sending.
     """
 
     memory: torch.Tensor
@@ -76,6 +76,6 @@ class SourceBytes:
     deadline: Deadline
 
     def wait(self, until_bytes: int) -> None:
-        """Return when every byte before `until_bytes` is there. Raises as `Progress.wait`."""
+        """Return when every byte before `until_bytes` is final. Raises as `Progress.wait`."""
         if self.progress is not None:
             self.progress.wait(until_bytes, self.deadline)

@@ -1,4 +1,4 @@
-"""Blocks of the matrices that a rank quantises: whole in its shard, or cut between ranks that must agree on a scale."""
+"""Blocks of the matrices that a rank quantises: complete in its shard, or divided between ranks, which must agree on a scale."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from ...version.tensor_spec import LocalShard
 
 @dataclass(frozen=True, slots=True)
 class Magnitudes:
-    """The largest magnitudes of some elements of a matrix."""
+    """The largest magnitude per block, over some elements of a matrix."""
 
     name: str
     """The matrix's name in the checkpoint."""
     blocks: Box
-    """The blocks that the elements lie in."""
+    """The blocks that contain the elements."""
     values: torch.Tensor
     """float32 of the shape of `blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """A rank's shard of a matrix, and where its elements and scales go in the snapshot."""
+    """A rank's shard of a matrix, and the places of its elements and scales in the snapshot."""
 
     shard: LocalShard
     pair: QuantisedPair
@@ -51,18 +51,18 @@ class QuantisedMatrix:
         return scale_box(self.shard.box)
 
     def data(self, box: Box) -> torch.Tensor:
-        """The elements in `box`, as they are now."""
+        """The current values of the elements in `box`."""
         return self.shard.data.detach()[box.within(self.shard.box).index]
 
     def magnitudes(self, box: Box, data: torch.Tensor) -> Magnitudes:
-        """The magnitudes of `data`, the elements in `box`."""
+        """The largest magnitude per block of `data`, the elements in `box`."""
         values = block_fp8.magnitudes(data, at=corner(box), name=self.name)
         return Magnitudes(self.name, touched_blocks(box), values)
 
     def put(self, memory: torch.Tensor, box: Box, data: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Quantise `data`, the elements in `box`, into the snapshot, and copy the scales that this rank sends there, too.
+        """Quantise `data`, the elements in `box`, into the snapshot, and copy the scales that this rank sends into it.
 
-        `scales` are those of all blocks that `box` touches. Returns the quantised elements.
+        `scales` has the scales of all blocks that `box` touches. Returns the quantised elements.
         """
         at, out = corner(box), _elements_of(memory, self.weight_offset, self.pair.weight.dtype, self.shard.box, box)
         direct = out if out.device == data.device else None
@@ -86,11 +86,11 @@ class QuantisedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class CutBlocks:
-    """This rank's elements of blocks that a cut divides, copied from the live parameters."""
+    """This rank's elements of blocks that are divided between ranks, copied from the live parameters."""
 
     matrix: QuantisedMatrix
     box: Box
-    """Where in the matrix they are."""
+    """The slice of the matrix that the elements are."""
     data: torch.Tensor
 
     def quantise(self, largest: torch.Tensor, memory: torch.Tensor) -> QuantisationReport:
@@ -105,7 +105,7 @@ class CutBlocks:
 
 
 def largest_magnitudes(parts: Iterable[Magnitudes], cuts: Iterable[CutBlocks]) -> dict[str, torch.Tensor]:
-    """The largest magnitude in each block of the matrices of `cuts`, float32 of the scales' shape; 0 where no part says one.
+    """The largest magnitude in each block of the matrices of `cuts`, float32 of the scales' shape; 0 for blocks in no part.
 
     Raises `ProtocolError` for a part with blocks that its matrix does not have.
     """
@@ -121,7 +121,7 @@ def largest_magnitudes(parts: Iterable[Magnitudes], cuts: Iterable[CutBlocks]) -
 
 
 def regions_of(box: Box, matrix: Sequence[int]) -> Iterator[tuple[Box, bool]]:
-    """Cut a slice of a matrix of shape `matrix` at the borders of blocks. Yields regions, and if their blocks are divided."""
+    """Cut a slice of a matrix of shape `matrix` at block borders. Yields regions, and whether their blocks are divided."""
     sides = zip(box.starts, box.stops, matrix, strict=True)
     rows, columns = (list(_runs(*side)) for side in sides)
     for (top, bottom, cut_above), (left, right, cut_beside) in product(rows, columns):
@@ -129,7 +129,7 @@ def regions_of(box: Box, matrix: Sequence[int]) -> Iterator[tuple[Box, bool]]:
 
 
 def _runs(start: int, stop: int, size: int) -> Iterator[tuple[int, int, bool]]:
-    """Cut indices at the borders of blocks: a part of one, whole blocks, a part of another; and whether it is a part."""
+    """Cut a range of indices into a partial block, complete blocks and a partial block. Yields start, stop, is partial."""
     first = min(stop, -(-start // BLOCK) * BLOCK)
     last = stop if stop == size else max(first, stop // BLOCK * BLOCK)
     for begin, end, is_part in ((start, first, True), (first, last, False), (last, stop, True)):

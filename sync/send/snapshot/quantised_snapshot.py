@@ -1,9 +1,9 @@
 """Snapshots that quantise matrices: the live parameters are read once, and one byte of each element is kept.
 
-Blocks that lie whole in a shard are quantised straight from the live parameters. A block that a cut between two ranks divides
-has one scale, which depends on both ranks. Each rank copies its part of such a block as it is, so that parameters may change as
-soon as they were read, and quantises it when every rank has said its magnitudes (`PendingBlocks.cuts`). With blocks of 128 x 128
-that is at most 254 rows and 254 columns of each shard.
+Blocks that lie completely in a shard are quantised directly from the live parameters. A block that is divided between two ranks
+has one scale, which depends on both ranks. Each rank copies its part of such a block unquantised, so that parameters may change
+as soon as they were read, and quantises it when every rank has published its magnitudes (`PendingBlocks.cuts`). With blocks of
+128 x 128 these parts are at most 254 rows and 254 columns of each shard.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .steps import Copy, Milestone, PendingBlocks, copies
 
 _Key = tuple[str, Box]
 _CHUNK_NUMEL = 4 << 20
-"""Most elements of one step, so that waiting threads hear of progress within a large matrix."""
+"""Most elements of one step, so that waiting threads see progress within a large matrix."""
 _SAMPLED_ROWS = 16
-"""Rows of each step's elements whose error is computed: enough for an estimate at next to no cost, in one row of blocks."""
+"""Rows of each step whose error is computed: enough for an estimate, at low cost, and within one row of blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Quantise:
-    """The step that quantises whole blocks of a matrix, or keeps parts of blocks that are cut."""
+    """The step that quantises complete blocks of a matrix, or copies this rank's parts of divided blocks."""
 
     matrix: QuantisedMatrix
     box: Box
@@ -71,12 +71,12 @@ class QuantisedShards:
             pair = pair_of(shard.spec)
             self.slices.append(LazyShard(pair.weight, shard.box))
             self.slices.append(LazyShard(pair.scales, scale_box(shard.box)))
-        # A plan's stream has all slices of a tensor together: a snapshot that is read in place must be that stream.
+        # A plan's stream has the slices of a tensor next to each other. A snapshot that is read in place must be that stream.
         turns = {name: turn for turn, name in enumerate(dict.fromkeys(each.spec.name for each in self.slices))}
         self.slices.sort(key=lambda each: (turns[each.spec.name], each.box.starts))
 
     def snapshot(self, offsets: Sequence[int]) -> Snapshot:
-        """The snapshot in which each slice begins at one of `offsets`. It counts steps to say how far it has read."""
+        """The snapshot in which each slice begins at its offset in `offsets`. The unit of `Progress.wait_read` is steps."""
         first_bytes = dict(zip(map(_key, self.slices), offsets, strict=True))
         plain = sorted(
             ((first_bytes[_key(shard)], shard) for shard in self._shards if not is_quantised(shard.spec)),
@@ -88,8 +88,8 @@ class QuantisedShards:
                 starts += _steps(shard, first_bytes)
         starts.sort(key=lambda step: step[0])
         nbytes = max((offset + each.nbytes for offset, each in zip(offsets, self.slices, strict=True)), default=0)
-        # A step may write scales ahead of elements that an earlier step has not reached: bytes are final up to the first byte
-        # that some later step writes.
+        # A step may write scales at a higher offset than elements that a later step writes. So bytes are final only up to the
+        # first byte that any later step writes.
         unfinished = accumulate((start for start, _ in reversed(starts)), min, initial=nbytes)
         final = list(unfinished)[-2::-1]
         steps = [step for _, step in starts]
@@ -111,7 +111,7 @@ def _key(each: Shard) -> _Key:
 
 
 def _steps(shard: LocalShard, first_bytes: Mapping[_Key, int]) -> Iterator[tuple[int, _Quantise]]:
-    """The first byte that each step writes, and the step; in the order of the elements."""
+    """Yield the steps of a shard in the order of its elements, each with the first byte that it writes."""
     pair = pair_of(shard.spec)
     own = scale_box(shard.box)
     matrix = QuantisedMatrix(shard, pair, first_bytes[_key(shard)], first_bytes[pair.scales.name, own])

@@ -1,4 +1,4 @@
-"""Memory that a publisher sends from, allocated by its engine and kept over sessions."""
+"""Memory that a publisher sends from, allocated by its engine and kept across sessions."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from weightlane.ckpt_engines import CheckpointEngine, StorageError
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, runtime_of
 
 PACKING_BUFFERS = 2
-"""Buckets that have to be packed are sent so many at a time: one is packed while the engine sends the other."""
+"""Most packed buckets in flight: one is packed while the engine sends the other."""
 
 
 class SendMemory:
-    """One run of the engine's memory; replaced where receivers may still read the old one.
+    """One contiguous allocation of the engine's memory; it is replaced if receivers may still read the old one.
 
     Args:
-        engine: Allocates the memory; None for torch's own.
+        engine: Allocates the memory; None for torch's allocator.
         nbytes: Size in bytes.
-        device: Where it is.
-        copied_from: The runtime of a device that copies into it, if it is host memory.
+        device: Device of the memory.
+        copied_from: Runtime of a device that copies into the memory, if this is host memory.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class SendMemory:
         self._registered: set[int] = set()
         """Addresses of registered memory."""
         self.data = self._new()
-        """1-D uint8, `nbytes` long. Zero where nothing was written, so that gaps between tensors are the same every time."""
+        """1-D uint8, `nbytes` long. Bytes that were never written are zero, so that gaps between tensors are always the same."""
 
     def _new(self) -> torch.Tensor:
-        # Filled once: first-touch page faults would otherwise land in the middle of the first version.
+        # Filled once: first-touch page faults would otherwise slow down the first version.
         if self._engine is None:
             data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         else:
@@ -52,9 +52,9 @@ class SendMemory:
         return data
 
     def renew(self) -> None:
-        """Replace the memory by other memory of the same size. Raises `StorageError` when there is none; try again then.
+        """Replace the memory by other memory of the same size. Raises `StorageError` if there is none; it may be called again.
 
-        Where there is no room for both, the old memory is freed first.
+        If there is no room for both, the old memory is freed first.
         """
         try:
             new = self._new()
@@ -65,9 +65,9 @@ class SendMemory:
         self._free(old)
 
     def grow(self, nbytes: int, *, exactly: bool = False) -> None:
-        """Have at least `nbytes`, and a quarter more for slowly growing needs unless `exactly` is set.
+        """Grow to at least `nbytes`, and a quarter more for slowly growing needs unless `exactly` is set.
 
-        The content is lost if that takes other memory. Raises `StorageError` when there is too little.
+        If the memory has to grow, its content is lost. Raises `StorageError` if there is too little memory.
         """
         if self._nbytes < nbytes:
             self._nbytes = nbytes if exactly else nbytes + nbytes // 4
@@ -88,11 +88,11 @@ class SendMemory:
 
 
 class PackingBuffers:
-    """Buffers for buckets that do not lie in a snapshot as in the stream. Allocated when the first bucket is packed.
+    """Buffers for buckets whose bytes do not lie in a snapshot as in the stream. Allocated when the first bucket is packed.
 
     Args:
-        engine: Allocates the memory; None for torch's own.
-        device: Where it is.
+        engine: Allocates the memory; None for torch's allocator.
+        device: Device of the buffers.
     """
 
     def __init__(self, engine: CheckpointEngine | None, device: torch.device) -> None:

@@ -20,7 +20,7 @@ class SnapshotSlot:
 
     memory: SendMemory
     exposed: set[tuple[str, int]] = field(default_factory=set)
-    """Sessions and versions in which receivers may read it in place."""
+    """Pairs of session and version in which receivers may read the memory in place."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,10 +33,10 @@ class DeltaBase:
 
 
 class SnapshotSlots:
-    """One slot, or two in turn where the snapshot of the version that serves is kept as the base of deltas.
+    """One slot, or two if the snapshot of the version that serves is kept as the base of deltas.
 
     Args:
-        allocate: Makes memory for a snapshot; may raise `StorageError`.
+        allocate: Allocates memory for a snapshot; may raise `StorageError`.
         part: The publisher, for the log.
     """
 
@@ -45,13 +45,13 @@ class SnapshotSlots:
         self._part = part
         self._slots = [SnapshotSlot(allocate())]
         self._only_one = False
-        """Whether there is no memory for two."""
+        """Whether there is memory for one slot only."""
         self.base: DeltaBase | None = None
         self.writing = Lock()
         """Held by a thread that writes to a snapshot after it was taken."""
 
     def free(self) -> SnapshotSlot:
-        """A slot for the next snapshot: not the base's, unless there is no memory for two."""
+        """A slot for the next snapshot. It is not the base's slot, unless there is memory for one slot only."""
         base = self.base
         for slot in self._slots:
             if base is None or slot is not base.slot:

@@ -19,21 +19,21 @@ from .progress import Progress
 from .steps import Milestone, PendingBlocks, copies
 
 _BATCH_BYTES = 16 << 20
-"""Bytes that a thread copies, at least, before it gets new steps: handing steps over costs as much as copying 1 MiB."""
+"""Least bytes of the batch of steps that a thread gets at a time: handing over a batch costs as much as copying 1 MiB."""
 _MOST_THREADS = 2
-"""Threads that copy. One core cannot saturate memory, two nearly can, and the training needs the others."""
+"""Limit for copying threads. One core cannot saturate memory, two nearly can, and training needs the others."""
 
 
 class Snapshot:
     """Runs the steps of a snapshot each time a version is published.
 
     Args:
-        device: Where the live shards are; their storage must stay in place.
+        device: Device of the live shards; their storage must stay in place.
         milestones: The steps, in the order of the bytes that they write.
-        nbytes: Size of the snapshot.
-        ends: How far shards must have been read before a tensor may change, by its name: in bytes, or any other unit that grows.
-        read_end: The same for all tensors.
-        threads: Most threads that may run steps at the same time on a CPU.
+        nbytes: Size of the snapshot in bytes.
+        ends: By name of a tensor, how far shards must have been read before it may change: in bytes or any other unit that grows.
+        read_end: How far shards must have been read before all tensors may change, in the same unit.
+        threads: Most threads that run steps concurrently on a CPU.
         is_cut: Whether elements depend on other ranks; see `weightlane.sync.send.agreement.magnitudes`.
     """
 
@@ -58,7 +58,7 @@ class Snapshot:
 
     @classmethod
     def of(cls, shards: Sequence[LocalShard], offsets: Sequence[int]) -> Snapshot:
-        """Copy live shards to first bytes `offsets`, without overlap."""
+        """The snapshot that copies live shards; `offsets` are their first bytes in it, and the copies do not overlap."""
         ordered = sorted(zip(offsets, shards, strict=True), key=lambda pair: pair[0])
         ends: dict[str, int] = {}
         for offset, shard in ordered:
@@ -68,12 +68,12 @@ class Snapshot:
         return cls(device_of(shards), milestones, nbytes, ends, nbytes, threads=_MOST_THREADS)
 
     def mark(self) -> Any:
-        """An event behind the work queued so far on the trainer's stream, for which the copy will wait; None on a CPU."""
+        """Record an event after the work queued so far on the trainer's stream, for the copy to wait for; None on a CPU."""
         return self.runtime.recorded()
 
     @contextmanager
     def reading(self, after: Any) -> Iterator[None]:
-        """Inside, this thread reads the shards as they are after `mark`."""
+        """Context in which this thread reads the shards as they are after the event of `mark`."""
         with self.runtime.on(self._stream):
             self.runtime.wait_for(self._stream, after)
             yield
@@ -82,9 +82,9 @@ class Snapshot:
     def take(
         self, memory: torch.Tensor, after: Any, progress: Progress, pending_blocks: PendingBlocks | None = None
     ) -> None:
-        """Copy every shard, as it is after `mark`, into `memory` (uint8), cast in the same pass. Blocks.
+        """Copy every shard, as it is after the event of `mark`, into `memory` (uint8), and cast it in the same pass. Blocks.
 
-        A version that cannot be quantised fails alone: parameters may change then.
+        If a version cannot be quantised, only that version fails: parameters may change afterwards.
         """
         pending_blocks = pending_blocks or PendingBlocks()
         try:
@@ -112,7 +112,7 @@ class Snapshot:
             progress.advance(milestone.done_bytes, milestone.read)
 
     def _reached(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> Generator[Milestone, None, None]:
-        """Run the steps, side by side where torch itself uses one thread. Yields each milestone, in order, once it is reached."""
+        """Run the steps, on several threads if torch itself uses one. Yields each milestone, in order, once it is reached."""
         if self._workers == 1 or torch.get_num_threads() > 1:
             for milestone in self._milestones:
                 milestone.step.run(memory, pending_blocks)
@@ -138,7 +138,7 @@ class Snapshot:
                 ran.result()
                 yield first
         finally:
-            # Nobody may read the shards, or write to the memory, any more when this returns.
+            # When this returns, no thread may read the shards or write to the memory any more.
             for _, ran in running:
                 ran.cancel()
             wait([ran for _, ran in running])
@@ -150,12 +150,12 @@ class Snapshot:
 
 
 def device_of(shards: Sequence[LocalShard]) -> torch.device:
-    """The device of the shards that have elements."""
+    """The device of the first shard that has elements; the CPU if none has."""
     return next((shard.data.device for shard in shards if shard.numel), HOST)
 
 
 def _batches(milestones: Iterable[Milestone]) -> Iterator[list[Milestone]]:
-    """The milestones whose steps one thread runs at once."""
+    """Group milestones into batches, each of which one thread runs."""
     batch: list[Milestone] = []
     start = 0
     for milestone in milestones:

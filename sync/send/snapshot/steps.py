@@ -1,4 +1,4 @@
-"""The steps of taking a snapshot: copies of shards, and what a step leaves for later."""
+"""The steps of taking a snapshot: copies of shards, and the blocks that are left to be quantised later."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from ...version.tensor_spec import LocalShard, raw_bytes
 from .quantised_blocks import CutBlocks, Magnitudes, largest_magnitudes
 
 _CHUNK_BYTES = 64 << 20
-"""Most bytes of one copy, so that waiting threads hear of progress within a large tensor."""
+"""Most bytes of one copy, so that waiting threads see progress within a large tensor."""
 _SMALL_BYTES = 256 << 10
-"""Shards up to this size are copied together: a call of its own costs as much as copying 30 KiB."""
+"""Shards up to this size are copied together, because a call costs as much as copying 30 KiB."""
 
 
 @dataclass(slots=True)
 class PendingBlocks:
-    """Results of a snapshot beside its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
+    """Results of a snapshot that are not in its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
 
     cuts: list[CutBlocks] = field(default_factory=list)
-    """Elements whose scales depend on other ranks, until these have said their magnitudes."""
+    """Elements that are not quantised yet, because their scales depend on the magnitudes of other ranks."""
     magnitudes: list[Magnitudes] = field(default_factory=list)
     """The magnitudes of the blocks in `cuts`."""
     error: QuantisationReport = field(default_factory=QuantisationReport)
     """The quantisation error of a sample of the elements."""
 
     def quantise_cuts(self, magnitudes: Iterable[Magnitudes], memory: torch.Tensor) -> None:
-        """Quantise the elements of `cuts` into the snapshot, by the magnitudes of all ranks. Raises `ProtocolError`."""
+        """Quantise the elements of `cuts` into the snapshot, with the magnitudes of all ranks. Raises `ProtocolError`."""
         largest = largest_magnitudes(magnitudes, self.cuts)
         for cut in self.cuts:
             self.error += cut.quantise(largest[cut.matrix.name], memory)
-        self.cuts.clear()  # where rows are divided that is as much as the shards themselves
+        self.cuts.clear()  # if rows are divided, the cuts can be as large as the shards themselves
 
 
 class Step(Protocol):
     """A part of taking a snapshot."""
 
     def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
-        """Write into `memory`, and add to `pending_blocks` what cannot be written yet."""
+        """Write into `memory`, and add blocks that cannot be quantised yet to `pending_blocks`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Milestone:
-    """A step, and how far the snapshot has come once all steps up to this one have run."""
+    """A step, and the progress of the snapshot once all steps up to this one have run."""
 
     step: Step
     done_bytes: int
@@ -62,7 +62,7 @@ class Copy:
     """One call that copies a part of a large shard, or small shards that lie back to back."""
 
     sources: list[torch.Tensor]
-    """In the trainer's dtype; 1-D if they are contiguous."""
+    """Tensors in the trainer's dtype; 1-D if they are contiguous."""
     start: int
     """First byte in the snapshot."""
     end: int
@@ -85,7 +85,7 @@ class Copy:
 
 
 def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
-    """The copies of shards to their first bytes in the snapshot; `ordered` by that byte."""
+    """The copies of shards into the snapshot. `ordered` has their first bytes there, ascending, and the shards."""
     group: list[Copy] = []
     for copy in _chunks(ordered):
         if group and not _fit(group[0], group[-1], copy):

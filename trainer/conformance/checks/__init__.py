@@ -1,1 +1,1 @@
-"""The checks of the suite, by the part of the contract that they are about."""
+"""The checks of the suite, grouped by part of the contract."""

@@ -16,9 +16,9 @@ from ..models import MODELING, MODELS, make_model
 from ..processes.team import MODULE, Team
 
 POOL = pytest.StashKey[Pool]()
-"""Key of the processes that a pytest session keeps."""
+"""Key of the pytest session's pool of processes."""
 MODEL_FILES = pytest.StashKey[dict[str, Path]]()
-"""Key of the models that a pytest session has made, by name."""
+"""Key of the directories of models made in the pytest session, by name."""
 SPLIT = ((0,), (3, 1, 2, 4), (6, 5))
 """Three uneven calls of a mini-batch of seven sequences."""
 
@@ -26,22 +26,22 @@ TeamMaker = Callable[..., Team]
 
 
 class TrainingConformanceBase:
-    """Fixtures of the suite. Its user sets `engine`, and `layouts` and `models` as far as the engine takes others."""
+    """Fixtures of the suite. Its user sets `engine`, and `layouts` and `models` if the engine takes others."""
 
     engine: ClassVar[str] = ""
     """Name of the engine under test: an installed one, ``module:Class``, or ``path/to/file.py:Class``."""
     layouts: ClassVar[Mapping[str, Mapping[str, Any]]] = {"one rank": {"ranks": 1}, "two ranks": {"ranks": 2}}
-    """Ways to split a model and its batches over ranks: settings of `TrainerConfig` by name, ``ranks`` among them."""
+    """Layouts of a model and its batches over ranks: settings of `TrainerConfig`, including ``ranks``, by layout name."""
     models: ClassVar[Sequence[str]] = MODELS
-    """The suite's models that the engine can train, of `conformance.models`. Checks that need one take the first."""
+    """Models of `conformance.models` that the engine can train. Checks that need only one take the first."""
     expected_failures: ClassVar[Mapping[str, str]] = {}
     """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
     deadline_s: ClassVar[float] = 120.0
-    """Seconds for an operation that is expected to succeed. A collective between ranks has half of it."""
+    """Seconds for an operation that is expected to succeed. A collective between ranks has half as many."""
     missing_s: ClassVar[float] = 1.0
-    """Timeout of collectives, in seconds, where a rank never comes."""
+    """Timeout of collectives, in seconds, in checks in which a rank never joins."""
     slack_s: ClassVar[float] = 10.0
-    """Seconds by which an operation may end after such a timeout, and that threads have to end after `close`."""
+    """Seconds after such a timeout within which an operation must end, and after `close` within which threads must end."""
     prompt_s: ClassVar[float] = 20.0
     """Seconds within which the ranks must notice the death of one of them."""
     grace_s: ClassVar[float] = 15.0
@@ -64,7 +64,7 @@ class TrainingConformanceBase:
 
     @pytest.fixture(autouse=True)
     def _one_thread(self) -> Iterator[None]:
-        """The reference's many small operations take several times longer with threads, beside the processes of the ranks."""
+        """Limit torch's threads: the reference's many small operations are several times slower with threads while ranks run."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         yield
@@ -72,7 +72,7 @@ class TrainingConformanceBase:
 
     @pytest.fixture
     def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:
-        """The session's processes. Those lent to a check are taken back after it."""
+        """The session's pool of processes. A check's processes return to the pool after it."""
         stash = request.config.stash
         if POOL not in stash:
             stash[POOL] = Pool(MODULE)
@@ -100,7 +100,7 @@ class TrainingConformanceBase:
 
     @pytest.fixture
     def each_model(self, model: str, model_dir: Callable[[str], Path], team: Team) -> Path:
-        """Directory of each of `models`. Skips a check where the engine says that it does not train it in this layout."""
+        """Directory of each of `models`. Skips a check if the engine refuses the model in this layout."""
         path = model_dir(model)
         if model != self.models[0] and (reason := team.refusal(path)):
             pytest.skip(f"the engine refuses {model} in this layout: {reason}")
@@ -132,12 +132,12 @@ class TrainingConformanceBase:
 
     @pytest.fixture
     def team(self, teams: TeamMaker, layout: Mapping[str, Any]) -> Team:
-        """The ranks of the layout, in which no engine is set up yet."""
+        """The ranks of the layout, without engines set up yet."""
         return teams(layout)
 
 
 def expect_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], what: str) -> None:
-    """Check that two sets of tensors are the same bit for bit, names included."""
+    """Check that two sets of tensors have the same names and are equal bit for bit."""
     assert found.keys() == wanted.keys(), (
         f"expected {what} by the same names, they differ in {sorted(found.keys() ^ wanted.keys())}"
     )
@@ -164,7 +164,7 @@ def expect_same_change(
     limit: float,
     what: str,
 ) -> None:
-    """Check that weights moved from `start` as the reference's did, relative to the length of the whole move."""
+    """Check that weights changed from `start` as the reference's did, relative to the length of the full change."""
     distance(
         {name: found[name].double() - start[name].double() for name in wanted},
         {name: wanted[name].double() - start[name].double() for name in wanted},
@@ -179,6 +179,6 @@ def distance(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tenso
     length = float(torch.stack([tensor.double().norm() for tensor in wanted.values()]).norm())
     relative = sum(each**2 for each in apart.values()) ** 0.5 / length
     worst = max(apart, key=lambda name: apart[name])
-    assert relative <= limit, (  # also where it is not a number
+    assert relative <= limit, (  # also fails for NaN
         f"expected {what} within {limit:g} of the reference, it is {relative:.2g} off, most in {worst}"
     )

@@ -1,4 +1,4 @@
-"""Checks of ends: ranks that die or never come, ``close``, and what is left of an engine."""
+"""Checks of ends: ranks that die or never join, ``close``, and resources that an engine leaves behind."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .base import TeamMaker, TrainingConformanceBase
 
 
 class EndChecks(TrainingConformanceBase):
-    """See the module."""
+    """Checks of ranks that die or never join, of ``close``, and of resources that an engine leaves behind."""
 
     def test_a_killed_rank_is_reported_long_before_the_timeout(self, team: Team, first_model: Path) -> None:
-        """Some other rank notices at once; when ranks that noticed close, so do the rest. The timeout is far longer."""
+        """Some other rank notices at once; when the ranks that noticed close, the rest notice, too. The timeout is far longer."""
         if team.world == 1:
             pytest.skip("the layout has one rank")
         team.setup(first_model, collective_timeout_s=10 * (self.prompt_s + self.deadline_s))
@@ -48,7 +48,7 @@ class EndChecks(TrainingConformanceBase):
     def test_a_rank_that_never_comes_is_waited_for_until_the_timeout(
         self, teams: TeamMaker, layout: Mapping[str, Any], first_model: Path
     ) -> None:
-        """`setup` of the others fails with a typed error, no later."""
+        """`setup` of the others fails with a typed error, at the timeout and no later."""
         if layout.get("ranks", 1) == 1:
             pytest.skip("the layout has one rank")
         present = teams(layout, ranks=1, deadline_s=self.missing_s + self.slack_s)
@@ -59,7 +59,7 @@ class EndChecks(TrainingConformanceBase):
         assert rank.seconds <= latest_s, f"expected setup to end within {latest_s:g} s, it took {rank.seconds:.1f} s"
 
     def test_close_may_be_called_at_any_time_and_twice(self, team: Team, first_model: Path) -> None:
-        """Before `setup`, twice in a row after it, and between the gradient and the step; a new engine works then."""
+        """Close before `setup`, twice in a row after it, and between gradient and step; a new engine works afterwards."""
         arguments = {"engine": self.engine, "trainer": team.trainer}
         for number, rank in enumerate(team.ranks):
             team.start(rank, "make_and_close", rank=number, **arguments)
@@ -72,14 +72,14 @@ class EndChecks(TrainingConformanceBase):
         team.step(BatchSpec())
 
     def test_a_closed_engine_leaves_nothing_behind(self, team: Team, first_model: Path) -> None:
-        """Neither threads nor processes, descriptors nor ports, from one engine to the next in the same process."""
+        """No threads, processes, descriptors or ports remain from one engine to the next in the same process."""
 
         def live() -> None:
             team.setup(first_model)
             team.step(BatchSpec())
             team.close()
 
-        for _ in range(2):  # what is loaded once, or kept for the next engine, is there after these
+        for _ in range(2):  # afterwards, everything that is loaded once or kept for the next engine is there
             live()
         before = team.all("resources")
         live()

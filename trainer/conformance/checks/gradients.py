@@ -1,8 +1,8 @@
-"""Checks of gradients. The contract has no way to read one, so a check takes a step from which it can be told.
+"""Checks of gradients. The contract has no call that returns one, so a check takes a step from which it can be computed.
 
 With both decay rates 0, AdamW changes a weight by the learning rate times ``u = g / (|g| + eps)``, so that
-``g = eps * u / (1 - |u|)``. A loss that is scaled down makes every ``g`` small beside ``eps``, which is torch's 1e-8, and a
-learning rate that is very large makes the change large beside the weight: the change tells ``g`` to float32's full precision.
+``g = eps * u / (1 - |u|)``. A scaled-down loss makes every ``g`` small compared to ``eps``, which is torch's 1e-8, and a very
+large learning rate makes the change large compared to the weight. The change then gives ``g`` to float32's full precision.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..reference import Reference, checkpoint
 from .base import SPLIT, TrainingConformanceBase, distance, expect_equal
 
 GRADIENT_LIMIT = 1e-6
-"""How far a gradient may be from float64's, relative to its length: what is lost in float32."""
+"""Largest difference of a gradient from float64's, relative to its length: the error of float32."""
 HALF_LIMIT = 0.05
-"""The same where forward and backward are bfloat16."""
+"""The same limit for forward and backward in bfloat16."""
 _EPS = 1e-8
 _SCALE = 1e-10
 _RATE = 1e9
@@ -33,11 +33,11 @@ READABLE: dict[str, Any] = {
     "max_grad_norm": 1e9,
     "micro_batch_tokens": 20,
 }
-"""Settings with which a step tells the gradient."""
+"""Settings with which the gradient can be computed from a step."""
 
 
 class GradientChecks(TrainingConformanceBase):
-    """See the module."""
+    """Checks of gradients."""
 
     @pytest.mark.parametrize(
         "calls",
@@ -47,19 +47,19 @@ class GradientChecks(TrainingConformanceBase):
     def test_the_gradient_of_a_mini_batch_is_that_of_one_process(
         self, team: Team, first_model: Path, calls: tuple[tuple[int, ...], ...]
     ) -> None:
-        """Its three terms are means over tokens, over sequences, and by a constant, of the whole mini-batch."""
+        """The loss's three terms are divided by the full mini-batch's tokens, its sequences, and a constant."""
         team.setup(first_model, **READABLE)
         expect_gradient(team, first_model, BatchSpec(calls=calls))
 
     def test_the_gradient_does_not_depend_on_the_split_into_calls_and_micro_batches(
         self, team: Team, each_model: Path
     ) -> None:
-        """Three uneven calls, on every model."""
+        """The gradient of three uneven calls is that of the reference, on every model."""
         team.setup(each_model, **READABLE)
         expect_gradient(team, each_model, BatchSpec(calls=SPLIT))
 
     def test_a_rank_without_a_sequence_takes_part(self, team: Team, first_model: Path) -> None:
-        """A mini-batch of one sequence, and several labels for each of its positions."""
+        """The mini-batch has one sequence, with several labels for each of its positions."""
         team.setup(first_model, **READABLE)
         expect_gradient(team, first_model, BatchSpec(rows=1, labels=2))
 
@@ -73,7 +73,7 @@ class GradientChecks(TrainingConformanceBase):
     def test_what_the_model_does_not_have_is_refused_and_leaves_no_gradient(
         self, team: Team, first_model: Path, wrong: str
     ) -> None:
-        """A token or target beyond the vocabulary, in the second call of a mini-batch: nothing of the first is left, either."""
+        """A token or target beyond the vocabulary in a mini-batch's second call also drops the gradient of the first."""
         team.setup(first_model, **READABLE)
         broken = BatchSpec(seed=1, calls=((0, 1, 2, 3), (4, 5, 6)), wrong=wrong).to_plain()
         team.all_fail(ProtocolError, "forward_backward", batch=broken)
@@ -84,7 +84,7 @@ class GradientChecks(TrainingConformanceBase):
         expect_gradient(team, first_model, BatchSpec())
 
     def test_a_mini_batch_is_fixed_until_the_step(self, team: Team, first_model: Path) -> None:
-        """Another one is refused on every rank."""
+        """Another mini-batch before the step is refused on every rank."""
         team.setup(first_model)
         team.forward_backward(BatchSpec())
         team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(seed=1, rows=3).to_plain())

@@ -1,4 +1,4 @@
-"""Checks of outputs: log-probabilities and entropies, without and beside a gradient."""
+"""Checks of outputs: log-probabilities and entropies, without and with a gradient."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..reference import TOP_K, Reference, checkpoint
 from .base import SPLIT, TrainingConformanceBase, expect_close, expect_equal
 
 OUTPUT_LIMIT = 1e-5
-"""How far a log-probability or an entropy may be from float64's: what a tiny model loses in float32, several times over."""
+"""Largest difference of a log-probability or an entropy from float64's: several times a tiny model's error in float32."""
 
 ALL = ("logprobs", "entropy", "hidden")
 """All outputs of a model with its own head."""
 
 
 class OutputChecks(TrainingConformanceBase):
-    """See the module."""
+    """Checks of outputs."""
 
     def test_outputs_are_those_of_transformers(self, team: Team, each_model: Path) -> None:
-        """Sequences of several lengths, temperatures and gaps; each comes back once over all ranks, under its index."""
+        """Sequences have several lengths, temperatures and gaps; over all ranks, each is returned once, under its index."""
         spec = BatchSpec(calls=SPLIT)
         team.setup(each_model, micro_batch_tokens=20)
         expect_outputs(
@@ -38,7 +38,7 @@ class OutputChecks(TrainingConformanceBase):
         expect_outputs(team.forward(spec), spec, Reference(first_model), OUTPUT_LIMIT)
 
     def test_outputs_beside_a_gradient_are_those_of_forward(self, team: Team, first_model: Path) -> None:
-        """``forward_backward`` returns what it is asked for of its own forward pass."""
+        """``forward_backward`` returns the requested outputs of its own forward pass."""
         spec = BatchSpec(calls=SPLIT)
         team.setup(first_model, micro_batch_tokens=20)
         expect_outputs(team.outputs_beside_gradient(spec), spec, Reference(first_model), OUTPUT_LIMIT)

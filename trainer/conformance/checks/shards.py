@@ -1,4 +1,4 @@
-"""Checks of the shards that ranks publish: names, values, coverage, and memory that stays where it is."""
+"""Checks of the shards that ranks publish: names, values, coverage, and constant storage addresses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .base import TeamMaker, TrainingConformanceBase, expect_equal
 
 
 class ShardChecks(TrainingConformanceBase):
-    """See the module."""
+    """Checks of published shards."""
 
     def test_shards_are_the_checkpoint_bit_for_bit(self, team: Team, each_model: Path) -> None:
-        """Names as on disk, tied tensors once, each element from some rank; float32 and bfloat16 on the wire."""
+        """Names are those on disk, tied tensors are listed once, and some rank has each element; for both wire dtypes."""
         wanted = checkpoint(each_model)
         kept = kept_in_float32({name: tensor.dtype for name, tensor in wanted.items()})
         team.setup(each_model)
@@ -56,7 +56,7 @@ class ShardChecks(TrainingConformanceBase):
         layout: Mapping[str, Any],
         each_model: Path,
     ) -> None:
-        """``outline`` gives each rank's placement, in a process in which nothing else runs."""
+        """``outline`` gives each rank's placement, in a process of its own."""
         team.setup(each_model)
         real = team.all("placement", wire_dtype="bfloat16")
         outlines = teams(layout)
@@ -82,7 +82,7 @@ class ShardChecks(TrainingConformanceBase):
 
 
 def expect_covered(team: Team, wire_dtype: str, types: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Put the shards of all ranks together, and check that they are whole, and agree.
+    """Assemble the shards of all ranks, and check that they are complete and agree.
 
     Args:
         team: The ranks.

@@ -21,10 +21,10 @@ from .steps import SMOOTH, STEP_LIMIT
 
 
 class StateChecks(TrainingConformanceBase):
-    """See the module."""
+    """Checks of saved states and of exported models."""
 
     def test_a_saved_run_continues_bit_for_bit(self, team: Team, first_model: Path, tmp_path: Path) -> None:
-        """In the same engine, where a half-done step is dropped, and in a new one; the random state continues, too."""
+        """It continues in the same engine, which drops a half-done step, and in a new one; so does the random state."""
         state = str(tmp_path / "state")
         team.setup(first_model, **SMOOTH)
         for seed in range(2):
@@ -48,7 +48,7 @@ class StateChecks(TrainingConformanceBase):
             expect_equal(team.tensors(), trained, f"the weights two steps later in {where}")
 
     def test_training_begins_anew_with_weights(self, team: Team, first_model: Path, tmp_path: Path) -> None:
-        """With those of an exported model, or of a state without its optimizer, as a new engine does with the exported ones."""
+        """Loading an exported model, or a state without its optimizer, is like setting up a new engine from the export."""
         state, exported = tmp_path / "state", tmp_path / "exported"
         team.setup(first_model, **SMOOTH)
         team.step(BatchSpec(0))
@@ -95,7 +95,7 @@ class StateChecks(TrainingConformanceBase):
     def test_a_directory_that_exists_or_a_full_disk_fails_on_every_rank_and_leaves_nothing(
         self, team: Team, first_model: Path, tmp_path: Path
     ) -> None:
-        """A limit on the size of files stands in for the disk: writes fail in the same way. Later both succeed."""
+        """A limit on file sizes simulates a full disk: writes fail in the same way. Without it, both calls succeed."""
         place = tmp_path / "place"
         taken, new = place / "taken", place / "new"
         taken.mkdir(parents=True)
@@ -115,7 +115,7 @@ class StateChecks(TrainingConformanceBase):
         assert left == ["export_hf", "save", "taken"], f"expected two more directories, there is {left}"
 
     def test_a_directory_without_a_state_is_not_loaded(self, team: Team, first_model: Path, tmp_path: Path) -> None:
-        """Nor is a broken model. The error is typed, on every rank, and the engine trains on."""
+        """Neither is a broken model. Every rank raises a typed error, and the engine continues training."""
         team.setup(first_model)
         weights = team.tensors()
         team.all_fail(WeightlaneError, "load", directory=str(tmp_path / "nothing"))
@@ -125,7 +125,7 @@ class StateChecks(TrainingConformanceBase):
         team.step(BatchSpec())
 
     def test_a_state_of_another_model_is_not_loaded(self, team: Team, first_model: Path, tmp_path: Path) -> None:
-        """A deeper, shallower, wider, narrower, or larger one: no weight of any rank changes, and the engine trains on."""
+        """For a deeper, shallower, wider, narrower or larger model, no weight changes, and the engine continues training."""
         others = {
             "deeper": {"num_hidden_layers": 4},
             "wider": {"intermediate_size": 48},
@@ -150,7 +150,7 @@ class StateChecks(TrainingConformanceBase):
             refuse(state, f"a model whose state was of a {name} one")
 
     def test_state_that_is_away_comes_back_bit_for_bit(self, team: Team, first_model: Path) -> None:
-        """Between two calls of a mini-batch everything moves away and back; meanwhile calls that need it are refused."""
+        """Between two calls of a mini-batch all state is offloaded and onloaded; in between, calls that need it are refused."""
         norms, weights = [], []
         for away in (False, True):
             team.setup(first_model, **SMOOTH)
@@ -172,7 +172,7 @@ class StateChecks(TrainingConformanceBase):
             team.all("offload", parts=list(STATE_PARTS))
         except ConfigError as refused:
             pytest.skip(f"the engine keeps its state on its device: {refused.message}")
-        team.all("offload", parts=["parameters"])  # which are away already
+        team.all("offload", parts=["parameters"])  # which are offloaded already
         told = team.all("offloaded")
         assert told == [sorted(STATE_PARTS)] * len(told), f"expected all state to be away, the engine says {told}"
         batch = BatchSpec().to_plain()
@@ -184,7 +184,7 @@ class StateChecks(TrainingConformanceBase):
         assert told == [[]] * len(told), f"expected no state to be away, the engine says {told}"
 
     def test_an_exported_model_loads_in_transformers(self, team: Team, each_model: Path, tmp_path: Path) -> None:
-        """After a step, in float32 and in bfloat16, from the engine and from a saved state in one process."""
+        """Export after a step, in float32 and in bfloat16, from the engine and from a saved state in one process."""
         state = tmp_path / "state"
         team.setup(each_model, **SMOOTH)
         team.step(BatchSpec())

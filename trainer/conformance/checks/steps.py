@@ -1,4 +1,4 @@
-"""Checks of optimizer steps and of the fence that each of them passes."""
+"""Checks of optimizer steps, and of their calls to the fence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .base import TrainingConformanceBase, expect_equal, expect_same_change
 from .outputs import expect_outputs
 
 STEP_LIMIT = 1e-4
-"""How far the change of all weights may be from float64's, relative to its length."""
+"""Largest difference of the change of all weights from float64's, relative to its length."""
 SMOOTH: dict[str, Any] = {
     "learning_rate": 1e-2,
     "lr_warmup_steps": 2,
@@ -36,7 +36,7 @@ the gradient's sign, and tells little of the gradient.
 
 
 class StepChecks(TrainingConformanceBase):
-    """See the module."""
+    """Checks of optimizer steps and of the fence."""
 
     def test_steps_are_those_of_adamw(self, team: Team, first_model: Path) -> None:
         """Three steps with clipping, warm-up and weight decay; then outputs are those of the new weights."""
@@ -55,7 +55,7 @@ class StepChecks(TrainingConformanceBase):
         expect_outputs(team.forward(specs[0]), specs[0], reference, STEP_LIMIT)
 
     def test_a_step_may_have_settings_of_its_own(self, team: Team, first_model: Path) -> None:
-        """They count instead of those of the configuration, all of them."""
+        """All settings in `AdamParams` replace those of the configuration."""
         reference, specs = Reference(first_model), [BatchSpec(seed) for seed in range(2)]
         params = {
             name: value for name, value in SMOOTH.items() if name not in ("lr_warmup_steps", "micro_batch_tokens")
@@ -68,7 +68,7 @@ class StepChecks(TrainingConformanceBase):
         expect_same_change(team.tensors(), reference.tensors(), checkpoint(first_model), STEP_LIMIT, what)
 
     def test_the_fence_is_told_of_each_tensor_once_before_it_changes(self, team: Team, first_model: Path) -> None:
-        """It is told of those that change and no others, in the order of the shards, in the same calls on every rank."""
+        """The fence gets the names of changing tensors only, in the order of the shards, in the same calls on every rank."""
         team.setup(first_model, **SMOOTH)
         order = list(dict.fromkeys(shard["name"] for shard, _ in team.shards()[0]))
         team.forward_backward(BatchSpec())
@@ -93,7 +93,7 @@ class StepChecks(TrainingConformanceBase):
         assert changed == set(named), f"expected every named tensor to change, {set(named) - changed} did not"
 
     def test_a_step_without_a_gradient_is_refused(self, team: Team, first_model: Path) -> None:
-        """`ProtocolError` on every rank, before the fence: there was no gradient, its batch was wrong, or it was dropped."""
+        """Every rank raises `ProtocolError` before the fence: without a gradient, after a wrong batch, and after `zero_grad`."""
         team.setup(first_model, **SMOOTH)
         for before in ("nothing", "a wrong token", "zero_grad"):
             if before == "a wrong token":
@@ -108,7 +108,7 @@ class StepChecks(TrainingConformanceBase):
         team.step(BatchSpec())
 
     def test_a_step_whose_fence_fails_changes_nothing(self, team: Team, first_model: Path) -> None:
-        """The error comes out of ``optim_step``, and a step that is begun anew succeeds."""
+        """``optim_step`` raises the fence's error, and a step for a new gradient succeeds."""
         team.setup(first_model, **SMOOTH)
         team.forward_backward(BatchSpec())
         expect_nothing_changed(team.all("optim_step", fail_at=0), f"WeightlaneError: {FENCE_FAILED}")
@@ -118,7 +118,7 @@ class StepChecks(TrainingConformanceBase):
     def test_a_step_that_stops_half_way_leaves_an_engine_that_only_loads(
         self, team: Team, first_model: Path, tmp_path: Path
     ) -> None:
-        """The fence fails in its second call. What is loaded then continues as if nothing had been."""
+        """The fence fails in its second call. A state that is then loaded continues as usual."""
         team.setup(first_model, **SMOOTH)
         team.step(BatchSpec(1))
         team.all("save", directory=str(tmp_path / "state"))

@@ -52,12 +52,12 @@ class RankProcess:
         return self._engine
 
     def reserve(self) -> int:
-        """Reserve a port for the ranks to meet at, until `setup` of this rank listens there."""
+        """Reserve the port of the ranks' rendezvous until `setup` of this rank listens there."""
         self._reserved = reserve_port(HOST)
         return int(self._reserved.getsockname()[1])
 
     def setup(self, engine: str, trainer: dict[str, Any], rank: int, port: int, model: str, seed: int = 0) -> None:
-        """Close the engine that is there, and set up a new one."""
+        """Close the current engine, if there is one, and set up a new one."""
         self.close()
         config = TrainerConfig.model_validate(trainer)
         self._engine = engine_class(engine)(config, rank, config.ranks, (HOST, port))
@@ -111,11 +111,11 @@ class RankProcess:
         return noted_step(self.engine, fail_at, None if params is None else AdamParams(**params))
 
     def zero_grad(self) -> None:
-        """Drop the gradients of a mini-batch that was begun."""
+        """Drop the accumulated gradients of a mini-batch."""
         self.engine.zero_grad()
 
     def shards(self, wire_dtype: str, file: str) -> list[dict[str, Any]]:
-        """Write the data of every shard under its number to `file`; returns what else a shard says."""
+        """Write the data of every shard under its number to `file`; returns the shards' other fields."""
         shards = self.engine.local_shards(dtype_of(wire_dtype))
         # A copy each: shards may be views of one storage.
         save_file({str(number): shard.data.detach().cpu().clone() for number, shard in enumerate(shards)}, file)
@@ -131,11 +131,11 @@ class RankProcess:
         ]
 
     def steps(self) -> int:
-        """Return how many steps the engine says it took."""
+        """Return the engine's step count."""
         return self.engine.step
 
     def draw(self) -> list[float]:
-        """Advance the random state, and return what was drawn."""
+        """Advance the random state, and return the drawn number."""
         drawn: list[float] = torch.rand(3).tolist()
         return drawn
 
@@ -152,19 +152,19 @@ class RankProcess:
         self.engine.export_hf(Path(directory), dtype_of(dtype))
 
     def export_saved(self, engine: str, state: str, model: str, directory: str, dtype: str) -> None:
-        """Export a saved state by an engine's class alone."""
+        """Export a saved state with only an engine's class, no engine."""
         engine_class(engine).export_saved(Path(state), Path(model), Path(directory), dtype_of(dtype))
 
     def offload(self, parts: list[StatePart]) -> None:
-        """Move parts of the state away."""
+        """Offload parts of the state."""
         self.engine.offload(parts)
 
     def onload(self, parts: list[StatePart]) -> None:
-        """Bring parts of the state back."""
+        """Onload parts of the state."""
         self.engine.onload(parts)
 
     def offloaded(self) -> list[str]:
-        """Return which parts of the state are away, sorted."""
+        """Return the offloaded parts of the state, sorted."""
         return sorted(self.engine.offloaded)
 
     def limit_files(self, nbytes: int | None) -> None:
@@ -236,7 +236,7 @@ def serve(requests: JsonSocket) -> None:
     rank = RankProcess()
     while (request := requests.receive()) is not None:
         started = time.monotonic()
-        request.pop("deadline_s", None)  # it is the asking process that waits
+        request.pop("deadline_s", None)  # the requesting process enforces it
         operation: Callable[..., Any] = getattr(rank, request.pop("op"))
         answer: dict[str, Any]
         try:

@@ -1,4 +1,4 @@
-"""`Team`: the ranks of one layout, each in a process of its own, and what they hold put together."""
+"""`Team`: the ranks of one layout, each in a process of its own, and their results combined."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class Team:
     """The ranks of one layout.
 
     Args:
-        pool: Lends the processes.
+        pool: The pool that lends the processes.
         engine: Name of the engine, as `resolve.engine_class` takes it.
-        trainer: Settings of `TrainerConfig` for this layout, ``ranks`` among them.
-        files: Directory for tensors that processes hand over; must exist.
+        trainer: Settings of `TrainerConfig` for this layout, including ``ranks``.
+        files: Directory for tensors exchanged between processes; must exist.
         deadline_s: Seconds for an operation of one rank.
         grace_s: Seconds after that at which an operation counts as hanging.
-        ranks: How many of them there are; all by default.
+        ranks: Number of processes; all ranks of the layout by default.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Team:
         rank.start(op, **{"deadline_s": self._deadline_s, **arguments})
 
     def all(self, op: str, **arguments: Any) -> list[Any]:
-        """Return what an operation returned on every rank. Raises the first error, after all ranks have answered."""
+        """Run an operation on every rank and return the results. Raises the first error, after all ranks have answered."""
         return self._all(op, [arguments for _ in self.ranks])
 
     def _all(self, op: str, arguments: Sequence[Mapping[str, Any]]) -> list[Any]:
@@ -93,12 +93,12 @@ class Team:
         return rank.failure(wanted, expected)
 
     def setup(self, model: Path, **trainer: Any) -> None:
-        """Close the engines that are there, and set up new ones with further settings."""
+        """Close the current engines, and set up new ones with further settings."""
         self.start_setup(model, **trainer)
         self._results()
 
     def refusal(self, model: Path) -> str:
-        """Why the engine cannot train the model in this layout; empty if it can."""
+        """Return the reason why the engine cannot train the model in this layout; empty if it can."""
         self.start(self.ranks[0], "refusal", engine=self.engine, trainer=self.trainer, model=str(model))
         return str(self.ranks[0].result())
 
@@ -124,7 +124,7 @@ class Team:
     def forward(
         self, batch: BatchSpec, outputs: Collection[str] = ("logprobs", "entropy"), top_k: int = 0
     ) -> list[dict[str, torch.Tensor]]:
-        """Outputs of every call of `batch`, by ``index/name``; every sequence must come from exactly one rank."""
+        """Compute the outputs of every call of `batch`, by ``index/name``; exactly one rank must return each sequence."""
         answers = self._all(
             "forward",
             [
@@ -146,13 +146,13 @@ class Team:
         return metrics
 
     def outputs_beside_gradient(self, batch: BatchSpec) -> list[dict[str, torch.Tensor]]:
-        """Outputs like `forward`, from ``forward_backward``."""
+        """Return outputs like `forward`, but from ``forward_backward``."""
         arguments = {"batch": batch.to_plain(), "outputs": ["logprobs", "entropy"]}
         answers = self._all("forward_backward", [{**arguments, "file": file} for file in self._rank_files()])
         return self._gathered(batch, [answer["rows"] for answer in answers])
 
     def step(self, batch: BatchSpec, params: Mapping[str, Any] | None = None) -> float:
-        """Take one training step, by settings of `AdamParams` if given; returns the gradient norm, the same on every rank."""
+        """Take one training step, with settings of `AdamParams` if given; returns the gradient norm, equal on every rank."""
         self.forward_backward(batch)
         reports = self.all("optim_step", params=params)
         for report in reports:
@@ -162,7 +162,7 @@ class Team:
         return norms[0]
 
     def shards(self, wire_dtype: str = "float32") -> list[list[tuple[dict[str, Any], torch.Tensor]]]:
-        """Every rank's shards: what each says, and its data."""
+        """Return every rank's shards: their fields and their data."""
         from safetensors.torch import load_file  # noqa: PLC0415 - an extra
 
         answers = self._all("shards", [{"wire_dtype": wire_dtype, "file": file} for file in self._rank_files()])
@@ -173,7 +173,7 @@ class Team:
         return found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The whole tensors, put together from all ranks' shards; where ranks differ, the last one's elements count."""
+        """Assemble the full tensors from all ranks' shards; where ranks differ, the last one's elements count."""
         full: dict[str, torch.Tensor] = {}
         for shards in self.shards():
             for shard, data in shards:
@@ -206,5 +206,5 @@ class Team:
 
 
 def slices(shard: Mapping[str, Any], data: torch.Tensor) -> tuple[slice, ...]:
-    """The index of `data`, the data of `shard`, in its whole tensor."""
+    """Return the index of `data`, the data of `shard`, in its full tensor."""
     return tuple(slice(start, start + size) for start, size in zip(shard["starts"], data.shape, strict=True))

@@ -1,4 +1,4 @@
-"""The training engine contract: `TrainingEngine`, `AdapterEngine` for those with adapters, and the calls of a step as data."""
+"""The training engine contract: `TrainingEngine`, `AdapterEngine` for engines with adapters, and the calls of a step as data."""
 
 from .adapters import AdapterEngine, with_adapters
 from .calls import BackwardAnswer, ForwardBackward, Job, OptimStep

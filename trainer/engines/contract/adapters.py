@@ -1,4 +1,4 @@
-"""`AdapterEngine`: the part of the training engine contract that is about low-rank adapters beside the model."""
+"""`AdapterEngine`: the part of the training engine contract for low-rank adapters of the model."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .engine import BackwardResult, Fence, TrainingEngine
 class AdapterEngine(TrainingEngine):
     """A training engine whose model can have any number of adapters, each with gradients and an optimizer of its own.
 
-    Every call of the contract that takes the name of an adapter computes with, or steps, that one. Adapters are added and removed
-    between these calls; the one of ``trainer.lora`` is there from `setup` on.
+    Every call of the contract that takes the name of an adapter computes with, or steps, that adapter. Adapters are added and
+    removed between these calls; the one of ``trainer.lora`` exists from `setup` on.
     """
 
     has_adapters = True
@@ -26,7 +26,7 @@ class AdapterEngine(TrainingEngine):
     @property
     @abstractmethod
     def adapters(self) -> tuple[str, ...]:
-        """Names of the adapters beside the model, in the order in which they were added."""
+        """Names of the model's adapters, in the order in which they were added."""
 
     @abstractmethod
     def steps_of(self, adapter: str | None = None) -> int:
@@ -43,26 +43,26 @@ class AdapterEngine(TrainingEngine):
         resume: bool = False,
         trained: bool = True,
     ) -> None:
-        """Put a low-rank adapter beside the model, with an optimizer of its own. Collective.
+        """Add a low-rank adapter to the model, with an optimizer of its own. Collective.
 
         Args:
             name: Letters, digits, dots, dashes and underscores.
             config: Its rank, scale, layers and learning rate.
-            source: A directory as PEFT saves adapters, readable on every rank, whose values it begins with. Without, A is
-                Kaiming-uniform as in PEFT, by a generator that only ``config.seed`` seeds, and B is 0.
-            replace: Whether it takes the place of an adapter of that name, if there is one, which stays where this fails.
-            resume: Whether it also takes the moments and steps that `export_adapter` wrote into `source`, if there are any.
-            trained: Whether it has an optimizer. One that has none only computes, and is no part of a saved state.
+            source: A directory in PEFT's format, readable on every rank, from which the adapter's values are loaded. Without it,
+                A is Kaiming-uniform as in PEFT, from a generator that only ``config.seed`` seeds, and B is 0.
+            replace: Whether to replace an adapter of that name, if there is one. The old one stays if this fails.
+            resume: Whether to load also the moments and steps that `export_adapter` wrote into `source`, if there are any.
+            trained: Whether it has an optimizer. An adapter without one is never stepped, and is not part of a saved state.
 
         Raises:
-            ConfigError: The name is taken or is none; the model has no such layers; `source` holds something else than an adapter
+            ConfigError: The name is taken or not allowed; the model has no such layers; `source` does not hold an adapter
                 of this configuration for this model, in which case the error names the key or tensor.
             StorageError: A file in `source` cannot be read.
         """
 
     @abstractmethod
     def remove_adapter(self, name: str) -> None:
-        """Drop an adapter that `add_adapter` made, with its gradients and its optimizer. Not collective.
+        """Remove an adapter that `add_adapter` added, with its gradients and its optimizer. Not collective.
 
         Raises `ConfigError` for an unknown name, and for the adapter of ``trainer.lora``.
         """
@@ -71,29 +71,29 @@ class AdapterEngine(TrainingEngine):
     def export_adapter(self, directory: Path, name: str = "default", *, with_optimizer: bool = False) -> None:
         """Write an adapter as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``, in float32. Collective.
 
-        `with_optimizer`, moments and steps are in a file beside them. `directory` must not exist. It appears complete or, after
-        any failure, not at all.
+        With `with_optimizer`, a further file has the moments and steps. `directory` must not exist. It appears complete or,
+        after any failure, not at all.
 
         Raises `ConfigError` for an unknown name.
         """
 
     @abstractmethod
     def load_published(self, before_change: Fence, adapter: str) -> None:
-        """Copy an adapter into that of ``trainer.lora``, which is what is published (``publish = "adapter"``). Not collective.
+        """Copy `adapter` into the published adapter, the one of ``trainer.lora`` (``publish = "adapter"``). Not collective.
 
-        A gets rows of zeros and B columns of zeros up to the published rank; layers that `adapter` is not beside get zeros.
-        `before_change` is called once with all published tensors, as in `optim_step`.
+        A is padded with rows of zeros and B with columns of zeros up to the published rank; layers that `adapter` lacks get
+        zeros. `before_change` is called once with all published tensors, as in `optim_step`.
 
-        Raises `ConfigError` where versions are no adapters, or that of ``trainer.lora`` has been trained itself, has a lower
-        rank, or is not beside all layers of `adapter`.
+        Raises `ConfigError` if adapters are not what is published, or if the adapter of ``trainer.lora`` has been trained
+        itself, has a lower rank, or lacks a layer of `adapter`.
         """
 
     def forward_backward_together(self, calls: Sequence[ForwardBackward]) -> list[BackwardResult | WeightlaneError]:
-        """Do what `forward_backward` of each call does, each of another adapter, in as few passes as shapes allow. Collective.
+        """Run several `forward_backward` calls, each for another adapter, in as few passes as shapes allow. Collective.
 
-        Sums are rounded in another order than by separate calls; nothing else differs. A call that is refused is answered by its
-        error, and the others are computed. Where a pass itself fails, the mini-batches of all its calls do. An engine that
-        cannot join passes makes one for each call, as here.
+        The results differ from those of separate calls only in the order in which sums are rounded. The result of a refused call
+        is its error, and the others are computed. If a pass itself fails, so do the mini-batches of all its calls. An engine that
+        cannot combine calls makes one pass for each, as this default does.
         """
         found: list[BackwardResult | WeightlaneError] = []
         for call in calls:
@@ -107,7 +107,10 @@ class AdapterEngine(TrainingEngine):
 
 
 def with_adapters(engine: TrainingEngine, asked: str) -> AdapterEngine:
-    """`engine`, which has adapters. Raises `ConfigError` for one that has none, for which `asked` asks."""
+    """Return `engine` as an `AdapterEngine`.
+
+    Raises `ConfigError` if it has no adapters; the error names `asked`, the request that needs them.
+    """
     if not engine.has_adapters:
         raise engine.without_adapters(asked)
     return cast("AdapterEngine", engine)

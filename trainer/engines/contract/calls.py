@@ -23,7 +23,7 @@ class Job(Generic[R_co]):
     __slots__ = ()
 
     kind: ClassVar[str]
-    """Name of the class of jobs, for events, figures and files."""
+    """Name of this kind of job, for events, figures and files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +46,13 @@ class ForwardBackward(Job[BackwardAnswer]):
     loss: str | Loss
     """A name among ``RoleSpec.losses``, or a loss that can be pickled."""
     denominators: LossDenominators | None = None
-    """Tokens and sequences of the whole mini-batch; None if `batch` is all of it."""
+    """Tokens and sequences of the full mini-batch; None if `batch` is all of it."""
     outputs: Collection[OutputName] = ()
     adapter: str | None = None
 
     @property
     def function(self) -> Loss:
-        """`loss` as a function. Raises `ConfigError` for a name, which a role alone knows."""
+        """Return `loss` as a function. Raises `ConfigError` for a name, which only a role can resolve."""
         if isinstance(self.loss, str):
             raise ConfigError(
                 f"the loss {self.loss!r} of a joint job is a name.",
@@ -64,10 +64,10 @@ class ForwardBackward(Job[BackwardAnswer]):
 
 @dataclass(frozen=True, slots=True)
 class OptimStep(Job[StepResult]):
-    """Take the optimizer step for which gradients were added up."""
+    """Take an optimizer step with the accumulated gradients."""
 
     kind: ClassVar[str] = "optim_step"
 
     adapter: str | None = None
     params: AdamParams | None = None
-    """Settings of this step; None: those of the configuration."""
+    """Settings of this step; None for those of the configuration."""

@@ -20,13 +20,13 @@ from ...objectives.loss import LOGPROBS, Loss, OutputName
 from ..optimizer_settings import AdamParams
 
 SequenceOutputs = Mapping[str, torch.Tensor]
-"""Outputs for one sequence by name, on the CPU: what `ModelOutputs` has for its tokens."""
+"""Outputs of one sequence by name, on the CPU: the values in `ModelOutputs` for its tokens."""
 StatePart = Literal["parameters", "gradients", "optimizer"]
 """A part of an engine's state: weights and buffers, gradients, or the optimizer's own tensors."""
 Fence = Callable[[Collection[str]], None]
-"""Waits until nobody reads the checkpoint tensors any more that it is given by name; see `TrainingEngine.optim_step`."""
+"""Function that takes names of checkpoint tensors and waits until nobody reads these; see `TrainingEngine.optim_step`."""
 STATE_PARTS: tuple[StatePart, ...] = ("parameters", "gradients", "optimizer")
-"""Everything that an engine keeps between two calls."""
+"""All parts of an engine's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TrainingEngine(ABC):
     tagged [all] is collective: every rank calls it, in the same order, or the others fail after
     ``TrainerConfig.collective_timeout_s``:
 
-        1. [all]   Engine(config, rank, world, rendezvous)  cheap, talks to nobody
+        1. [all]   Engine(config, rank, world, rendezvous)  cheap, connects to nothing
         2. [all]   setup(model_dir, seed)                    joins the other ranks, loads the weights
         3. [all]   load(directory)                           optional: resume from a saved state
         4. [all]   forward(batch)                            whenever no training step is half done
@@ -57,14 +57,14 @@ class TrainingEngine(ABC):
         7. [any]   train(mode), offload(parts), onload(parts)    between the calls of 3 to 6
         8. [each]  close()                                   any number of times
 
-    Instead of 2 to 7, `outline` and then `local_shards` tell what a rank would hold, with neither weights nor other ranks.
+    Instead of 2 to 7, `outline` and then `local_shards` describe what a rank would hold, without weights or other ranks.
 
     An engine is used from one thread. The tensors behind `local_shards` may be read from others: their values change in
     `optim_step`, `load` and `load_published` only, and their storage does in `offload` and `onload` only.
 
     Errors: `ConfigError` for a model or setting that cannot work, `PeerLostError` or `DeadlineExceededError` when another
     rank is gone or late, `AddressInUseError` for a rendezvous port that is taken, `StorageError` when a file cannot be
-    read or written. Every rank of a failed collective raises; the engine is then only good for `close`.
+    read or written. Every rank of a failed collective raises; afterwards only `close` may be called.
     """
 
     has_adapters: ClassVar[bool] = False
@@ -145,8 +145,8 @@ class TrainingEngine(ABC):
             outputs: What to compute, see `ModelOutputs`.
             top_k: How many of the most probable tokens to return for every position with a target, as ``top_tokens`` and
                 ``top_logprobs``.
-            adapter: The adapter that the model computes with; "" for its own weights alone. None for what is published: the
-                adapter of ``trainer.lora`` where that is set, else the model's own weights.
+            adapter: The adapter that the model computes with; "" for its own weights only. None for the published weights: with
+                the adapter of ``trainer.lora`` if that is set, else the model's own.
 
         Raises:
             ProtocolError: The model doesn't have a token or target, or its head doesn't have an output.
@@ -166,27 +166,27 @@ class TrainingEngine(ABC):
     ) -> BackwardResult:
         """Add the gradient of `loss` over `batch` to the gradients.
 
-        Every rank passes the same batch and works on its own share of it, in micro-batches. Neither these nor the ranks nor the
-        calls into which a mini-batch is split change the sum of the gradients.
+        Every rank passes the same batch and works on its own share of it, in micro-batches. The sum of the gradients does not
+        depend on how a mini-batch is split into calls, ranks and micro-batches.
 
         Args:
             batch: The sequences, a part of the mini-batch or all of it.
             loss: What is summed, and by what each sum is divided.
-            denominators: Tokens and sequences of the whole mini-batch; None if `batch` is all of it. The same in every call
+            denominators: Tokens and sequences of the full mini-batch; None if `batch` is all of it. The same in every call
                 until `optim_step`.
             outputs: What to return of the forward pass.
-            adapter: The adapter that the model computes with and whose gradients are added up, as in `forward`. Each has a
-                mini-batch of its own, and mini-batches of several may be under way at once.
+            adapter: The adapter that the model computes with and whose gradients are accumulated, as in `forward`. Each adapter
+                has a mini-batch of its own, and several adapters may be in the middle of one at once.
 
         Raises:
             ConfigError: There is no such adapter, or the model's own weights are frozen, as they are with ``trainer.lora``.
             ProtocolError: `denominators` are not those of the calls before, or the model doesn't have a token or target, or its
-                head an output. Where a forward or backward pass fails, the whole mini-batch's gradient is gone.
+                head an output. If a forward or backward pass fails, the gradient of the full mini-batch is lost.
         """
 
     @abstractmethod
     def zero_grad(self, *adapters: str) -> None:
-        """Drop the gradients of mini-batches that were begun: of `adapters`, of which "" is the model's own weights, or else all.
+        """Drop accumulated gradients: those of `adapters`, where "" is the model's own weights, or all if none is named.
 
         Not collective.
         """
@@ -207,9 +207,9 @@ class TrainingEngine(ABC):
         `before_change` raises, no parameter has changed; the gradients may be gone. When a later one raises, some have: the
         engine is then between two steps and refuses everything but `load` and `close`.
 
-        With an `adapter`, as in `forward`, its gradients alone are clipped, and it alone changes. `before_change` is then called
-        for the adapter of ``trainer.lora`` only, with the tensors that it is part of. `params` say how AdamW takes this step, in
-        the place of the configuration.
+        With an `adapter`, as in `forward`, only its gradients are clipped, and only its weights change. `before_change` is then
+        called for the adapter of ``trainer.lora`` only, with the tensors that it is part of. `params` are AdamW's settings for
+        this step, instead of those of the configuration.
 
         Returns:
             The global L2 norm of the gradients before clipping.
@@ -217,7 +217,7 @@ class TrainingEngine(ABC):
 
     @classmethod
     def without_adapters(cls, asked: str) -> ConfigError:
-        """The error of an engine that has no adapters, for which `asked` asks."""
+        """Return the error of an engine without adapters; `asked` names the request that needs them."""
         return ConfigError(
             f"{cls.__name__} has no adapters, for which {asked} asks.",
             part="training engine",
@@ -225,9 +225,9 @@ class TrainingEngine(ABC):
         )
 
     def train(self, mode: bool) -> None:
-        """Whether `forward_backward` applies the dropout of the model's configuration; it doesn't at first. `forward` never does.
+        """Set whether `forward_backward` applies the dropout of the model's configuration; off at first. `forward` never does.
 
-        Raises `ConfigError` where an engine knows no dropout.
+        Raises `ConfigError` if the engine has no dropout and `mode` is true.
         """
         if mode:
             raise ConfigError(
@@ -242,13 +242,13 @@ class TrainingEngine(ABC):
         return frozenset()
 
     def offload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
-        """Move parts of the state to the host's memory, and free what they took on the device. Not collective.
+        """Move parts of the state to the host's memory, and free their memory on the device. Not collective.
 
-        Parameters must not be read by anybody: their readers are waited for as before a step, see `optim_step`. Meanwhile, the
-        tensors behind `local_shards` have no memory. Whatever needs a part that is away raises `ProtocolError`: `forward` and
-        `export_hf` the parameters, `forward_backward` the gradients, too, `save`, `load` and `export_adapter` parameters and
-        optimizer, `optim_step` all three.
-        On the CPU the same happens, which frees nothing. Parts that are away already stay there.
+        Nobody may read the parameters: their readers are waited for as before a step, see `optim_step`. While parameters are
+        offloaded, the tensors behind `local_shards` have no memory. A call that needs an offloaded part raises `ProtocolError`:
+        `forward` and `export_hf` need the parameters; `forward_backward` also the gradients; `save`, `load` and `export_adapter`
+        parameters and optimizer; `optim_step` all three.
+        On the CPU the same happens, which frees nothing. Parts that are offloaded already stay so.
 
         Raises `ConfigError` in an engine that can't.
         """
@@ -267,12 +267,12 @@ class TrainingEngine(ABC):
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """The checkpoint tensors, or slices of them, that this rank publishes. Not collective; moves no data.
 
-        Over all ranks the slices cover every element of every checkpoint tensor, those of one rank without overlap; what several
-        ranks hold is equal on all of them. Names are the ones a Hugging Face checkpoint uses on disk, tied tensors are listed
-        once, and the order is the same on every rank.
+        Over all ranks the slices cover every element of every checkpoint tensor. Slices of one rank do not overlap; elements that
+        several ranks hold are equal on all of them. Names are the ones a Hugging Face checkpoint uses on disk, tied tensors are
+        listed once, and the order is the same on every rank.
 
         Args:
-            wire_dtype: dtype of floating-point tensors on the wire, but for those that a narrower model keeps in float32
+            wire_dtype: dtype of floating-point tensors on the wire, except those that a narrower model keeps in float32
                 (`weightlane.sync.version.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight,
                 with the adapter of ``trainer.lora`` added where that is set.
 
@@ -289,18 +289,18 @@ class TrainingEngine(ABC):
 
     @abstractmethod
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """Resume from what `save` wrote; gradients are cleared. With the same number of ranks, training continues bit for bit.
+        """Resume from a state of `save`; gradients are cleared. With the same number of ranks, training continues bit for bit.
 
-        Without `optimizer`, and from a Hugging Face directory of the same architecture, training begins anew with the weights
+        Without `optimizer`, and from a Hugging Face directory of the same architecture, training starts over from the weights
         there, at step 0 and with zero moments.
 
-        Raises `ConfigError`, and changes nothing, for no state or model, another model, or other adapters than the engine has;
-        `StorageError` for a file that cannot be read: the engine is then good for a further `load` and `close` only.
+        Raises `ConfigError`, and changes nothing, if the directory holds no state or model, another model, or other adapters than
+        the engine has; `StorageError` for a file that cannot be read: then only another `load`, or `close`, may follow.
         """
 
     @abstractmethod
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`, but for those that stay float32.
+        """Write a Hugging Face model directory, tokenizer included, with weights in `dtype`, except those that stay float32.
 
         The adapter of ``trainer.lora`` is part of these weights, other adapters aren't.
         `directory` must not exist. It appears complete or, after any failure, not at all.
@@ -312,7 +312,7 @@ class TrainingEngine(ABC):
     ) -> None:
         """Write the saved training state in `state` as a Hugging Face model directory, in one process, on the CPU.
 
-        `head` is the ``TrainerConfig.head`` that it was saved with. By default an engine of one rank is made, which loads all.
+        `head` is the ``TrainerConfig.head`` that it was saved with. By default an engine of one rank loads the full state.
         """
         with reserve_port("127.0.0.1") as reserved:
             address = reserved.getsockname()[:2]

@@ -1,4 +1,4 @@
-"""The model that an `Fsdp2Engine` trains, without weights, once everything is refused that its layers cannot do."""
+"""Build the model of an `Fsdp2Engine` without weights, and refuse a configuration that its layers do not support."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .mesh import check_mesh, parallel_styles
 
 
 def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
-    """The model in `model_dir` with its parameters on the meta device.
+    """Return the model in `model_dir` with its parameters on the meta device.
 
     Raises:
-        ConfigError: transformers cannot build it, the files hold other weights, it has no head as `config` asks for, its
-            matrices cannot be divided between the ranks, or it lacks a layer that the adapter of ``trainer.lora`` is for.
+        ConfigError: transformers cannot build it, the files hold other weights, it lacks the head that `config` asks for, its
+            matrices cannot be split over the ranks, or it lacks a layer that the adapter of ``trainer.lora`` needs.
     """
     check_mesh(config, model_dir)
     model = model_without_weights(model_dir, config.head)
@@ -36,7 +36,7 @@ def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
 
 
 def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks transformers says must not be split, or else the members of the longest module list."""
+    """Return the blocks that transformers says must not be split, or else the members of the longest module list."""
     kept_whole = set(getattr(model, "_no_split_modules", None) or ())
     lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
     layers = [layer for blocks in lists for layer in blocks if type(layer).__name__ in kept_whole]

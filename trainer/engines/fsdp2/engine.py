@@ -42,16 +42,16 @@ from .state import check_saved, export_model, export_saved, resume, save_state
 class Fsdp2Engine(AdaptedEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
-    Where neighbouring ranks share every matrix (``TrainerConfig.fsdp2``), it does so over those that hold the same part. Master
-    weights, gradients and AdamW's moments are float32 ``DTensor``s; forward and backward run in
-    ``TrainerConfig.compute_dtype``.
+    With tensor parallelism (``TrainerConfig.fsdp2``), neighbouring ranks share every matrix, and ``fully_shard`` shards over the
+    ranks that hold the same part. Master weights, gradients and AdamW's moments are float32 ``DTensor``s; forward and backward
+    run in ``TrainerConfig.compute_dtype``.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._model: torch.nn.Module | None = None
         self._published: Mapping[str, torch.Tensor] = {}
-        """The weights that an adapter is added to, by in-memory name, as they are published."""
+        """Weights merged with the adapter of ``trainer.lora``, by in-memory name, published instead of the model's own."""
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
@@ -86,7 +86,7 @@ class Fsdp2Engine(AdaptedEngine):
             materialise(model, self._device)
             with torch.no_grad():
                 for parameter in value_head(model)[1].parameters() if new else ():
-                    parameter.zero_()  # where the files have none
+                    parameter.zero_()  # for files without a value head
             read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
@@ -136,7 +136,7 @@ class Fsdp2Engine(AdaptedEngine):
         return self._run_passes([self._started(ForwardBackward(batch, loss, denominators, outputs, adapter))])[0]
 
     def forward_backward_together(self, calls: Sequence[ForwardBackward]) -> list[BackwardResult | WeightlaneError]:
-        """See `AdapterEngine`: calls whose targets have one shape share passes, if the model computes packed sequences."""
+        """See `AdapterEngine`: calls whose targets have the same shape share passes, if the model takes packed sequences."""
         if not self._packs:
             return super().forward_backward_together(calls)
         found: dict[int, BackwardResult | WeightlaneError] = {}
@@ -156,7 +156,7 @@ class Fsdp2Engine(AdaptedEngine):
         return [found[number] for number in range(len(calls))]
 
     def _started(self, call: ForwardBackward) -> StartedPass:
-        """Check `call`, and begin its mini-batch."""
+        """Check `call`, and start its mini-batch, or continue the one it belongs to."""
         self._open_model()
         self._require_here("parameters", "gradients")
         self._check_outputs({*call.outputs, *needed_outputs(call.function)})
@@ -167,7 +167,7 @@ class Fsdp2Engine(AdaptedEngine):
         return StartedPass(call, chosen, sums)
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
-        """Run the model forward and backward for all passes at once; several have one shape."""
+        """Run the model forward and backward for all passes at once. If there are several, their targets have the same shape."""
         model, mesh = self._open_model(), self._mesh
         model.train(self._dropout)
         needed = {name for each in passes for name in each.needed}
@@ -186,11 +186,11 @@ class Fsdp2Engine(AdaptedEngine):
                         each = passes[number]
                         losses.append(each.sums.add(each.call.function(outputs, micro)))
                         found[number] |= outputs_by_sequence(indices, micro, outputs, each.call.outputs)
-                    if runs:  # and nothing is added to the gradients of the model's own weights
+                    if runs:  # the gradients of the model's own weights stay as they are
                         own = [parameter for adapter, _ in runs for parameter in adapter.parameters]
                         torch.autograd.backward(losses, inputs=own)
                     else:
-                        # FSDP averages gradients over the ranks, where their sum is wanted.
+                        # FSDP averages gradients over the ranks, but their sum is wanted.
                         torch.autograd.backward([loss * mesh.data_world for loss in losses])
             totals = [each.sums.as_tensor() for each in passes]
             for total in totals:
@@ -220,7 +220,7 @@ class Fsdp2Engine(AdaptedEngine):
         try:
             self._optimizer.step(params, about_to_change)
         except BaseException:
-            self._clear_gradients()  # they were clipped already, and nothing may be added to that
+            self._clear_gradients()  # they are clipped already, so no more may be accumulated
             raise
         self._torn = False
         self._clear_gradients()
@@ -284,13 +284,13 @@ class Fsdp2Engine(AdaptedEngine):
         self._leave()
 
     def _adapt(self, model: torch.nn.Module, device: torch.device | None = None) -> Fsdp2Adapted:
-        """Let the sharded `model` have adapters."""
+        """Prepare the sharded `model` for adapters."""
         adapted = Fsdp2Adapted(model, decoder_layers(model), self._mesh, self._runs)
         self._make_adapters(adapted, device)
         return adapted
 
     def _shard(self, model: torch.nn.Module, model_dir: Path) -> None:
-        """Split `model` over the ranks, in place, and note what its parameters are saved as. Collective."""
+        """Shard `model` over the ranks, in place, and set the checkpoint tensors of its parameters. Collective."""
         self._runs = checkpoint_runs(model, checkpoint_tensors(model))
         self._kept = kept_types(model_dir, (run.name for run in self._runs))
         with self._collective("the trainer ranks to shard the model"):
@@ -313,11 +313,11 @@ class Fsdp2Engine(AdaptedEngine):
             return [*adapters, *(tensor for state in states for tensor in state.values())]
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # gathered parameters, too
+                module.reshard()  # frees gathered parameters, too
         return [*adapters, *model.parameters(), *model.buffers()]
 
     def _clear_gradients(self) -> None:
-        self._away.pop("gradients", None)  # they are dropped, wherever they are
+        self._away.pop("gradients", None)  # offloaded gradients are dropped, too
         self._optimizer.zero_grad()
         self._denominators = None
 
@@ -353,7 +353,7 @@ class Fsdp2Engine(AdaptedEngine):
         return ModelOutputs.at(rows, micro, self._answer(model, micro, query))
 
     def _answer(self, model: torch.nn.Module, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
-        """Run the model on a micro-batch; returns what `query` asks for by the names of `ModelOutputs`, and ``logits``."""
+        """Run the model on a micro-batch. Returns the outputs in `query` by their names in `ModelOutputs`, and ``logits``."""
         if self._packs:
             places = torch.arange(len(micro.tokens), device=micro.tokens.device)
             inputs = {
@@ -387,10 +387,10 @@ class Fsdp2Engine(AdaptedEngine):
 
 
 def _sources(runs: Sequence[CheckpointRun], kept: Collection[str]) -> set[str]:
-    """The parameters and buffers that are saved as the checkpoint tensors `kept`."""
+    """Return the names of the parameters and buffers that are saved as the checkpoint tensors `kept`."""
     return {run.source for run in runs if run.name in kept}
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Whole shapes of what a saved state has of `model`, by in-memory name."""
+    """Return the full shapes of the tensors that a saved state has of `model`, by in-memory name."""
     return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}

@@ -1,4 +1,4 @@
-"""Loading a Hugging Face model: every rank reads the slices that it holds, and nothing else."""
+"""Load a Hugging Face model: every rank reads only the slices that it holds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .shards import checkpoint_tensors, local_shards
 
 _ONE_AT_A_TIME = threading.Lock()
 _SETTINGS: dict[str, dict[str, Any]] = {"tokens": {}, "value": {"num_labels": 1}}
-"""Settings beside those of ``config.json``, by head."""
+"""Settings in addition to those of ``config.json``, by head."""
 
 
 def model_without_weights(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
-    """The model of ``config.json`` with its parameters on the meta device, and its buffers on the CPU.
+    """Build the model of ``config.json`` with its parameters on the meta device, and its buffers on the CPU.
 
     Args:
         model_dir: Holds ``config.json``.
@@ -48,16 +48,16 @@ def model_without_weights(model_dir: Path, head: str = "tokens") -> torch.nn.Mod
 
 
 def model_class(head: str) -> Any:
-    """Transformers' class of models with the head ``TrainerConfig.head``."""
+    """Return transformers' class of models with the head ``TrainerConfig.head``."""
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification  # noqa: PLC0415 - as above
 
     return AutoModelForTokenClassification if head == "value" else AutoModelForCausalLM
 
 
 def can_read_slices(model: torch.nn.Module, model_dir: Path, runs: Sequence[CheckpointRun], new: str = "") -> bool:
-    """Whether the files in `model_dir` hold exactly the tensors `runs` that `model` would be saved as.
+    """Return whether the files in `model_dir` hold exactly the tensors `runs` as which `model` would be saved.
 
-    They don't where transformers converts older formats on loading; `whole_model` does that.
+    They don't if transformers converts an older format on loading; `whole_model` loads those.
 
     Args:
         model: With parameters on the meta device.
@@ -78,10 +78,10 @@ def can_read_slices(model: torch.nn.Module, model_dir: Path, runs: Sequence[Chec
 
 
 def refuse_other_weights(model: torch.nn.Module, model_dir: Path, head: str = "tokens") -> None:
-    """Raise the `ConfigError` of `whole_model` where headers tell that the files in `model_dir` are not those of `model`.
+    """Raise the `ConfigError` of `whole_model` if the headers show that the files in `model_dir` are not those of `model`.
 
-    They tell of a tensor with another shape, and of missing tensors where the files hold nothing that transformers could convert
-    into them.
+    They show a tensor with another shape. They show missing tensors only if the files hold nothing that transformers could
+    convert into them.
 
     Args:
         model: With parameters on the meta device.
@@ -105,7 +105,7 @@ def refuse_other_weights(model: torch.nn.Module, model_dir: Path, head: str = "t
 
 
 def _refuse_names(model_dir: Path, kind: str, found: Iterable[object]) -> None:
-    """Raise `ConfigError` if there are tensors of the `kind` that a loading report of transformers has them under."""
+    """Raise `ConfigError` if `found` is not empty; `kind` is the key of such tensors in transformers' loading report."""
     if names := sorted(map(str, found)):
         raise ConfigError(
             f"the weights in {model_dir} do not fit their config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}"
@@ -116,7 +116,7 @@ def _refuse_names(model_dir: Path, kind: str, found: Iterable[object]) -> None:
 
 
 def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill what this rank holds of `tensors`, by in-memory name, from the files in `model_dir`."""
+    """Fill this rank's slices of `tensors`, by in-memory name, from the files in `model_dir`."""
     with SliceReader({name: [entry] for name, entry in hf_tensors(model_dir).items()}) as reader:
         for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
             reader.read(shard.spec.name, shard.box, shard.data)
@@ -125,13 +125,13 @@ def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping
 def weights_reader(
     model_dir: Path, head: str, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]
 ) -> Callable[[], None]:
-    """A function that fills what this rank holds of `tensors`, by in-memory name, with the weights in `model_dir`.
+    """Return a function that fills this rank's slices of `tensors`, by in-memory name, with the weights in `model_dir`.
 
     Args:
         model_dir: A Hugging Face directory that `check_model_dir` accepts.
         head: See ``TrainerConfig.head``. A value head that the files don't hold is zeros.
         runs: The checkpoint tensors of the model.
-        tensors: What to fill.
+        tensors: The tensors to fill.
 
     Raises:
         ConfigError: The directory is of another model.
@@ -154,7 +154,10 @@ def weights_reader(
 
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory on `device`, uninitialised, and move the rest there. Tied ones stay tied."""
+    """Allocate the parameters that are on the meta device on `device`, uninitialised, and move the others there.
+
+    Tied parameters stay tied.
+    """
     made: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -168,9 +171,9 @@ def materialise(model: torch.nn.Module, device: torch.device) -> None:
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Have modules that are made here put their parameters on the meta device; buffers stay as they are computed.
+    """Put the parameters of modules built in this context on the meta device; buffers are computed as usual.
 
-    Meanwhile it is so for every thread of this process; two of them must not build models like this at once.
+    This applies to all threads of the process while the context is open, so a lock admits one of them at a time.
     """
     with _ONE_AT_A_TIME:
         yield from _registering_on_meta()
@@ -192,7 +195,7 @@ def _registering_on_meta() -> Iterator[None]:
 
 
 def whole_model(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
-    """The model in `model_dir` in float32, loaded by transformers, which converts older formats. Takes memory for all of it.
+    """Load all of the model in `model_dir` into memory, in float32, with transformers, which converts older formats.
 
     A value head that the files don't hold is zeros.
     """

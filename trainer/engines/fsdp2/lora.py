@@ -1,4 +1,4 @@
-"""Adapters beside the linear layers of a transformers model under FSDP2, with or without tensor parallelism."""
+"""Adapters of the linear layers of a transformers model under FSDP2, with or without tensor parallelism."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .shards import local_slice
 
 
 class Fsdp2Adapted:
-    """The decoder layers of a model that `RankMesh` sharded, for `Adapters`; fused experts are no linear layers.
+    """The linear layers of a model that `RankMesh` sharded, for `Adapters`. Fused experts are not linear layers.
 
     Args:
         model: The model.
@@ -42,14 +42,15 @@ class Fsdp2Adapted:
         tensor = None if mesh.tensor is None else mesh.tensor.get_group()
         self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.answers)
         self.published: dict[str, torch.Tensor] = {}
-        """Tensors that stand in for parameters, by in-memory name, in what is published; filled by `merged`."""
+        """Tensors published instead of parameters, by in-memory name; `merged` fills it."""
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
         sites = [_site(name, module) for name, module in self._linears.items()]
         for site in sites:
             beside, linear = _Beside(site, self.groups.tensor, pair_of), self._linears[site.module]
-            # Before tensor parallelism makes a DTensor of the input, and after it made a plain tensor of the output.
+            # The hooks run before tensor parallelism turns the input into a DTensor, and after it turned the output into a plain
+            # tensor.
             linear.register_forward_pre_hook(beside.keep_input, prepend=True)
             linear.register_forward_hook(beside.add_output)
         return sites, {site.module: (site.rows, site.columns) for site in sites}
@@ -76,7 +77,7 @@ def check_adapter(model: torch.nn.Module, layers: Sequence[torch.nn.Module], con
 
 
 def _linears(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Linear]:
-    """The linear layers inside the decoder layers `layers` of `model`, by name."""
+    """Return the linear layers inside the decoder layers `layers` of `model`, by name."""
     inside = {id(module) for layer in layers for module in layer.modules()}
     return {
         name: module
@@ -86,7 +87,7 @@ def _linears(model: torch.nn.Module, layers: Sequence[torch.nn.Module]) -> dict[
 
 
 class _Beside:
-    """The hooks of one linear layer."""
+    """Hooks of one linear layer, which add the output of its adapter."""
 
     def __init__(self, site: LoraSite, group: dist.ProcessGroup | None, pair_of: PairOf) -> None:
         self._module, self._group, self._pair_of = site.module, group, pair_of

@@ -26,7 +26,7 @@ from ...config import TrainerConfig
 _PART = "fsdp2 engine"
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 _REFUSED = {"mla_kv_a_proj"}
-"""Styles in transformers' plans whose gradients are partial in a way that isn't completed here."""
+"""Styles in transformers' plans whose partial gradients `complete_gradients` does not complete."""
 _REDUCED = "replicated_with_grad_allreduce"
 """transformers' name for a replicated parameter whose gradient is partial on each rank and must be all-reduced."""
 
@@ -59,9 +59,9 @@ class RankMesh:
 
     Attributes:
         data: The ranks that hold the same part of every matrix, between which FSDP2 shards.
-        tensor: The ranks that share matrices; None where each has them whole.
-        data_rank: Which samples this rank works on.
-        data_world: Into how many shares a batch is divided.
+        tensor: The ranks that share matrices; None if each rank has full matrices.
+        data_rank: Number of this rank's share of a batch.
+        data_world: Number of shares that a batch is divided into.
     """
 
     data: DeviceMesh
@@ -71,7 +71,7 @@ class RankMesh:
 
     @property
     def answers(self) -> bool:
-        """Whether this rank returns the outputs of its share, which the ranks that share matrices with it compute, too."""
+        """Whether this rank returns the outputs of its share. Ranks that share matrices compute the same; only one returns it."""
         return self.tensor is None or self.tensor.get_local_rank() == 0
 
     @classmethod
@@ -80,7 +80,7 @@ class RankMesh:
         if tensor_parallel == 1:
             return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, rank, world)
         ranks = torch.arange(world).view(-1, tensor_parallel)
-        timeout = timedelta(seconds=timeout_s)  # `init_device_mesh` would leave these groups torch's own, half an hour
+        timeout = timedelta(seconds=timeout_s)  # with `init_device_mesh`, these groups would have torch's half an hour
         split = dist.new_subgroups_by_enumeration
         groups = [split(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]  # type: ignore[no-untyped-call]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
@@ -89,7 +89,7 @@ class RankMesh:
     def shard(
         self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig, dtype: torch.dtype
     ) -> None:
-        """Wrap decoder layers and root of a transformers model in place; its parameters become DTensors that compute in `dtype`.
+        """Shard decoder layers and root of a transformers model in place: parameters become DTensors that compute in `dtype`.
 
         Raises:
             ConfigError: transformers has no plan for dividing this architecture's matrices.
@@ -104,7 +104,7 @@ class RankMesh:
         fully_shard(model, mesh=self.data, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
 
     def complete_gradients(self, model: torch.nn.Module) -> None:
-        """Add up, over the ranks that share matrices, the gradients of which each has those of its own heads. Collective."""
+        """All-reduce, over the ranks that share matrices, gradients of which each has only its own heads' part. Collective."""
         if self.tensor is None:
             return
         for name, parameter in model.named_parameters():
@@ -117,9 +117,9 @@ class RankMesh:
 
 
 def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> float:
-    """Scale gradients down to a global L2 norm of `most`; returns the norm before. Collective.
+    """Scale gradients down to a global L2 norm of at most `most`. Returns the norm before. Collective.
 
-    Parameters on one mesh go together: torch's own `clip_grad_norm_` takes one mesh only.
+    Parameters are grouped by mesh, because torch's own `clip_grad_norm_` takes one mesh only.
     """
     groups: dict[object, list[torch.nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
@@ -136,10 +136,10 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], most: float) -> flo
 
 
 def parallel_styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
-    """Styles by which transformers' own plan divides linear layers, by their names; experts and the rest stay whole.
+    """Return the styles with which transformers' own plan splits linear layers, by their names. Other modules are not split.
 
     Raises:
-        ConfigError: transformers has no plan for dividing this architecture's matrices, or one that isn't known here.
+        ConfigError: transformers has no plan for splitting this architecture's matrices, or one that isn't supported here.
     """
     odd = [name for name, module in model.named_modules() if _style(model, name) in _REFUSED]
     if odd:
@@ -163,7 +163,7 @@ def parallel_styles(model: torch.nn.Module) -> dict[str, ParallelStyle]:
 
 
 def _style(model: torch.nn.Module, module: str) -> str | None:
-    """The style that transformers' plan gives a module, looked up by name."""
+    """Return the style of a module in transformers' plan, looked up by name."""
     plan: dict[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     inner = module.removeprefix(f"{getattr(model, 'base_model_prefix', '')}.")
     return next((style for pattern, style in plan.items() if fnmatch.fnmatchcase(inner, pattern)), None)

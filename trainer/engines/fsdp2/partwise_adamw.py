@@ -1,7 +1,7 @@
-"""AdamW over the parameters in a handful of parts, so that a step can begin on what a publication has already read.
+"""AdamW in a handful of parts, so that a step can begin with parameters that a publication has already read.
 
-A snapshot copies the checkpoint tensors in their order. An optimizer that steps everything at once has to wait for the whole
-of it; one that steps a part at a time follows close behind.
+A snapshot copies the checkpoint tensors in their order. An optimizer that steps everything at once has to wait for the full
+snapshot; one that steps a part at a time only waits for the tensors of its next part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..optimizer_settings import AdamParams
 from .state import init_optimizer_state
 
 PARTS = 8
-"""Into how many parts a model is split at most: each costs one launch of the fused kernel and one call of the fence."""
+"""Most parts that a model is split into: each costs one launch of the fused kernel and one call of the fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +33,14 @@ class ParameterPart:
 def split_into_parts(
     parameters: Mapping[str, torch.nn.Parameter], runs: Sequence[CheckpointRun], most: int = PARTS
 ) -> list[ParameterPart]:
-    """Split `parameters` into at most `most` parts of about as many bytes each, in the order of the checkpoint.
+    """Split `parameters` into at most `most` parts of about equal bytes, in the order of the checkpoint.
 
-    Sizes are those of the whole tensors, so every rank of a sharded model gets the same parts.
+    Sizes are those of the full tensors, so every rank of a sharded model gets the same parts.
 
     Args:
         parameters: what the optimizer changes, by in-memory name, tied ones once.
         runs: the checkpoint tensors of the model, ordered; those of anything not in `parameters` never change and are left out.
-        most: number of parts, at least 1. A parameter larger than its share leaves fewer.
+        most: number of parts, at least 1. There are fewer if a parameter is larger than an equal share.
     """
     names: dict[str, list[str]] = {}
     for run in runs:
@@ -51,7 +51,7 @@ def split_into_parts(
     before = 0
     for source in names:
         size = _whole_bytes(parameters[source])
-        # Where its middle lies: the parts stay in order, and one large tensor drags no other into its own.
+        # Chosen by the tensor's middle: parts stay in order, and a large tensor pulls no other into its own part.
         members.setdefault((2 * before + size) * most // (2 * total), []).append(source)
         before += size
     return [
@@ -75,7 +75,7 @@ class PartwiseAdamW:
             init_optimizer_state(optimizer)
 
     def step(self, params: AdamParams, before_change: Callable[[Collection[str]], None]) -> None:
-        """Step each part as `params` say, directly after calling `before_change` with the names of its checkpoint tensors."""
+        """Step each part with `params`, directly after calling `before_change` with the names of its checkpoint tensors."""
         for names, optimizer in self._parts:
             params.set_in(optimizer)
             before_change(names)
@@ -87,7 +87,7 @@ class PartwiseAdamW:
             optimizer.zero_grad()
 
     def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """AdamW's live state of `parameter`: ``step``, ``exp_avg`` and ``exp_avg_sq``. KeyError when it is in no part."""
+        """Return AdamW's live state of `parameter`: ``step``, ``exp_avg``, ``exp_avg_sq``. KeyError if it is in no part."""
         for _, optimizer in self._parts:
             if parameter in optimizer.state:
                 state: dict[str, torch.Tensor] = optimizer.state[parameter]
@@ -96,7 +96,7 @@ class PartwiseAdamW:
 
 
 def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
-    """Groups of parameters that one fused kernel can step: those on one mesh of ranks."""
+    """Group parameters by their mesh of ranks: one fused kernel can step those on the same mesh."""
     groups: dict[object, list[torch.nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)

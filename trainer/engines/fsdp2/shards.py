@@ -1,7 +1,7 @@
-"""The shards that one rank holds of a Hugging Face model under FSDP2, in the form that `weightlane.sync` publishes.
+"""One rank's shards of a Hugging Face model under FSDP2, in the form that `weightlane.sync` publishes.
 
-Works on any model after ``fully_shard``, in the loop of this package or in a script of your own, and as well on a model that
-was not sharded at all, of which rank 0 then publishes everything.
+Works on any model after ``fully_shard``, in the loop of this package or in a script of your own. It also works on a model that
+is not sharded; rank 0 then publishes everything.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from ..hf.model_dir import has_weights, kept_types
 from ..hf.names import CheckpointRun, checkpoint_runs
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
-"""Parts of names that ``torch.compile`` and activation checkpointing add to the modules that they wrap."""
+"""Components that ``torch.compile`` and activation checkpointing add to the names of the modules they wrap."""
 
 
 def shards_of(
     model: torch.nn.Module, dtype: torch.dtype | None = None, *, checkpoint: str | Path | None = None
 ) -> list[LocalShard]:
-    """Every checkpoint tensor of `model` that this rank holds something of, by its name on disk.
+    """List this rank's shards of the checkpoint tensors of `model`, under their names on disk.
 
-    The shards are views of the live parameters, so optimizer steps change what they hold. Call it once, after
-    ``fully_shard`` and after moving the model to its device. Where something gives a parameter other memory later,
+    The shards are views of the live parameters, so optimizer steps change their values. Call it once, after
+    ``fully_shard`` and after moving the model to its device. If a parameter is moved to other memory later,
     publishing raises `ManifestError`.
 
     Args:
-        model: A transformers model whose parameters are whole, or ``DTensor``s that are sharded or replicated in any way.
-            Wrappers of ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing are looked through.
-        dtype: In which type floating-point tensors travel: the one the rollout computes in, or that of its checkpoint on
-            disk. Those that are float32 in a checkpoint that is mostly narrower stay that. None sends each as it is.
-        checkpoint: Directory of the checkpoint that says so; by default the one that transformers loaded the model from, and
-            the types in memory where it is not there any more.
+        model: A transformers model whose parameters are plain tensors, or ``DTensor``s with any sharding or replication.
+            Wrappers of ``torch.compile``, ``DistributedDataParallel`` and activation checkpointing are unwrapped.
+        dtype: Dtype of floating-point tensors on the wire: the one the rollout computes in, or that of its checkpoint on
+            disk. Tensors that are float32 in a checkpoint of a mostly narrower dtype stay float32. None sends each tensor in its
+            own dtype.
+        checkpoint: Directory of the checkpoint whose dtypes decide that; by default the one that transformers loaded the model
+            from. If that is gone, the dtypes in memory decide.
 
     Raises:
-        ConfigError: A parameter is a partial sum, or is saved as something other than parts of one parameter; or the model has
+        ConfigError: A parameter is a partial sum; a checkpoint tensor is not a contiguous part of one parameter; or the model has
             wrappers that keep parameters in another form: FSDP1, or PEFT's adapters.
     """
     model = _unwrapped(model)
@@ -72,9 +73,9 @@ def local_shards(
     *,
     live: Mapping[str, tuple[LiveTensor, ...]] = MappingProxyType({}),
 ) -> list[LocalShard]:
-    """The parts of `runs` that rank `rank` holds of `tensors`; whole tensors count as rank 0's. See `shards_of`.
+    """List the shards of `runs` that rank `rank` holds in `tensors`; plain tensors count as rank 0's. See `shards_of`.
 
-    What is `kept` travels in the type that it has.
+    Tensors named in `kept` are sent in their own dtype.
     """
     local = {name: local_slice(name, tensor) for name, tensor in tensors.items()}
     shards = []
@@ -91,7 +92,7 @@ def local_shards(
 
 
 def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by in-memory name, without those of wrappers; tied ones once, under the first name."""
+    """Return parameters and persistent buffers by in-memory name without wrappers' components; tied ones once, first name."""
     saved = model.state_dict(keep_vars=True).keys()
     named = dict(model.named_parameters())
     found = {**named, **{name: buffer for name, buffer in model.named_buffers() if name in saved}}
@@ -99,7 +100,7 @@ def checkpoint_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model inside wrappers that leave its parameters as they are. Raises `ConfigError` for others."""
+    """Return the model inside wrappers that leave its parameters as they are. Raises `ConfigError` for other wrappers."""
     while isinstance(model, OptimizedModule | DistributedDataParallel):
         model = model._orig_mod if isinstance(model, OptimizedModule) else model.module
     names = [name for name, _ in model.named_parameters()]
@@ -123,7 +124,10 @@ def _plain_name(name: str) -> str:
 
 
 def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | None:
-    """The directory with the files of the model's checkpoint, if it is known and there."""
+    """Return the directory of the model's checkpoint files, or None if it is unknown or gone.
+
+    Raises `ConfigError` if the directory was `given` and holds no weights.
+    """
     name = str(given or getattr(model, "name_or_path", ""))
     path = Path(name)
     if name and not path.is_dir():
@@ -143,7 +147,7 @@ def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | N
 
 
 def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[LiveTensor, ...]]:
-    """Where the model keeps each of `tensors`: in several places, if it is tied."""
+    """Return the modules' references to each of `tensors`; a tied tensor has several."""
     sources = {id(tensor): name for name, tensor in tensors.items()}
     found: dict[str, tuple[LiveTensor, ...]] = defaultdict(tuple)
     for module_name, module in model.named_modules():
@@ -159,12 +163,12 @@ def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -
 def _now(module: torch.nn.Module, leaf: str, before: torch.Tensor) -> torch.Tensor | None:
     current = getattr(module, leaf, None)
     if isinstance(before, DTensor) and not isinstance(current, DTensor):
-        current = before  # FSDP has put the gathered parameter there, and will put this one back
+        current = before  # FSDP has the gathered parameter there for now, and will put this one back
     return None if current is None else local_slice(leaf, current)[1]
 
 
 def local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """Which slice of `tensor` this rank holds, and its live data."""
+    """Return the slice of `tensor` that this rank holds, as a box, and its live data."""
     if not isinstance(tensor, DTensor):
         return Box.whole(tuple(tensor.shape)), tensor.detach()
     if odd := [each for each in tensor.placements if not isinstance(each, Shard | Replicate | _StridedShard)]:
@@ -180,14 +184,14 @@ def local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
 def _overlap(
     run: CheckpointRun, spec: TensorSpec, whole: tuple[int, ...], held: Box, data: torch.Tensor
 ) -> list[LocalShard]:
-    """The part of `run` inside `data`, the slice `held` of a source of shape `whole`; an empty shard if there is none."""
+    """Return the part of `run` inside `data`, the slice `held` of a source of shape `whole`; an empty shard if there is none."""
     (box,) = boxes_of_run(whole, run.offset, spec.numel) if spec.numel else (Box.whole(whole),)
     common = box.intersect(held)
     if common is None and spec.shape:
         return [LocalShard.nothing(spec, data)]
     if common is None:
         return [] if box.shape else [LocalShard(spec, (), data)]
-    # The run of one expert out of a fused tensor has a dimension of length one in front.
+    # The run of one expert in a fused tensor has a leading dimension of length one.
     fused = len(whole) - len(spec.shape)
     return [
         LocalShard(spec, common.within(box).starts[fused:], data[common.within(held).index].view(common.shape[fused:]))

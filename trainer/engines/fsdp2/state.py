@@ -1,4 +1,4 @@
-"""Saving, loading and exporting what an `Fsdp2Engine` holds. Every function here is collective over the trainer ranks."""
+"""Save, load and export the state of an `Fsdp2Engine`. Functions are collective unless their docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from ..rank_collectives import on_every_rank
 from .loading import model_class, weights_reader
 
 _MODEL = "model."
-"""Before the names of weights in a saved state."""
+"""Prefix of the names of weights in a saved state."""
 
 
 def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
+    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter] = {
@@ -50,9 +50,9 @@ def save_state(
     device: torch.device,
     write_beside: Callable[[Path], None],
 ) -> None:
-    """Write everything under a temporary name beside `directory`, then rename it.
+    """Write the state under a temporary name next to `directory`, then rename it.
 
-    Before that, rank 0 calls `write_beside` with the temporary directory, for what else belongs to the state.
+    Before the rename, rank 0 calls `write_beside` with the temporary directory to write the other files of the state.
     """
     partial = partial_name(directory)
     write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
@@ -87,9 +87,9 @@ def resume(
     *,
     optimizer: bool,
 ) -> int:
-    """Do what `TrainingEngine.load` does for the model whose checkpoint tensors are `runs`; returns the step."""
+    """Implement `TrainingEngine.load` for the model whose checkpoint tensors are `runs`. Returns the step."""
     if is_model_dir(directory, head, device):
-        readers: list[Callable[[], None]] = []  # none reads before every rank knows that it can
+        readers: list[Callable[[], None]] = []  # no rank reads before every rank's checks have passed
         on_every_rank(lambda: readers.append(weights_reader(directory, head, runs, tensors)), device, PART)
         on_every_rank(readers[0], device, PART)
         optimizer = False
@@ -104,7 +104,7 @@ def resume(
 
 
 def check_saved(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, Any]:
-    """Look whether `directory` has a training state of the model whose tensors have these `shapes`, by in-memory name.
+    """Check that `directory` has a training state of the model whose tensors have these `shapes`, by in-memory name.
 
     Reads no weights; not collective. Returns torch's description of everything in the state, by key.
 
@@ -137,7 +137,7 @@ def load_state(
     state = _state(tensors, optimizer, rank)
     state["step"] = torch.tensor(0)
     try:
-        # Saved with fewer ranks, there is no random state for this one: it keeps the seed's.
+        # A state saved with fewer ranks has no random state for this one, which then keeps the seed's.
         state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
         load(state, checkpoint_id=directory)
     except (CheckpointException, OSError) as cause:
@@ -170,14 +170,14 @@ def export_model(
 
 
 def export_saved(state: Path, about: ExportedModel, shapes: Mapping[str, tuple[int, ...]], directory: Path) -> None:
-    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. See `check_saved`."""
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. Raises as `check_saved`."""
     saved = check_saved(state, shapes)
     try:
         tensors = {
             name: torch.empty(shape, dtype=saved[f"{_MODEL}{name}"].properties.dtype) for name, shape in shapes.items()
         }
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
             load({_MODEL.rstrip("."): tensors}, checkpoint_id=state, no_dist=True)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", state, cause) from cause

@@ -1,7 +1,7 @@
-"""The language-model head without whole logits: log-probabilities of targets, entropies, and the most probable tokens.
+"""The language-model head without full logits: log-probabilities of targets, entropies, and the most probable tokens.
 
 No float32 tensor of [tokens, vocabulary] ever exists, neither forward nor backward: logits are computed in pieces, reduced and
-dropped, and computed again for the gradient. Ranks may each hold some rows of the head (vocabulary parallelism).
+freed, and computed again for the gradient. Each rank may hold only some rows of the head (vocabulary parallelism).
 
 >>> import torch
 >>> from weightlane.trainer.engines.head import head_outputs

@@ -1,4 +1,4 @@
-"""The head by torch, on any device, in chunks over tokens."""
+"""The head computed with torch, on any device, in chunks over tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_ROWS = 64
 def forward(
     terms: HeadTerms, labels: torch.Tensor, *, entropy: bool, top_k: int, first: int, chunk_bytes: int
 ) -> LogitSums:
-    """Compute sums over logits, of which a chunk at a time exists.
+    """Compute sums over logits, of which only one chunk exists at a time.
 
     Args:
         terms: The head.
@@ -40,7 +40,7 @@ def forward(
             logits /= temperatures[rows, None]
         if top_k:
             best[rows] = best_keys(logits, top_k, first)
-        # torch's fused kernel, whose result also tells the normaliser, takes a third of the time of logsumexp.
+        # torch's fused kernel takes a third of the time of logsumexp, and the normaliser follows from its result.
         logs = torch.log_softmax(logits, -1, out=all_logs[: len(logits)])
         log_sum[rows] = logits[:, 0] - logs[:, 0]
         here = labels[rows]
@@ -51,10 +51,10 @@ def forward(
 
 
 def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, bool], chunk_bytes: int) -> Gradients:
-    """Compute logits again, a chunk at a time, and from them the gradients that are `wanted`: by hidden, weight and bias."""
+    """Recompute logits, a chunk at a time, and from them the `wanted` gradients: by hidden, weight and bias."""
     hidden, weight, temperatures = terms.hidden, terms.weight, terms.temperatures
     by_hidden = torch.empty_like(hidden) if wanted[0] else None
-    # Half precision would lose what each of many chunks adds.
+    # In half precision, the sum would lose the small contribution of each of many chunks.
     by_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if wanted[1] else None
     by_bias = torch.zeros(len(weight), dtype=torch.float32, device=weight.device) if wanted[2] else None
     head = _ChunkedHead(terms, chunk_bytes)
@@ -87,7 +87,7 @@ def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, boo
 
 
 class _ChunkedHead:
-    """Logits of a chunk, in memory that all chunks share: to allocate it anew would take as long as half a product on a CPU."""
+    """Logits of one chunk, in memory that all chunks reuse: allocating it for each takes as long as half a product on a CPU."""
 
     def __init__(self, terms: HeadTerms, chunk_bytes: int) -> None:
         self._terms = terms
@@ -99,11 +99,11 @@ class _ChunkedHead:
         self._product = torch.empty(shape, dtype=weight.dtype, device=weight.device) if half else self.logits
 
     def chunks(self) -> Iterator[slice]:
-        """The rows of each chunk."""
+        """Yield the rows of each chunk."""
         return (slice(start, start + self._rows) for start in range(0, len(self._terms.hidden), self._rows))
 
     def __call__(self, rows: slice) -> torch.Tensor:
-        """float32 [rows, vocabulary], to be overwritten by the next call."""
+        """Return the logits of `rows`, float32 [rows, vocabulary]. The next call overwrites them."""
         hidden, weight, bias = self._terms.hidden[rows], self._terms.weight, self._terms.bias
         product, logits = self._product[: len(hidden)], self.logits[: len(hidden)]
         if bias is None:

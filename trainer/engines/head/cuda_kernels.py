@@ -1,11 +1,11 @@
-"""The head by Triton programs, on CUDA devices.
+"""The head computed with Triton programs, on CUDA devices.
 
 Forward, programs go over blocks of the vocabulary and keep sums of each row in registers; no logit is written to memory.
-Backward, one program per block writes the gradient by logits, in the dtype of the inputs, for as many tokens of the vocabulary as
-a buffer takes. From that the weight's gradient follows by one product over all rows, which is final; the products for the
+Backward, the vocabulary is processed in parts that fit a buffer. One program per block writes the gradient by logits into it, in
+the dtype of the inputs. One product over all rows then gives the final gradient of that part of the weight; the products for the
 gradient by hidden states are added up in float32.
 
-The largest logits are found by torch, in chunks over rows of logits that a program writes.
+The largest logits are found by torch, in chunks of rows whose logits a program writes to memory.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .terms import Gradients, HeadTerms, LogitSums, LossSlopes
 from .top_tokens import best_keys
 
 _GROUP = 8
-"""Blocks of rows whose programs run side by side: with 128 rows of 4096 half-precision numbers each, 8 MiB of the cache."""
+"""Blocks of rows whose programs run at the same time: with 128 rows of 4096 half-precision numbers each, 8 MiB of the cache."""
 _PROGRAMS = 1024
-"""About how many programs the forward pass is split into: some for each multiprocessor of any device."""
+"""About how many programs the forward pass is split into: several for each multiprocessor of any device."""
 _HALF: dict[str, Any] = {
     "BLOCK_ROWS": 128,
     "BLOCK_COLUMNS": 128,
@@ -41,7 +41,7 @@ DTYPES: dict[torch.dtype, dict[str, Any]] = {torch.bfloat16: _HALF, torch.float1
 
 @cache
 def _kernels() -> ModuleType | None:
-    """The Triton programs, or None where Triton is not installed."""
+    """Import the Triton programs. Returns None if Triton is not installed."""
     from . import triton_kernels  # noqa: PLC0415 - importing Triton takes a second, and few need it
 
     return triton_kernels if triton_kernels.AVAILABLE else None
@@ -98,7 +98,7 @@ def forward(
 
 
 def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, bool], chunk_bytes: int) -> Gradients:
-    """Compute logits again, and from them the gradients that are `wanted`: by hidden, weight and bias."""
+    """Recompute logits, and from them the `wanted` gradients: by hidden, weight and bias."""
     terms = _row_major(terms)
     hidden, weight, bias = terms.hidden, terms.weight, terms.bias
     rows, vocabulary = len(hidden), len(weight)
@@ -152,7 +152,7 @@ def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, boo
 
 
 def _row_major(terms: HeadTerms) -> HeadTerms:
-    """`terms` with each row's elements side by side, as programs read them."""
+    """Return `terms` with each row's elements contiguous, as programs read them."""
     hidden, weight, bias, temperatures = terms.hidden, terms.weight, terms.bias, terms.temperatures
     return HeadTerms(
         hidden if hidden.stride(1) == 1 else hidden.contiguous(),
@@ -164,18 +164,18 @@ def _row_major(terms: HeadTerms) -> HeadTerms:
 
 
 def _last_arguments(terms: HeadTerms) -> tuple[Any, ...]:
-    """Strides, scale and soft cap, which all programs take in this order."""
+    """Return strides, scale and soft cap, the last arguments of all programs, in their order."""
     softcap = terms.transform.softcap
     strides = terms.hidden.stride(0), terms.weight.stride(0)
     return *strides, float(terms.transform.scale), None if softcap is None else float(softcap)
 
 
 def _joined(log_sums: torch.Tensor, entropies: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalisers and entropies of all splits together (float32 [rows] each), from those of each (float32 [splits, rows])."""
+    """Combine normalisers and entropies of the splits, float32 [splits, rows] each, into those of all: float32 [rows] each."""
     log_sum = torch.logsumexp(log_sums, 0)
     if entropies is None:
         return log_sum, torch.zeros_like(log_sum)
-    # A split's share of the probability, and the entropy of within and between splits.
+    # The log of each split's probability; the total entropy is that within the splits plus that between them.
     log_shares = log_sums - log_sum
     return log_sum, (log_shares.exp() * (entropies - log_shares)).sum(0)
 

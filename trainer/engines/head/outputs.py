@@ -1,4 +1,4 @@
-"""`head_outputs`: the head's outputs with gradient, by Triton programs on CUDA devices and by torch elsewhere."""
+"""`head_outputs`: the head's outputs with gradient, computed with Triton on CUDA devices and with torch elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class HeadOutputs:
     entropy: torch.Tensor
     """float32 [rows], with gradient; zeros if it was not asked for."""
     top_tokens: torch.Tensor
-    """int64 [rows, k], the most probable first; of equally probable ones, the lower first."""
+    """int64 [rows, k], the most probable first; of equally probable tokens, the lower first."""
     top_logprobs: torch.Tensor
     """float32 [rows, k], their log-probabilities, without gradient."""
 
@@ -42,18 +42,18 @@ def head_outputs(
     share: VocabularyShare | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> HeadOutputs:
-    """Log-probabilities of targets, entropies of the distributions they are drawn from, and the most probable tokens.
+    """Compute log-probabilities of targets, entropies of the predicted distributions, and the most probable tokens.
 
     Args:
-        hidden: [rows, width], what the head reads, any floating dtype.
+        hidden: [rows, width], the head's input, any floating dtype.
         weight: [vocabulary, width] in the same dtype, without padding; with `share`, this rank's rows of it.
-        targets: int64 [rows] or [rows, labels], each a token of the whole vocabulary or `IGNORED`.
+        targets: int64 [rows] or [rows, labels], each a token of the full vocabulary or `IGNORED`.
         entropy: Whether entropies are wanted; on a CPU they cost another pass over the logits.
         top_k: How many of the most probable tokens are wanted. On a CUDA device they cost another product of `hidden` and
-            `weight`, whose logits lie in memory in chunks over tokens.
+            `weight`, whose logits are in memory in chunks over tokens.
         bias: [vocabulary], added to logits.
         temperatures: float32 [rows], by which logits are divided.
-        transform: What the model does with logits after its head.
+        transform: The model's transform of logits after its head.
         share: Which rows of the head `weight` has. All ranks of its group call this together, with equal `hidden`. The gradient
             by `hidden` is this rank's part: add it up over the group.
         chunk_bytes: Most bytes of the logits, or of the gradient by logits, that are in memory at a time, see `CHUNK_BYTES`.
@@ -65,11 +65,11 @@ def head_outputs(
     logprobs, *others = _Head.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
         hidden, weight, bias, labels, entropy, top_k, temperatures, transform or LogitTransform(), share, chunk_bytes
     )
-    return HeadOutputs(logprobs if targets.ndim > 1 else logprobs.sum(1), *others)  # no view, of which FSDP would warn
+    return HeadOutputs(logprobs if targets.ndim > 1 else logprobs.sum(1), *others)  # not a view: FSDP would warn
 
 
 class _Head(torch.autograd.Function):
-    """Keeps what the head reads, the normalisers and the entropies; logits are computed again for the gradient."""
+    """The head with a gradient of its own: keeps its inputs, normalisers and entropies, and recomputes logits backward."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class _Head(torch.autograd.Function):
             log_sum, joint_entropy = _join(log_sum, entropy, chosen, share.group)
             entropy = joint_entropy if with_entropy else entropy
             best = best_of_all(best, share.group) if top_k else best
-        if top_k > len(weight) and too_few(best):  # with as many rows here, nothing is to be waited for
+        if top_k > len(weight) and too_few(best):  # with enough rows here, there is no need to wait for the device
             raise ValueError(f"top_k is {top_k}, but the vocabulary has fewer tokens.")
         ctx.with_entropy, ctx.transform, ctx.chunk_bytes = with_entropy, transform, chunk_bytes
         ctx.save_for_backward(hidden, weight, bias, temperatures, local, counts, log_sum, entropy)
@@ -130,14 +130,14 @@ class _Head(torch.autograd.Function):
 
 
 def _by_kernels(hidden: torch.Tensor) -> bool:
-    """Whether the Triton programs compute the head that reads `hidden`."""
+    """Return whether the Triton programs compute the head on `hidden`."""
     return hidden.is_cuda and hidden.dtype in cuda_kernels.DTYPES and cuda_kernels.available()
 
 
 def _join(
     log_sum: torch.Tensor, entropy: torch.Tensor, chosen: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalisers and entropies over the whole vocabulary, from those over each rank's rows; completes `chosen` in place."""
+    """Combine each rank's normalisers and entropies into those of the full vocabulary, and complete `chosen` in place."""
     highest = log_sum.clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group=group)
     below = log_sum - highest

@@ -1,4 +1,4 @@
-"""Data that both ways to compute the head take and give back: the head itself, sums over its logits, slopes of a loss."""
+"""Inputs and results of both implementations of the head: the head itself, sums over its logits, derivatives of a loss."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class LogitTransform:
     softcap: float | None = None
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """The transformed `logits`."""
+        """Return the transformed `logits`."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
     def times_slope(self, gradient: torch.Tensor, transformed: torch.Tensor) -> torch.Tensor:
-        """The gradient by the head's logits, from that by the transformed ones; overwrites `gradient`."""
+        """Turn the gradient by transformed logits into that by the head's logits, in place of `gradient`."""
         if self.softcap is not None:
             gradient *= 1 - (transformed / self.softcap).square()
         return gradient.mul_(self.scale) if self.scale != 1.0 else gradient
@@ -38,7 +38,7 @@ class VocabularyShare:
     first: int
     """Token of the first row."""
     group: dist.ProcessGroup
-    """The ranks that hold all rows together."""
+    """The ranks that together hold all rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class LogitSums:
     entropy: torch.Tensor
     """[rows], of the distribution over this part of the vocabulary, in nats; zeros if it was not asked for."""
     chosen: torch.Tensor
-    """[rows, labels], logits of the labels; 0 for labels of others."""
+    """[rows, labels], logits of the labels; 0 for labels that this rank does not hold."""
     best: torch.Tensor
     """int64 [rows, k], keys of the largest logits, see `top_tokens`."""
 
@@ -74,23 +74,23 @@ class LogitSums:
 class LossSlopes:
     """The derivatives of a loss by the head's outputs, and the sums that turn them into derivatives by logits.
 
-    With probabilities p of logits z and entropy H: the gradient of a target's log-probability by z is ``[z is it] - p``, and
-    that of the entropy is ``-p (log p + H)``.
+    With logits z, their probabilities p and the entropy H: the gradient of a target's log-probability by z is
+    ``[z is the target's] - p``, and that of the entropy is ``-p (log p + H)``.
     """
 
     labels: torch.Tensor
     """int64 [rows, labels], rows of this rank's weight, or -1."""
     log_sum: torch.Tensor
-    """float32 [rows], over the whole vocabulary."""
+    """float32 [rows], over the full vocabulary."""
     entropy: torch.Tensor
-    """float32 [rows], of the whole vocabulary."""
+    """float32 [rows], of the full vocabulary."""
     by_label: torch.Tensor
     """float32 [rows, labels], by the log-probabilities of `labels`; 0 where these are -1."""
     by_all: torch.Tensor
-    """float32 [rows], by the log-probabilities of all labels that count, also those of other ranks."""
+    """float32 [rows], by the sum of the log-probabilities of all labels that are not `IGNORED`, also those of other ranks."""
     by_entropy: torch.Tensor | None
     """float32 [rows], or None if no entropy was asked for."""
 
 
 Gradients = tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
-"""Gradients by hidden states, weight and bias; None for one that is not wanted."""
+"""Gradients by hidden states, weight and bias; None for each that is not wanted."""

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 _LOW = 0xFFFFFFFF
-"""The lower half of a key, which holds this minus the token."""
+"""The lower half of a key holds this number minus the token."""
 _NONE = torch.iinfo(torch.int64).min
-"""A key below those of all logits, where a rank has fewer tokens than are wanted."""
+"""A key below those of all logits; pads the keys of a rank that has fewer tokens than are wanted."""
 
 
 def best_keys(logits: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
@@ -21,7 +21,7 @@ def best_keys(logits: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
     `first` is the token of the first logit. Takes twice the memory of `logits`.
     """
     tokens = torch.arange(_LOW - first, _LOW - first - logits.shape[1], -1, device=logits.device)
-    # 0.0 turns -0.0, which equals it, into the same bits.
+    # Adding 0.0 turns -0.0 into 0.0, so that equal logits have equal bits.
     keys = (_mirrored((logits + 0.0).view(torch.int32)).long() << 32).add_(tokens)
     found = keys.topk(min(count, keys.shape[1])).values
     return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=_NONE)
@@ -35,18 +35,18 @@ def best_of_all(keys: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tokens (int64) and the logits (float32) of `keys`."""
+    """Return the tokens (int64) and the logits (float32) of `keys`."""
     return _LOW - (keys & _LOW), _mirrored((keys >> 32).int()).view(torch.float32)
 
 
 def too_few(keys: torch.Tensor) -> bool:
-    """Whether some of `keys` stand for no token. Waits for the device."""
+    """Return whether some of `keys` stand for no token. Waits for the device."""
     return bool((keys == _NONE).any())
 
 
 def _mirrored(bits: torch.Tensor) -> torch.Tensor:
-    """Bits of floats (int32) as integers in the order of these floats, and such integers as bits again.
+    """Map the bits of floats (int32) to integers in the order of these floats, or such integers back to bits.
 
-    Negative floats are a sign and a magnitude; all bits but the sign are inverted.
+    Negative floats are stored as sign and magnitude; therefore all their bits but the sign are inverted.
     """
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -1,7 +1,7 @@
-"""The Triton programs of the head; imported only when a tensor lies on a CUDA device.
+"""The Triton programs of the head; imported only when a tensor is on a CUDA device.
 
-Each program computes logits of some tokens for a block of the vocabulary in registers. None adds to what another one writes, so
-results do not depend on the order in which programs run.
+Each program computes logits of some tokens for a block of the vocabulary in registers. No two programs write to the same place,
+so results do not depend on the order in which they run.
 """
 
 # What Triton compiles cannot be typed as Python, and its package has no types.
@@ -21,10 +21,10 @@ if AVAILABLE:
 
     @triton.jit
     def _place(row_blocks, parts, GROUP: tl.constexpr):  # noqa: N803 - Triton's habit
-        """This program's block of rows, and its part of the vocabulary.
+        """Return this program's block of rows, and its part of the vocabulary.
 
-        Programs that run at the same time share `GROUP` blocks of rows and walk the vocabulary together, so that both are read
-        from the cache.
+        Programs that run at the same time work on the same `GROUP` blocks of rows and the same parts of the vocabulary, so that
+        both are read from the cache.
         """
         program = tl.program_id(0)
         first = program // (GROUP * parts) * GROUP
@@ -51,7 +51,7 @@ if AVAILABLE:
         BLOCK_WIDTH: tl.constexpr,  # noqa: N803
         PRECISION: tl.constexpr,  # noqa: N803
     ):
-        """float32 logits of `rows` for the tokens `columns`, with bias and transform."""
+        """Compute float32 logits of `rows` for the tokens `columns`, with bias and transform."""
         at = tl.arange(0, BLOCK_WIDTH)
         row_inside = rows < row_count
         column_inside = columns < column_count
@@ -69,7 +69,7 @@ if AVAILABLE:
             logits += tl.load(bias + columns, mask=column_inside, other=0.0).to(tl.float32)[None, :]
         logits = logits * scale
         if softcap is not None:
-            # tanh by an exponential that cannot overflow, because Triton's interpreter has no tanh.
+            # tanh written with an exponential that cannot overflow, because Triton's interpreter has no tanh.
             shrunk = tl.exp(-2.0 * tl.abs(logits) / softcap)
             capped = softcap * (1.0 - shrunk) / (1.0 + shrunk)
             logits = tl.where(logits < 0, -capped, capped)
@@ -109,7 +109,7 @@ if AVAILABLE:
         row_block, split = _place(tl.cdiv(row_count, BLOCK_ROWS), splits, GROUP)
         rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_inside = rows < row_count
-        highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)  # finite, because infinity minus infinity is no number
+        highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)  # finite, because infinity minus infinity is NaN
         total = tl.zeros((BLOCK_ROWS,), tl.float32)
         moment = tl.zeros((BLOCK_ROWS,), tl.float32)
         last = tl.minimum((split + 1) * blocks_per_split, tl.cdiv(column_count, BLOCK_COLUMNS))
@@ -143,8 +143,8 @@ if AVAILABLE:
                     is_label = label[:, None] == columns[None, :]
                     tl.store(chosen + place, tl.sum(tl.where(is_label, logits, 0.0), 1), mask=here)
             logits = tl.where((columns < column_count)[None, :], logits, float("-inf"))
-            # With m the highest logit so far: the sum of exp(z - m), and that of exp(z - m) (z - m). Unlike the mean of z, they
-            # lose no digits to large logits.
+            # With m the highest logit so far, `total` is the sum of exp(z - m), and `moment` that of exp(z - m) (z - m). Unlike
+            # the mean of z, they lose no digits to large logits.
             before = highest
             highest = tl.maximum(before, tl.max(logits, 1))
             shrink = tl.exp(before - highest)
@@ -188,7 +188,7 @@ if AVAILABLE:
     ):
         """Write a loss's gradient by the head's logits into `slopes`, [rows, columns] in the dtype that the products take.
 
-        The meaning of the inputs is that of `LossSlopes`, over the whole vocabulary; `labels` are int32. `by_entropy` may be
+        The meaning of the inputs is that of `LossSlopes`, over the full vocabulary; `labels` are int32. `by_entropy` may be
         None, and `entropies` with it.
         """
         row_block, block = _place(tl.cdiv(row_count, BLOCK_ROWS), tl.cdiv(column_count, BLOCK_COLUMNS), GROUP)
@@ -258,7 +258,7 @@ if AVAILABLE:
         GROUP: tl.constexpr,  # noqa: N803
         PRECISION: tl.constexpr,  # noqa: N803
     ):
-        """Write logits, as `sums_kernel` sees them, into `logits_out`, float32 [rows, columns]."""
+        """Write logits, as `sums_kernel` reduces them, into `logits_out`, float32 [rows, columns]."""
         row_block, block = _place(tl.cdiv(row_count, BLOCK_ROWS), tl.cdiv(column_count, BLOCK_COLUMNS), GROUP)
         rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         row_inside = rows < row_count

@@ -1,1 +1,1 @@
-"""Hugging Face model directories: checked, named, and written."""
+"""Hugging Face model directories: check them, name their tensors, read and write them."""

@@ -1,4 +1,4 @@
-"""Asks a transformers model for log-probabilities of chosen targets instead of logits."""
+"""Make a transformers model return log-probabilities of chosen targets instead of logits."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from weightlane.ckpt_engines import ConfigError
 from ..head import LogitTransform, head_outputs
 
 _PROBE = (1e-3, 1e6, 1.0, -3.0, 30.0)
-"""Logits that the model transforms in every forward pass: from two of them the transform is known, the others confirm it."""
+"""Logits that the model transforms in every forward pass. Two of them determine the transform, the others confirm it."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadQuery:
-    """A request for outputs of a model; one object, whose tensors FSDP's mixed precision doesn't cast."""
+    """A request for outputs of a model. It is one object so that FSDP's mixed precision doesn't cast its tensors."""
 
     rows: torch.Tensor
     """int64 [R]: positions, in the flattened rows of tokens."""
@@ -30,7 +30,7 @@ class HeadQuery:
     top_k: int = 0
     """How many of the most probable tokens are wanted."""
     hidden_rows: torch.Tensor | None = None
-    """int64 [N]: positions of which what the head reads is wanted; None for none."""
+    """int64 [N]: positions whose hidden states, the head's input, are wanted; None for none."""
     logit_rows: torch.Tensor | None = None
     """int64 [L]: positions whose logits are wanted, without temperature; None for none."""
 
@@ -48,14 +48,14 @@ def causal_head(model: torch.nn.Module) -> torch.nn.Linear:
 
 
 def replace_head(model: torch.nn.Module) -> int:
-    """Let `model`, a causal language model of transformers, compute its head in chunks, see `head_outputs`.
+    """Make `model`, a causal language model of transformers, compute its head in chunks, see `head_outputs`.
 
-    Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns what a `HeadQuery` asks for, by the names that
-    `ModelOutputs` has for it; see `head_outputs`. The head still belongs to the model's own forward pass, where FSDP has gathered
+    Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns the outputs that ``query``, a `HeadQuery`, asks for,
+    under their names in `ModelOutputs`. The head is still computed within the model's own forward pass, where FSDP has gathered
     its weight. Its parameters keep their names.
 
     Returns:
-        How many tokens the head knows.
+        Size of the head's vocabulary, in tokens.
 
     Raises:
         ConfigError: The model has no linear head.
@@ -66,7 +66,7 @@ def replace_head(model: torch.nn.Module) -> int:
 
 
 class _Head:
-    """The forward pass of a model and of its head, in the place of their own."""
+    """Replacement for the forward methods of a model and of its head."""
 
     def __init__(self, model: torch.nn.Module, head: torch.nn.Linear) -> None:
         self._model, self._head = model, head
@@ -77,7 +77,7 @@ class _Head:
         head.forward = self._keep  # type: ignore[method-assign, assignment]
 
     def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In place of the head: note what it reads, and hand some known logits to the rest of the model's forward pass."""
+        """Replace the head: keep its input, and return known logits to the rest of the model's forward pass."""
         if self._read is not None:
             raise ConfigError(
                 f"{type(self._model).__name__} calls its head more than once in a forward pass.",

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face model directory that appears complete or not at all."""
+"""Write a Hugging Face model directory that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class ExportedModel:
     dtype: torch.dtype
     """Dtype of floating-point weights."""
     kept: Collection[str] = ()
-    """Weights that are written in the dtype that they have."""
+    """Names of weights that keep their own dtype."""
 
 
 def write_model_dir(directory: Path, about: ExportedModel, write_weights: Callable[[Path, Any], None]) -> None:
-    """Write config, tokenizer and weights under a temporary name beside `directory`, then rename it.
+    """Write config, tokenizer and weights under a temporary name next to `directory`, then rename it.
 
     Args:
         directory: must not exist.
@@ -56,7 +56,7 @@ def write_model_dir(directory: Path, about: ExportedModel, write_weights: Callab
             config.architectures = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
         try:
             write_weights(partial, config)
-        except SafetensorError as cause:  # what a full disk looks like from there
+        except SafetensorError as cause:  # safetensors raises this when the disk is full
             raise storage_error("written", directory, cause) from cause
         if (about.model_dir / "generation_config.json").is_file():
             shutil.copyfile(about.model_dir / "generation_config.json", partial / "generation_config.json")

@@ -1,4 +1,4 @@
-"""Checks a Hugging Face model directory before anything is started for it. Reads headers, not weights."""
+"""Check a Hugging Face model directory before any process is started for it. Reads headers, not weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ModelInfo:
 
     path: Path
     config: Mapping[str, Any]
-    """``config.json`` as it stands."""
+    """Contents of ``config.json``."""
     architecture: str
     """Class name, e.g. ``"Qwen3ForCausalLM"``."""
     vocab_size: int
@@ -45,17 +45,17 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     """Ids that end a completion, the tokenizer's own first."""
     dtype: str
-    """Dtype of its weights, e.g. ``"bfloat16"``."""
+    """Dtype of the weights, e.g. ``"bfloat16"``."""
 
 
 def find_model(name: str | Path) -> Path:
-    """The directory `name`, or that of a model of this name on Hugging Face's hub: in the local cache, or fetched into it.
+    """Return the directory `name`, or that of the model `name` of Hugging Face's hub, downloaded unless it is in the local cache.
 
-    Raises `ConfigError` that says what is neither, or cannot be fetched now.
+    Raises `ConfigError` if the model is neither in the local cache nor can be downloaded.
     """
     path = Path(name)
     if path.parent.is_dir() or not _HUB_NAME.fullmatch(str(name)):
-        return path  # and `check_model_dir` says what is wrong with it
+        return path  # if it is no model, `check_model_dir` says why
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - optional, and slow to import
     from huggingface_hub.errors import (  # noqa: PLC0415 - as above
         HfHubHTTPError,
@@ -77,7 +77,7 @@ def find_model(name: str | Path) -> Path:
 def is_model_dir(path: Path, head: str, device: torch.device) -> bool:
     """Whether `path` is a Hugging Face directory, which `check_model_dir` then checks on every rank. Collective.
 
-    Raises `ConfigError`, on every rank, where it is one for some ranks only, or a wrong one.
+    Raises `ConfigError`, on every rank, if only some ranks see the directory, or if it fails that check.
     """
     seen = share_json((path / "config.json").is_file(), device)
     if len(set(seen)) > 1:
@@ -88,9 +88,9 @@ def is_model_dir(path: Path, head: str, device: torch.device) -> bool:
 
 
 def check_model_dir(path: Path, head: str = "tokens") -> ModelInfo:
-    """Check that `path` holds a causal language model with whole weights and a tokenizer that fits it.
+    """Check that `path` holds a causal language model with complete weights and a tokenizer that fits it.
 
-    With `head` "value" it may be a critic, too: one of transformers' models for token classification with one label.
+    With `head` "value" it may also be a critic: one of transformers' models for token classification with one label.
 
     Raises `ConfigError` that says what is wrong: no such directory, ``config.json`` missing or malformed, an architecture that
     is not a causal language model, weights missing, truncated or broken, tokenizer missing or disagreeing with the model.
@@ -112,7 +112,7 @@ def check_model_dir(path: Path, head: str = "tokens") -> ModelInfo:
 
 
 def weight_elements(path: Path) -> int:
-    """How many elements the weights in `path` have, which `check_model_dir` accepts."""
+    """Count the elements of all weights in `path`, a directory that `check_model_dir` accepts."""
     items = (item for header in _headers(path) for item in header.items())
     return sum(math.prod(item["shape"]) for key, item in items if key != "__metadata__")
 
@@ -123,11 +123,11 @@ def has_weights(path: Path) -> bool:
 
 
 def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
-    """The tensors of the checkpoint in `path` that are float32 whatever type the others are sent or written in.
+    """Return the names of the checkpoint's tensors that stay float32, whatever dtype the others are sent or written in.
 
     Args:
-        path: What is known of their types where it holds no weights is their `names`.
-        names: All of them.
+        path: The model directory. If it holds no weights, all tensors count as stored in float32.
+        names: Names of all tensors of the checkpoint.
     """
     stored = dict.fromkeys(names, torch.float32)
     if has_weights(path):
@@ -137,7 +137,7 @@ def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
 
 
 def _headers(path: Path) -> list[dict[str, Any]]:
-    """Size of all files with weights."""
+    """Read the headers of all files with weights in `path`."""
     index = path / _INDEX
     names = [_SINGLE]
     if index.is_file():
@@ -220,7 +220,7 @@ def _check_weights(path: Path) -> None:
 
 
 def _read_header(folder: Path, name: str) -> dict[str, Any]:
-    """The header of one safetensors file, after checking that the file is as long as the header says.
+    """Return the header of one safetensors file, after checking that the file is as long as the header says.
 
     Layout: 8 bytes little-endian header length, the JSON header, then the data (https://huggingface.co/docs/safetensors).
     """

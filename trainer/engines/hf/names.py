@@ -1,8 +1,8 @@
-"""Which run of which in-memory parameter each tensor of a Hugging Face checkpoint is.
+"""Map each tensor of a Hugging Face checkpoint to a contiguous run of an in-memory parameter.
 
-transformers fuses some tensors on loading (the experts of a mixture of experts, for one) and splits them again on saving.
-What the rollout expects are the names on disk, so transformers' own reverse conversion is run once, on tensors of the meta
-device, and each result is recognised as a view of the parameter it came from. Nothing is allocated or copied.
+transformers fuses some tensors on loading (such as the experts of a mixture of experts) and splits them again on saving. The
+rollout expects the names on disk. transformers' own reverse conversion is therefore run once, on tensors of the meta device, and
+each result is recognised as a view of the parameter it came from. Nothing is allocated or copied.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _CopiesAreViews(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 
 def checkpoint_runs(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[CheckpointRun]:
-    """The checkpoint tensors that `tensors` (in-memory names, tied ones once) are saved as, in the order of `tensors`.
+    """List the checkpoint tensors as which `tensors` (in-memory names, tied ones once) are saved, in the order of `tensors`.
 
-    Raises `ConfigError` naming the tensor that is saved as something other than contiguous runs, a transpose for example.
+    Raises `ConfigError` naming the tensor that is not saved as contiguous runs, but for example as a transpose.
     """
     from transformers.core_model_loading import revert_weight_conversion  # noqa: PLC0415 - optional, slow to import
 

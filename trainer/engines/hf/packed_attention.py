@@ -1,4 +1,4 @@
-"""Lets models of transformers attend to packed sequences, by an attention implementation registered with transformers."""
+"""Make transformers models attend to packed sequences, with an attention implementation registered with transformers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..attention import packed_attention
 IMPLEMENTATION = "weightlane_packed"
 _ATTENTIONS = {"full_attention", "sliding_attention"}
 _HARMLESS = {"position_ids"}
-"""Tensors that attention is handed and doesn't attend by: rotation by position is done before."""
+"""Tensor arguments that attention may ignore: rotation by position is done before."""
 
 
 def can_pack(skeleton: torch.nn.Module) -> bool:
     """Whether the architecture of `skeleton`, a model whose parameters are on the meta device, can take packed sequences.
 
     It cannot where layers other than attention carry a state from token to token, where attention is not transformers'
-    exchangeable one or has a mask or a bias of its own, or where the model doesn't tell it where sequences begin.
+    exchangeable one or has a mask or a bias of its own, or where the model doesn't pass it the starts of the sequences.
     """
     kinds = set(getattr(skeleton.config, "layer_types", None) or ())
     carries = any(isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase) for module in skeleton.modules())
@@ -31,20 +31,20 @@ def can_pack(skeleton: torch.nn.Module) -> bool:
     pack_attention(probe)
     two = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
-        # With a mask, transformers doesn't look at the values of positions, of which there are none.
+        # With a mask, transformers doesn't read the values of positions, which the meta device does not have.
         probe(input_ids=two, attention_mask=two, cu_seq_lens_q=None, weightlane_probe=True, use_cache=False)
     except _ProbedError:
         return True
-    except Exception:  # noqa: BLE001 - whatever an architecture does without data, padding is right for it
+    except Exception:  # noqa: BLE001 - however an architecture fails without data, padding works for it
         return False
     return False
 
 
 def pack_attention(model: torch.nn.Module) -> None:
-    """Let `model` attend to packed sequences.
+    """Make `model` attend to packed sequences.
 
     Afterwards, ``model(input_ids, position_ids, cu_seq_lens_q, ...)`` takes all sequences in one row, ``input_ids`` int64 [1, N],
-    and attends within each only; ``cu_seq_lens_q`` int64 [sequences + 1] is where each begins, and N.
+    and attends only within each. ``cu_seq_lens_q``, int64 [sequences + 1], has the start of each sequence, then N.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - optional, and slow to import
 
@@ -54,11 +54,11 @@ def pack_attention(model: torch.nn.Module) -> None:
 
 
 class _ProbedError(Exception):
-    """The first attention layer of a probe was handed what it needs."""
+    """Raised by the first attention layer of a probe that receives all the arguments it needs."""
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """No mask is needed: the sequences say which tokens each one sees."""
+    """Make no mask: the starts of the sequences determine which tokens each token sees."""
 
 
 def _attend(
@@ -77,7 +77,7 @@ def _attend(
     weightlane_probe: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The interface of transformers: [1, heads, N, width] each; returns [1, N, heads, width]."""
+    """Implement transformers' attention interface: takes [1, heads, N, width] each, returns [1, N, heads, width]."""
     ignored = {"attention_mask": attention_mask, **others}
     if odd := [name for name, value in ignored.items() if isinstance(value, torch.Tensor) and name not in _HARMLESS]:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Directories that appear complete or not at all: written under a temporary name beside their own, then renamed."""
+"""Directories that appear complete or not at all: written under a temporary name next to their own, then renamed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PART = "trainer checkpoint"
 
 
 def partial_name(directory: Path) -> Path:
-    """Where the contents of `directory` are written until they are complete."""
+    """Return the path under which the contents of `directory` are written until they are complete."""
     return directory.with_name(f".{directory.name}.partial")
 
 
 def make_partial(directory: Path) -> Path:
-    """Make `partial_name` anew, empty. Raises `StorageError` when there already is something at `directory`."""
+    """Make an empty directory `partial_name`, deleting an older one. Raises `StorageError` if `directory` exists."""
     if directory.exists():
         raise StorageError(f"{directory} already exists.", part=PART, hint="Remove it or choose another name.")
     partial = partial_name(directory)
@@ -31,17 +31,17 @@ def make_partial(directory: Path) -> Path:
 
 
 def discard_partial(directory: Path) -> None:
-    """Remove what was written of `directory`, if anything. Never raises."""
+    """Remove the incomplete contents of `directory`, if there are any. Never raises."""
     shutil.rmtree(partial_name(directory), ignore_errors=True)
 
 
 def storage_error(verb: str, directory: Path, detail: object) -> StorageError:
-    """A `StorageError` which says that `directory` could not be `verb` ("read", "written")."""
+    """Return a `StorageError` which says that `directory` could not be `verb` ("read", "written")."""
     return StorageError(f"{directory} could not be {verb}: {detail}.", part=PART, hint="Check space and permissions.")
 
 
 def write_on_rank_zero(action: Callable[[], object], directory: Path, rank: int, device: torch.device) -> None:
-    """Have rank 0 do `action`, which writes `directory`; every rank raises its error, `OSError` as `StorageError`. Collective."""
+    """Run `action`, which writes `directory`, on rank 0; every rank raises its error, `OSError` as `StorageError`. Collective."""
 
     def guarded() -> None:
         try:

@@ -1,4 +1,4 @@
-"""Compares the weights in files, or in a saved training state, with those of the model that is to load them: names and shapes."""
+"""Compare names and shapes of the weights in files, or in a saved training state, with those of the model that will load them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def refuse_other_state(
 ) -> None:
     """Raise `ConfigError` unless a state has exactly the weights of a model.
 
-    A state with more, or larger, tensors is of another model as well: parts of it would load without an error.
+    A state with more or larger tensors is refused, too: it is of another model, yet parts of it would load without an error.
 
     Args:
         directory: The saved training state.
@@ -34,7 +34,7 @@ def refuse_other_state(
 
 
 def misfit(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
-    """How the weights of files, shapes by name, differ from those of a model; empty where they do not."""
+    """Describe how the weights in files, shapes by name, differ from those of a model; empty if they do not."""
     for kind, names in (
         ("missing keys", wanted.keys() - held.keys()),
         ("unexpected keys", held.keys() - wanted.keys()),

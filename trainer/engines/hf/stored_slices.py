@@ -1,4 +1,4 @@
-"""Safetensors files as slices of tensors, of which only what is asked for is read."""
+"""Read slices of tensors from safetensors files, and only the elements that are requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weightlane.sync.version.box import Box
 from .partial_dir import storage_error
 
 _MAPPED_BYTES = 64 * 2**20
-"""Bytes read from a file after which it is mapped anew, so that what was read of it does not stay in memory."""
+"""Bytes read after which files are closed and mapped again, so that pages already read do not stay in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +26,11 @@ class StoredSlice:
     box: Box
     file: Path
     key: str
-    """Under which the file holds it."""
+    """Key of the tensor in the file."""
 
 
 class SliceReader:
-    """Slices of tensors by name. A context manager that keeps the files open that were read from."""
+    """Reads slices of tensors, given by name. A context manager that keeps open the files it read from."""
 
     def __init__(self, stored: Mapping[str, Sequence[StoredSlice]]) -> None:
         self._stored = stored
@@ -45,7 +45,7 @@ class SliceReader:
         self._stack.close()
 
     def read(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy those elements `box` of `name` that are in files into `into`."""
+        """Copy the elements `box` of tensor `name` into `into`, as far as files hold them."""
         missing = [box]
         for stored in self._stored.get(name, ()):
             left: list[Box] = []
@@ -61,7 +61,7 @@ class SliceReader:
             missing = left
 
     def holds(self, name: str, box: Box) -> bool:
-        """Whether all elements `box` of `name` are in files."""
+        """Return whether files hold all elements `box` of tensor `name`."""
         missing = [box]
         for stored in self._stored.get(name, ()):
             missing = [left for part in missing for left in part.minus(stored.box)]
@@ -82,7 +82,7 @@ class SliceReader:
 
 
 def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
-    """Every tensor of a directory that `check_model_dir` accepted."""
+    """Return every tensor of a directory that `check_model_dir` accepts, by name."""
     index = model_dir / "model.safetensors.index.json"
     files = ["model.safetensors"]
     if index.is_file():
@@ -95,7 +95,7 @@ def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
 
 
 def shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Key and shape of every tensor in a safetensors file; `StorageError` for one that cannot be read."""
+    """List key and shape of every tensor in a safetensors file. Raises `StorageError` if it cannot be read."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
 
     try:

@@ -1,4 +1,4 @@
-"""A critic: a transformers model with one number per token in the place of a vocabulary."""
+"""A critic: a transformers model whose head computes one value per token instead of logits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .causal_head import HeadQuery
 
 
 def value_head(model: torch.nn.Module) -> tuple[str, torch.nn.Linear]:
-    """Name and module of the head of `model`, one of transformers' models for token classification with one label.
+    """Return name and module of the head of `model`, one of transformers' models for token classification with one label.
 
     Raises `ConfigError` when it has no such head.
     """
@@ -28,21 +28,21 @@ def value_head(model: torch.nn.Module) -> tuple[str, torch.nn.Linear]:
 
 
 def read_values(model: torch.nn.Module) -> None:
-    """Let `model` return what a `HeadQuery` asks for: ``values``, float32 [R], and ``hidden``, if that is wanted.
+    """Make `model` return the outputs that a `HeadQuery` asks for: ``values``, float32 [R], and ``hidden``, if that is wanted.
 
-    The head computes in float32, whatever the model does: half precision would leave a value two or three digits.
+    The head computes in float32, whatever the model's dtype: in half precision a value would have only two or three digits.
     """
     _ValueHead(model, value_head(model)[1])
 
 
 def unused_heads(held: Iterable[str], model: torch.nn.Module, head: str) -> set[str]:
-    """Tensors `held` in a checkpoint that a critic does not need: heads other than its own, called `head`."""
+    """Return the tensors `held` in a checkpoint that a critic does not need: heads other than its own, named `head`."""
     inside = f"{model.base_model_prefix}."
     return {name for name in held if not name.startswith((inside, f"{head}."))}
 
 
 class _ValueHead:
-    """The forward pass of a model and of its head, in the place of their own."""
+    """Replacement for the forward methods of a model and of its head."""
 
     def __init__(self, model: torch.nn.Module, head: torch.nn.Linear) -> None:
         self._head, self._run = head, model.forward
@@ -51,7 +51,7 @@ class _ValueHead:
         head.forward = self._keep  # type: ignore[method-assign, assignment]
 
     def _keep(self, hidden: torch.Tensor) -> torch.Tensor:
-        """In place of the head."""
+        """Replace the head: keep its input, and compute its output in float32."""
         self._read = hidden
         bias = None if self._head.bias is None else self._head.bias.float()
         return torch.nn.functional.linear(hidden.float(), self._head.weight.float(), bias)

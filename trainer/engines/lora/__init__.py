@@ -1,1 +1,1 @@
-"""Low-rank adapters beside a model's linear layers: their parts on a rank, their training, and their files."""
+"""Low-rank adapters of a model's linear layers: their parts on a rank, their training, and their files."""

@@ -1,4 +1,4 @@
-"""`Adapter`: one low-rank adapter on one rank, with its gradients, its AdamW and its steps."""
+"""`Adapter`: one low-rank adapter on one rank, with its gradients, its AdamW and its step count."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True, slots=True)
 class LoraGroups:
-    """The groups of ranks between which an adapter's gradients and norms are added up; None where this rank is alone."""
+    """The process groups over which an adapter's gradients and norms are summed; None for a group of only this rank."""
 
     data: dist.ProcessGroup | None
     """The ranks that hold the same parts and work on different samples."""
     tensor: dist.ProcessGroup | None
     """The ranks of tensor parallelism."""
     model: dist.ProcessGroup | None
-    """The ranks that hold all parts together: those of tensor and pipeline parallelism."""
+    """The ranks that together hold all parts: those of tensor and pipeline parallelism."""
     first_of_tensor: bool
-    """Whether this rank counts what every rank of tensor parallelism holds."""
+    """Whether this rank is the one that counts, in norms, tensors that every rank of tensor parallelism holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """The part of A and B of one layer on this rank."""
+    """This rank's part of A and B of one layer."""
 
     site: LoraSite
     matrices: Mapping[str, torch.nn.Parameter]
@@ -58,46 +58,46 @@ class LoraPair:
 
     @property
     def width(self) -> int:
-        """Numbers that it lowers a token to: its rank."""
+        """The adapter's rank: the size of A's output for a token."""
         return len(self.down)
 
     def lowered(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A x: [..., rank] from this rank's columns [..., held columns], in the dtype of `inputs`."""
+        """Compute A x: [..., rank] from this rank's columns [..., held columns], in the dtype of `inputs`."""
         return linear(inputs, self.down.to(inputs.dtype))
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
-        """Scale * B (A x): [..., held rows] from [..., rank].
+        """Compute scale * B (A x): [..., held rows] from A x, [..., rank].
 
-        B is never multiplied by A, and their product never added to the layer's weight: half precision would lose small changes.
+        B is never multiplied by A to add the product to the layer's weight: half precision would lose small changes.
         """
         return linear(low * self.scale, self.up.to(low.dtype))
 
     def added(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Both products, where no rank has to be asked in between."""
+        """Compute both products, for a layer that needs no collective in between."""
         return self.raised(self.lowered(inputs))
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlice:
-    """A part of one tensor of an adapter: a rectangle of A, of B, or of one of their moments, and where it is on this rank."""
+    """A part of one tensor of an adapter: a rectangle of A, of B, or of one of their moments, and its data on this rank."""
 
     key: str
     """``module|A|weight`` and the like."""
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """Shape of the full tensor."""
     box: Box
     data: torch.Tensor
 
 
 class Adapter:
-    """A and B of every adapted layer that this rank holds, as float32 parameters, and what trains them.
+    """This rank's A and B of every adapted layer, as float32 parameters, with their optimizer.
 
     Args:
         name: The adapter's name.
-        config: Its configuration.
-        trainer: The trainer's, for AdamW.
+        config: The adapter's configuration.
+        trainer: The trainer's configuration, for AdamW.
         sites: The layers.
-        values: Whole A and B of every layer by ``module|A`` and ``module|B``; None for an adapter's first values.
+        values: Full A and B of every layer by ``module|A`` and ``module|B``; None for initial values.
         device: Where the parameters are.
         trained: Whether they have gradients and an optimizer.
     """
@@ -117,7 +117,7 @@ class Adapter:
         self.step = 0
         """Optimizer steps taken."""
         self.denominators: LossDenominators | None = None
-        """The mini-batch whose gradients are being added up."""
+        """Denominators of the mini-batch whose gradients are being accumulated, if any."""
         own = {"learning_rate": config.learning_rate} if config.learning_rate is not None else {}
         self._trainer = trainer.model_copy(update=own)
         self.pairs: dict[str, LoraPair] = {}
@@ -133,7 +133,7 @@ class Adapter:
             self.pairs[site.module] = LoraPair(site, matrices, config.scale)
         self.parameters = [parameter for pair in self.pairs.values() for parameter in pair.matrices.values()]
         self._state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-        """Moments and steps of each parameter, which are the optimizer's."""
+        """Moments and steps of each parameter, shared with the optimizer."""
         if not trained:
             return
         self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
@@ -144,7 +144,7 @@ class Adapter:
             }
 
     def slices(self) -> Iterator[AdapterSlice]:
-        """This rank's parts of all tensors of the adapter, moments included if it has any."""
+        """Yield this rank's parts of all tensors of the adapter, moments included if it has any."""
         for module, pair in self.pairs.items():
             for matrix, parameter in pair.matrices.items():
                 rank, state = self.config.rank, self._state.get(parameter, {})
@@ -153,7 +153,7 @@ class Adapter:
                     yield AdapterSlice(f"{module}|{matrix}|{kind}", shape, box, data)
 
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
-        """The tensors that `part` of the adapter's state is."""
+        """List the tensors of `part` of the adapter's state."""
         if part == "parameters":
             return list(self.parameters)
         if part == "gradients":
@@ -161,13 +161,13 @@ class Adapter:
         return [tensor for state in self._state.values() for tensor in state.values()]
 
     def clear_gradients(self) -> None:
-        """Drop the gradients of a mini-batch that was begun."""
+        """Drop the accumulated gradients, and the mini-batch that they are of."""
         self.denominators = None
         for parameter in self.parameters:
             parameter.grad = None
 
     def complete_gradients(self, groups: LoraGroups, scale: float = 1.0) -> float:
-        """Add the gradients up over the ranks, once, times `scale`; returns the whole adapter's L2 norm of them. Collective."""
+        """Sum the gradients over the ranks and multiply them by `scale`; returns the full adapter's gradient norm. Collective."""
         for parameter in self.parameters:
             if parameter.grad is None:  # a rank without any sequence
                 parameter.grad = torch.zeros_like(parameter)
@@ -179,7 +179,7 @@ class Adapter:
             for site, matrix, parameter in named
             if parameter.grad is not None and (groups.first_of_tensor or site.splits(matrix))
         ]
-        # The squares are float32, in which a gradient that is out of all bounds becomes infinite; their sum over layers is exact.
+        # Squares are float32, so that an exploding gradient becomes infinite; their sum over layers is float64.
         square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
         for gradient in counted:
             square += gradient.square().sum()
@@ -192,10 +192,10 @@ class Adapter:
         return float(square.sqrt()) * abs(scale)
 
     def change(self, norm: float, before_change: Callable[[], None], params: AdamParams | None = None) -> None:
-        """Take one step with gradients of L2 norm `norm`, which are scaled down first, and drop them.
+        """Clip the gradients, whose L2 norm is `norm`, take one step, and drop them.
 
-        `before_change` is called directly before anything changes; where it raises, the gradients are gone. Without `params`,
-        AdamW is as the configurations say.
+        `before_change` is called directly before anything changes; if it raises, the gradients are dropped. Without `params`,
+        the configurations have AdamW's settings.
         """
         params = params or AdamParams.of(self._trainer, self.step)
         try:
@@ -211,13 +211,13 @@ class Adapter:
             self.clear_gradients()
 
     def set_step(self, step: int) -> None:
-        """Say how many steps the moments, which were loaded, have seen."""
+        """Set the step count of the adapter and of its loaded moments."""
         self.step = step
         for state in self._state.values():
             state["step"].fill_(step)
 
     def resume(self, saved: tuple[Mapping[str, torch.Tensor], int] | None, directory: Path) -> None:
-        """Take over the moments and steps that were saved in `directory`, see `read_optimizer`; None for none."""
+        """Load the moments and steps that `read_optimizer` read from `directory`; does nothing if `saved` is None."""
         if saved is None:
             return
         moments, step = saved
@@ -235,7 +235,7 @@ class Adapter:
 
 
 def _add_up(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:
-    """Add up the gradients of `parameters` over `group`, all of them in one message."""
+    """Sum the gradients of `parameters` over `group`, in one all-reduce."""
     if group is None or dist.get_world_size(group) == 1 or not parameters:
         return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,4 +1,4 @@
-"""`Adapters`: all adapters of a rank, which of them computes now, and which one is published."""
+"""`Adapters`: all adapters of a rank, the active ones, and the published one."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from .saved import SavedAdapters
 from .sites import DEFAULT, PART, LoraSite, check_name, chosen_sites
 
 PairOf = Callable[[str], LayerPair | None]
-"""Returns A and B that a layer, by its name, computes with now; None for nothing."""
+"""Function that returns the active A and B of a layer, given by name; None for none."""
 
 
 class AdaptedModel(Protocol):
-    """One rank's part of a model, as an engine splits it."""
+    """One rank's part of a model, provided by an engine, that can have adapters."""
 
     @property
     def groups(self) -> LoraGroups:
-        """Between which ranks gradients and norms are added up."""
+        """The process groups over which gradients and norms are summed."""
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
-        """Have every layer add what `pair_of` returns for it to its output, from now on. Called at most once.
+        """Make every layer add the output of the A and B that `pair_of` returns for it to its own. Called at most once.
 
         Returns:
-            The layers on this rank that adapters can be beside, and outputs and inputs of those on all ranks, by name, in the
-            order of the checkpoint.
+            The layers on this rank that can have adapters, and the numbers of outputs and inputs of such layers on all ranks, by
+            name, in the order of the checkpoint.
         """
 
     def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
-        """Make tensors for the weights of `sites` with an adapter added, which stand in for the weights in what is exported."""
+        """Make tensors for the weights of `sites` with an adapter added, which replace these weights in exports."""
 
     def drop_merged(self) -> None:
         """Free the tensors that `merged` made."""
 
 
 class Adapters:
-    """The adapters beside one rank's part of a model.
+    """The adapters of one rank's part of a model.
 
     Args:
         trainer: The trainer's configuration.
-        model: The model; nothing of it changes until there is an adapter.
-        rank: This process.
-        device: Where the model is.
+        model: The model; it is unchanged until there is an adapter.
+        rank: This process's rank.
+        device: Device of the adapters' parameters.
     """
 
     def __init__(self, trainer: TrainerConfig, model: AdaptedModel, rank: int, device: torch.device) -> None:
@@ -65,7 +65,7 @@ class Adapters:
         self._layers: tuple[list[LoraSite], dict[str, tuple[int, int]]] | None = None
         self._adapters: dict[str, Adapter] = {}
         self._active: Sequence[tuple[Adapter, int]] = ()
-        """The adapters that the model computes with now, and the tokens of each where there are several."""
+        """The adapters that the model computes with now; if there are several, each with its number of tokens."""
         self._merged: MergedWeights | None = None
         if trainer.lora is not None:
             self.keep(self.make(DEFAULT, trainer.lora, None, trained=not trainer.frozen))
@@ -79,7 +79,7 @@ class Adapters:
 
     @property
     def _own(self) -> str:
-        """The adapter that is part of the model in what is saved and exported: that of ``trainer.lora``, if it is trained."""
+        """Name of the adapter that saved states and exports merge into the model: that of ``trainer.lora``, if it is trained."""
         return DEFAULT if DEFAULT in self._trained and self._trainer.lora is not None else ""
 
     @property
@@ -88,9 +88,9 @@ class Adapters:
         return {name: adapter for name, adapter in self._adapters.items() if adapter.trained}
 
     def chosen(self, name: str | None) -> Adapter | None:
-        """The adapter `name`; None for the model's own weights, which "" is.
+        """Return the adapter `name`; None for "", the model's own weights.
 
-        Without a name, it is the one that is published, if any.
+        If `name` is None, it is the adapter of ``trainer.lora``, if there is one.
         """
         if name is None:
             name = DEFAULT if self._trainer.lora is not None else ""
@@ -107,7 +107,7 @@ class Adapters:
     def make(
         self, name: str, config: LoraConfig, source: Path | None, *, trained: bool = True, replace: bool = False
     ) -> Adapter:
-        """An adapter as `AdapterEngine.add_adapter` says, which is not one of these yet."""
+        """Make an adapter as described in `AdapterEngine.add_adapter`, without adding it to these."""
         check_name(name)
         published = self._trainer.lora is not None and name == DEFAULT  # a publisher reads its tensors
         if name in self._adapters and (published or not replace):
@@ -119,7 +119,7 @@ class Adapters:
         return Adapter(name, config, self._trainer, sites, values, self._device, trained=trained)
 
     def keep(self, adapter: Adapter) -> None:
-        """Make `adapter` one of these."""
+        """Add `adapter` to these, or replace the one of its name."""
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> None:
@@ -135,13 +135,13 @@ class Adapters:
 
     @contextmanager
     def active(self, adapter: Adapter | None) -> Iterator[None]:
-        """Let the model compute with `adapter` inside the block."""
+        """Make the model compute with `adapter` inside the block."""
         with self.active_runs([] if adapter is None else [(adapter, 0)]):
             yield
 
     @contextmanager
     def active_runs(self, runs: Sequence[tuple[Adapter, int]]) -> Iterator[None]:
-        """Let the model compute inside the block with adapters one after the other, each for some tokens of a packed pass."""
+        """Make the model compute inside the block with several adapters, each for its run of tokens in a packed pass."""
         self._active = runs
         try:
             yield
@@ -149,14 +149,14 @@ class Adapters:
             self._active = ()
 
     def _pair(self, module: str) -> LayerPair | None:
-        """A and B that a layer computes with now; None without."""
+        """Return the active A and B of a layer; None if it has none."""
         if len(self._active) == 1:
             return self._active[0][0].pairs.get(module)
         runs = [(adapter.pairs.get(module), tokens) for adapter, tokens in self._active]
         return JointPairs(runs) if any(pair is not None for pair, _ in runs) else None
 
     def published_names(self, adapter: Adapter) -> list[str]:
-        """The published tensors that steps of `adapter` change, on any rank, in their order; none for most adapters."""
+        """List the published tensors that steps of `adapter` change, on any rank; empty unless it is that of ``trainer.lora``."""
         if self._trainer.lora is None or adapter.name != DEFAULT:
             return []
         return adapter_names(self._all_layers, adapter.config) if self._merged is None else list(self._merged.names)
@@ -191,7 +191,7 @@ class Adapters:
 
     @contextmanager
     def merged(self) -> Iterator[None]:
-        """Around an export: the published adapter is added to the weights, where that is not so all the time."""
+        """Wrap an export: merge the published adapter into the weights for it, unless it is always merged."""
         if not self._own or self._merged is not None:
             yield
             return
@@ -213,7 +213,7 @@ class Adapters:
         return self._layers[1]
 
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
-        """The tensors that `part` of the state of all adapters is, published weights included."""
+        """List the tensors of `part` of the state of all adapters, merged weights included."""
         found = [tensor for adapter in self._adapters.values() for tensor in adapter.memory_of(part)]
         published = self._merged.slices if self._merged is not None and part == "parameters" else ()
         return [*found, *(piece.merged for piece in published)]
@@ -223,20 +223,20 @@ class Adapters:
         return adapter.complete_gradients(self._model.groups, scale)
 
     def refresh(self) -> None:
-        """Add the published adapter to the model's weights again, after either changed, where that is what is published."""
+        """Recompute the merged weights, if there are any, after the adapter or the model's weights changed."""
         if self._merged is not None:
             self._merged.refresh(self._adapters[DEFAULT])
 
     def targets(self, name: str) -> list[str]:
-        """Last parts of the names of the layers that adapter `name` is beside."""
+        """List the last parts of the names of the layers that adapter `name` has."""
         return sorted({pair.site.target for pair in self._adapters[name].pairs.values()})
 
     def gathered(self, name: str) -> dict[str, torch.Tensor]:
-        """Whole tensors of adapter `name` by `AdapterSlice.key` on rank 0, nothing on the others. Collective."""
+        """Gather the full tensors of adapter `name`, by `AdapterSlice.key`, on rank 0; empty on other ranks. Collective."""
         return gathered(self._adapters[name].slices(), self._rank, self._device)
 
     def to_save(self) -> SavedAdapters:
-        """Everything that a saved state has of adapters; tensors on rank 0 only. Collective."""
+        """Gather the adapters' part of a saved state; tensors on rank 0 only. Collective."""
         trained = self._trained
         return SavedAdapters(
             {name: (adapter.config, adapter.step) for name, adapter in trained.items()},
@@ -245,7 +245,7 @@ class Adapters:
         )
 
     def check(self, saved: SavedAdapters, directory: Path) -> None:
-        """Raise `ConfigError` unless `saved`, which was read from `directory`, is about exactly these adapters."""
+        """Raise `ConfigError` unless `saved`, which was read from `directory`, has exactly these adapters."""
         saved.refuse_others({name: adapter.config for name, adapter in self._trained.items()}, self._own, directory)
         for name, adapter in self._trained.items():
             for piece in adapter.slices():

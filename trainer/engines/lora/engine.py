@@ -1,4 +1,4 @@
-"""`AdaptedEngine`, the base of training engines whose model can have adapters: everything about them that no layout changes."""
+"""`AdaptedEngine`, the base of training engines with adapters: the part that does not depend on a parallel layout."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .sites import DEFAULT, PART
 class AdaptedEngine(TorchEngine, AdapterEngine):
     """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights.
 
-    Beside the contract's calls it has some for a program that drives every rank itself, such as `TrainerRank`: `run_pass`,
+    It has further calls for a program that drives every rank itself, such as `TrainerRank`: `run_pass`,
     `run_backward` and `step_adapters`.
     """
 
@@ -106,7 +106,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
     def zero_grad(self, *adapters: str) -> None:
         """See `TrainingEngine.zero_grad`."""
         if "" in adapters:
-            self.onload(["gradients"])  # the model's are dropped, and those of adapters are away together with them
+            self.onload(["gradients"])  # adapters' gradients are offloaded together with the model's, and must survive
         super().zero_grad(*adapters)
         for name in adapters or self.adapters:
             if (adapter := self._open_adapters().chosen(name)) is not None:
@@ -115,27 +115,27 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
     @property
     @abstractmethod
     def data_share(self) -> tuple[int, int]:
-        """The share of the samples that this rank computes, and how many there are. Ranks of one share hold parts of a model."""
+        """This rank's share of the samples, and the number of shares. Ranks of one share hold parts of one model."""
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """The model's device."""
         return self._device
 
     @property
     def vocabulary(self) -> int:
-        """Tokens of the model."""
+        """Size of the model's vocabulary, in tokens."""
         return self._vocabulary
 
     @property
     def layer_widths(self) -> list[int]:
-        """Inputs and outputs, added up, of every matrix in the model whose outputs are no vocabulary."""
+        """Sum of inputs and outputs of every matrix on this rank that has fewer rows than the vocabulary."""
         shapes = [each.shape for module in self._modules for each in module.parameters(recurse=False)]
         return [sum(shape) for shape in shapes if len(shape) > 1 and shape[0] < self._vocabulary]
 
     @property
     def bytes_per_activation(self) -> int:
-        """Bytes of a number in a forward pass."""
+        """Bytes of one number in a forward pass."""
         return self._compute_dtype.itemsize
 
     def run_pass(self, micro: MicroBatch, query: PassQuery, adapter: str) -> dict[str, torch.Tensor]:
@@ -145,11 +145,11 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
         Args:
             micro: Of any size, on any device.
-            query: What is wanted of it.
-            adapter: Which one the model computes with; "" for none.
+            query: The wanted outputs.
+            adapter: The adapter that the model computes with; "" for none.
 
         Returns:
-            Outputs by the names of `ModelOutputs`, for the tokens that `query` has them for, and float32 ``logits``.
+            Outputs by their names in `ModelOutputs`, for the tokens in `query`, and float32 ``logits``.
         """
         chosen = self._open_adapters().chosen(adapter)
         self._require_here("parameters")
@@ -157,16 +157,16 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             return self._run_pass(micro.to(self._device), query.to(self._device))
 
     def run_backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], adapter: str) -> None:
-        """Add gradients of an adapter, from those by `outputs` of `run_pass`. All ranks call it together, as often."""
+        """Backpropagate gradients by `outputs` of `run_pass` to an adapter. All ranks call it together, equally often."""
         adapters = self._open_adapters()
-        # Layers may be computed anew, and with the same adapter.
+        # Activation checkpointing may recompute layers, which needs the same adapter.
         with self._computing("the gradients of the other ranks"), adapters.active(adapters.chosen(adapter)):
             torch.autograd.backward(outputs, gradients)
 
     def step_adapters(self, names: Sequence[str], params: AdamParams, scale: float) -> dict[str, float]:
-        """Step adapters of which any rank has gradients, added up over the ranks and times `scale`. Collective.
+        """Step adapters with their gradients summed over the ranks and multiplied by `scale`. Collective.
 
-        Where one of them is not finite, none is stepped, and `GradientError` names it; the gradients of all are gone.
+        If an adapter's gradient norm is not finite, none is stepped, all gradients are dropped, and `GradientError` names it.
 
         Returns:
             The L2 norm of each adapter's gradient, after `scale` and before clipping.
@@ -184,11 +184,11 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         """See `run_pass`."""
 
     def _computing(self, waiting_for: str) -> AbstractContextManager[None]:
-        """Around everything that computes with the model."""
+        """Wrap every computation with the model."""
         return self._collective(waiting_for)
 
     def _make_adapters(self, model: AdaptedModel, device: torch.device | None = None) -> None:
-        """Let `model` have adapters, and make the one of ``trainer.lora``, by default on the model's device."""
+        """Prepare `model` for adapters, and make the one of ``trainer.lora``, by default on the model's device."""
         self._lora = Adapters(self.config, model, self.rank, device or self._device)
 
     def _open_adapters(self) -> Adapters:
@@ -198,7 +198,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         return self._lora
 
     def _trained(self, name: str | None) -> Adapter | None:
-        """The adapter `name`, or None for the model's own weights; refuses these where they are frozen."""
+        """Return the adapter `name`, or None for the model's own weights. Raises `ConfigError` if it is not trained."""
         adapter = self._open_adapters().chosen(name)
         if adapter is None and not self.config.trains_weights:
             by, hint = "frozen is true", "Leave trainer.frozen out for a model that is trained."
@@ -216,7 +216,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
     def _begin_for(
         self, adapter: Adapter | None, batch: TokenBatch, denominators: LossDenominators | None
     ) -> LossDenominators:
-        """The mini-batch that `batch` is part of; each adapter has one of its own, and so have the model's own weights."""
+        """Start or continue the mini-batch that `batch` is part of; adapters and the model's own weights have one each."""
         if adapter is None:
             self._denominators = self._same_denominators(self._denominators, batch, denominators)
             return self._denominators
@@ -225,14 +225,14 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
     @contextmanager
     def _computing_with(self, adapter: Adapter | None, *, gradients: bool) -> Iterator[None]:
-        """Around forward and backward with an adapter: where they fail, no part of the mini-batch's gradient is left."""
+        """Wrap forward and, with `gradients`, backward passes with an adapter. A failure then drops the mini-batch's gradient."""
         assert self._lora is not None
         with self._lora.active(adapter), self._whole_gradients(*[adapter] * gradients):
             yield
 
     @contextmanager
     def _whole_gradients(self, *adapters: Adapter | None) -> Iterator[None]:
-        """Around passes: where one fails, no part of the gradients of these mini-batches is left."""
+        """Wrap passes: if one fails, the gradients of these mini-batches are dropped completely."""
         try:
             yield
         except BaseException:
@@ -244,7 +244,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             raise
 
     def _step_adapter(self, adapter: Adapter, before_change: Fence, params: AdamParams | None) -> float:
-        """See `TrainingEngine.optim_step`. An adapter is stepped at once: `before_change` is called once at most."""
+        """See `TrainingEngine.optim_step`. An adapter is stepped in one part: `before_change` is called at most once."""
         self._require_gradient(adapter.denominators, adapter.step)
         return self._change([adapter], before_change, params, 1.0)[adapter.name]
 
@@ -282,7 +282,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         return norms
 
     def _saved_adapters(self, directory: Path) -> SavedAdapters:
-        """The adapters in a saved state, which fit this engine's; an empty list where there is no state. Collective."""
+        """Read the adapters in a saved state, and check that they fit this engine's; empty if there are none. Collective."""
         assert self._lora is not None
         adapters, found = self._lora, [SavedAdapters()]
 

@@ -1,4 +1,4 @@
-"""Puts the parts of adapters that ranks hold together on rank 0."""
+"""Gather the ranks' parts of adapters on rank 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .adapter import AdapterSlice
 
 
 def gathered(slices: Iterable[AdapterSlice], rank: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Whole tensors on the CPU by key on rank 0, nothing on the others. Collective over all ranks.
+    """Return the full tensors by key, on the CPU, on rank 0; an empty dict on other ranks. Collective over all ranks.
 
-    The first rank that holds a part sends it, all its parts in one message.
+    The first rank that holds a part sends it. A rank sends all its parts in one message.
     """
     mine = list(slices)
     held = share_json([[piece.key, list(piece.shape), piece.box.to_plain()] for piece in mine], device)

@@ -1,4 +1,4 @@
-"""Passes that several adapters share: which can be joined, and what a layer adds for tokens of different adapters."""
+"""Passes shared by several adapters: which can be joined, and a layer's A and B for tokens of different adapters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .adapter import Adapter, LoraPair
 from .sites import MATRICES
 
 _PADDED = 2.0
-"""Most tokens, padding included, that are computed for each one of a pass, where adapters are computed by stacked matrices."""
+"""Most tokens, padding included, per token of a pass for which adapters are computed with stacked matrices."""
 
 
 @dataclass(frozen=True, slots=True)
 class StartedPass:
-    """A `ForwardBackward` that was checked and whose mini-batch has begun, so that it can be computed."""
+    """A checked `ForwardBackward` whose mini-batch has been started, ready to be computed."""
 
     call: ForwardBackward
     adapter: Adapter | None
@@ -29,7 +29,7 @@ class StartedPass:
 
     @property
     def shape(self) -> tuple[object, ...] | None:
-        """Equal for passes that can be joined; None for one that cannot be."""
+        """A key that is equal for passes that can be joined; None for a pass that cannot be."""
         packed = self.call.batch.packed
         if self.adapter is None or packed.sequences_per_unit > 1:
             return None
@@ -37,24 +37,24 @@ class StartedPass:
 
     @property
     def needed(self) -> set[OutputName]:
-        """The outputs of the model that the loss needs, and those that are returned."""
+        """The model's outputs that the loss needs or the call returns."""
         return {*self.call.outputs, *needed_outputs(self.call.function)}
 
 
 @dataclass(frozen=True, slots=True)
 class JointPairs:
-    """A and B of one layer for tokens [..., N, width] of a packed pass in which adapters follow each other."""
+    """A and B of one layer for tokens [..., N, width] of a packed pass with one run of tokens per adapter."""
 
     runs: Sequence[tuple[LoraPair | None, int]]
-    """For each run of tokens A and B, of which one has some, and how many tokens there are, N in all."""
+    """A and B, or None, and the number of tokens of each run; N tokens in all. At least one run has A and B."""
 
     @property
     def width(self) -> int:
-        """The largest rank."""
+        """The largest rank of the adapters."""
         return max(pair.width for pair, _ in self.runs if pair is not None)
 
     def lowered(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A x: [..., N, largest rank]; 0 beyond a run's own rank."""
+        """Compute A x: [..., N, largest rank]; 0 beyond a run's own rank."""
         width = self.width
         parts = [
             inputs.new_zeros(*part.shape[:-1], width)
@@ -65,7 +65,7 @@ class JointPairs:
         return torch.cat(parts, dim=-2)
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
-        """Scale * B (A x): [..., N, held rows]."""
+        """Compute scale * B (A x): [..., N, held rows]."""
         rows = self._rows
         parts = [
             part.new_zeros(*part.shape[:-1], rows) if pair is None else pair.raised(part[..., : pair.width])
@@ -74,7 +74,7 @@ class JointPairs:
         return torch.cat(parts, dim=-2)
 
     def added(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Both products, where no rank has to be asked in between."""
+        """Compute both products, for a layer that needs no collective in between."""
         pairs, counts = [pair for pair, _ in self.runs if pair is not None], [count for _, count in self.runs]
         alike = len(pairs) == len(counts) and len({pair.width for pair in pairs}) == 1
         if alike and len(counts) * max(counts) <= _PADDED * sum(counts):
@@ -96,9 +96,9 @@ class JointPairs:
 
 
 def _stacked(pairs: Sequence[LoraPair], counts: Sequence[int], inputs: torch.Tensor) -> torch.Tensor:
-    """`JointPairs.added` for pairs of one rank: two products of stacked matrices in the place of two for every pair.
+    """Compute `JointPairs.added` for pairs of equal rank with two batched products instead of two for every pair.
 
-    Shorter runs are padded by their own last token, so that no number of one adapter's tokens ever meets another's.
+    Shorter runs are padded with their own last token, so that tokens of different adapters are never mixed.
     """
     flat, padded = inputs.reshape(-1, inputs.shape[-1]), min(counts) < max(counts)
     places, real = _places(tuple(counts), inputs.device)
@@ -112,9 +112,9 @@ def _stacked(pairs: Sequence[LoraPair], counts: Sequence[int], inputs: torch.Ten
     return (added[real] if padded else added).view(*inputs.shape[:-1], -1)
 
 
-@lru_cache(maxsize=16)  # every layer of a pass asks for the same, and on a GPU each answer waits for the device
+@lru_cache(maxsize=16)  # every layer of a pass needs the same, and computing it waits for the GPU
 def _places(counts: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """For runs of these lengths one after the other: the token at each place when they are padded, and the places that are real.
+    """Return indices that pad consecutive runs of these lengths: the token at each padded place, and the places of real tokens.
 
     int64 [runs * longest] and int64 [tokens].
     """
@@ -130,4 +130,4 @@ def _scales(scales: tuple[float, ...], dtype: torch.dtype, device: torch.device)
 
 
 LayerPair = LoraPair | JointPairs
-"""A and B by which a layer's output is changed."""
+"""A and B of a layer, for one adapter or for several."""

@@ -18,19 +18,19 @@ class MergedSlice:
 
     module: str
     box: Box
-    """The rectangle of the whole weight [rows, columns]."""
+    """The rectangle of the full weight [rows, columns]."""
     base: torch.Tensor
-    """float32, what the model loaded."""
+    """float32, the model's own weight."""
     merged: torch.Tensor
-    """float32, what is published; its storage stays where it is."""
+    """float32, the published weight; its storage never moves."""
 
 
 class MergedWeights:
     """``W + scale * B A`` in float32 for every adapted layer.
 
     Args:
-        slices: What this rank holds of the layers.
-        names: Every checkpoint tensor that steps change, of all ranks, in the order of the checkpoint.
+        slices: This rank's slices of the layers' weights.
+        names: Every checkpoint tensor that steps change, on any rank, in the order of the checkpoint.
     """
 
     def __init__(self, slices: Sequence[MergedSlice], names: Sequence[str]) -> None:
@@ -39,7 +39,7 @@ class MergedWeights:
 
     @torch.no_grad()
     def refresh(self, adapter: Adapter) -> None:
-        """Compute everything from the weights that were loaded and from `adapter`: nothing adds up over the steps."""
+        """Recompute the merged weights from the model's own and from `adapter`, so that no error accumulates over steps."""
         for piece in self.slices:
             if not piece.box.numel:
                 continue
@@ -52,7 +52,7 @@ class MergedWeights:
 
 
 def merge_whole(weights: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scale: float) -> None:
-    """Add an adapter, whole A and B by ``module|A|weight``, to whole float32 `weights` by checkpoint name, in place."""
+    """Add an adapter, full A and B by ``module|A|weight``, to full float32 `weights` by checkpoint name, in place."""
     for key, up in adapter.items():
         module, matrix, kind = key.split("|")
         if (matrix, kind) == ("B", "weight"):

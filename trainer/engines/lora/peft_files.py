@@ -19,7 +19,7 @@ from .sites import PART, LoraSite
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _OPTIMIZER = "optimizer.safetensors"
-"""Beside PEFT's own files: AdamW's moments by `AdapterSlice.key`, and the steps that they have seen."""
+"""A file next to PEFT's own: AdamW's moments by `AdapterSlice.key`, and their step count."""
 _PREFIX = "base_model.model."
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<matrix>[AB])\.weight")
 _HARMLESS = {
@@ -39,25 +39,25 @@ _HARMLESS = {
     "target_modules",
     "task_type",
 }
-"""Keys of PEFT's configuration that may have any value; any other key that is set asks for something that is not done here."""
+"""Keys of PEFT's configuration that may have any value; any other key that is set requests an unsupported feature."""
 _NOTHING: tuple[object, ...] = (None, False, 0, "", "none", [], {})
 
 
 def peft_name(module: str, matrix: str) -> str:
-    """PEFT's name for the tensor A or B beside a linear layer."""
+    """Return PEFT's name for the tensor A or B of a linear layer."""
     return f"{_PREFIX}{module}.lora_{matrix}.weight"
 
 
 def read_peft(
     directory: Path, config: LoraConfig, sites: Sequence[LoraSite], modules: Collection[str]
 ) -> dict[str, torch.Tensor]:
-    """Whole float32 A and B of `sites` by ``module|A`` and ``module|B``, on the CPU.
+    """Read the full float32 A and B of `sites`, by ``module|A`` and ``module|B``, on the CPU.
 
     Args:
         directory: The adapter.
         config: The configuration that it must have.
         sites: The layers on this rank that are wanted.
-        modules: Names of all layers, on any rank, that an adapter can be beside.
+        modules: Names of all layers, on any rank, that can have an adapter.
 
     Raises:
         ConfigError: The directory holds no adapter of this configuration and model; it names the key or tensor.
@@ -69,7 +69,7 @@ def read_peft(
     wanted = {site.module: site for site in sites}
     targets = {site.target for site in sites}
     for key, tensor in tensors.items():
-        # PEFT names a layer that something else wraps, too, by what is inside: base_layer.
+        # PEFT adds ".base_layer" to the name of a layer that has a further wrapper.
         match = _TENSOR.fullmatch(key.removeprefix(_PREFIX).replace(".base_layer", ""))
         if match is None:
             raise _error(f"{directory} holds the tensor {key}, which is no A or B of a linear layer.")
@@ -100,15 +100,15 @@ def write_peft(
     model_dir: Path,
     step: int | None = None,
 ) -> None:
-    """Write an adapter under a temporary name beside `directory`, then rename it.
+    """Write an adapter under a temporary name next to `directory`, then rename it.
 
     Args:
         directory: Must not exist.
-        tensors: Whole tensors by `AdapterSlice.key`.
-        config: The adapter's.
+        tensors: Full tensors by `AdapterSlice.key`.
+        config: The adapter's configuration.
         targets: Last parts of the names of its layers.
         model_dir: The model that it is for.
-        step: How many steps it has taken, for moments to be written, too; None for none.
+        step: Steps that it has taken, to write also the moments; None to leave them out.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
@@ -142,7 +142,7 @@ def write_peft(
             save_file(named, partial / _TENSORS, metadata={"format": "pt"})
             if step is not None:
                 save_file(moments, partial / _OPTIMIZER, metadata={"step": str(step)})
-        except SafetensorError as cause:  # what a full disk looks like from there
+        except SafetensorError as cause:  # safetensors raises this when the disk is full
             raise storage_error("written", directory, cause) from cause
         (partial / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         partial.rename(directory)
@@ -152,7 +152,7 @@ def write_peft(
 
 
 def saved_config(directory: Path) -> LoraConfig:
-    """The configuration of the adapter in `directory`. Raises as `read_peft`."""
+    """Return the configuration of the adapter in `directory`. Raises as `read_peft`."""
     found = _read_config(directory)
     targets = found.get("target_modules")
     names = {str(each).rpartition(".")[2] for each in targets} if isinstance(targets, list) else set()
@@ -165,7 +165,7 @@ def saved_config(directory: Path) -> LoraConfig:
 
 
 def read_optimizer(directory: Path) -> tuple[dict[str, torch.Tensor], int] | None:
-    """Moments by `AdapterSlice.key`, and steps, that `write_peft` wrote beside an adapter; None where there are none."""
+    """Read the moments, by `AdapterSlice.key`, and the steps that `write_peft` wrote with an adapter; None without any."""
     from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
 
     path = directory / _OPTIMIZER
@@ -208,7 +208,7 @@ def _check_config(directory: Path, found: Mapping[str, Any], config: LoraConfig)
         ("alpha", found.get("lora_alpha"), config.alpha),
         ("targets", theirs, set(config.targets)),
     ):
-        # A pattern, or no target of ours, says nothing that the names of the tensors do not say.
+        # If theirs is a pattern, or ours is empty, the names of the tensors are checked instead.
         if theirs_ != ours and not (key == "targets" and (theirs is None or not config.targets)):
             raise _error(
                 f"the adapter in {directory} has {key} {_plain(theirs_)}, the configuration {_plain(ours)}.",

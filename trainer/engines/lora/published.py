@@ -1,4 +1,4 @@
-"""The tensors of an adapter that is published as such: A and B of every layer, under PEFT's names, also for other adapters."""
+"""The tensors of an adapter that is published itself: A and B of every layer, under PEFT's names, also for other adapters."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .sites import MATRICES, PART
 
 
 def adapter_names(layers: Mapping[str, tuple[int, int]], config: LoraConfig) -> list[str]:
-    """Names of all tensors of an adapter on all ranks, in the order of `layers`."""
+    """List the names of all tensors of an adapter on all ranks, in the order of `layers`."""
     return [peft_name(module, matrix) for module in layers if _is_target(module, config) for matrix in MATRICES]
 
 
 def adapter_shards(
     adapter: Adapter, layers: Mapping[str, tuple[int, int]], wire_dtype: torch.dtype
 ) -> list[LocalShard]:
-    """The parts of an adapter that this rank holds: views of its parameters, and nothing of layers on other ranks.
+    """List this rank's shards of an adapter: views of its parameters, and empty shards for layers on other ranks.
 
     Args:
         adapter: The adapter.
-        layers: Outputs and inputs of each layer on any rank that an adapter can be beside.
-        wire_dtype: In which type the tensors travel.
+        layers: Numbers of outputs and inputs of each layer, on any rank, that can have an adapter.
+        wire_dtype: Dtype of the tensors on the wire.
     """
     rank, device = adapter.config.rank, adapter.parameters[0].device if adapter.parameters else torch.device("cpu")
     nothing = torch.empty(0, device=device)
@@ -52,7 +52,7 @@ def check_carries(published: LoraConfig, wanted: LoraConfig, layers: Mapping[str
 
     Args:
         published: The configuration of the published adapter.
-        wanted: That of adapter `name`.
+        wanted: The configuration of adapter `name`.
         layers: As in `adapter_shards`.
         name: For the error.
     """
@@ -77,7 +77,7 @@ def check_carries(published: LoraConfig, wanted: LoraConfig, layers: Mapping[str
 def copy_padded(source: Adapter, target: Adapter) -> None:
     """Copy A and B of `source` into the larger `target`, on this rank: A's further rows and B's further columns become zeros.
 
-    Layers of `target` that `source` is not beside become zeros.
+    Layers of `target` that `source` does not have become zeros.
     """
     for module, pair in target.pairs.items():
         theirs = source.pairs.get(module)

@@ -1,6 +1,6 @@
-"""The adapters in a saved training state: ``adapters.json`` and ``adapters.safetensors``, beside what the engine writes.
+"""The adapters in a saved training state: ``adapters.json`` and ``adapters.safetensors``, next to the engine's own files.
 
-Tensors are whole, so any number of ranks in any layout can read them, and either engine.
+Tensors are full, so either engine can read them with any number and layout of ranks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SavedAdapters:
     """The adapter that is part of the published weights; empty for none."""
 
     def write(self, directory: Path) -> None:
-        """Write both files, or none where there is no adapter."""
+        """Write both files, or none if there is no adapter."""
         from safetensors import SafetensorError  # noqa: PLC0415 - optional
         from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
@@ -51,7 +51,7 @@ class SavedAdapters:
 
     @classmethod
     def read(cls, directory: Path) -> SavedAdapters:
-        """The adapters in the state in `directory`, none where it has none.
+        """Read the adapters of the state in `directory`; none if it has no such files.
 
         Raises `ConfigError` for files that no engine wrote, `StorageError` for those that cannot be read.
         """
@@ -78,7 +78,7 @@ class SavedAdapters:
 
         Args:
             configs: Configuration of each trained adapter that the engine has.
-            published: The one that is part of its published weights; empty for none.
+            published: The adapter that is part of the engine's published weights; empty for none.
             directory: The state.
         """
         saved = {name: config for name, (config, _) in self.about.items()}
@@ -106,12 +106,12 @@ class SavedAdapters:
 
     @property
     def merged_names(self) -> set[str]:
-        """The checkpoint tensors to which `merge_into` adds something."""
+        """Names of the checkpoint tensors that `merge_into` changes."""
         keys = (key.split("|") for key in self.tensors)
         return {f"{module}.weight" for name, module, *_ in keys if name == self.published}
 
     def merge_into(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Add the published adapter to whole float32 weights by name, in place."""
+        """Add the published adapter to full float32 weights, by name, in place."""
         if self.published:
             prefix = f"{self.published}|"
             mine = {key.removeprefix(prefix): each for key, each in self.tensors.items() if key.startswith(prefix)}
@@ -119,11 +119,11 @@ class SavedAdapters:
 
 
 def check_adapters(state: Path, config: TrainerConfig) -> None:
-    """Raise the `ConfigError` with which an engine of `config`, as it is set up, would refuse the adapters in `state`."""
+    """Raise the `ConfigError` with which a newly set up engine of `config` would refuse the adapters in `state`."""
     own = {} if config.lora is None or config.frozen else {DEFAULT: config.lora}
     SavedAdapters.read(state).refuse_others(own, "".join(own), state)
 
 
 def _shaping(config: LoraConfig) -> Mapping[str, object]:
-    """The settings that must not change between saving and loading."""
+    """Return the settings that must not change between saving and loading."""
     return {"rank": config.rank, "alpha": config.alpha, "targets": sorted(config.targets)}

@@ -1,4 +1,4 @@
-"""Linear layers that have adapters, the part of them on a rank, and the values with which an adapter begins."""
+"""Linear layers that have adapters, their parts on a rank, and the initial values of an adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...config import LoraConfig
 
 PART = "lora adapter"
 DEFAULT = "default"
-"""Name of the adapter that ``trainer.lora`` makes, as PEFT calls an adapter that is given no name."""
+"""Name of the adapter of ``trainer.lora``; PEFT's default name, too."""
 MATRICES = ("A", "B")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
@@ -30,27 +30,27 @@ class LoraSite:
     module: str
     """Hugging Face name, such as ``model.layers.0.self_attn.q_proj``."""
     rows: int
-    """Outputs of the whole layer."""
+    """Number of outputs of the full layer."""
     columns: int
-    """Inputs of the whole layer."""
+    """Number of inputs of the full layer."""
     held_rows: tuple[int, int]
-    """First row of B on this rank, and how many there are."""
+    """First row of B on this rank, and number of rows."""
     held_columns: tuple[int, int]
-    """First column of A on this rank, and how many there are."""
+    """First column of A on this rank, and number of columns."""
     partial: frozenset[str] = frozenset()
-    """The ones of `MATRICES` whose gradient is added up over the ranks of tensor parallelism."""
+    """Those of `MATRICES` whose gradient must be summed over the ranks of tensor parallelism."""
 
     @property
     def target(self) -> str:
-        """The last part of the layer's name, by which `LoraConfig.targets` names it."""
+        """The last part of the layer's name, as in `LoraConfig.targets`."""
         return self.module.rpartition(".")[2]
 
     def shape(self, matrix: str, rank: int) -> tuple[int, int]:
-        """Shape of the whole A or B of an adapter of rank `rank`."""
+        """Return the shape of the full A or B of an adapter of rank `rank`."""
         return (rank, self.columns) if matrix == "A" else (self.rows, rank)
 
     def box(self, matrix: str, rank: int) -> Box:
-        """The part of A or B that this rank holds."""
+        """Return the part of A or B that this rank holds."""
         if matrix == "A":
             return Box((0, self.held_columns[0]), (rank, self.held_columns[1]))
         return Box((self.held_rows[0], 0), (self.held_rows[1], rank))
@@ -70,11 +70,11 @@ def check_name(name: str) -> None:
 
 
 def chosen_sites(sites: Iterable[LoraSite], config: LoraConfig) -> list[LoraSite]:
-    """The sites that an adapter of this configuration is beside.
+    """Return the sites that an adapter of this configuration has.
 
     Args:
-        sites: All that the model has; on a pipeline stage, those of its layers.
-        config: The adapter's.
+        sites: All sites of the model; on a pipeline stage, those of its layers.
+        config: The adapter's configuration.
 
     Raises:
         ConfigError: A target is none of the model's linear layers.
@@ -100,10 +100,10 @@ def chosen_sites(sites: Iterable[LoraSite], config: LoraConfig) -> list[LoraSite
 
 
 def initial_a(config: LoraConfig, site: LoraSite) -> torch.Tensor:
-    """The first value of a whole A: float32 [rank, columns] on the CPU, Kaiming-uniform with the bounds of PEFT.
+    """Return the initial value of a full A: float32 [rank, columns] on the CPU, Kaiming-uniform with PEFT's bounds.
 
-    The generator is seeded by the adapter's seed and the layer's name, so it does not matter which ranks ask or what the adapter
-    is called.
+    The generator is seeded by the adapter's seed and the layer's name, so the value depends neither on the rank nor on the
+    adapter's name.
     """
     digest = hashlib.sha256(f"{config.seed}|default|{site.module}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

@@ -9,13 +9,13 @@ import torch.distributed as dist
 
 
 def copied(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """`tensor`, which every rank of `group` has; its gradient is the sum of theirs."""
+    """Return `tensor`, which is equal on every rank of `group`; its gradient is the sum over the ranks."""
     copy: torch.Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return copy
 
 
 def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The sum of `tensor` over `group`; each rank's gradient is that of the sum."""
+    """Return the sum of `tensor` over `group`; each rank's gradient is that of the sum."""
     total: torch.Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
     return total
 

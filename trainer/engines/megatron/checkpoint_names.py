@@ -1,12 +1,12 @@
-"""Which part of which Hugging Face checkpoint tensor each of megatron-core's local parameters is.
+"""Map megatron-core's local parameters to parts of Hugging Face checkpoint tensors.
 
-Plain arithmetic on names and shapes: imports neither megatron-core nor transformers, talks to no peer, and moves no data. The
+Plain arithmetic on names and shapes: imports neither megatron-core nor transformers, sends nothing, and moves no data. The
 layouts are those of megatron-core's ``GPTModel`` with its local layers:
 
 * ``linear_qkv`` holds, for one group of query heads after the other, the group's queries, its key and its value (rows).
 * ``linear_fc1`` holds this rank's rows of ``gate_proj``, then its rows of ``up_proj``.
-* ``linear_proj`` and ``linear_fc2`` are split by columns, everything else that is split by rows.
-* Multi-latent attention has what projects down whole on every rank, and what projects up split by heads (rows).
+* ``linear_proj`` and ``linear_fc2`` are split by columns; all other split tensors are split by rows.
+* In multi-latent attention, down projections are full on every rank, and up projections are split by heads (rows).
 * The vocabulary is padded to a multiple of the tensor parallel size; rows of padding belong to no checkpoint tensor.
 * With tied embeddings and several pipeline stages, the last stage holds a copy of the embedding as ``output_layer``.
 """
@@ -21,21 +21,21 @@ from weightlane.sync.version.box import Box
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 VALUE_HEAD = "score."
-"""Before the names of a critic's weight and bias."""
+"""Prefix of the names of a critic's weight and bias."""
 
 
 @dataclass(frozen=True, slots=True)
 class LatentShape:
-    """The sizes of multi-latent attention (DeepSeek-V2, arXiv 2405.04434), per head where not said otherwise."""
+    """The sizes of multi-latent attention (DeepSeek-V2, arXiv 2405.04434), per head unless stated otherwise."""
 
     query_rank: int
-    """Length of the queries' latent vector, for all heads; 0 where queries are projected at once."""
+    """Length of the queries' latent vector, for all heads; 0 if queries are projected directly, without one."""
     rank: int
     """Length of the latent vector of keys and values, for all heads."""
     plain_dim: int
-    """Size of a head of queries and keys, without the part that has a position."""
+    """Size of a head of queries and keys, without the rotary part."""
     rotary_dim: int
-    """The part with it, one for all heads of the keys."""
+    """Size of the rotary part, which all heads of the keys share."""
     value_dim: int
 
     @property
@@ -46,7 +46,7 @@ class LatentShape:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointShape:
-    """The sizes of a decoder-only model, in the words of its Hugging Face configuration."""
+    """The sizes of a decoder-only model, as its Hugging Face configuration has them."""
 
     layers: int
     hidden: int
@@ -54,7 +54,7 @@ class CheckpointShape:
     """Hidden size of the dense feed-forward layers; 0 when every layer has experts."""
     heads: int
     groups: int
-    """Key and value heads."""
+    """Number of key and value heads."""
     head_dim: int
     vocab: int
     tied: bool
@@ -65,15 +65,15 @@ class CheckpointShape:
     experts: int = 0
     expert_intermediate: int = 0
     dense_layers: int = 0
-    """The first so many layers have no experts."""
+    """Number of layers without experts, the first ones, in a model with experts."""
     shared_intermediate: int = 0
-    """Hidden size of the shared experts, which take every token, together; 0 without."""
+    """Hidden size of all shared experts together, which every token goes through; 0 without any."""
     expert_bias: bool = False
-    """Whether the choice of experts has a bias, which is not trained."""
+    """Whether a bias, which is not trained, is added in choosing experts."""
     valued: bool = False
     """Whether it is a critic: its head has one row and a bias, and `tied` is False."""
     latent: LatentShape | None = None
-    """Multi-latent attention; `groups` and `head_dim` mean nothing then."""
+    """Sizes of multi-latent attention, with which `groups` and `head_dim` have no meaning; None without it."""
 
     def has_experts(self, layer: int) -> bool:
         """Whether a decoder layer, counted from 0, has experts."""
@@ -87,7 +87,7 @@ class CheckpointShape:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where a rank stands in the dimensions that cut tensors."""
+    """The position of a rank in the parallel dimensions that split tensors."""
 
     tensor_rank: int = 0
     expert_rank: int = 0
@@ -99,15 +99,15 @@ class CheckpointSlice:
     """A rectangle of a local parameter that is a rectangle of a checkpoint tensor."""
 
     name: str
-    """Shape of the checkpoint tensor."""
+    """Name of the checkpoint tensor."""
     starts: tuple[int, ...]
     """First index in the checkpoint tensor, by dimension."""
     box: Box
-    """The elements of the parameter."""
+    """The elements of the local parameter."""
 
 
 def checkpoint_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the checkpoint, in the order in which ranks list them."""
+    """Return the shape of every checkpoint tensor by name, in the order in which ranks list them."""
     hidden = model.hidden
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (model.vocab, hidden)}
 
@@ -144,7 +144,7 @@ def _head_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
-    """Checkpoint slices of the attention parameters of one layer."""
+    """Return the shapes of one layer's attention tensors by name within ``self_attn``, without ``.weight``."""
     hidden, heads, latent = model.hidden, model.heads, model.latent
     if latent is None:
         rows, groups = heads * model.head_dim, model.groups * model.head_dim
@@ -167,10 +167,10 @@ def _attention_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
 
 
 def pieces_of(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates) -> list[CheckpointSlice]:
-    """The checkpoint tensors, or parts of them, in one local tensor; together they are all of it but vocabulary padding.
+    """List the checkpoint tensors, or parts of them, in one local tensor; they cover it except for vocabulary padding.
 
     Args:
-        name: the parameter's or buffer's name within ``GPTModel``, with the layer's number in the whole model.
+        name: the parameter's or buffer's name within ``GPTModel``, with the layer's number in the full model.
         shape: the local parameter's shape.
         model: the model's sizes.
         at: the rank that holds it.
@@ -203,7 +203,7 @@ def _layer_pieces(
     if inner == "self_attention.linear_proj.weight":
         return [_columns(f"{layer}.self_attn.o_proj.weight", shape, at.tensor_rank)]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)", inner)
-    if expert:  # experts are whole on their rank: tensor parallelism does not cut them
+    if expert:  # tensor parallelism does not split experts
         number = at.expert_rank * (model.experts // at.expert_size) + int(expert[1])
         return list(_feed_forward(f"{layer}.mlp.experts.{number}", expert[2], shape, 0))
     dense = re.fullmatch(r"mlp\.(shared_experts\.)?(linear_fc[12]\.weight)", inner)
@@ -224,7 +224,7 @@ _WHOLE = {
     "mlp.router.weight": "mlp.gate.weight",
     "mlp.router.expert_bias": f"mlp.{_EXPERT_BIAS}",
 }
-"""Tensors of a layer that every tensor parallel rank holds whole, and their names in the checkpoint."""
+"""Tensors of a layer that every tensor parallel rank holds in full, and their names in the checkpoint."""
 
 _LATENT_WHOLE = {
     "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
@@ -232,14 +232,14 @@ _LATENT_WHOLE = {
     "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
 }
-"""The same of multi-latent attention."""
+"""The same for multi-latent attention."""
 
 _ROWS = {
     "self_attention.linear_q_proj.weight": "self_attn.q_proj.weight",
     "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
     "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
 }
-"""Parameters of a layer that tensor parallelism cuts by rows."""
+"""Parameters of a layer that tensor parallelism splits by rows, without fused ones, and their names in the checkpoint."""
 
 
 def _vocabulary(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates) -> CheckpointSlice:
@@ -263,7 +263,7 @@ def _columns(name: str, shape: tuple[int, ...], rank: int) -> CheckpointSlice:
 def _attention(
     prefix: str, kind: str, shape: tuple[int, ...], model: CheckpointShape, rank: int
 ) -> Iterator[CheckpointSlice]:
-    """The parts of a fused projection's weight [rows, columns] or bias [rows]."""
+    """Yield the parts of the fused projection's weight [rows, columns] or bias [rows]."""
     columns, dim, queries = shape[1:], model.head_dim, model.queries
     local_groups = shape[0] // (queries + 2 * dim)
     for local in range(local_groups):

@@ -59,11 +59,11 @@ with warnings.catch_warnings():
 
 
 class MegatronEngine(AdaptedEngine):
-    """Splits the model over the ranks as ``trainer.megatron`` says, and trains it by megatron-core's own schedules.
+    """Splits the model over the ranks as ``trainer.megatron`` says, and trains it with megatron-core's own schedules.
 
     Master weights, gradients and AdamW's moments are float32; forward and backward run in ``TrainerConfig.compute_dtype``. The
     model has no dropout, since one that the rollout does not have would only add noise to the importance weights. Where
-    there is no GPU, `megatron_cpu` answers megatron-core's CUDA calls; it says so in the log.
+    there is no GPU, `without_gpu` answers megatron-core's CUDA calls, and logs a warning.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
@@ -159,12 +159,12 @@ class MegatronEngine(AdaptedEngine):
             nullcontext() if chosen is None else frozen(self._chunks),
         ):
             self._run(batch, needed, judge, forward_only=False)
-            if not parallel_state.is_pipeline_last_stage():  # only the names of the sums are wanted
+            if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
             totals = sums.as_tensor()
             if parallel_state.get_tensor_model_parallel_rank() != 0:
-                totals.zero_()  # they are those of tensor parallel rank 0
+                totals.zero_()  # tensor parallel ranks have equal sums, and only those of rank 0 are counted
             dist.all_reduce(totals)
         return BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers() else {})
 
@@ -187,7 +187,7 @@ class MegatronEngine(AdaptedEngine):
         try:
             before_change(list(self._shapes))
         except BaseException:
-            self._clear_gradients()  # they were summed over the ranks already, and nothing may be added to that
+            self._clear_gradients()  # they are summed over the ranks already, so no more may be accumulated
             raise
         self._torn = True
         with self._computing("the parameters of the other ranks"):
@@ -229,7 +229,7 @@ class MegatronEngine(AdaptedEngine):
             save_state(directory, self._slices, self._step, layout, self.rank, self._device, adapters.write)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """See `TrainingEngine.load`; ranks in any number and layout can read what others saved."""
+        """See `TrainingEngine.load`; a state can be loaded with any number and layout of ranks."""
         self._require_open()
         self._require_here("parameters", "optimizer")
         with self._computing("the trainer ranks to load"), self._torn_unless_refused():
@@ -307,7 +307,7 @@ class MegatronEngine(AdaptedEngine):
             yield
 
     def _read(self, model_dir: Path) -> None:
-        """Facts about the model and its checkpoint that are known before it is built."""
+        """Read the facts about the model and its checkpoint that are needed to build it, and check the layout."""
         self._facts = read_model(model_dir, self.config.head)
         self._vocabulary = self._facts.shape.vocab
         check_layout(self.config, self._facts.shape, self.world)
@@ -315,7 +315,7 @@ class MegatronEngine(AdaptedEngine):
         self._kept = kept_types(model_dir, self._shapes)
 
     def _build(self, seed: int) -> None:
-        """Join megatron-core's groups, and make the model's chunks, their gradient buffers and the optimizer, without weights."""
+        """Join megatron-core's groups, and create the model's chunks, gradient buffers and optimizer, without loading weights."""
         self._groups, self._coordinates = join_parallel_groups(self.config)
         model_parallel_cuda_manual_seed(seed)
         settings, distributed = self.config, self.config.megatron.distributed_optimizer
@@ -334,10 +334,10 @@ class MegatronEngine(AdaptedEngine):
         self._chunks = chunks
         self._clear_gradients()
 
-    train = TrainingEngine.train  # it has no dropout
+    train = TrainingEngine.train  # this engine has no dropout
 
     def _adapt(self, device: torch.device | None = None) -> MegatronAdapted:
-        """Let the model that was built have adapters."""
+        """Prepare the built model for adapters."""
         split = self.config.megatron.sequence_parallel
         adapted = MegatronAdapted(self._chunks, self._slices, self._facts.shape, sequence_parallel=split)
         self._make_adapters(adapted, device)
@@ -353,7 +353,7 @@ class MegatronEngine(AdaptedEngine):
         return [*adapters, *(moment for piece in self._slices for moment in piece.moments)]
 
     def _clear_gradients(self) -> None:
-        self.onload(["gradients"])  # they stay in buffers of their own
+        self.onload(["gradients"])  # gradients have permanent buffers, which must be on the device to be cleared
         self._denominators = None
         self._optimizer.zero_grad()
         for chunk in self._chunks:
@@ -370,8 +370,8 @@ class MegatronEngine(AdaptedEngine):
     ) -> None:
         """Run this rank's share of `batch` through megatron-core's schedule.
 
-        On the last pipeline stage, `use` gets the indices of a micro-batch's sequences, itself and what the model says about it,
-        and returns its part of the loss.
+        On the last pipeline stage, `use` takes the indices of a micro-batch's sequences, the micro-batch and the model's outputs
+        for it, and returns its part of the loss.
         """
 
         def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
@@ -390,11 +390,11 @@ class MegatronEngine(AdaptedEngine):
         """This rank's share of the batch, the same on all stages of its pipeline."""
         share = self._share(batch, *self.data_share, padded=False)
         if self.config.megatron.virtual_pipeline > 1:
-            # Its stages take turns by as many micro-batches as there are ranks.
+            # The interleaved schedule needs a multiple of the number of pipeline ranks.
             nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
             share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
         return share
 
     def _answers(self) -> bool:
-        """Whether this rank returns the outputs of its share, which the ranks that share its matrices compute, too."""
+        """Whether this rank returns the outputs of its share: only tensor parallel rank 0 of the last pipeline stage does."""
         return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -13,7 +13,7 @@ from .checkpoint_names import Coordinates
 
 
 def join_parallel_groups(config: TrainerConfig) -> tuple[list[Any] | None, Coordinates]:
-    """Make the groups, in place of those of an engine before this one; returns them, and where this rank stands. Collective."""
+    """Make the groups, replacing those of an earlier engine. Returns them and this rank's coordinates. Collective."""
     layout = config.megatron
     destroy_parallel_groups()
     parallel_state.initialize_model_parallel(
@@ -33,13 +33,13 @@ def join_parallel_groups(config: TrainerConfig) -> tuple[list[Any] | None, Coord
 
 
 def parallel_groups() -> list[Any] | None:
-    """The process groups that megatron-core has made; None when there are none."""
+    """Return the process groups that megatron-core has made; None if there are none."""
     groups: list[Any] | None = parallel_state._global_process_group_list
     return groups
 
 
 def destroy_parallel_groups() -> None:
-    """Also end their threads, which megatron-core's own function leaves running. Never raises."""
+    """Destroy the groups and end their threads, which megatron-core's own function leaves running. Never raises."""
     groups = parallel_groups() or []
     parallel_state.destroy_model_parallel()
     for group in groups:

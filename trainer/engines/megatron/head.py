@@ -1,4 +1,4 @@
-"""The head of a model in megatron-core, over its vocabulary or a critic's: the last pipeline stage hands out what it reads."""
+"""The head of a model in megatron-core, for logits or values. The last pipeline stage returns the head's input."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from ..lora.pass_query import PassQuery
 
 
 class ValueHead(torch.nn.Module):
-    """A critic's head, whole on every tensor parallel rank; zeros at first.
+    """A critic's head, replicated on every tensor parallel rank; zeros at first.
 
     Args:
-        head: The head over the vocabulary in whose place it is.
+        head: The head over the vocabulary that it replaces.
     """
 
     def __init__(self, head: ColumnParallelLinear) -> None:
@@ -35,20 +35,20 @@ class ValueHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.zeros(1, dtype=like.dtype, device=like.device))
 
     def values(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [tokens], from `hidden` [tokens, width]."""
+        """Compute float32 values [tokens] from `hidden` [tokens, width]."""
         return torch.nn.functional.linear(hidden.float(), self.weight.float(), self.bias.float()).squeeze(1)
 
 
 def prepared_head(head: ColumnParallelLinear, *, valued: bool) -> torch.nn.Module:
-    """The head for the last stage, which hands out what it reads: outputs are computed by `model_outputs`.
+    """Return the head for the last stage, whose forward returns its own input; `model_outputs` computes the outputs.
 
     Args:
-        head: That of megatron-core's own model.
-        valued: Whether a critic's takes its place.
+        head: The head of megatron-core's own model.
+        valued: Whether to replace it by a critic's head.
     """
 
     def forward(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
-        # Backward, both add up what each rank's rows of the head contribute.
+        # Backward, both sum the gradient over the ranks' rows of the head.
         if head.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden, group=head.tp_group), None
         return copy_to_tensor_model_parallel_region(hidden, group=head.tp_group), None
@@ -59,7 +59,7 @@ def prepared_head(head: ColumnParallelLinear, *, valued: bool) -> torch.nn.Modul
 
 
 def head_of(chunk: torch.nn.Module) -> torch.Tensor | ValueHead:
-    """The head, in a chunk of the last pipeline stage: this rank's rows [local vocabulary, width], or that of a critic."""
+    """Return the head in a chunk of the last pipeline stage: this rank's rows [local vocabulary, width], or a critic's head."""
     while not isinstance(chunk, GPTModel):
         chunk = chunk.module  # type: ignore[assignment]  # a wrapper
     if isinstance(chunk.output_layer, ValueHead):
@@ -80,11 +80,11 @@ def model_outputs(
     """Compute the outputs for a micro-batch.
 
     Args:
-        hidden: [tokens and padding, width], which the head reads.
+        hidden: [tokens and padding, width], the head's input.
         head: See `head_of`.
         micro: The micro-batch.
         wanted: Outputs that the head has.
-        vocabulary: Tokens of the model; rows of the head beyond them are padding.
+        vocabulary: Number of tokens in the vocabulary; rows of the head beyond them are padding.
         top_k: How many of the most probable tokens are wanted.
     """
     rows = micro.mask.nonzero().squeeze(1)
@@ -95,7 +95,7 @@ def model_outputs(
 def head_answer(
     hidden: torch.Tensor, head: torch.Tensor | ValueHead, micro: MicroBatch, query: PassQuery, vocabulary: int
 ) -> dict[str, torch.Tensor]:
-    """Compute what `query` asks for, by the names of `ModelOutputs`, and ``logits``; for the arguments, see `model_outputs`."""
+    """Compute the outputs in `query`, by their names in `ModelOutputs`, and ``logits``. Arguments as in `model_outputs`."""
     rows = query.rows
     found: dict[str, torch.Tensor] = {}
     if query.hidden:
@@ -127,7 +127,7 @@ def head_answer(
 
 
 def _read_by_all(hidden: torch.Tensor) -> torch.Tensor:
-    """`hidden` for what every tensor parallel rank computes alike: of the gradients that are added up, each has a share."""
+    """Return `hidden` for a computation that tensor parallel ranks repeat: divides its gradient, since these are summed."""
     ranks = parallel_state.get_tensor_model_parallel_world_size()
     shared = hidden.view_as(hidden)
     if shared.requires_grad and ranks > 1:

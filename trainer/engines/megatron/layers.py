@@ -1,6 +1,6 @@
-"""The layers that megatron-core's ``GPTModel`` is built from here: its own parallel ones, with a norm and an attention of ours.
+"""The layers that megatron-core's ``GPTModel`` is built from here: its parallel layers, with a norm and an attention of our own.
 
-megatron-core brings neither for a machine without TransformerEngine that trains with sequence parallelism or long sequences.
+Without TransformerEngine, megatron-core has neither for training with sequence parallelism or long sequences.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megatron.core.transformer.transformer_layer import (
 from ..attention import packed_attention
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    # megatron-core 0.16.1 asks whether it is None, and only defines it where TransformerEngine is installed.
+    # megatron-core 0.16.1 compares it to None, but defines it only if TransformerEngine is installed.
     moe_utils.te_general_gemm = None
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Without TransformerEngine this one is a stand-in, which megatron-core 0.16.1 takes for the class.
+    # Without TransformerEngine, TELinear is a placeholder, which megatron-core 0.16.1 mistakes for the class.
     multi_latent_attention.HAVE_TE = False
 
 
 class RmsNorm(torch.nn.Module):
     """Root mean square normalization in float32 (Zhang and Sennrich, arXiv 1910.07467), as Hugging Face models compute it.
 
-    Its weight carries the mark by which megatron-core sums its gradient over the ranks of sequence parallelism.
+    Its weight has the attribute that makes megatron-core sum its gradient over the ranks of sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
@@ -54,7 +54,7 @@ class RmsNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[..., hidden_size] in and out, any floating dtype."""
+        """Normalise [..., hidden_size] of any floating dtype; the result has the same shape."""
         normal = torch.nn.functional.rms_norm(hidden.float(), (hidden.shape[-1],), eps=self._eps)
         return self.weight * normal.to(hidden.dtype)
 
@@ -84,7 +84,7 @@ class CausalAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **__: Any,
     ) -> torch.Tensor:
-        """Attend.
+        """Attend within each sequence.
 
         Args:
             query: [tokens, heads, head_dim].
@@ -99,11 +99,11 @@ class CausalAttention(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core is untyped to us
-    """megatron-core's multi-latent attention, with the projections to latent vectors whole on every rank.
+    """megatron-core's multi-latent attention, with the projections to latent vectors replicated on every rank.
 
-    megatron-core 0.16.1 cuts them by rows and gathers what they give. Of the rotary keys, which all heads share, each rank then
-    has the gradient of its own heads only, and nothing sums them. With sequence parallelism, which experts need, whole
-    projections are right: every rank projects its own positions.
+    megatron-core 0.16.1 splits them by rows and gathers their outputs. Each rank then has only its own heads' part of the
+    gradient of the rotary keys, which all heads share, and nothing sums these parts. With sequence parallelism, which experts
+    need, replicated projections are correct: every rank projects its own positions.
     """
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
@@ -114,7 +114,7 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
 
 
 class _WholeLinear(torch.nn.Module):
-    """From the hidden size to `features`, the same on every tensor parallel rank, which each applies to its own positions."""
+    """A linear layer from the hidden size to `features`, replicated on tensor parallel ranks, each with its own positions."""
 
     def __init__(self, config: TransformerConfig, features: int) -> None:
         super().__init__()
@@ -125,12 +125,12 @@ class _WholeLinear(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # megatron-core's mark
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, None]:
-        """[..., hidden_size] in, [..., features] and no bias out."""
+        """Map [..., hidden_size] to [..., features]; returns that, and None for the bias."""
         return torch.nn.functional.linear(hidden, self.weight), None
 
 
 def decoder_spec(config: TransformerConfig, *, qk_norm: bool, chunk: int | None) -> TransformerBlockSubmodules:
-    """The decoder layers of this pipeline stage, or of its virtual stage `chunk`."""
+    """Describe the decoder layers of this pipeline stage, or of its virtual stage `chunk`."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     dense = ModuleSpec(module=MLP, submodules=linears)
     experts = ModuleSpec(

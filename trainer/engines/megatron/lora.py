@@ -1,7 +1,7 @@
-"""Adapters beside megatron-core's parallel linear layers, by the names of the layers that these fuse or split.
+"""Adapters of megatron-core's parallel linear layers, under the names of the Hugging Face layers that these fuse or split.
 
-A is that of a Hugging Face layer: ``linear_qkv`` has three beside it, and ``linear_fc1`` two. What their B's give is arranged as
-the rows of the fused matrix are (see `checkpoint_names`). Only tensors of the adapter's rank travel between ranks.
+Each Hugging Face layer has its own A and B: ``linear_qkv`` has three pairs, and ``linear_fc1`` two. The outputs of the B's are
+arranged like the rows of the fused matrix (see `checkpoint_names`). Ranks exchange only tensors of the adapter's rank.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .weights import WeightSlice
 
 @dataclass(frozen=True, slots=True)
 class _Fused:
-    """A linear layer of megatron-core, and the layers of the checkpoint that it is, in the order of its rows."""
+    """A linear layer of megatron-core, and the checkpoint's layers that it fuses, in the order of its rows."""
 
     linear: torch.nn.Module
     sites: tuple[LoraSite, ...]
     group_rows: tuple[int, ...]
-    """Rows of each of them that follow each other in the fused matrix; as many groups of such rows make up the rank's rows."""
+    """Contiguous rows of each of `sites` in the fused matrix. A rank's rows are a sequence of groups, each with these rows."""
     by_rows: bool
-    """Whether tensor parallelism cuts it by rows."""
+    """Whether tensor parallelism splits the layer by rows."""
     sequence_parallel: bool
 
 
 def check_lora(model: CheckpointShape, config: LoraConfig | None = None) -> None:
-    """Raise `ConfigError` for a model beside whose layers this engine has no adapters, or not the one of `config`."""
+    """Raise `ConfigError` for a model that this engine has no adapters for, or not the adapter of `config`."""
     kind = "experts" if model.experts else "multi-latent attention" if model.latent else ""
     if kind:
         raise ConfigError(
@@ -66,7 +66,7 @@ class MegatronAdapted:
 
     Args:
         chunks: This rank's parts of the model.
-        slices: Its weights.
+        slices: The weights of these parts.
         model: The model's sizes.
         sequence_parallel: Whether activations are split along the sequence between the layers.
     """
@@ -83,7 +83,7 @@ class MegatronAdapted:
             parallel_state.get_tensor_model_parallel_rank() == 0,
         )
         self.published = list(slices)
-        """The slices, with tensors that stand in for weights in what is published; changed by `merged`."""
+        """The slices to publish: `merged` replaces adapted weights by tensors with the adapter added."""
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
@@ -101,7 +101,7 @@ class MegatronAdapted:
     def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
         """See `AdaptedModel.merged`."""
         targets = {site.target for site in sites}
-        # Those of all stages: every rank names the same tensors at the fence.
+        # Layers of all pipeline stages: every rank passes the same names to the fence.
         modules = [name for name in _linear_layers(self._model) if name.rpartition(".")[2] in targets]
         sources = {f"{name}.weight": name for name in modules}
         found = []
@@ -117,7 +117,7 @@ class MegatronAdapted:
         self.published[:] = self._slices
 
     def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
-        """The linear layers of one decoder layer."""
+        """Yield the linear layers of one decoder layer."""
         model, prefix = self._model, f"model.layers.{layer.layer_number - 1}"
         size = parallel_state.get_tensor_model_parallel_world_size()
         queries_keys_values = (model.queries, model.head_dim, model.head_dim)
@@ -146,7 +146,7 @@ class MegatronAdapted:
 
 @contextmanager
 def frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Keep gradients from the model's own weights inside the block."""
+    """Compute no gradients of the model's own weights inside the block."""
     parameters = [each for chunk in chunks for each in chunk.parameters() if each.requires_grad]
     for parameter in parameters:
         parameter.requires_grad_(False)
@@ -164,16 +164,16 @@ def _unwrapped(chunk: Any) -> Any:
 
 
 def _linear_layers(model: CheckpointShape) -> dict[str, tuple[int, int]]:
-    """Rows and columns of the linear layers in the decoder layers of the whole model, by name, as the checkpoint orders them."""
+    """Return rows and columns of the linear layers in all decoder layers of the model, by name, in the checkpoint's order."""
     inner = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
     shapes = checkpoint_shapes(model).items()
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes if inner.fullmatch(name)}
 
 
 def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None:
-    """Have the output of a frozen embedding ask for a gradient.
+    """Make the output of a frozen embedding require a gradient.
 
-    megatron-core's recomputation gives none to anything inside a layer whose input has none.
+    megatron-core's recomputation computes no gradients inside a layer whose input requires none.
     """
     del module, arguments
     if torch.is_grad_enabled() and not output.requires_grad:
@@ -181,7 +181,7 @@ def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None
 
 
 def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
-    """The hook that adds what adapters give to the output of a linear layer, which is a tensor and a bias."""
+    """Return the hook that adds the adapters' output to that of a linear layer, which is a tensor and a bias."""
     add = _by_rows if fused.by_rows else _by_columns
 
     def hook(module: Any, arguments: Any, output: Any) -> Any:
@@ -195,7 +195,10 @@ def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
 
 
 def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
-    """The sum for a column parallel layer: [..., this rank's rows] from an input [..., columns] or its part of the sequence."""
+    """Compute the adapters' output for a column parallel layer: [..., this rank's rows], from [..., columns].
+
+    With sequence parallelism, the input is this rank's part of the sequence.
+    """
     low = torch.cat([pair.lowered(given) for pair in pairs if pair is not None], dim=-1)
     if fused.sequence_parallel:
         low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
@@ -213,9 +216,12 @@ def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tens
 
 
 def _by_columns(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
-    """The sum for a row parallel layer: [..., rows], or its part of the sequence, from an input [..., this rank's columns]."""
+    """Compute the adapters' output for a row parallel layer: [..., rows], from [..., this rank's columns].
+
+    With sequence parallelism, the output is this rank's part of the sequence.
+    """
     (pair,) = pairs
-    assert pair is not None  # or `beside` would not have asked
+    assert pair is not None  # else `_beside` would not have called this
     low = pair.lowered(given)
     if fused.sequence_parallel:
         return pair.raised(reduce_scatter_to_sequence_parallel_region(low))

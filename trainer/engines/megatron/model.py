@@ -1,4 +1,4 @@
-"""From a Hugging Face configuration to the chunks of megatron-core's ``GPTModel`` that a rank holds."""
+"""Build a rank's chunks of megatron-core's ``GPTModel`` from a Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .model_facts import ModelFacts
 def transformer_config(
     config: TrainerConfig, facts: ModelFacts, *, on_cpu: bool, dtype: torch.dtype
 ) -> TransformerConfig:
-    """megatron-core's description of the model and of how it is split."""
+    """Return megatron-core's configuration of the model and of its parallel layout."""
     shape, layout = facts.shape, config.megatron
     recompute: dict[str, Any] = {}
     if config.activation_checkpointing:
@@ -59,10 +59,10 @@ def transformer_config(
         pipeline_dtype=dtype,
         moe_token_dispatcher_type="alltoall",  # noqa: S106 - no password, but the only one for micro batches of different lengths
         variable_seq_lengths=layout.pipeline_parallel > 1,
-        # With two stages, both neighbours are one rank, and only separate messages cannot be taken for each other.
+        # With two stages, both neighbours are the same rank, and batched messages could be mistaken for each other.
         overlap_p2p_comm=layout.virtual_pipeline > 1,
         batch_p2p_comm=layout.virtual_pipeline == 1,
-        # The engine divides by the tokens of the whole batch itself, and sums over the data parallel ranks.
+        # The engine itself divides by the tokens of the full batch, and sums over the data parallel ranks.
         calculate_per_token_loss=True,
         use_cpu_initialization=on_cpu,
         perform_initialization=False,  # every weight comes from the checkpoint
@@ -79,7 +79,7 @@ def transformer_config(
 
 
 def _experts(facts: ModelFacts) -> dict[str, Any]:
-    """Settings of a model with experts."""
+    """Return megatron-core's settings for experts; empty for a model without any."""
     shape, routing = facts.shape, facts.routing
     if routing is None:
         return {}
@@ -95,7 +95,7 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
         "moe_router_pre_softmax": routing.scores == "sigmoid" or not routing.renormalize,
         "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1 else None,
         "moe_router_enable_expert_bias": shape.expert_bias,
-        "moe_router_bias_update_rate": 0.0,  # it stays as the model came, as it does in transformers
+        "moe_router_bias_update_rate": 0.0,  # it stays as loaded, as in transformers
         "moe_router_dtype": "fp32" if shape.latent else None,  # as transformers computes DeepSeek's
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
@@ -105,7 +105,7 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
 
 
 def _latent(facts: ModelFacts) -> dict[str, Any]:
-    """Settings of a model with multi-latent attention."""
+    """Return megatron-core's settings for multi-latent attention; empty for a model without it."""
     latent, yarn = facts.shape.latent, facts.yarn
     if latent is None:
         return {}
@@ -132,7 +132,7 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
 
 
 def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.Module]:
-    """This rank's part of the model, all zeros: one ``GPTModel``, or one per virtual pipeline stage."""
+    """Build this rank's part of the model, all zeros: one ``GPTModel``, or one per virtual pipeline stage."""
     virtual = config.virtual_pipeline_model_parallel_size
     shape, tensor = facts.shape, config.tensor_model_parallel_size
     padded = -(-shape.vocab // tensor) * tensor
@@ -162,17 +162,17 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
 
 
 def keep_expert_bias(chunk: torch.nn.Module) -> None:
-    """Make routers' biases float32 now; routers do that themselves in their first forward, and would leave views behind."""
+    """Make routers' biases float32 now. Routers would do so in their first forward pass, after views of them were taken."""
     for module in chunk.modules():
         if isinstance(module, TopKRouter):
             module._maintain_float32_expert_bias()
 
 
 def _mark_parameters(chunk: torch.nn.Module) -> None:
-    """Do what megatron-core's initialisation, which is left out, does beside drawing numbers.
+    """Do the part of megatron-core's initialisation, which is skipped, other than drawing random weights.
 
-    Its gradient norm counts what is not marked as cut on tensor parallel rank 0 only. Zeros matter for the padding of the
-    vocabulary, which no checkpoint fills.
+    megatron-core's gradient norm counts parameters that are not marked as split only on tensor parallel rank 0. Zeros matter for
+    the padding of the vocabulary, which no checkpoint fills.
     """
     cut = {VocabParallelEmbedding: 0, ColumnParallelLinear: 0, RowParallelLinear: 1}
     for module in chunk.modules():
@@ -185,6 +185,6 @@ def _mark_parameters(chunk: torch.nn.Module) -> None:
 
 
 def forget_rotary_tables() -> None:
-    """Drop the tables that megatron-core caches for each embedding: the cache holds 32 of these, with their process groups."""
+    """Clear megatron-core's caches of rotary tables: each holds up to 32 embeddings, with their process groups."""
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face configuration for the megatron engine, and checks the layout it shall be split in. Cheap: no weights."""
+"""Read a Hugging Face configuration for the megatron engine, and check the parallel layout. Cheap: reads no weights."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from .checkpoint_names import CheckpointShape, LatentShape
 _PART = "megatron engine"
 _SUPPORTED = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 _LATENT_EPS = 1e-6
-"""Epsilon of the norms of latent vectors in transformers, whatever the configuration says; megatron-core has one for all."""
+"""Epsilon of latent vectors' norms in transformers, whatever the configuration says; megatron-core has one for all norms."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Settings that megatron-core's scaling of rotary frequencies fixes; only ``factor`` can be set."""
+"""Settings that are fixed in megatron-core's scaling of rotary frequencies; only ``factor`` can be set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How tokens choose their experts."""
+    """Settings of the routing of tokens to experts."""
 
     experts_per_token: int
     renormalize: bool
     """Whether the chosen experts' probabilities are scaled to sum to 1."""
     scores: str = "softmax"
-    """``"softmax"`` or ``"sigmoid"``, of the router's logits."""
+    """``"softmax"`` or ``"sigmoid"``: the function of the router's logits that gives the experts' scores."""
     scale: float = 1.0
     """Factor by which routing probabilities are multiplied."""
     groups: int = 1
-    """Experts are divided into so many groups, and a token chooses among those of `chosen_groups`."""
+    """Number of groups of experts; a token chooses among the experts of `chosen_groups` groups."""
     chosen_groups: int = 1
 
 
@@ -56,7 +56,7 @@ class ModelFacts:
     norm_eps: float
     rope_theta: float
     rope_factor: float | None
-    """Llama 3's scaling of rotary frequencies; None without."""
+    """Factor of Llama 3's scaling of rotary frequencies; None without it."""
     max_positions: int
     routing: Routing | None
     """None without experts."""
@@ -118,7 +118,7 @@ _Refuse = Callable[[str], ConfigError]
 
 
 def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | None]:
-    """Qwen2, Qwen3, Llama and Qwen3-MoE."""
+    """Read the configuration of Qwen2, Qwen3, Llama or Qwen3-MoE."""
     moe = config.model_type == "qwen3_moe"
     if moe and (config.mlp_only_layers or config.decoder_sparse_step != 1):
         raise refuse("has layers without experts among those with experts")
@@ -141,7 +141,7 @@ def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | Non
 
 
 def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
-    """DeepSeek-V2, and V3, which scores experts by sigmoids instead of a softmax and chooses them with a bias."""
+    """Read the configuration of DeepSeek-V2 or V3. V3 scores experts by sigmoids, not a softmax, and chooses with a bias."""
     third = config.model_type == "deepseek_v3"
     layers, dense = config.num_hidden_layers, config.first_k_dense_replace
     if dense >= layers:
@@ -156,7 +156,7 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
         raise refuse(f"has rms_norm_eps={config.rms_norm_eps:g}, and norms of latent vectors with {_LATENT_EPS:g}")
     groups, chosen, choices = config.n_group or 1, config.topk_group or 1, config.num_experts_per_tok
     grouped = groups > chosen and (third or config.topk_method != "greedy")
-    # transformers ranks groups by their two best experts, or by the best; megatron-core by as many as a token takes from each.
+    # transformers ranks groups by their two best experts, or by the best one; megatron-core by as many as a token uses of each.
     if grouped and choices // chosen != (2 if third else 1):
         raise refuse(f"chooses {choices} experts in {chosen} of {groups} groups")
     heads = config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Micro-batches through megatron-core's schedules, packed."""
+"""Run packed micro-batches through megatron-core's pipeline schedules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from ...data.sequences import MicroBatch
 
 Part = tuple[list[int], MicroBatch]
-"""A micro-batch, and which sequences of its batch it has."""
+"""The indices of a micro-batch's sequences in their batch, and the micro-batch."""
 
 
 def run_schedule(
@@ -29,7 +29,7 @@ def run_schedule(
     Args:
         chunks: this rank's parts of the model.
         share: the micro-batches, the same on all stages of the pipeline.
-        use: called on the last stage with the chunk, the part and what the head reads, [tokens, width]; returns the part's loss.
+        use: called on the last stage with the chunk, the part and the head's input, [tokens, width]; returns the part's loss.
         multiple: tokens of a micro-batch are padded to a multiple of it, by a sequence of padding at the end.
         forward_only: whether there are no gradients.
     """
@@ -54,7 +54,7 @@ def run_schedule(
 
 
 def run_chunk(chunk: Any, micro: MicroBatch, multiple: int) -> torch.Tensor:
-    """Run a chunk on a micro-batch, see `run_schedule`; the last one returns what its head reads, [1, tokens, width]."""
+    """Run a chunk on a micro-batch, see `run_schedule`; the last one returns its head's input, [1, tokens, width]."""
     padding = -len(micro.tokens) % multiple
     tokens, positions = (functional.pad(each, (0, padding)) for each in (micro.tokens, micro.positions))
     offsets = torch.cat([micro.offsets, micro.offsets[-1:] + padding]) if padding else micro.offsets

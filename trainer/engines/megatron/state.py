@@ -1,7 +1,7 @@
-"""Reading, saving and exporting the slices of a model that a rank of the megatron engine holds.
+"""Load, save and export the slices of a model that a rank of the megatron engine holds.
 
-A saved state is a directory with ``state.json`` and one safetensors file per rank. Tensors in it are named by what they are,
-not by where they were: ``weight|model.norm.weight|0`` is the slice of that checkpoint tensor that begins at index 0. Any
+A saved state is a directory with ``state.json`` and one safetensors file per rank. Tensors in it are named by checkpoint tensor
+and position, not by rank: ``weight|model.norm.weight|0`` is the slice of that checkpoint tensor that begins at index 0. Any
 number of ranks in any layout can therefore read it, and nothing in it is code.
 """
 
@@ -47,7 +47,7 @@ def load_model(
 
     Args:
         model_dir: holds safetensors files.
-        model: the model. Files may hold a head that it does not have, and need not hold one of values, which is then zeros.
+        model: the model. Files may hold a head that it does not have. They may lack a value head, which is then zeros.
         shapes: every tensor of the checkpoint.
         slices: what to fill.
         device: where collectives work.
@@ -82,7 +82,7 @@ def check_files(config: TrainerConfig, model_dir: Path, model: CheckpointShape, 
 def _fitting_tensors(
     model_dir: Path, model: CheckpointShape, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, StoredSlice]:
-    """The tensors in `model_dir`, which are those of `shapes`, but for heads. See `load_model`."""
+    """Return the tensors in `model_dir`, after checking that they are those of `shapes`, except for heads. See `load_model`."""
     stored = hf_tensors(model_dir)
     held = {name: entry.box.shape for name, entry in stored.items()}
     if model.tied or model.valued:
@@ -103,7 +103,7 @@ def _fitting_tensors(
 
 
 def _is_extra_layer(name: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether it belongs to a layer beyond the last one, which predicts further tokens and is not trained."""
+    """Return whether tensor `name` is of a layer after the last one, which predicts further tokens and is not trained."""
     match = re.match(r"model\.layers\.(\d+)\.", name)
     return match is not None and name not in shapes and f"{match[0]}input_layernorm.weight" not in shapes
 
@@ -117,9 +117,9 @@ def save_state(
     device: torch.device,
     write_beside: Callable[[Path], None],
 ) -> None:
-    """Write everything under a temporary name beside `directory`, then rename it. Collective.
+    """Write the state under a temporary name next to `directory`, then rename it. Collective.
 
-    Before that, rank 0 calls `write_beside` with the temporary directory, for what else belongs to the state.
+    Before the rename, rank 0 calls `write_beside` with the temporary directory to write the other files of the state.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
@@ -161,7 +161,7 @@ def load_state(
     rank: int,
     device: torch.device,
 ) -> int:
-    """Fill weights and moments from what `save_state` wrote, restore this rank's random state, return the step. Collective.
+    """Fill weights and moments from a state of `save_state`, restore this rank's random state, return the step. Collective.
 
     Args:
         directory: holds the state.
@@ -253,7 +253,7 @@ def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dty
 
 
 def _saved_shapes(stored: Mapping[str, Sequence[StoredSlice]]) -> dict[str, tuple[int, ...]]:
-    """Shape of each checkpoint tensor of a state, of which `stored` has all slices by ``kind|name``."""
+    """Return the shape of each checkpoint tensor in a state, from `stored`, all its slices by ``kind|name``."""
     kinds = {key: key.split("|") for key in stored}
     return {
         name: tuple(map(max, zip(*(_end(piece.box) for piece in stored[key]), strict=True)))
@@ -281,7 +281,7 @@ def _described(slices: Iterable[WeightSlice]) -> list[Any]:
 
 
 def _owned(slices: Sequence[WeightSlice], rank: int, device: torch.device) -> list[bool]:
-    """Whether this is the first rank that holds a slice, for each slice: replicas are written once."""
+    """Return for each slice whether this is the first rank that holds it: replicas are written once."""
     held = share_json(_described(slices), device)
     before = {f"{name} {plain}" for described in held[:rank] for name, plain in described}
     return [f"{name} {plain}" not in before for name, plain in held[rank]]
@@ -292,7 +292,7 @@ def _key(kind: str, name: str, box: Box) -> str:
 
 
 def _state_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, list[StoredSlice]]]:
-    """``state.json``, and the slices in all files by ``kind|name``."""
+    """Return the contents of ``state.json``, and the slices in all files by ``kind|name``."""
     try:
         about = json.loads((directory / _STATE).read_text(encoding="utf-8"))
         found = (about["engine"], about["format"])
@@ -326,7 +326,7 @@ def _random_state() -> dict[str, torch.Tensor]:
 
 
 def _restore_random_state(directory: Path, rank: int, device: torch.device) -> None:
-    """Saved with fewer ranks, there is no random state for this one: it keeps the seed's."""
+    """Restore this rank's random state. A state saved with fewer ranks has none for this one, which keeps the seed's."""
     from safetensors import safe_open  # noqa: PLC0415 - optional
 
     file = directory / f"rank-{rank:05d}.safetensors"

@@ -1,8 +1,8 @@
 """The float32 weights that megatron-core's optimizers change, as slices of Hugging Face checkpoint tensors.
 
-megatron-core keeps them in one of three places: in the model's own parameters (float32 compute), in copies of these beside
-them (bfloat16 compute), or, with the distributed optimizer, in flat runs of either that the data parallel ranks share out.
-AdamW's moments lie as the weights do. Whatever the place, every slice here is a view: nothing is copied or sent.
+megatron-core keeps them in one of three places: in the model's own parameters (float32 compute), in separate copies of these
+(bfloat16 compute), or, with the distributed optimizer, in flat runs of either that are divided among the data parallel ranks.
+AdamW's moments are laid out like the weights. In all three cases every slice here is a view: nothing is copied or sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, che
 WEIGHT = "weight"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _UNTRAINED = ".router.expert_bias"
-"""How the one buffer ends that is part of a checkpoint."""
+"""End of the name of the only buffer that is part of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +39,17 @@ class WeightSlice:
     weight: torch.Tensor
     """float32 view of the master weight, with the rectangle's shape and any strides."""
     moments: tuple[torch.Tensor, ...]
-    """float32 views of AdamW's `MOMENTS`, likewise; none of what is not trained."""
+    """float32 views of AdamW's `MOMENTS`, likewise; empty for weights that are not trained."""
 
     def kinds(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """``weight`` and each of `MOMENTS` that there is, and where it is."""
+        """Yield ``weight`` and, if there are moments, each name in `MOMENTS`, with its view."""
         yield WEIGHT, self.weight
         if self.moments:
             yield from zip(MOMENTS, self.moments, strict=True)
 
 
 class FrozenWeights:
-    """Stands in for an optimizer where the model's own weights are not trained: master weights, and nothing else.
+    """Replaces the optimizer of a model whose own weights are not trained: holds only master weights.
 
     Args:
         chunks: This rank's parts of the model.
@@ -57,7 +57,7 @@ class FrozenWeights:
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
         self.masters = [(parameter, parameter.detach().float()) for each in chunks for parameter in each.parameters()]
-        """Parameters, and themselves in float32: the same memory where they are."""
+        """Pairs of a parameter and its float32 master, which share memory if the parameter is float32."""
 
     def zero_grad(self) -> None:
         """Do nothing: there are no gradients."""
@@ -65,7 +65,7 @@ class FrozenWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Master:
-    """The float32 tensor that an optimizer steps: a whole parameter of the model, or a flat run of one."""
+    """The float32 tensor that an optimizer steps: a full parameter of the model, or a flat run of one."""
 
     parameter: torch.nn.Parameter
     start: int
@@ -80,7 +80,7 @@ def weight_slices(
     model: CheckpointShape,
     at: Coordinates,
 ) -> list[WeightSlice]:
-    """Every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
+    """List every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
 
     Raises `ConfigError` for a parameter that belongs to no checkpoint tensor.
     """
@@ -97,7 +97,7 @@ def weight_slices(
 
 
 def inner_optimizers(optimizer: MegatronOptimizer | FrozenWeights) -> list[Any]:
-    """megatron-core's optimizers of dense and of expert parameters that have something to step on this rank."""
+    """List megatron-core's optimizers of dense and of expert parameters, without those that have none on this rank."""
     if isinstance(optimizer, FrozenWeights):
         return []
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -107,7 +107,7 @@ def inner_optimizers(optimizer: MegatronOptimizer | FrozenWeights) -> list[Any]:
 def megatron_optimizer(
     settings: TrainerConfig, config: TransformerConfig, chunks: list[torch.nn.Module]
 ) -> MegatronOptimizer:
-    """megatron-core's AdamW over the parameters of `chunks`, with moments that are zero already."""
+    """Create megatron-core's AdamW over the parameters of `chunks`, with moments of zeros."""
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -129,7 +129,7 @@ def megatron_optimizer(
 
 
 def init_moments(optimizer: MegatronOptimizer) -> None:
-    """Give every parameter AdamW's zero state now, so that it can be saved or loaded before the first step."""
+    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step."""
     for inner in inner_optimizers(optimizer):
         for group in inner.optimizer.param_groups:
             for parameter in group["params"]:
@@ -140,13 +140,13 @@ def init_moments(optimizer: MegatronOptimizer) -> None:
 
 
 def forget_moments(slices: Iterable[WeightSlice]) -> None:
-    """Make the moments of these weights zero."""
+    """Set the moments of these weights to zero."""
     for moment in (moment for piece in slices for moment in piece.moments):
         moment.zero_()
 
 
 def set_moment_steps(optimizer: MegatronOptimizer | FrozenWeights, step: int) -> None:
-    """Say how many steps the moments have seen; their bias correction depends on it.
+    """Set the step count of the moments, on which their bias correction depends.
 
     torch's AdamW counts them for each parameter, the fused Adam of Apex and TransformerEngine for each group.
     """
@@ -176,7 +176,7 @@ def copy_masters_to_model(chunks: Sequence[Any], optimizer: MegatronOptimizer | 
 def _pieces(
     chunks: Sequence[torch.nn.Module], model: CheckpointShape, at: Coordinates
 ) -> dict[torch.Tensor, list[CheckpointSlice]]:
-    """The pieces of every parameter, and of every buffer of a checkpoint, by itself."""
+    """Return the checkpoint slices of every parameter, and of every buffer in a checkpoint, by tensor."""
     pieces: dict[torch.Tensor, list[CheckpointSlice]] = {}
     for wrapped in chunks:
         chunk: Any = wrapped
@@ -210,7 +210,7 @@ def _masters(optimizer: MegatronOptimizer | FrozenWeights) -> Iterator[_Master]:
 
 
 def _pairs(inner: Any) -> Iterable[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-    """Model parameter, first element, and what the optimizer steps for it."""
+    """Yield each model parameter, the first element of its run, and the tensor that the optimizer steps for it."""
     if isinstance(inner, DistributedOptimizer):
         for models, masters in (
             (inner.model_float16_groups, inner.shard_fp32_from_float16_groups),
@@ -235,7 +235,7 @@ def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> It
 
 
 def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightSlice]:
-    """The parts of `pieces` that lie in the run that `master` is."""
+    """Yield the parts of `pieces` inside the run of `master`, as slices of weight and moments."""
     tensors = (master.weight, *(master.state[key] for key in MOMENTS if key in master.state))
     flats = [tensor.view(-1) for tensor in tensors]
     at = 0
@@ -255,12 +255,12 @@ def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightS
 
 
 def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
-    """Every parameter and buffer of this rank's parts of the model."""
+    """List every parameter and buffer of this rank's parts of the model."""
     modules = [module for chunk in chunks for module in chunk.module.modules()]
     held = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
     return [tensor for tensor in held if tensor is not None]
 
 
 def gradient_buffers(chunks: Sequence[Any]) -> list[torch.Tensor]:
-    """The memory in which gradients are added up."""
+    """List the buffers in which gradients are accumulated."""
     return [each.grad_data for chunk in chunks for each in (*chunk.buffers, *chunk.expert_parallel_buffers)]

@@ -1,4 +1,4 @@
-"""Makes megatron-core run on a machine without a GPU, for development and tests, or be built there without any data.
+"""Run megatron-core on a machine without a GPU, for development and tests, or build a model without data.
 
 megatron-core takes a CUDA device for granted: it allocates on ``"cuda"``, asks for streams, and compares the names of tensor
 types. While `cuda_calls_on` is entered, those calls are answered on another device. Everything that computes or communicates is
@@ -27,9 +27,9 @@ _said: list[bool] = []
 def cuda_calls_on(device: torch.device) -> Iterator[None]:
     """Answer megatron-core's CUDA calls on `device` inside the block. One thread at a time.
 
-    On the CPU everything is computed, which is said once per process; on the meta device tensors have no data.
+    On the CPU everything is computed, and a warning is logged once per process. On the meta device tensors have no data.
 
-    Raises `RuntimeError` where there is a CUDA device and something is to be computed, since its calls would be hidden.
+    Raises `RuntimeError` for the CPU on a machine with a CUDA device, whose calls would be hidden.
     """
     if device.type == "cpu" and torch.cuda.is_available():
         raise RuntimeError("megatron-core must use the CUDA device of this machine")
@@ -45,7 +45,7 @@ def cuda_calls_on(device: torch.device) -> Iterator[None]:
 
 
 class _CudaTensorsOn(TorchFunctionMode):
-    """Tensors that are asked for on a CUDA device are made on another, and give a CUDA tensor's type name all the same."""
+    """Creates tensors on another device when a CUDA device is requested, and reports a CUDA tensor's type name for them."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class _CudaTensorsOn(TorchFunctionMode):
 
 
 class _Stream:
-    """A CUDA stream or event where everything has happened when the call returns."""
+    """A stand-in for a CUDA stream or event, for work that is done when its call returns."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -99,7 +99,7 @@ def _all_to_all_single(
     input_split_sizes: Any = None,
     **options: Any,
 ) -> Any:
-    """All-to-all of torch with split sizes as lists: gloo takes no tensors there, as NCCL does."""
+    """Call torch's all-to-all with split sizes as lists: unlike NCCL, gloo takes no tensors there."""
 
     def sizes(splits: Any) -> Any:
         return splits.tolist() if hasattr(splits, "tolist") else splits
@@ -111,7 +111,7 @@ _torch_all_to_all_single = dist.all_to_all_single
 
 
 def _replacements(device: torch.device) -> list[tuple[Any, str, Any]]:
-    """Functions that would initialise CUDA, and what answers instead: (module, name, value)."""
+    """List the functions that would initialise CUDA, and their replacements: (module, name, value)."""
     cuda: Any = torch.cuda
     return [
         (cuda, "current_device", lambda: device),

@@ -1,1 +1,1 @@
-"""Objectives of a policy, which `[algorithm] objective` names: surrogates of the policy gradient."""
+"""Objectives of a policy, named by `[algorithm] objective`: surrogates of the policy gradient."""

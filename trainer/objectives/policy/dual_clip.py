@@ -1,4 +1,4 @@
-"""The dual-clip surrogate: the objective of `weightlane train` unless another is named."""
+"""The dual-clip surrogate: the default objective of `weightlane train`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def dual_clip(config: AlgorithmConfig) -> Loss:
     The ratio is taken to the policy that generated the token, whatever its version: stale samples are corrected as far as the
     clips allow, and no further. Sources: GRPO, arXiv 2402.03300, equation 3 (without the KL term); the asymmetric clip, DAPO,
     arXiv 2503.14476, equation 8; the dual clip, arXiv 1912.09729, equation 5, whose constant is `ratio_cap`. The second clip
-    matters where ``A < 0`` and ``r`` is large, the one case that the first leaves unbounded: it bounds the loss there and ends
-    the gradient. That is not the truncated importance weight of V-trace or IMPALA, which goes on weighing such a token.
+    matters where ``A < 0`` and ``r`` is large, the one case that the first leaves unbounded: it bounds the loss there and
+    removes the gradient. Unlike it, the truncated importance weight of V-trace or IMPALA keeps the gradient of such a token.
 
     Everything is evaluated in log space (``min(r, c) = exp(min(log r, log c))``), so a large ratio never overflows.
 

@@ -1,4 +1,4 @@
-"""GRPO with truncated importance sampling: the trust region and the correction for the rollout's policy are two things."""
+"""GRPO with truncated importance sampling: the trust region and the correction for the rollout's policy are separate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSPO: the ratio and the clip are those of whole sequences."""
+"""GSPO: ratio and clip are computed per sequence."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from ..policy_values import ADVANTAGES, importance_weights, policy_metrics, prox
 def clipped(
     ratio: torch.Tensor, advantages: torch.Tensor, config: AlgorithmConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` of ratios and advantages, float32 [N] each.
+    """Compute ``min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)`` from ratios and advantages, float32 [N] each.
 
     Returns:
         float32 [N], with gradient; and bool [N]: where the clip did not remove the gradient.

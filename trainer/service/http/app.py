@@ -1,4 +1,4 @@
-"""The HTTP application: its routes, and what happens around every request."""
+"""The HTTP application: its routes, with authentication, errors and logging of every request."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _OTHER: dict[tuple[str, str], Handler] = {
 
 
 def application(service: Service, clients: Clients) -> Starlette:
-    """The application over `service`, for `clients`."""
+    """Make the application that serves `clients` with `service`."""
     links = DownloadLinks()
     checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
 
@@ -121,7 +121,7 @@ def application(service: Service, clients: Clients) -> Starlette:
 
 
 def _log_answer(request: Request, client: str | None, answer: Response, began: float) -> None:
-    """Log a request that was answered."""
+    """Log an answered request."""
     facts = {
         "method": request.method,
         "path": request.url.path,

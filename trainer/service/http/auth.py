@@ -1,4 +1,4 @@
-"""The client that a request is from, by the token that it sends."""
+"""Authentication: the client of a request, by the token that it sends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clients:
         config: Where the tokens are.
 
     Raises:
-        ConfigError: There is none, or the file is not as it should be.
+        ConfigError: There is no token, or the file is malformed or unreadable.
     """
 
     def __init__(self, config: ServiceConfig) -> None:
@@ -38,11 +38,11 @@ class Clients:
                 part=_PART,
                 hint=f"Set {TOKEN_ENV} or service.tokens_file; to try things out on this machine, service.allow_anonymous.",
             )
-        # Digests have one length, so that the comparison tells nothing about the token's.
+        # Digests have one length, so that the comparison reveals nothing about the token's.
         self._digests = {name: sha256(token.encode()).digest() for name, token in tokens.items()}
 
     def of(self, headers: Mapping[str, str]) -> str | None:
-        """The name of the client that sent these headers; None if it is unknown. Takes the same time for all tokens."""
+        """The name of the client that sent these headers; None if the token is unknown. Takes the same time for all tokens."""
         sent = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         digest, found = sha256(sent.encode()).digest(), None
         for name, known in self._digests.items():

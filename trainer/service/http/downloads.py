@@ -1,4 +1,4 @@
-"""Downloads of checkpoints: links that need no token, as the SDK hands them on, and the files behind them."""
+"""Downloads of checkpoints: links that need no token, because the SDK passes them on, and the files that they lead to."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from ..errors import UnknownError
 from ..service import Service
 
 ROUTES = ("archives/{model}/{checkpoint:path}", "files/{model}/{kind}/{name}/{file}")
-"""Where the links lead, below the prefix of all routes: to a checkpoint as one tar, and to one of its files."""
+"""Routes of the links, relative to the prefix of all routes: a checkpoint as one tar, and one of its files."""
 _KEPT_S = 900
-"""Seconds for which a link is good. The SDK asks for new ones when fewer than 300 are left."""
+"""Seconds for which a link is valid. The SDK asks for new ones when fewer than 300 are left."""
 _CHUNK = 1 << 20
 _PART = "service"
 
 
 class DownloadLinks:
-    """Makes links to checkpoints, and answers them. They are good for a quarter of an hour, and until the service ends."""
+    """Makes links to checkpoints, and answers them. They are valid for a quarter of an hour, or until the service ends."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
 
     async def archive(self, service: Service, client: str, request: Request) -> Response:
-        """Lead to a checkpoint as one tar, as SDKs before 0.38 download it."""
+        """Redirect to a checkpoint as one tar, as SDKs before 0.38 download it."""
         path, expires = checkpoint_path(request), _expires()
         service.checkpoints.get(path, client)
         link = self._link(request, f"archives/{path.removeprefix('tinker://')}", client, expires)
         return RedirectResponse(link, 302, headers={"Expires": formatdate(expires, usegmt=True)})
 
     async def files(self, service: Service, client: str, request: Request) -> Response:
-        """Name a link to each of a checkpoint's files, as the SDK downloads them since 0.38."""
+        """Answer with a link to each of a checkpoint's files, as the SDK downloads them since 0.38."""
         path, expires = checkpoint_path(request), _expires()
         urls = {
             file.name: self._link(request, f"files/{path.removeprefix('tinker://')}/{file.name}", client, expires)
@@ -52,7 +52,7 @@ class DownloadLinks:
         return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
     async def download(self, service: Service, request: Request) -> Response:
-        """The tar or the file to which a link leads. Raises `UnknownError` unless the link is one of ours, and still good."""
+        """Answer with the tar or the file of a link. Raises `UnknownError` unless the link is one of ours and has not expired."""
         named, asked = request.path_params, request.query_params
         what, name = ("files", named["file"]) if "file" in named else ("archives", None)
         client, expires = asked.get("client", ""), asked.get("expires", "")
@@ -72,7 +72,7 @@ class DownloadLinks:
         return _stream(_pieces(found, found.stat().st_size), "application/octet-stream", name)
 
     def _link(self, request: Request, address: str, client: str, expires: int) -> str:
-        """A link to `address`, below the prefix of all routes. It says for whom it is, and is signed, so it needs no token."""
+        """A link to `address`, relative to the prefix of all routes. It names the client and is signed, so it needs no token."""
         signature = self._signature(address, client, expires)
         query = urlencode({"client": client, "expires": expires, "signature": signature})
         return f"{str(request.url).partition('/training_runs/')[0]}/{quote(address)}?{query}"
@@ -82,34 +82,34 @@ class DownloadLinks:
 
 
 def checkpoint_path(request: Request) -> str:
-    """The path of the checkpoint that a request's address names."""
+    """The ``tinker://`` path of the checkpoint in a request's URL."""
     return f"tinker://{request.path_params['model']}/{request.path_params['checkpoint']}"
 
 
 def _expires() -> int:
-    """When a link that is made now ends to be good, in seconds since 1970."""
+    """Expiry of a link that is made now, in seconds since 1970."""
     return int(time.time()) + _KEPT_S
 
 
 def _files(service: Service, path: str, client: str) -> list[Path]:
-    """The files of a checkpoint, by name. A name in a link is looked up among theirs, and so leads to no other file."""
+    """The files of a checkpoint, sorted by name. A name in a link is looked up among them, so it cannot reach any other file."""
     return sorted(service.checkpoints.get(path, client).directory.iterdir())
 
 
 def _stream(pieces: Iterator[bytes], media_type: str, name: str) -> Response:
-    """An answer of `pieces`, to be kept under `name`.
+    """An answer that streams `pieces`, to be saved as `name`.
 
-    It does not declare its length, but ends with an empty chunk. Python's urllib, by which the SDK reads, takes a body that
-    ends before its declared length for a whole one, and raises where the last chunk is missing.
+    It does not declare its length, but ends with an empty chunk. Python's urllib, which the SDK uses, accepts a body that ends
+    before its declared length as complete, but raises if the last chunk is missing.
     """
     headers = {"Content-Disposition": f'attachment; filename="{name}"'}
     return StreamingResponse(pieces, media_type=media_type, headers=headers)
 
 
 def _pieces(path: Path, size: int) -> Iterator[bytes]:
-    """The `size` bytes of a file, a piece at a time, so that none is in memory as a whole.
+    """Yield the `size` bytes of a file in pieces, so that the file is never completely in memory.
 
-    Raises `StorageError` if there are fewer: the answer then lacks its end, and is not taken for a whole one.
+    Raises `StorageError` if there are fewer: the answer then lacks its last chunk, and is not taken for a complete one.
     """
     with path.open("rb") as file:
         left = size
@@ -122,7 +122,7 @@ def _pieces(path: Path, size: int) -> Iterator[bytes]:
 
 
 def _packed(files: list[Path]) -> Iterator[bytes]:
-    """A tar of `files`."""
+    """Yield a tar of `files`, in pieces."""
     for path in files:
         header = tarfile.TarInfo(path.name)
         header.size = path.stat().st_size

@@ -15,9 +15,9 @@ from ..wire.bodies import WireLimits, decompressed
 
 _log = logging.getLogger("weightlane.service.http")
 RETRY_S = 1
-"""Seconds after which a client that was told to try again should."""
+"""Value of the header ``Retry-After``: seconds after which a client should try again."""
 BUSY = 429
-"""The status that says so."""
+"""The HTTP status of a `BusyError`."""
 
 
 _STATUS: dict[type[WeightlaneError], int] = {
@@ -28,16 +28,16 @@ _STATUS: dict[type[WeightlaneError], int] = {
     ConfigError: 422,
     ProtocolError: 422,
 }
-"""The HTTP status of an error, of the first class that fits."""
+"""HTTP statuses by class of errors. The first class that fits counts."""
 
 
 def problem(status: int, message: str, **headers: str) -> Response:
-    """An error as the SDK shows it."""
+    """An error answer in the form that the SDK shows."""
     return JSONResponse({"detail": message, "error": message}, status, headers or None)
 
 
 async def answered(call: Callable[[], Awaitable[Response]]) -> Response:
-    """The answer of `call`, or its error as one: 4xx wherever the client can do something about it."""
+    """The answer of `call`, or an error answer: 4xx for every error that the client can correct."""
     try:
         return await call()
     except ClientDisconnect:
@@ -51,12 +51,12 @@ async def answered(call: Callable[[], Awaitable[Response]]) -> Response:
 
 
 async def read_body(request: Request, limits: WireLimits) -> bytes:
-    """The body, decompressed. Raises `TooLargeError` as soon as it is too large, and `ProtocolError` as `decompressed`."""
+    """The body, decompressed. Raises `TooLargeError` as soon as it is too large, and the errors of `decompressed`."""
     return decompressed(await receive(request, limits), encoding_of(request), limits)
 
 
 async def receive(request: Request, limits: WireLimits) -> bytes:
-    """The body as it was sent. One that is too large is not read further than to where that shows."""
+    """The body as it was sent. Reading stops as soon as it is larger than allowed."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
@@ -67,5 +67,5 @@ async def receive(request: Request, limits: WireLimits) -> bytes:
 
 
 def encoding_of(request: Request) -> str:
-    """How the body is compressed, as its client says."""
+    """The body's content encoding, as the client declares it."""
     return request.headers.get("content-encoding", "")

@@ -1,4 +1,4 @@
-"""Handlers of the requests by which clients look at what they have: models, checkpoints, sessions and samplers."""
+"""Handlers of the requests that list a client's models, checkpoints, sessions and samplers, and manage its checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DIGITS = 9
 
 
 async def server_capabilities(service: Service, client: str, request: Request) -> Response:
-    """The models that there are."""
+    """The base models of the service, of which there is one."""
     del client, request
     base = service.base
     offered = {"model_name": base.name, "max_context_length": base.max_length, "trainable": True, "sampleable": True}
@@ -32,7 +32,7 @@ async def server_capabilities(service: Service, client: str, request: Request) -
 
 
 async def weights_info(service: Service, client: str, request: Request) -> Response:
-    """Everything that is needed to load a checkpoint."""
+    """The facts that a client needs to load a checkpoint."""
     asked = parsed(WeightsInfoRequest, await read_body(request, service.limits))
     found = service.checkpoints.get(asked.tinker_path, client)
     train = found.about.get("train") or {}
@@ -49,7 +49,7 @@ async def weights_info(service: Service, client: str, request: Request) -> Respo
 
 
 async def training_runs(service: Service, client: str, request: Request) -> Response:
-    """A client's models, those used last first."""
+    """A client's models, most recently used first."""
     query = "SELECT id, used, state, about FROM models WHERE client = ? ORDER BY used DESC"
     rows, cursor = _page(request, service.store.rows(query, client))
     return JSONResponse({"training_runs": [_run(service, client, row) for row in rows], "cursor": cursor})
@@ -83,7 +83,7 @@ async def delete_checkpoint(service: Service, client: str, request: Request) -> 
 
 
 async def set_ttl(service: Service, client: str, request: Request) -> Response:
-    """Say when a checkpoint expires."""
+    """Set when a checkpoint expires."""
     asked = parsed(CheckpointTtlRequest, await read_body(request, service.limits))
     service.checkpoints.set_ttl(checkpoint_path(request), client, asked.ttl_seconds)
     return JSONResponse({})

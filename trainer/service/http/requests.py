@@ -1,4 +1,4 @@
-"""Handlers of the requests by which clients train and sample."""
+"""Handlers of the requests that train and sample."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from ..wire.sampling_requests import CreateSamplingSessionRequest, JoinSamplingS
 from .errors import encoding_of, read_body, receive
 
 _WAIT_S = 25.0
-"""Seconds that a client waits at the server for an answer; the SDK gives up after 45."""
+"""Seconds for which a request for an answer is held open; the SDK gives up after 45."""
 _NO_UNEMBED = "Adapters are beside the linear layers of decoder layers: train_unembed has no effect here."
 _NO_ADAPTER = "Models here are all weights, no adapters: rank, seed and train_* of a lora_config have no effect."
 
 
 async def client_config(service: Service, client: str, request: Request) -> Response:
-    """The SDK's switches: everything by the plainest way."""
+    """The SDK's switches, which choose its simplest protocols."""
     del client
     await read_body(request, service.limits)
     return JSONResponse(
@@ -46,7 +46,7 @@ async def client_config(service: Service, client: str, request: Request) -> Resp
             "pjwt_auth_enabled": False,
             "parallel_fwdbwd_chunks": True,
             "proto_compress_fwdbwd": True,
-            # The next two are of SDKs before 0.30, which would send batches as JSON without them.
+            # For SDKs before 0.30, which would send batches as JSON without the next two.
             "proto_write_fwdbwd": True,
             "fwd_via_fwdbwd": True,
         }
@@ -70,7 +70,7 @@ async def create_session(service: Service, client: str, request: Request) -> Res
 
 
 async def session_heartbeat(service: Service, client: str, request: Request) -> Response:
-    """Note a sign of life."""
+    """Record a session's heartbeat."""
     asked, _ = await _parsed(service, request, SessionHeartbeatRequest)
     service.sessions.seen(asked.session_id, client)
     return JSONResponse({"type": "session_heartbeat"})
@@ -84,14 +84,14 @@ async def finish_session(service: Service, client: str, request: Request) -> Res
 
 
 async def telemetry(service: Service, client: str, request: Request) -> Response:
-    """Take the SDK's telemetry, of which nothing is kept."""
+    """Accept the SDK's telemetry, and discard it."""
     del client
     await read_body(request, service.limits)
     return JSONResponse({"status": "accepted"})
 
 
 async def create_model(service: Service, client: str, request: Request) -> Response:
-    """Make a model."""
+    """Create a model."""
     asked, payload = await _parsed(service, request, CreateModelRequest)
     accepted = service.create_model(client, asked, payload)
     return JSONResponse({"request_id": accepted.id, "model_id": accepted.owner})
@@ -114,7 +114,7 @@ async def get_info(service: Service, client: str, request: Request) -> Response:
 
 
 async def refuse(service: Service, client: str, request: Request, error: WeightlaneError) -> None:
-    """Let a request that is not offered have its number among those of its model, if it says which."""
+    """Answer a request that is not offered by `error`, under its number if it names its model, so that later ones don't wait."""
     with suppress(WeightlaneError):
         asked, payload = await _parsed(service, request, AddressedRequest)
         service.train(client, REFUSED, asked.model_id, asked.seq_id, payload, error)
@@ -123,7 +123,8 @@ async def refuse(service: Service, client: str, request: Request, error: Weightl
 async def forward_backward(service: Service, client: str, request: Request) -> Response:
     """Compute a loss, and its gradient unless the request says not to.
 
-    A body that is too large has its turn, too, and fails in it: its client counts on from its number, which comes first in it.
+    A request whose body is too large fails in its turn, because its client continues from its number, which is at the beginning
+    of the body.
     """
     sent = await receive(request, service.limits)
     try:
@@ -144,17 +145,17 @@ async def save_weights(service: Service, client: str, request: Request) -> Respo
 
 
 async def save_weights_for_sampler(service: Service, client: str, request: Request) -> Response:
-    """Bring a model's weights to the replicas."""
+    """Publish a model's weights to the replicas."""
     return await _training(service, client, request, SAVE_FOR_SAMPLER)
 
 
 async def save_weights_external(service: Service, client: str, request: Request) -> Response:
-    """Save a model's weights alone, to be downloaded."""
+    """Save a model's weights without its optimizer, for download."""
     return await _training(service, client, request, SAVE_EXTERNAL)
 
 
 async def load_weights(service: Service, client: str, request: Request) -> Response:
-    """Load a checkpoint: into a model, or as a new one."""
+    """Load a checkpoint into a model, or as a new model."""
     asked, payload = await _parsed(service, request, LoadWeightsRequest)
     if asked.session_id is not None:
         accepted = service.load_as_model(client, asked, payload)
@@ -164,7 +165,7 @@ async def load_weights(service: Service, client: str, request: Request) -> Respo
 
 
 async def unload_model(service: Service, client: str, request: Request) -> Response:
-    """Forget a model, after the requests that were sent before."""
+    """Unload a model, after the requests that were sent before."""
     asked, payload = await _parsed(service, request, UnloadModelRequest)
     model = service.scheduler.model(asked.model_id, client)
     seq = max([model.next_seq - 1, *model.waiting]) + 1
@@ -172,7 +173,7 @@ async def unload_model(service: Service, client: str, request: Request) -> Respo
 
 
 async def create_sampling_session(service: Service, client: str, request: Request) -> Response:
-    """Make a sampler."""
+    """Create a sampler."""
     asked, _ = await _parsed(service, request, CreateSamplingSessionRequest)
     sampler = service.create_sampler(
         client, asked.session_id, asked.sampling_session_seq_id, asked.base_model, asked.model_path
@@ -189,7 +190,7 @@ async def join_sampling_session(service: Service, client: str, request: Request)
 
 
 async def asample(service: Service, client: str, request: Request) -> Response:
-    """Sample."""
+    """Accept a sampling request."""
     asked, payload = await _parsed(service, request, SampleRequest)
     accepted = service.sample(client, asked, payload)
     names = [f"{accepted.id}:{index}" for index in range(asked.num_samples)]
@@ -197,7 +198,7 @@ async def asample(service: Service, client: str, request: Request) -> Response:
 
 
 async def retrieve_future(service: Service, client: str, request: Request) -> Response:
-    """The answer of a request, for which the client waits a while."""
+    """The answer to an earlier request, for which the client waits up to `_WAIT_S` seconds."""
     asked, _ = await _parsed(service, request, FutureRetrieveRequest)
     found = await service.futures.wait(asked.request_id, client, _WAIT_S)
     if found is None:
@@ -208,7 +209,7 @@ async def retrieve_future(service: Service, client: str, request: Request) -> Re
 
 
 async def cancel_future(service: Service, client: str, request: Request) -> Response:
-    """Give up a sampling request."""
+    """Cancel a sampling request."""
     asked, _ = await _parsed(service, request, CancelFutureRequest)
     if await service.futures.wait(asked.request_id, client, 0) is not None:
         service.samplers.cancel(asked.request_id)
@@ -216,7 +217,7 @@ async def cancel_future(service: Service, client: str, request: Request) -> Resp
 
 
 async def _training(service: Service, client: str, request: Request, kind: str) -> Response:
-    """Accept a request of a model. Whatever else it says is looked at in its turn: later requests count on its number."""
+    """Accept a request of a model. The rest of it is checked in its turn, because later requests continue from its number."""
     asked, payload = await _parsed(service, request, AddressedRequest)
     return _future(service.train(client, kind, asked.model_id, asked.seq_id, payload).id)
 

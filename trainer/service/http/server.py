@@ -1,4 +1,4 @@
-"""Listens, and answers until the service ends."""
+"""The HTTP server, which runs until the service ends."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from .app import application
 from .auth import Clients
 
 _AFTER_DEATH_S = 5.0
-"""Most seconds that requests have to finish after a death: those that it costs fail within these, and some are counted."""
+"""Most seconds that requests have to finish after a death: requests that the death affects fail within this time."""
 _KEEP_ALIVE_S = 75
 """Seconds that an idle connection stays open: longer than a client waits between two requests of a running job."""
 
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket on which nobody is answered yet. Raises `AddressInUseError`."""
+    """Open a socket on which nothing is answered yet. Raises `AddressInUseError`."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Only where the protocol is said does asyncio set TCP_NODELAY, without which answers wait for delayed acknowledgements.
+    # asyncio sets TCP_NODELAY only if the protocol is given. Without it, answers wait for delayed acknowledgements.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -40,7 +40,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 async def serve(service: Service, clients: Clients, listener: socket.socket, ended: asyncio.Event) -> None:
-    """Answer requests until `ended`, then shut down. Raises what ends the service before: the death of a rank, for example."""
+    """Answer requests until `ended`, then shut down. Raises an error that ends the service before, such as a rank's death."""
     shutdown_s = service.config.shutdown_s
     server = _Server(
         uvicorn.Config(
@@ -71,7 +71,7 @@ async def serve(service: Service, clients: Clients, listener: socket.socket, end
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the program, which has more to end than HTTP."""
+    """A server that leaves signals to the program, which has more to end than HTTP."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

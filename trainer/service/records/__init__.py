@@ -1,1 +1,1 @@
-"""Everything that the service keeps: requests and answers, sessions, and checkpoints."""
+"""The service's stored state: requests and answers, sessions, models, and checkpoints."""

@@ -1,4 +1,4 @@
-"""`Checkpoints`: what clients have saved, an adapter as PEFT's files or all weights, under ``tinker://`` paths."""
+"""`Checkpoints`: the saved models of clients, adapters as PEFT's files or all weights, under ``tinker://`` paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PART = "service checkpoints"
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """An adapter, or all weights, that were saved."""
+    """A saved adapter, or saved weights of the full model."""
 
     path: str
     """``tinker://MODEL/weights/NAME``, with the optimizer; ``tinker://MODEL/sampler_weights/NAME``, or ``external_weights``,
@@ -41,7 +41,7 @@ class Checkpoint:
     expires: float | None
     bytes: int
     about: Mapping[str, Any]
-    """The adapter's configuration, None for all weights, and what its client said about it."""
+    """The adapter's configuration (None for all weights), base model, trained layers, the client's remarks, and its request."""
 
     @property
     def id(self) -> str:
@@ -59,8 +59,8 @@ class Checkpoints:
     """The checkpoints of all clients, each in a directory of its own.
 
     Args:
-        store: Knows them.
-        directory: Where they are.
+        store: The database that lists them.
+        directory: The parent of their directories.
     """
 
     def __init__(self, store: Store, directory: Path) -> None:
@@ -68,20 +68,20 @@ class Checkpoints:
         directory.mkdir(parents=True, exist_ok=True)
 
     def place(self, model: str, kind: Kind, name: str, seq: int) -> tuple[str, Path]:
-        """Path and directory of a checkpoint that request `seq` of a model is about to make; `name` is one of `wire.names`."""
+        """Path and directory of a checkpoint that request `seq` of a model is about to make; `name` fits `wire.names.NAME`."""
         path = CheckpointPath(model, _SEGMENTS[kind], name)
-        # Not the directory of an earlier one of that name, which stays until this one is complete.
+        # Not the directory of an earlier checkpoint of that name, which stays until this one is complete.
         return str(path), self._directory / model.replace(":", ".") / path.kind / f"{name}~{seq}"
 
     def prepare(self, path: str, directory: Path, *, overwrite: bool) -> None:
-        """Let nothing be where a checkpoint is about to be written. Raises `ConfigError` if there is one that may not go."""
+        """Clear the directory of a new checkpoint. Raises `ConfigError` if `path` exists and may not be overwritten."""
         if not overwrite and self._rows("path = ?", path):
             raise ConfigError(
                 f"there is a checkpoint {path} already.",
                 part=_PART,
                 hint="Choose another name, or pass overwrite=True.",
             )
-        shutil.rmtree(directory, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(directory, ignore_errors=True)  # files of a killed process
         directory.parent.mkdir(parents=True, exist_ok=True)
 
     def add(
@@ -94,7 +94,7 @@ class Checkpoints:
         about: Mapping[str, Any],
         ttl_s: float | None = None,
     ) -> None:
-        """Know a checkpoint whose files are complete, in the place of one of that path."""
+        """Record a checkpoint whose files are complete. It replaces an earlier one of the same path."""
         before = self._rows("path = ?", path)
         now, size = time.time(), sum(file.stat().st_size for file in directory.iterdir())
         with self._store.transaction():
@@ -129,7 +129,7 @@ class Checkpoints:
         return found[0] if found else None
 
     def of_client(self, client: str, model: str | None = None) -> list[Checkpoint]:
-        """The checkpoints of a client, or of one of its models, newest first, without those that only one sampler has."""
+        """The checkpoints of a client, or of one of its models, newest first, without unnamed snapshots."""
         return self._rows(
             "json_extract(about, '$.unnamed') IS NULL"
             " AND client = ? AND (? IS NULL OR model = ?) AND (expires IS NULL OR expires > ?) ORDER BY created DESC",
@@ -151,7 +151,7 @@ class Checkpoints:
         self._store.update("checkpoints", path, expires=None if ttl_s is None else time.time() + ttl_s)
 
     def used(self, path: str, kept_s: float) -> None:
-        """Let a checkpoint that only one sampler has stay for `kept_s` seconds from now."""
+        """Keep an unnamed snapshot, which belongs to one sampler, for `kept_s` seconds from now."""
         with self._store.transaction() as db:
             db.execute(
                 "UPDATE checkpoints SET expires = ? WHERE path = ? AND json_extract(about, '$.unnamed') = 1",
@@ -159,7 +159,7 @@ class Checkpoints:
             )
 
     def drop_expired(self) -> int:
-        """Delete checkpoints whose time is over; how many there were."""
+        """Delete expired checkpoints. Returns their number."""
         expired = self._rows("expires IS NOT NULL AND expires <= ?", time.time())
         for each in expired:
             self._store.delete("checkpoints", each.path)

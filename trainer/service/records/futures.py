@@ -1,4 +1,4 @@
-"""`Futures`: requests that were accepted, until their answers are fetched."""
+"""`Futures`: accepted requests and their answers."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ ERROR = "error"
 """The media type of an answer that is a failure."""
 _PART = "service"
 _CLIENT_ERRORS = (ConfigError, ProtocolError)
-"""Errors that are the client's own."""
+"""Errors that the client caused."""
 _DEATH_NOTICE_S = 5.0
-"""Seconds within which the death of a process is known."""
+"""Seconds within which the death of a process is reported."""
 
 
 class Futures:
-    """Accepts requests, each once, and lets clients wait for their answers. Everything is in the store before it is said.
+    """Accepts requests, each once, and lets clients wait for their answers. Everything is stored before a client hears of it.
 
     A client that repeats a request, because it has lost the answer, gets the same future.
 
     Args:
-        store: The store.
+        store: The database.
     """
 
     def __init__(self, store: Store) -> None:
@@ -42,17 +42,17 @@ class Futures:
         """Keep a request.
 
         Args:
-            kind: What it asks for.
+            kind: The kind of request, such as ``optim_step``.
             owner: The model, sampler or session that it is for.
             seq: Its number among the requests of its owner.
-            client: Whoever sent it.
-            payload: Everything else that it says.
+            client: Name of the client that sent it.
+            payload: The request's body.
 
         Returns:
             The request, and whether it is new.
 
         Raises:
-            RepeatedRequestError: Another request of that owner has this number.
+            RepeatedRequestError: A request of that owner with this number has different content.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
         made = StoredRequest(f"{owner}:{seq}", kind, owner, seq, client, "queued", payload, b"", "")
@@ -77,17 +77,17 @@ class Futures:
         self.finish(request, json.dumps(answer).encode(), keep_payload=keep_payload)
 
     def fail(self, request: str, error: BaseException, *, keep_payload: bool = False) -> None:
-        """Answer a request by an error: the client's, if what it asked for can't be done, or ours."""
+        """Answer a request by an error: the client's for a `ConfigError` or `ProtocolError`, otherwise the server's."""
         ours = not isinstance(error, _CLIENT_ERRORS)
         text = str(error) if isinstance(error, WeightlaneError) else f"{type(error).__name__}: {error}"
         body = json.dumps({"error": text, "category": "server" if ours else "user"}).encode()
         self.finish(request, body, ERROR, keep_payload=keep_payload)
 
     async def service_is_ending(self, error: BaseException) -> bool:
-        """Whether a request that failed by `error` should rather run after the next start, because the service is ending.
+        """Whether a request that failed with `error` should run again after the next start, because the service is ending.
 
-        The death of a process makes requests fail, often before it is known. So this waits for some seconds, unless the error
-        is the client's or the disk's.
+        The death of a process makes requests fail, often before the death is reported. So this waits for some seconds, unless
+        the error is the client's or the disk's.
         """
         if isinstance(error, (*_CLIENT_ERRORS, StorageError)):
             return False
@@ -110,7 +110,7 @@ class Futures:
         return self._of(request, client)
 
     def close(self) -> None:
-        """Let nobody wait any more: clients come back after the next start."""
+        """End all waits. Clients ask again after the next start."""
         self._ending.set()
         for event in self._answered.values():
             event.set()

@@ -21,36 +21,36 @@ class Model:
     config: LoraConfig | None
     """The adapter's settings; None for all weights."""
     about: dict[str, Any]
-    """Remarks of the client."""
+    """The base model's name, the layers that are trained, and the client's remarks."""
     next_seq: int = 0
-    """The number of the request that is next."""
+    """The number of the next request to run."""
     steps: int = 0
     """Optimizer steps taken."""
     open: bool = False
-    """Whether gradients have been added up for a step that has not been taken."""
+    """Whether a mini-batch is unfinished: gradients are accumulated, and their step has not been taken."""
     spoiled: str = ""
     """Why a part of the mini-batch has no gradient; empty if every part has."""
     publishing: int = 0
-    """Requests that have run, and are answered when a version is in service."""
+    """Number of requests that have run, and are answered when their version is in service."""
     loaded: bool = False
     """Whether it is on the trainer ranks; otherwise it is in `saved_dir`."""
     saved_seq: int = -1
-    """Requests up to this number are part of what is in `saved_dir`, and never run again."""
+    """Number of the last request whose effect is in `saved_dir`. Requests up to it never run again."""
     saved_dir: Path | None = None
     saved_steps: int = 0
     waiting: dict[int, StoredRequest] = field(default_factory=dict)
-    """Requests that have not run, or not since the process started, by their numbers."""
+    """Requests that have not run, or not since the process started, by number."""
     progress: float = field(default_factory=time.monotonic)
-    """When a request was last carried out or arrived in its turn."""
+    """Monotonic time at which a request was last carried out, or the next one arrived."""
 
     @property
     def file_name(self) -> str:
-        """Its id, as files and adapters may be called."""
+        """Its id in a form that files and adapters may have as a name."""
         return self.id.replace(":", ".")
 
     @property
     def adapter(self) -> str | None:
-        """The adapter that it is on the trainer ranks; None for all weights."""
+        """The name of its adapter on the trainer ranks; None for all weights."""
         return None if self.config is None else self.file_name
 
     @property
@@ -60,10 +60,10 @@ class Model:
 
     @property
     def settled(self) -> bool:
-        """Whether its whole state can be saved: no gradient is on the ranks only, and no request that ran lacks its answer."""
+        """Whether its complete state can be saved: no mini-batch is unfinished, and no request that ran lacks its answer."""
         return not self.open and not self.publishing
 
     @property
     def repeats(self) -> list[int]:
-        """Numbers of the waiting requests that have an answer: they ran before a crash, or were given up."""
+        """Numbers of the waiting requests that have an answer: they ran before a crash, or failed before their turn."""
         return [seq for seq, request in self.waiting.items() if request.state != "queued"]

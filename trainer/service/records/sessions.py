@@ -1,4 +1,4 @@
-"""`Sessions`: clients that are there, and what ends with them."""
+"""`Sessions`: the sessions of clients, which end by request or without heartbeats."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _PART = "service sessions"
 
 
 class Sessions:
-    """Sessions of clients. One whose client sends no heartbeat any more, or says that it is done, ends.
+    """Sessions of clients. A session ends when its client finishes it, or sends no heartbeat for too long.
 
     Args:
-        store: Knows them.
+        store: The database that lists them.
         timeout_s: Seconds without a heartbeat after which a session ends.
     """
 
@@ -26,18 +26,18 @@ class Sessions:
         self._store, self._timeout_s = store, timeout_s
 
     def create(self, client: str, about: dict[str, Any]) -> str:
-        """Begin a session; its id."""
+        """Begin a session. Returns its id."""
         session, now = f"s-{secrets.token_hex(8)}", time.time()
         self._store.insert("sessions", id=session, client=client, created=now, seen=now, about=about)
         return session
 
     def seen(self, session: str, client: str) -> None:
-        """Note a sign of life. Raises as `require`."""
+        """Record a heartbeat. Raises the errors of `require`."""
         self.require(session, client)
         self._store.update("sessions", session, seen=time.time())
 
     def require(self, session: str, client: str) -> None:
-        """Raise `ConfigError` unless `client` has this session, and `ClosedError` if it has ended."""
+        """Raise `UnknownError` unless `client` has this session, and `ClosedError` if it has ended."""
         row = self._store.row("SELECT ended FROM sessions WHERE id = ? AND client = ?", session, client)
         if row is None:
             raise UnknownError(f"there is no session {session}.", part=_PART, hint="Make a new ServiceClient.")
@@ -47,7 +47,7 @@ class Sessions:
             )
 
     def end(self, session: str, client: str, reason: str) -> None:
-        """End a session. Does nothing if it has ended."""
+        """End a session, unless it has ended. Raises `UnknownError` if `client` has none of that id."""
         row = self._store.row("SELECT ended FROM sessions WHERE id = ? AND client = ?", session, client)
         if row is None:
             raise UnknownError(f"there is no session {session}.", part=_PART)
@@ -55,12 +55,12 @@ class Sessions:
             self._store.update("sessions", session, ended=reason)
 
     def give_time(self) -> None:
-        """Let every session that had not ended be seen now: nobody could send a heartbeat while no service ran."""
+        """Set the last heartbeat of every open session to now, because clients could send none while no service ran."""
         for row in self._store.rows("SELECT id FROM sessions WHERE ended IS NULL"):
             self._store.update("sessions", row["id"], seen=time.time())
 
     def end_silent(self) -> list[str]:
-        """End the sessions that were silent for too long; their ids."""
+        """End the sessions without a heartbeat for too long. Returns their ids."""
         silent = self._store.rows(
             "SELECT id FROM sessions WHERE ended IS NULL AND seen < ?", time.time() - self._timeout_s
         )

@@ -1,4 +1,4 @@
-"""`Store`: everything that the service knows, in SQLite: after a kill at any moment, a new process goes on from it."""
+"""`Store`: the service's state in SQLite, from which a new process resumes after a kill at any moment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightlane.ckpt_engines import StorageError
 
 PART = "service store"
 DATABASE = "service.sqlite"
-"""Its name in the service's directory."""
+"""The database's file name in the service's directory."""
 State = Literal["queued", "done", "failed"]
 
 _SCHEMA = """
@@ -46,14 +46,14 @@ CREATE TABLE IF NOT EXISTS samplers (
 
 @dataclass(frozen=True, slots=True)
 class StoredRequest:
-    """A request that was accepted."""
+    """An accepted request."""
 
     id: str
     kind: str
     owner: str
     """The model, sampler or session that it is for."""
     seq: int
-    """Its place among the requests of its owner."""
+    """Its number among the requests of its owner."""
     client: str
     state: State
     payload: bytes
@@ -65,7 +65,7 @@ class StoredRequest:
 class Store:
     """The service's database, a file in SQLite's WAL mode. Used from one thread.
 
-    Each method is one transaction: whatever it says is there for the next process, or none of it.
+    Each method is one transaction: all of its changes are stored for the next process, or none.
 
     Args:
         path: The file; made if it doesn't exist.
@@ -95,7 +95,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Several changes that are there together or not at all."""
+        """Make several changes inside the block atomic."""
         if self._db.in_transaction:
             yield self._db
             return
@@ -108,7 +108,7 @@ class Store:
         self._db.execute("COMMIT")
 
     def insert(self, table: str, **values: Any) -> bool:
-        """Add a row; whether there was none of its key yet. Dictionaries are kept as JSON."""
+        """Add a row, unless its key exists. Returns whether it was added. Dictionaries are stored as JSON."""
         plain = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in values.items()}
         marks = ", ".join("?" * len(plain))
         with self.transaction() as db:
@@ -156,7 +156,7 @@ class Store:
         return found[0] if found else None
 
     def accept(self, request: StoredRequest, digest: str) -> StoredRequest:
-        """Keep a request, once: that of the same id if there is one. See `digest_of` for its fingerprint."""
+        """Store a request, unless one of the same id is stored. Returns the stored one. See `digest_of` for `digest`."""
         with self.transaction():
             self.insert(
                 "requests",
@@ -175,7 +175,7 @@ class Store:
         return kept
 
     def digest_of(self, request: str) -> str:
-        """The fingerprint with which a request was accepted; empty if there is none."""
+        """The digest with which a request was accepted; empty if there is no such request."""
         row = self.row("SELECT digest FROM requests WHERE id = ?", request)
         return "" if row is None else str(row["digest"])
 
@@ -194,7 +194,7 @@ class Store:
         return self._requests(f"state = 'queued' AND kind IN ({marks}) ORDER BY created", *kinds)
 
     def finish(self, request: str, answer: bytes, media: str, *, keep_payload: bool) -> None:
-        """Keep the answer of a request, unless it has one. Its payload goes, unless it may have to run again."""
+        """Store the answer of a request, unless it has one. Its payload is dropped, unless it may have to run again."""
         payload = "payload" if keep_payload else "NULL"
         state = "failed" if media == "error" else "done"
         with self.transaction() as db:
@@ -205,23 +205,23 @@ class Store:
             )
 
     def deaths(self, request: str) -> int:
-        """Replicas that died while they computed a request."""
+        """Number of replicas that died while they computed a request."""
         row = self.row("SELECT deaths FROM requests WHERE id = ?", request)
         return 0 if row is None else int(row["deaths"])
 
     def add_deaths(self, request: str, count: int) -> int:
-        """Note that replicas died while they computed a request; how many have by now."""
+        """Record that `count` replicas died while they computed a request. Returns the total."""
         with self.transaction() as db:
             db.execute("UPDATE requests SET deaths = deaths + ? WHERE id = ?", [count, request])
         return self.deaths(request)
 
     def forget(self, *, finished_before: float) -> None:
-        """Drop requests that were answered before a time and whose payloads are not needed to repeat them."""
+        """Drop requests that were answered before `finished_before` and have no payload, so that they never run again."""
         with self.transaction() as db:
             db.execute("DELETE FROM requests WHERE finished < ? AND payload IS NULL", [finished_before])
 
     def saved(self, model: str, seq: int, directory: Path) -> None:
-        """Say that everything of a model up to request `seq` is in `directory`: no request until then runs again."""
+        """Record that the effects of a model's requests up to `seq` are in `directory`: none of these requests runs again."""
         with self.transaction() as db:
             db.execute("UPDATE models SET saved_seq = ?, saved_dir = ? WHERE id = ?", [seq, str(directory), model])
             db.execute(
@@ -229,7 +229,7 @@ class Store:
             )
 
     def drop_payloads(self, owner: str) -> None:
-        """Say that no request of `owner` runs again."""
+        """Drop the payloads of `owner`'s answered requests, so that none of them runs again."""
         with self.transaction() as db:
             db.execute("UPDATE requests SET payload = NULL WHERE owner = ? AND state != 'queued'", [owner])
 

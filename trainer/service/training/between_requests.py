@@ -10,7 +10,7 @@ from typing import Any
 from weightlane.ckpt_engines import DeadlineExceededError, WorkerDiedError
 
 _WAIT_S = 600.0
-"""Most seconds that a task waits until it is ready."""
+"""Most seconds that a task waits until it begins."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,20 +23,20 @@ class BetweenRequestTask:
 
 
 class BetweenRequestQueue:
-    """Tasks that wait, oldest first.
+    """The waiting tasks, oldest first.
 
     Args:
-        changed: Called when there is one more.
+        changed: Called when a task is added.
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed, self._waiting, self._closed = changed, list[BetweenRequestTask](), False
 
     async def wait_for(self, work: Callable[[], Awaitable[Any]], ready: Callable[[], bool]) -> Any:
-        """Let something be done as soon as it is `ready`; what it returns.
+        """Queue `work`, which runs once it is `ready`, and return its result.
 
         Raises:
-            DeadlineExceededError: It was not ready within ten minutes.
+            DeadlineExceededError: It had not begun within ten minutes.
         """
         task = BetweenRequestTask(work, ready, asyncio.get_running_loop().create_future())
         if self._closed:
@@ -58,11 +58,11 @@ class BetweenRequestQueue:
         return await task.done
 
     def next(self) -> BetweenRequestTask | None:
-        """The oldest one that is ready."""
+        """The oldest task that is ready; None if there is none."""
         return next((each for each in self._waiting if each.ready()), None)
 
     async def run(self, task: BetweenRequestTask) -> None:
-        """Do one. Raises what ends a service: the death of a rank."""
+        """Run a task. Raises `WorkerDiedError`, which ends the service; the caller of `wait_for` gets any error."""
         self._waiting.remove(task)
         if task.done.cancelled():
             return
@@ -78,7 +78,7 @@ class BetweenRequestQueue:
                 task.done.set_result(result)
 
     def close(self) -> None:
-        """Do none any more. The requests that wait for them stay in the store."""
+        """Cancel all waiting tasks, and refuse new ones. The requests that wait for them stay in the store."""
         self._closed = True
         waiting, self._waiting = self._waiting, []
         for task in waiting:

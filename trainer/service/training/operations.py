@@ -37,13 +37,13 @@ from ..wire.requests import request as parsed
 from .scheduler import Joining, TrainingScheduler
 
 REFUSED = "refused"
-"""A request that is not offered. It has its turn, because those after it have later numbers, and does nothing."""
+"""The kind of requests that are not offered. They have their turn, because later requests wait for it, and do nothing."""
 CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
 SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
 SAVE_EXTERNAL = "save_weights_external"
 _PART = "service"
 _WHOLE = LossDenominators(1.0, 1.0)
-"""Losses of the service are sums, which nothing divides, so that all parts of a mini-batch agree about it."""
+"""Denominators of 1: losses of the service are sums, so all parts of a mini-batch have the same denominators."""
 
 
 class Operations:
@@ -52,10 +52,10 @@ class Operations:
     Args:
         futures: Takes answers.
         runner: Runs jobs.
-        jobs: Runs those that differ between adapters and all weights.
-        checkpoints: Takes what is saved.
-        publications: Brings weights to samplers.
-        base: The model.
+        jobs: Runs the jobs that differ between adapters and all weights.
+        checkpoints: Records saved models.
+        publications: Publishes weights for samplers.
+        base: The base model.
         limits: Sizes that a request may have.
         snapshot_kept_s: Seconds since its last use after which a snapshot without a name is deleted.
         trains_weights: Whether models are all weights; otherwise they are adapters.
@@ -83,7 +83,7 @@ class Operations:
         self.samplers: Samplers
 
     def ready(self, request: StoredRequest) -> bool:
-        """Whether a request would not wait for a version that is on its way to the replicas."""
+        """Whether a request can run without waiting for a publication in progress."""
         return request.kind not in (SAVE_FOR_SAMPLER, LOAD) or not self._publications.busy
 
     def joins(self, request: StoredRequest) -> Joining | None:
@@ -105,7 +105,7 @@ class Operations:
         await (operation(model, request, run) if self.joins(request) else operation(model, request))
 
     async def load_sampler(self, sampler: Sampler) -> None:
-        """Bring a sampler's weights to the replicas: from its checkpoint, from its model as it is, or those of the base model."""
+        """Publish a sampler's weights to the replicas: those of its checkpoint, of its model now, or of the base model."""
         if sampler.checkpoint is None and sampler.model is not None:
             await self.scheduler.caught_up(self.scheduler.model(sampler.model, sampler.client))
         pending = await self.scheduler.between_requests.wait_for(
@@ -117,7 +117,7 @@ class Operations:
             self.scheduler.changed()
 
     async def close(self, wait_s: float) -> None:
-        """Wait for versions that are on their way, for some seconds; their requests run again after the next start."""
+        """Wait up to `wait_s` for publications in progress. Requests of unfinished ones run again after the next start."""
         left = list(self._syncing)
         if left:
             await asyncio.wait(left, timeout=wait_s)
@@ -152,7 +152,7 @@ class Operations:
         self._answer(request, {"type": LOAD, "path": asked.path, "model_id": model.id})
 
     async def _save_before(self, model: Model, request: StoredRequest) -> None:
-        """Save all weights as they are before `request` takes their place, which it may fail to do half-way."""
+        """Save all weights before `request` replaces them, because it may fail half-way."""
         if model.open:
             await self._drop_gradient(model)
             _spoil(model, "other weights were loaded, or should have been.")
@@ -163,13 +163,13 @@ class Operations:
         try:
             answer = await self._pass(model, body, run)
         except Exception as error:
-            if not body.message.forward_only:  # until the step, since other parts may be on their way
+            if not body.message.forward_only:  # until the step, since other parts may be queued already
                 _spoil(model, str(error))
             raise
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
 
     async def _pass(self, model: Model, body: TrainBody, run: RunJob) -> bytes:
-        """Run the model forward, and backward if that is asked for; the answer."""
+        """Run the model forward, and backward unless the request is forward-only. Returns the answer."""
         vocabulary = self._base.vocabulary
         asked = body.request(vocabulary) if body.decodes_at_once else await asyncio.to_thread(body.request, vocabulary)
         longest = max(sequence.length for sequence in asked.batch.sequences)
@@ -239,7 +239,7 @@ class Operations:
         else:
             answer["path"] = path
         if request.state != "queued":
-            return  # replicas get it again when somebody samples from it
+            return  # it is published again when a client samples from it
         pending = await self._publications.begin(key, model.adapter, model.config)
         model.publishing += 1
         task = asyncio.get_running_loop().create_task(self._finish(pending, model, request, answer))
@@ -253,7 +253,7 @@ class Operations:
     async def _save(
         self, model: Model, request: StoredRequest, kind: Kind, name: str, asked: Any, *, overwrite: bool = False
     ) -> tuple[str, Path]:
-        """Write a checkpoint, unless this request has done so before; its path and directory."""
+        """Write a checkpoint, unless this request has done so before. Returns its path and directory."""
         unnamed = kind == "sampler" and asked.path is None
         path, directory = self._checkpoints.place(model.id, kind, name, request.seq)
         if (made := self._checkpoints.made_by(request.id)) is not None:
@@ -275,7 +275,7 @@ class Operations:
         return path, directory
 
     def check_kind(self, found: Checkpoint) -> None:
-        """Raise `ConfigError` unless a checkpoint is what models of this service are: adapters, or all weights."""
+        """Raise `ConfigError` unless a checkpoint is of the kind that this service trains: an adapter, or all weights."""
         if (found.config is None) != self._trains_weights:
             raise ConfigError(
                 f"{found.path} has {'all weights' if found.config is None else 'an adapter'}, which this service does not train.",
@@ -310,7 +310,7 @@ class Operations:
             await self._jobs.remove(name)
 
     async def _drop_gradient(self, model: Model) -> None:
-        """Let a model's next mini-batch begin anew."""
+        """Drop a model's gradients and the record of a failure, so that its mini-batch can start over."""
         model.spoiled, model.open = "", False
         await self._runner.run(DropGradient(model.adapter))
 
@@ -331,7 +331,7 @@ class Operations:
 
 
 def _spoil(model: Model, reason: str) -> None:
-    """Let a model's mini-batch fail as a whole."""
+    """Mark a model's entire mini-batch as failed, with the first `reason`."""
     model.spoiled, model.open = model.spoiled or reason, True
 
 

@@ -1,4 +1,4 @@
-"""`TrainingScheduler`: the one queue through which all training of all clients passes."""
+"""`TrainingScheduler`: the queue of the training requests of all clients."""
 
 from __future__ import annotations
 
@@ -31,46 +31,45 @@ from .between_requests import BetweenRequestQueue
 _PART = "service training"
 _log = logging.getLogger("weightlane.service")
 _CATCH_UP_S = 600.0
-"""Most seconds that a sampler waits until a crash's requests have run again."""
+"""Most seconds that a sampler waits until a model's requests have run again after a crash."""
 _POLL_S = 0.05
 
 
 class Joining(Enum):
-    """Requests that are carried out together with those of the same kind of other models."""
+    """How requests are carried out together with requests of the same kind for other models."""
 
     AT_ONCE = "at once"
-    """It takes next to no time, and goes before others once, since what its model asks next may join these."""
+    """Such a request is short. It goes before passes, but not twice in a row: its model's next pass can then join them."""
     WITH_LATE = "with late"
-    """It waits for models that were answered just now, and are likely to ask for the same."""
+    """Such a request waits for models that were answered just now, and are likely to send one of the same kind."""
 
 
 Execute = Callable[[Model, StoredRequest, RunJob], Awaitable[None]]
-"""Carries out one request of a model, and answers it. It may have run before a crash, and have an answer, which stays.
+"""Carries out one request of a model, and answers it. A request that ran before a crash may have an answer, which is kept.
 
-Jobs of requests that may be joined are executed by the function that it is given, maybe with those of other models."""
+The `RunJob` argument executes the jobs of requests that may be joined, possibly together with those of other models."""
 
 
 class TrainingScheduler:
-    """Takes the requests of each model in the order of their numbers: clients in turns, and the models of each in turns.
+    """Carries out the requests of each model in the order of their numbers. Clients take turns, and so do the models of a client.
 
-    Requests of one kind that may be joined are carried out together. No client waits longer than for one request of every other,
-    and `join_wait_s` after them. A model's state is saved every now and then; requests since then
-    are kept, and run again in the same order after a crash, which gives the same weights, but for
-    rounding where requests are joined.
+    Requests of one kind that may be joined are carried out together. A client waits for at most one request of every other
+    client, and `join_wait_s` after them. A model's state is saved every `save_every` steps. Later requests are kept, and run
+    again in the same order after a crash, which gives the same weights, except for rounding if requests are joined.
 
     Args:
-        store: Knows models and requests.
+        store: The database of models and requests.
         futures: Takes answers.
         runner: Runs jobs.
-        jobs: Runs those that differ between adapters and all weights.
+        jobs: Runs the jobs that differ between adapters and all weights.
         execute: See `Execute`.
-        ready: Whether a request could run without waiting for something else.
+        ready: Whether a request can run without waiting for a publication.
         joins: How a request may be carried out together with those of other models; None if it may not.
         join_wait_s: See `ServiceConfig.join_wait_s`.
         directory: Where states are saved.
         save_every: Optimizer steps of a model between two saves.
         max_queued: Most requests of one model that wait.
-        max_loaded: Most models on the ranks; others are parked in files until their next request. 1 for all weights.
+        max_loaded: Most models on the ranks; others are saved to files until their next request. 1 for all weights.
         trains_weights: Whether models are all weights; otherwise they are adapters.
     """
 
@@ -98,21 +97,21 @@ class TrainingScheduler:
         self._max_loaded = max_loaded
         self._join_wait_s = join_wait_s
         self._ahead = False
-        """Whether steps were carried out last. No further ones go before a pass then, however long it waits."""
+        """Whether optimizer steps were carried out last. If so, no further ones go before a waiting pass."""
         self._models: OrderedDict[str, Model] = OrderedDict()
-        """Models that were served longest ago come first."""
+        """Models by id, least recently served first."""
         self._served: dict[str, int] = {}
-        """When each client was served last, as a number of requests since the start."""
+        """The number of requests since the start at which each client was last served."""
         self.between_requests = BetweenRequestQueue(self.changed)
         self._ran_between = False
-        """Whether a task of `between_requests` was run last. A request that is ready goes before the next one then."""
+        """Whether a task of `between_requests` ran last. If so, a ready request goes before the next task."""
         self._changed = asyncio.Event()
         self._closing, self._count = False, 0
         directory.mkdir(parents=True, exist_ok=True)
 
     @property
     def models(self) -> Mapping[str, Model]:
-        """The models that are trained, by id."""
+        """All models that are not unloaded, by id."""
         return self._models
 
     @property
@@ -130,12 +129,12 @@ class TrainingScheduler:
         return found
 
     def full(self, model: str) -> bool:
-        """Whether a further request of this model should be told to try again."""
+        """Whether a further request of this model should be refused with `BusyError`."""
         found = self._models.get(model)
         return found is not None and len(found.waiting) >= self._max_queued
 
     def add(self, model: Model) -> None:
-        """Let a model have requests; the first one, number 0, makes it."""
+        """Add a model, so that it can have requests. The first one, number 0, creates it on the ranks."""
         if self._store.insert(
             "models",
             id=model.id,
@@ -149,7 +148,7 @@ class TrainingScheduler:
             self._models[model.id] = model
 
     def put(self, request: StoredRequest) -> None:
-        """Let a request that was accepted wait for its turn."""
+        """Queue an accepted request for its turn."""
         model = self._models[request.owner]
         if request.seq < model.next_seq:
             late = ProtocolError(
@@ -165,17 +164,17 @@ class TrainingScheduler:
 
     @property
     def has_room(self) -> bool:
-        """Whether all weights on the ranks may make room for others: no mini-batch of theirs is under way."""
+        """Whether another model can be loaded: always for adapters; for all weights, if the loaded model is settled."""
         return not self._trains_weights or all(each.settled for each in self._models.values() if each.loaded)
 
     def changed(self) -> None:
-        """Look again whether something is ready."""
+        """Check again for ready requests and tasks."""
         self._changed.set()
 
     def resume(self) -> int:
-        """Know every model that another process had; how many there are.
+        """Read the models of an earlier process from the store. Returns their number.
 
-        Each is brought back when its turn comes: from its last saved state, and by the requests since then, in their order.
+        Each is restored in its turn: from its last saved state, then by the requests since then, in their order.
         """
         for row in self._store.rows("SELECT * FROM models WHERE state = 'live' ORDER BY created"):
             about = dict(row["about"])
@@ -204,7 +203,7 @@ class TrainingScheduler:
     def give_up_gaps(self, timeout_s: float) -> None:
         """Fail requests that have waited for more than `timeout_s` seconds for an earlier one that never arrived.
 
-        Each then has its turn as one that failed before a crash has, so that the model ends the same way after one.
+        Each still has its turn, like a request that failed before a crash, so that a crash does not change the result.
         """
         for model in self._models.values():
             if not model.waiting or model.next_seq in model.waiting or time.monotonic() - model.progress < timeout_s:
@@ -220,7 +219,7 @@ class TrainingScheduler:
             self._changed.set()
 
     async def run(self) -> None:
-        """Work until `close`. Raises what ends a service: the death of a rank."""
+        """Carry out requests until `close`. Raises errors that end the service, such as the death of a rank."""
         while not self._closing:
             self._changed.clear()
             task = self.between_requests.next()
@@ -249,7 +248,7 @@ class TrainingScheduler:
                     raise ended
 
     async def save(self, model: Model, until: int | None = None) -> None:
-        """Save the whole state of a model that is settled, so that no request so far, or up to `until`, runs again."""
+        """Save the complete state of a settled model, so that no request so far, or up to `until`, runs again."""
         seq, old = model.next_seq - 1 if until is None else until, model.saved_dir
         if seq == model.saved_seq:
             return
@@ -263,7 +262,7 @@ class TrainingScheduler:
             shutil.rmtree(old, ignore_errors=True)
 
     async def bring_back(self, model: Model) -> None:
-        """Have a model on the ranks, if it was there before."""
+        """Load a model that is in files onto the ranks. Does nothing for one that is loaded, or was never saved."""
         if model.loaded or model.saved_dir is None:
             return
         await self.make_room()
@@ -271,7 +270,7 @@ class TrainingScheduler:
         model.loaded = True
 
     async def caught_up(self, model: Model) -> None:
-        """Wait until a model is as it was before a crash. Raises `DeadlineExceededError`."""
+        """Wait until a model's requests from before a crash have run again. Raises `DeadlineExceededError`."""
         try:
             async with asyncio.timeout(_CATCH_UP_S):
                 while model.repeats:  # noqa: ASYNC110 - the scheduler's own steps change it
@@ -282,13 +281,13 @@ class TrainingScheduler:
             ) from cause
 
     async def park(self, model: Model) -> None:
-        """Save a model that is settled, and free what it takes on the ranks until its next request."""
+        """Save a settled model to files, and free its memory on the ranks until its next request."""
         await self.save(model)
         await self._jobs.remove(model.adapter)
         model.loaded = False
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
-        """Forget a model; its checkpoints stay. To be called from `Execute` or a task."""
+        """Unload a model. Its checkpoints stay. To be called from `Execute` or from a task of `between_requests`."""
         self._models.pop(model.id, None)
         self._store.update("models", model.id, state=state)
         gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
@@ -300,7 +299,7 @@ class TrainingScheduler:
         self._store.drop_payloads(model.id)
 
     async def make_room(self) -> None:
-        """Park the models that were served longest ago, until there is room for one more."""
+        """Park the least recently served models, until there is room for one more."""
         on_ranks = [each for each in self._models.values() if each.loaded]
         for model in on_ranks[: max(0, len(on_ranks) - self._max_loaded + 1)]:
             if model.settled:
@@ -312,13 +311,13 @@ class TrainingScheduler:
                     _log.exception("model %s stays on the ranks", model.id)
 
     def close(self) -> None:
-        """Let `run` end after the request that is under way. What waits stays in the store."""
+        """Let `run` end after the current requests. Waiting requests stay in the store."""
         self._closing = True
         self._changed.set()
         self.between_requests.close()
 
     def _next(self) -> list[Model]:
-        """The model whose request is next: of the client that was served longest ago, the one that was; then those that join."""
+        """The models whose requests are next: the least recently served of the least recently served client, or joined ones."""
         ready = []
         for model in self._models.values():
             if model.next_seq not in model.waiting and (repeats := model.repeats):
@@ -334,11 +333,11 @@ class TrainingScheduler:
         return steps if ready[:1] == steps[:1] else ready[:1]
 
     def _joining(self, ready: Sequence[Model], kind: Joining) -> list[Model]:
-        """The models whose requests are carried out together if one of this kind is."""
+        """The loaded models of `ready` whose next request joins others as `kind`."""
         return [each for each in ready if each.loaded and self._joins(each.waiting[each.next_seq]) is kind]
 
     def _late_s(self, models: Sequence[Model]) -> float:
-        """Seconds for which requests that can be joined should wait for those of models that were answered just now."""
+        """Seconds that passes should wait for those of models that were answered just now."""
         if not self._joining(models, Joining.WITH_LATE):
             return 0.0
         idle = [each.progress for each in self._models.values() if each.loaded and not each.waiting]
@@ -374,7 +373,7 @@ class TrainingScheduler:
                 _log.exception("model %s cannot be saved", model.id)
 
     def _give_up(self, model: str, error: Exception) -> None:
-        """Let a model whose entry is damaged be, and answer its requests."""
+        """Mark a model whose entry is damaged, and fail its requests."""
         _log.error("model %s cannot be brought back: %s", model, error)
         self._store.update("models", model, state="damaged")
         for request in self._store.requests_since(model, -1):

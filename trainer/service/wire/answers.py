@@ -21,10 +21,10 @@ from .messages import (
 )
 
 OUTPUT_TYPE = "ArrayRecord"
-"""The kind of record that the SDK expects outputs of sequences in."""
+"""The record type in which the SDK expects the outputs of sequences."""
 LOGPROBS = "logprobs"
 NO_LOGPROB = -99999.0
-"""The log-probability, beside token 0, of a place in a list of likely tokens that is empty."""
+"""The log-probability, with token 0, of an empty place in a list of most probable tokens."""
 
 _PART = "answer"
 
@@ -39,10 +39,10 @@ class Sample:
     tokens: Sequence[int]
     """Generated tokens, the stop token included."""
     logprobs: Sequence[float] | None
-    """Log-probability of each token; None if nobody asked."""
+    """Log-probability of each token; None if not requested."""
     stop_reason: Literal["stop", "length"]
     top: Sequence[TopTokens] | None = None
-    """The most probable tokens at the position of each token; None if nobody asked."""
+    """The most probable tokens at the position of each token; None if not requested."""
 
 
 def pass_answer(
@@ -53,14 +53,14 @@ def pass_answer(
     Args:
         logprobs: Log-probabilities of the targets of each sequence, in the order of the request: [N], or [N, K] where the batch
             was padded to K labels.
-        shapes: `TrainRequest.shapes`: the shape that each is cut to.
+        shapes: `TrainRequest.shapes`: the shape to which each is cut.
         metrics: What `training_metrics` returns.
 
     Returns:
         A ``ForwardBackwardOutput``: float32 ``logprobs`` of each sequence, in one record for neighbours with as many labels.
 
     Raises:
-        ProtocolError: There is not one output for each shape, or it is smaller.
+        ProtocolError: The numbers of outputs and shapes differ, or an output is smaller than its shape.
     """
     if len(logprobs) != len(shapes):
         raise ProtocolError(f"{len(logprobs)} outputs of {len(shapes)} sequences.", part=_PART)
@@ -82,9 +82,9 @@ def pass_answer(
 
 
 def training_metrics(report: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a pass as clients read them.
+    """The metrics of a pass under the names that clients expect.
 
-    The SDK splits a batch into several requests and adds up what they report, by the ending of each name. All metrics of the
+    The SDK splits a batch into several requests and combines their metrics by the ending of each name. All metrics of the
     service's losses are sums.
 
     Args:
@@ -106,8 +106,8 @@ def sample_answer(
 
     Args:
         samples: The samples.
-        prompt_logprobs: Log-probability of each prompt token, None where there is none; None if nobody asked.
-        prompt_top: The most probable tokens at each prompt token; None if nobody asked.
+        prompt_logprobs: Log-probability of each prompt token, None where there is none; None if not requested.
+        prompt_top: The most probable tokens at each prompt token; None if not requested.
         top_k: Entries of each `Sample.top`. Shorter lists are padded, longer ones cut.
         top_prompt_k: Entries of each list of `prompt_top`.
         cached_tokens: Prompt tokens that were not computed again.

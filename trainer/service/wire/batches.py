@@ -1,4 +1,4 @@
-"""Requests for a forward pass, or a forward and a backward one: bytes made a batch of token sequences."""
+"""Requests for a forward pass, or a forward and a backward one: parsing of bytes into a batch of token sequences."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .tensors import Array, integers, tensor
 
 INPUT = "model_input"
 TARGETS = "target_tokens"
-"""The input that is the targets; every other one is a per-token value of its shape."""
+"""Name of the input with the targets; every other input is a per-token value of the same shape."""
 WEIGHTS = "weights"
-"""The input that is 1 wherever a sequence lacks it and another one has it."""
+"""Name of the input that is 1 for a sequence without it if another sequence has it."""
 
 _INPUT = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 _INPUTS = 16
-"""Inputs of a sequence, as many as the SDK allows a loss of a client's own."""
+"""Most inputs of a sequence: as many as the SDK allows a client-side loss."""
 _CONFIG_KEYS = 64
-"""Settings of a loss."""
+"""Most settings of a loss."""
 _SMALL_BYTES = 64 * 2**10
-"""Bytes of a request that is decoded in some ten milliseconds at most, in which other clients can wait."""
+"""Most bytes of a request that is decoded on the event loop, in some ten milliseconds at most, while other clients wait."""
 _TEXT_CHARACTERS = 200
-"""Characters of the name of a loss and of a setting that is text."""
+"""Most characters of the name of a loss, and of a setting that is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class TrainRequest:
 
     model_id: str
     seq_id: int
-    """The request's number among those of its model; they are carried out in this order, from 1."""
+    """The request's number among those of its model, from 1. Requests are carried out in this order."""
     forward_only: bool
     """Whether no gradient is wanted."""
     loss: str
@@ -58,9 +58,9 @@ class TrainRequest:
 
 @dataclass(frozen=True, slots=True)
 class TrainBody:
-    """The body of a ``forward_backward`` of which only the address has been read: whose it is, and when its turn comes.
+    """The body of a ``forward_backward`` of which only the address has been read: the model, and the request's number.
 
-    A client numbers its next request one higher, whatever is wrong with the rest of this one.
+    A client gives its next request the next number, whatever is wrong with the rest of this one.
     """
 
     model_id: str
@@ -91,11 +91,11 @@ class TrainBody:
 
     @property
     def decodes_at_once(self) -> bool:
-        """Whether `request` takes milliseconds: beside a busy event loop, a thread would take longer to be given its turn."""
+        """Whether `request` takes only milliseconds: with a busy event loop, a thread would wait longer for its turn."""
         return self.message.ByteSize() <= _SMALL_BYTES and not _sparse_cells(self.message.data)
 
     def request(self, vocabulary: int) -> TrainRequest:
-        """Decode the rest.
+        """Decode the rest of the body.
 
         Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one.
 
@@ -144,7 +144,7 @@ def _check_sparse(data: Sequence[Any], limits: WireLimits) -> None:
 
 
 def _sparse_cells(data: Sequence[Any]) -> int:
-    """Entries of all sparse tensors after they are made dense."""
+    """Number of entries of all sparse tensors in dense form."""
     every = (each for datum in data for each in datum.loss_fn_inputs.values())
     shapes = [each.shape[:2] for each in every if each.WhichOneof("encoding") == "sparse_csr"]
     return sum(max(0, math.prod(shape)) for shape in shapes)
@@ -203,7 +203,7 @@ def _tokens(chunks: Sequence[Any], limits: WireLimits, *, part: str) -> Array:
 
 
 def _check_ids(datums: Sequence[_Datum], vocabulary: int) -> None:
-    """Raise `ProtocolError` for the first token that the model doesn't have; looks at all of them at once, which is faster."""
+    """Raise `ProtocolError` for the first token that the model doesn't have. All tokens are checked at once first, for speed."""
     whole = np.concatenate([ids.ravel() for datum in datums for ids in (datum.tokens, datum.targets)])
     if whole.min() >= 0 and whole.max() < vocabulary:
         return
@@ -218,7 +218,7 @@ def _check_ids(datums: Sequence[_Datum], vocabulary: int) -> None:
 
 
 def _value(found: Array, targets: Array, part: str) -> Array:
-    """float32: a per-token value, checked."""
+    """Check a per-token value, and convert it to float32."""
     if found.shape != targets.shape:
         raise ProtocolError(
             f"shape {list(found.shape)} beside {TARGETS} of shape {list(targets.shape)}.",
@@ -234,7 +234,7 @@ def _value(found: Array, targets: Array, part: str) -> Array:
 
 
 def _config(message: Any) -> dict[str, float | str]:
-    """The settings of the loss. Clients that know version 2 of them send it beside version 1, which has numbers only."""
+    """The settings of the loss. Clients that know their version 2 send it in addition to version 1, which has only numbers."""
     given: dict[str, float | str | None] = dict(message.loss_fn_config)
     if message.loss_fn_config_v2:
         values = message.loss_fn_config_v2
@@ -286,7 +286,7 @@ def _batch(datums: Sequence[_Datum], limits: WireLimits) -> TokenBatch:
 
 
 def _padded(found: Array, labels: int | None, fill: int) -> Array:
-    """[N, labels]: `found`, [N] or [N, K], or as it is where `labels` is None."""
+    """Pad `found`, [N] or [N, K], to [N, labels]; unchanged if `labels` is None."""
     if labels is None or found.shape[1:] == (labels,):
         return found
     found = found.reshape(len(found), -1)

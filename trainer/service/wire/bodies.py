@@ -1,4 +1,4 @@
-"""Bodies of requests: how large they may be, and how they are unpacked without more memory than that."""
+"""Bodies of requests: limits of their size, and decompression within these limits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PART = "request"
 _PATH = (3, 2, 2)
 """Numbers of the fields that lead from a ``ForwardBackwardRequest`` to its tensors: ``data``, ``loss_fn_inputs``, ``value``."""
 _SHAPE, _SHAPE_BYTES = 4, 64
-"""Number of the field ``shape`` of a ``Tensor``, and the most bytes that it takes: each is a number of 8 bytes in memory."""
+"""Number of the field ``shape`` of a ``Tensor``, and its most bytes: each can become 8 bytes in memory."""
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 """Wire types of Protocol Buffers; groups, 3 and 4, occur in no message of ours."""
 _PART_BYTES = 2
@@ -24,11 +24,11 @@ _PART_BYTES = 2
 _VARINT_BYTES = 10
 """Bytes of the longest varint, that of a negative number."""
 _ADDRESS_BYTES = 1024
-"""Bytes in which the address of a pass has room: an identifier has at most 200 characters, and a number 5 bytes."""
+"""Bytes that suffice for the address of a pass: an identifier has at most 200 characters, and a number 5 bytes."""
 _ADDRESS = (1, 2)
-"""Numbers of the fields of a ``ForwardBackwardRequest`` that say whose it is and when its turn comes."""
+"""Numbers of the fields of a ``ForwardBackwardRequest`` with its address: ``model_id`` and ``seq_id``."""
 _WINDOW_BYTES = 8 * 2**20
-"""Most memory that reading the beginning of a compressed body takes. The SDK's bodies ask for 2 MiB."""
+"""Most memory for reading the beginning of a compressed body. The SDK's bodies need 2 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class WireLimits:
     body_bytes: int = 64 * 2**20
     """Bytes of a body, after decompression. The SDK sends about 5 MB at once, or one datum if that is larger."""
     parts: int = 2**17
-    """Messages in a body, of which an empty one takes 2 bytes there and 30 times as much in memory."""
+    """Most fields in a body. An empty message takes 2 bytes there, and 30 times as much in memory."""
     datums: int = 1024
     """Sequences of a request, as the SDK splits batches."""
     tokens: int = 2**17
@@ -46,7 +46,7 @@ class WireLimits:
     labels: int = 1024
     """Targets of one position."""
     cells: int = 2**24
-    """Numbers of all tensors of a request, after sparse ones are made dense and all have the same number of labels."""
+    """Entries of all tensors of a request, in dense form and padded to the same number of labels."""
 
 
 def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
@@ -55,11 +55,11 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
     Args:
         body: The body.
         encoding: The header ``Content-Encoding``: empty, ``identity`` or ``zstd``.
-        limits: `WireLimits.body_bytes` is the most that is allocated.
+        limits: At most `WireLimits.body_bytes` are allocated.
 
     Raises:
         TooLargeError: The body is too large.
-        ProtocolError: The encoding is another one, or the body is not one whole frame that says how large it is.
+        ProtocolError: The encoding is another one, or the body is not one complete frame that declares its size.
     """
     checked_size(body, len(body), limits)
     encoding = encoding.strip().lower()
@@ -68,7 +68,7 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
     if encoding != "zstd":
         raise ProtocolError(f"no content encoding {encoding!r} is offered.", part=PART, hint="Send zstd, or none.")
     try:
-        import zstandard  # noqa: PLC0415  (of the extra `service`, and needed for compressed bodies alone)
+        import zstandard  # noqa: PLC0415  (of the extra `service`, and needed only for compressed bodies)
     except ImportError:
         raise ProtocolError("this service has no zstd.", part=PART, hint="Send the body uncompressed.") from None
     try:
@@ -87,7 +87,7 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
 
 
 def checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
-    """`body`, which has `size` bytes when it is decompressed, or at least these; `TooLargeError` if these are too many."""
+    """Return `body`, which has at least `size` bytes after decompression; `TooLargeError` if these are too many."""
     if size > limits.body_bytes:
         raise TooLargeError(
             f"the body has {size} bytes or more, {limits.body_bytes} are allowed.",
@@ -98,7 +98,7 @@ def checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
 
 
 def address_of(body: bytes, encoding: str) -> bytes:
-    """The first fields of a ``ForwardBackwardRequest`` that is not read as a whole: whose it is, and when its turn comes.
+    """The address, ``model_id`` and ``seq_id``, of a ``ForwardBackwardRequest`` that is too large to be read completely.
 
     The SDK writes fields in the order of their numbers, so these come first. No more of the body is decompressed.
 
@@ -140,9 +140,9 @@ def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
     """A ``ForwardBackwardRequest`` of the bytes `body`.
 
     Raises:
-        ProtocolError: They are none, or one of more parts than allowed.
+        ProtocolError: They are no such message, or have more parts than allowed.
     """
-    if len(body) > _PART_BYTES * limits.parts:  # fewer bytes hold fewer parts, and to count takes longer than to parse
+    if len(body) > _PART_BYTES * limits.parts:  # fewer bytes hold fewer parts, and counting is slow
         _count_parts(body, limits.parts)
     try:
         return message_class.FromString(body)
@@ -151,7 +151,7 @@ def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
 
 
 def _count_parts(body: bytes, most: int) -> None:
-    """Raise `ProtocolError` if `body` has more than `most` fields down to those of its tensors, before they become objects."""
+    """Raise `ProtocolError` if `body` has more than `most` fields, down to those of tensors, before any becomes an object."""
     waiting = [(0, len(body), 0)]
     count = 0
     while waiting:
@@ -175,7 +175,7 @@ def _count_parts(body: bytes, most: int) -> None:
 
 
 def _length(body: bytes, at: int, end: int, wire_type: int) -> tuple[int, int]:
-    """Bytes of a value of `wire_type`, and where they begin."""
+    """Length in bytes of a value of `wire_type`, and the offset at which it begins."""
     if wire_type == _VARINT:
         return 0, _varint(body, at, end)[1]
     if wire_type == _BYTES:
@@ -186,7 +186,7 @@ def _length(body: bytes, at: int, end: int, wire_type: int) -> tuple[int, int]:
 
 
 def _varint(body: bytes, at: int, end: int) -> tuple[int, int]:
-    """The number that begins at `at`, and where the next one does."""
+    """The varint at offset `at`, and the offset after it."""
     value = 0
     for shift in range(_VARINT_BYTES):
         if at >= end:

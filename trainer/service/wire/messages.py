@@ -125,7 +125,7 @@ def _file() -> Any:
             continue
         number, *label, kind, name = line.split()
         _add_field(message, name, int(number), kind, label[0] if label else "")
-    for message in found.message_type:  # those of optional fields come last, as the compiler declares them
+    for message in found.message_type:  # the oneofs of optional fields come last, as the compiler declares them
         for field in message.field:
             if field.proto3_optional:
                 field.oneof_index = len(message.oneof_decl)

@@ -1,4 +1,4 @@
-"""Names that clients choose: they become names of files, so few characters are allowed."""
+"""Names that clients choose. They become names of files, so few characters are allowed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Literal, Self, get_args
 from weightlane.ckpt_engines import ProtocolError
 
 NAME = r"^[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}$"
-"""Pattern of a name: letters, digits, points, underscores and hyphens; it does not begin with a point, as ``..`` does."""
+"""Pattern of a name: letters, digits, points, underscores and hyphens. It does not begin with a point, which excludes ``..``."""
 IDENTIFIER = r"^[A-Za-z0-9_-][A-Za-z0-9._:-]{0,199}$"
 """Pattern of an identifier. The SDK itself calls a model ``SESSION:train:NUMBER``, so it may have colons, too."""
 SCHEME = "tinker://"
 
 Kind = Literal["weights", "sampler_weights", "external_weights"]
-"""A whole training state, weights to sample from, or weights to download."""
+"""A full training state, weights to sample from, or weights to download."""
 
 
 def checked_identifier(text: str, *, part: str) -> str:
@@ -37,7 +37,7 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The address that `text` is; `ProtocolError` if it is none."""
+        """Parse an address; `ProtocolError` if `text` is none."""
         parts = text.removeprefix(SCHEME).split("/")
         kinds: dict[str, Kind] = {kind: kind for kind in get_args(Kind)}
         whole = text.startswith(SCHEME) and len(parts) == 3 and parts[1] in kinds  # noqa: PLR2004  (as written above)

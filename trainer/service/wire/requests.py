@@ -1,7 +1,7 @@
-"""Requests of the Tinker API that come as JSON: their fields, and what each may be.
+"""Requests of the Tinker API in JSON: their fields and the values that these may have.
 
-They are named as in the public SDK ``tinker`` 0.38.0. Types are strict. Unknown fields are ignored, so a newer client works; a
-field that is known but not offered is an error, unless it has the value that asks for nothing.
+Names are those of the public SDK ``tinker`` 0.38.0. Types are strict. Unknown fields are ignored, so a newer client works. A
+known field that is not offered is an error, unless it has its neutral value.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .bodies import PART, WireLimits, checked_size
 from .names import IDENTIFIER, NAME, CheckpointPath
 
 _METADATA_BYTES = 16384
-"""Bytes of a client's own remarks about a session, a model or a checkpoint, as JSON: they are stored with it."""
+"""Most bytes of a client's remarks about a session, a model or a checkpoint, as JSON, which are stored with it."""
 _SHOWN = 3
-"""Faults of a request that its error names."""
+"""Most faults of a request that its error names."""
 
 
 def _small(value: Any) -> Any:
@@ -48,7 +48,7 @@ Path = Annotated[str, AfterValidator(_path)]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=500)]
 Text = Annotated[str, StringConstraints(max_length=500)]
 SeqId = Annotated[int, Field(ge=1, lt=2**31)]
-"""Number of a model's request: they are carried out in this order, from 1, whatever order they come in."""
+"""Number of a model's request, from 1. Requests are carried out in this order, whatever the order of their arrival."""
 Number = Annotated[int, Field(ge=0, lt=2**63)]
 Ttl = Annotated[int, Field(ge=3600, le=315_360_000)]
 """Seconds: from an hour to ten years."""
@@ -73,10 +73,10 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def request(kind: type[AnyRequest], body: bytes, limits: WireLimits | None = None) -> AnyRequest:
-    """The request of `kind` in `body`, JSON in UTF-8.
+    """Parse the request of `kind` in `body`, JSON in UTF-8.
 
     Raises:
-        ProtocolError: It is none, or too large. The error names the wrong fields and repeats no value.
+        ProtocolError: `body` is no such request, or too large. The error names the wrong fields and repeats no value.
     """
     checked_size(body, len(body), limits or WireLimits())
     try:
@@ -89,14 +89,14 @@ def request(kind: type[AnyRequest], body: bytes, limits: WireLimits | None = Non
 
 
 def refuse(offered: Sequence[tuple[bool, str]]) -> None:
-    """Raise ValueError for the first of `offered` that is False; the text beside it says what is not offered."""
+    """Raise ValueError for the first of `offered` that is False; the text next to it names what is not offered."""
     for fine, wanted in offered:
         if not fine:
             raise ValueError(f"{wanted} is not offered")
 
 
 class AddressedRequest(Request):
-    """The fields that any request of a model has, which say when its turn comes, whatever is wrong with the rest."""
+    """The fields of any request of a model that give its turn, whatever is wrong with the rest."""
 
     model_id: Identifier
     seq_id: SeqId
@@ -174,7 +174,7 @@ class AdamParams(Request):
     """The largest norm of the gradient; no limit if it is not above 0."""
 
     def params(self) -> AdamStep:
-        """The step as ranks take it."""
+        """Convert the step to the settings that ranks use."""
         limit = self.grad_clip_norm if self.grad_clip_norm > 0 else math.inf
         return AdamStep(self.learning_rate, (self.beta1, self.beta2), self.eps, self.weight_decay, limit)
 
@@ -183,7 +183,7 @@ class OptimStepRequest(AddressedRequest):
     """``optim_step``."""
 
     adam_params: AdamParams | None = None
-    """The step. Clients send those of other optimizers as `optimizer_params`."""
+    """AdamW's settings. Clients send those of other optimizers as `optimizer_params`."""
     optimizer_params: Any = None
 
     @model_validator(mode="after")
@@ -194,13 +194,13 @@ class OptimStepRequest(AddressedRequest):
         return self
 
     def params(self) -> AdamStep:
-        """The step as ranks take it."""
+        """Convert the step to the settings that ranks use."""
         assert self.adam_params is not None
         return self.adam_params.params()
 
 
 class SaveWeightsRequest(AddressedRequest):
-    """``save_weights``: a whole training state."""
+    """``save_weights``: a full training state."""
 
     path: Name | None = None
     ttl_seconds: Ttl | None = None
@@ -209,7 +209,7 @@ class SaveWeightsRequest(AddressedRequest):
 
 
 class SaveWeightsExternalRequest(AddressedRequest):
-    """``save_weights_external``: weights alone, to be downloaded, as a checkpoint called `path`."""
+    """``save_weights_external``: weights without optimizer, for download, as a checkpoint called `path`."""
 
     path: Name
     ttl_seconds: Ttl | None = None
@@ -224,7 +224,7 @@ class SaveWeightsExternalRequest(AddressedRequest):
 
 
 class LoadWeightsRequest(Request):
-    """``load_weights``: into the model `model_id`, or as a new one, number `model_seq_id` of the session `session_id`."""
+    """``load_weights``: into the model `model_id`, or as a new model, number `model_seq_id` of the session `session_id`."""
 
     model_id: Identifier | None = None
     seq_id: SeqId | None = None
@@ -263,7 +263,7 @@ class SaveWeightsForSamplerRequest(AddressedRequest):
     path: Name | None = None
     sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot", "inflight"] = "snapshot"
-    """Whether the session keeps this version for good, or moves on when the model is saved so again."""
+    """Whether the session keeps this version (snapshot), or moves to newer ones when the model is saved so again (inflight)."""
     ttl_seconds: Ttl | None = None
     user_metadata: Labels | None = None
 
@@ -282,7 +282,7 @@ class SaveWeightsForSamplerRequest(AddressedRequest):
 
 
 class CheckpointTtlRequest(Request):
-    """The time to live of a checkpoint that is there; None: for ever."""
+    """The new time to live of an existing checkpoint; None: for ever."""
 
     ttl_seconds: Ttl | None = None
 
@@ -298,7 +298,7 @@ class FutureRetrieveRequest(Request):
 
     request_id: Identifier
     allow_metadata_only: bool = False
-    """Whether the size of a large result may come first, so that the client makes room."""
+    """Whether the size of a large result may be sent first, so that the client can allocate memory."""
 
 
 class CancelFutureRequest(Request):

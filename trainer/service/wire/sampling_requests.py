@@ -1,4 +1,4 @@
-"""Requests of the Tinker API about samples, as JSON; see `requests`."""
+"""Sampling requests of the Tinker API, as JSON; see `requests`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pydantic import Field, StringConstraints, model_validator
 from .requests import Identifier, ModelName, Number, Path, Request, refuse
 
 MOST_TOKENS = 2**20
-"""Tokens of a prompt, before its length is compared with what the model can read."""
+"""Most tokens of a prompt in any request, before its length is compared with the model's limit."""
 MOST_TOP = 1024
-"""Likely tokens of a position, before their number is compared with what replicas return."""
+"""Most probable tokens of a position in any request, before their number is compared with the replicas' limit."""
 
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Top = Annotated[int, Field(ge=0, le=MOST_TOP)]
@@ -20,7 +20,7 @@ StopString = Annotated[str, StringConstraints(min_length=1, max_length=1000)]
 
 
 class CreateSamplingSessionRequest(Request):
-    """``create_sampling_session``: of a checkpoint, or of the base model alone."""
+    """``create_sampling_session``: of a checkpoint, or of the base model."""
 
     session_id: Identifier
     sampling_session_seq_id: Number
@@ -100,7 +100,7 @@ class SamplingParams(Request):
     def seed_of(self, sample: int) -> int | None:
         """The seed of sample number `sample`, from 0 to ``2**63 - 2``; None if the client gave none.
 
-        Mixed, because the samples of a seed and of the next one would be the same but for two if the number were added.
+        Seed and number are hashed. If they were added, the samples of neighbouring seeds would be the same but for one each.
         """
         if self.seed is None or not sample:
             return None if self.seed is None else self.seed % (2**63 - 1)
@@ -123,7 +123,7 @@ class SampleRequest(Request):
     topk_prompt_logprobs: Top = 0
     topk_sample_logprobs: Top = 0
     prompt_logprobs_last_n: int | None = None
-    """How many prompt tokens, the last ones, have log-probabilities; None: all."""
+    """Number of prompt tokens at the end that get log-probabilities; None: all."""
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None

@@ -1,4 +1,4 @@
-"""Tensors of a request: bytes, dense or as compressed sparse rows, made NumPy arrays."""
+"""Tensors of a request: conversion of bytes, dense or as compressed sparse rows, to NumPy arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensor(message: Any, limits: WireLimits, *, part: str) -> Array:
     Args:
         message: The message. A dense one without a shape has one dimension. Compressed sparse rows (values, row pointers and
             column numbers, as torch has them) have the shape of the dense tensor, whose other entries are 0.
-        limits: What it may have.
+        limits: Limits of its size.
         part: Names it in errors.
 
     Returns:
@@ -55,7 +55,7 @@ def tensor(message: Any, limits: WireLimits, *, part: str) -> Array:
 
 
 def integers(data: bytes, dtype: str, *, part: str) -> Array:
-    """int64 [N]: the little-endian integers of `dtype` in `data`; `ProtocolError` if a part of one is left."""
+    """int64 [N]: the little-endian integers of `dtype` in `data`; `ProtocolError` if an incomplete one is left."""
     if len(data) % np.dtype(dtype).itemsize:
         raise ProtocolError(f"{len(data)} bytes are no whole number of integers.", part=part)
     return np.frombuffer(data, dtype).astype(np.int64)
@@ -77,7 +77,7 @@ def _values(data: bytes, dtype: int, *, part: str) -> Array:
 
 
 def _dense(message: Any, dtype: int, shape: list[int], limits: WireLimits, *, part: str) -> Array:
-    """[N, K]: compressed sparse rows, made dense. Their pointers are checked before anything of that size is allocated."""
+    """Convert compressed sparse rows to a dense [N, K]. Row pointers are checked before anything of that size is allocated."""
     if len(shape) != _MATRIX:
         raise ProtocolError(f"a sparse tensor has shape {shape}.", part=part, hint="It has two dimensions.")
     rows, columns = shape

@@ -46,7 +46,7 @@ def _process_engine(config: MooncakeConfig) -> ProcessEngine:
 
 
 class _Half(toolkit.PostingHalf):
-    """The part that both halves share."""
+    """Base of both halves."""
 
     def __init__(self, part: str, config: MooncakeConfig) -> None:
         super().__init__(part)
@@ -94,7 +94,7 @@ class MooncakeSender(_Half, toolkit.PairedSender):
 
 
 class MooncakeReceiver(_Half, toolkit.PairedReceiver):
-    """The receiving half, which reads each bucket into memory of the engine's own, and copies it to its place.
+    """The receiving half, which reads each bucket into memory of the engine's own, and copies it into the bucket.
 
     A read that continues after a failed call therefore never reaches memory that is in use for something else.
     """

@@ -14,21 +14,21 @@ from weightlane.ckpt_engines import TransportError
 
 _POLL_PAUSE_S = 0.001
 _ABANDONED_POLL_PAUSE_S = 0.1
-"""Pause between two looks at a read whose result nothing waits for any more."""
+"""Pause between two polls of a read whose result is no longer needed."""
 _DONE = 1
 
 
 def import_mooncake() -> Any:
-    """Import and return ``mooncake.engine``; raises what its import raises, for example when libibverbs is missing."""
+    """Import and return ``mooncake.engine``. Raises the errors of the import, for example when libibverbs is missing."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("MC_DISABLE_METACACHE", "1")  # or a new peer on the port of a dead one is taken for it
+    os.environ.setdefault("MC_DISABLE_METACACHE", "1")  # else a new peer on the port of a dead one is mistaken for it
     from mooncake import engine  # noqa: PLC0415 - not there on every machine
 
     return engine
 
 
 class Memory:
-    """Registered memory of a process engine. It is unregistered when it is released and no read uses it any more.
+    """Registered memory of a process engine. It is unregistered once it is released and no read uses it.
 
     Args:
         data: The memory, one-dimensional uint8.
@@ -66,8 +66,8 @@ class Memory:
 class ProcessEngine:
     """A `TransferEngine` of Mooncake, kept until the process ends.
 
-    Ending one holds Python's global lock for up to a second, so it is not made for every connection. Its threads let peers
-    read the memory that is registered at the time, and no other memory.
+    Ending a `TransferEngine` holds Python's global lock for up to a second, so connections share one. Its threads let peers read
+    the memory that is registered at the time, and no other memory.
     """
 
     _made: ClassVar[dict[tuple[int, str, str, str], ProcessEngine]] = {}
@@ -101,12 +101,12 @@ class ProcessEngine:
         return Memory(data, self._engine.unregister_memory)
 
     def read(self, segment: str, start: int, nbytes: int, into: Memory) -> None:
-        """Read `nbytes` at address `start` of the peer at `segment`. Without a time limit: Mooncake may block for ever.
+        """Read `nbytes` at address `start` of the peer at `segment`. There is no time limit: Mooncake may block for ever.
 
         Raises `TransportError`.
         """
         with into:
-            # The first read of a peer connects to it in this call, and waits up to a minute for one that is frozen.
+            # The first read from a peer connects to it in this call, and waits up to a minute for a frozen peer.
             batch = self._engine.batch_transfer_async_read(segment, [into.start], [start], [nbytes])
             if not batch:
                 raise TransportError(f"Mooncake cannot reach {segment}.", part="mooncake")

@@ -1,8 +1,8 @@
 """A checkpoint engine over NIXL with its UCX backend, which chooses RDMA, shared memory or TCP between two processes.
 
 The sender writes buckets one-sidedly into registered memory of each receiver. Receivers do not read from the sender: UCX over TCP
-ends the whole process (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``) when it serves a read of a peer that was
-killed meanwhile, and a dead rollout worker must not end the trainer.
+ends the process (``ucp_request.inl: Fatal: unexpected error: Endpoint timeout``) when it serves a read of a peer that was killed
+meanwhile, and a dead rollout worker must not end the trainer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class NixlConfig(EngineConfig):
 
 
 class _Half(toolkit.PostingHalf):
-    """The part that both halves share. Senders write to receivers' memory, so only a receiver has `_exposed` memory."""
+    """Base of both halves. Senders write to receivers' memory, so only a receiver has `_exposed` memory."""
 
     def __init__(self, part: str, config: NixlConfig) -> None:
         super().__init__(part)
@@ -65,7 +65,7 @@ class _Half(toolkit.PostingHalf):
         return self._agent
 
     def _scratch_of(self, nbytes: int) -> torch.Tensor:
-        """Return registered memory for one bucket. Smaller memory stays registered, because peers may know its addresses."""
+        """Return registered memory for one bucket. Earlier, smaller memory stays registered: peers may know its addresses."""
         if self._scratch.numel() < nbytes:
             self._scratch = self._connected().allocate(max(nbytes, 2 * self._scratch.numel()))
         return self._scratch[:nbytes]
@@ -84,7 +84,7 @@ class NixlSender(_Half, toolkit.PairedSender):
         self._memory = memory
 
     def send(self, channels: Mapping[str, toolkit.Channel], bucket: Bucket, deadline: Deadline) -> None:
-        """Ask every receiver for the bucket's place in its memory, write the bucket there, and announce that."""
+        """Request from every receiver a place in its memory, write the bucket there, and announce that it is written."""
         agent = self._connected()
         source = bucket.data
         if bucket.nbytes:
@@ -101,7 +101,7 @@ class NixlSender(_Half, toolkit.PairedSender):
         what = f"bucket {bucket.index} of version {bucket.version} to be written"
 
         def done() -> bool:
-            states = [write.done() for write in writes]  # every write goes on
+            states = [write.done() for write in writes]  # polls every write, so that all make progress
             return all(states)
 
         try:
@@ -168,12 +168,12 @@ class NixlEngine(CheckpointEngine):
         self._memory: toolkit.EngineMemory[torch.Tensor] = toolkit.EngineMemory()
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Return memory that every sender registers once, and sends from without a copy."""
+        """Return memory that every sender registers once, and from which it sends without a copy."""
         memory = super().allocate(nbytes, device)
         return self._memory.add(memory, memory)
 
     def free(self, memory: torch.Tensor) -> None:
-        """See `CheckpointEngine.free`. Senders that have registered it keep it until they close."""
+        """See `CheckpointEngine.free`. Senders that have registered the memory keep it until they close."""
         self._memory.discard(memory)
 
     def make_sender(self, name: str, device: torch.device) -> WeightSender:  # noqa: ARG002

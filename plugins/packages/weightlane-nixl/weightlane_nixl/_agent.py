@@ -21,7 +21,7 @@ _CHUNK_BYTES = 32 << 20
 
 
 def import_nixl() -> Any:
-    """Import and return ``nixl._api``; raises what its import raises."""
+    """Import and return ``nixl._api``. Raises the errors of the import."""
     from nixl import _api as api  # noqa: PLC0415 - large, and not there on every machine
 
     if "NIXL_LOG_LEVEL" not in os.environ:  # its default is to log to standard output
@@ -30,7 +30,7 @@ def import_nixl() -> Any:
 
 
 class Region:
-    """Memory that is registered with an agent, and is kept alive."""
+    """Memory that is registered with an agent and kept alive."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self.data = data
@@ -147,7 +147,7 @@ class Agent:
             self._nixl.get_new_notifs()
 
     def close(self, *, exposed: bool = False) -> None:
-        """Unregister everything and end the agent. `exposed` says that a peer may still be writing to its memory."""
+        """Unregister all memory and end the agent. `exposed` says that a peer may still be writing to the agent's memory."""
         for registration in self._registrations:
             with contextlib.suppress(Exception):
                 self._nixl.deregister_memory(registration)
@@ -161,7 +161,7 @@ class Agent:
 
     @contextlib.contextmanager
     def _typed(self, action: str, peer: str = "", hint: str = "") -> Iterator[None]:
-        """Raise NIXL's errors, which have no common base class, as weightlane's."""
+        """Turn NIXL's errors, which have no common base class, into weightlane's."""
         try:
             yield
         except Exception as error:
@@ -190,7 +190,7 @@ class Write:
         self._state = "DONE"
 
     def done(self) -> bool:
-        """Start the next chunk when one is written, and return whether all are. Raises as `Agent.state`."""
+        """Start the next chunk when one is written, and return whether all chunks are written. Raises as `Agent.state`."""
         if self._state == "PROC":
             self._state = self._agent.state(self._handle, self._peer)
         if self._state == "ERR":
@@ -206,7 +206,7 @@ class Write:
         return False
 
     def release(self) -> None:
-        """Free the chunk that is being written: cancel the transfer; one that cannot be cancelled ends with the agent."""
+        """Release the current chunk's transfer; a running one is cancelled. One that cannot be cancelled ends with the agent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(Exception):

@@ -1,7 +1,7 @@
 """Comparing, compacting and flipping elements on a device, with Triton where it is installed, else with torch.
 
 Finding changes takes two passes. The first counts the differing elements of each block, which tells where each block's part of
-the result begins. The second writes the result. The count alone tells whether a delta can pay.
+the result begins. The second writes the result. The count is enough to decide whether a delta can be short enough.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def decode(data: torch.Tensor | memoryview | bytes, *, elements: int, itemsize: 
 
 
 def _checked_header(raw: Bytes, elements: int, itemsize: int) -> int:
-    """The number of changed elements that the header announces."""
+    """Check the header. Returns the number of changed elements that it declares."""
     if raw.size < HEADER.size:
         raise _damaged(f"{raw.size} bytes are not even a header")
     magic, form, size, log_block, _, numel, changed, nbytes = HEADER.unpack(raw[: HEADER.size].tobytes())

@@ -1,8 +1,8 @@
-"""Flips of changed elements: the bits in which the base and the new version differ, base XOR new, in as few bytes as suffices.
+"""Flips of changed elements: the bits in which the base and the new version differ (base XOR new), in one of two encodings.
 
-The flips of a block have the size of its elements, or one byte. A byte of 0, which no changed element has, then stands for a flip
-that is larger: these follow in the size of elements, in their order. A step of an optimiser mostly changes the lowest bits of a
-bfloat16.
+The flips of a block have the size of its elements, or one byte each. No changed element has a flip of 0, so a byte of 0 stands
+for a flip that does not fit into a byte. These flips follow the bytes, in order and in the size of elements. An optimizer step
+mostly changes the lowest bits of a bfloat16.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Patch:
         return positions, torch.cat([block.flips for block in self.blocks])
 
     def flip_(self, target: torch.Tensor) -> None:
-        """Flip the bits of `target` in which the two versions differ: one becomes the other, and the same again leads back.
+        """Flip the bits of `target` in which the two versions differ. This turns one version into the other, in both directions.
 
         Args:
             target: The segment: contiguous, on the patch's device.
