@@ -82,7 +82,7 @@ class RunHooks:
         length of trained completions over that of drawn ones), ``overlap_share``.
 
         In the first step after a publication: ``published_version``, ``trainer_blocked_s`` (publish plus fence of that version).
-        When it is known: ``blocking_way_s`` (time that either side would lose in a synchronous update, see
+        When it is known: ``synchronous_update_s`` (time that either side would lose in a synchronous update, see
         ``loop.blocking_syncs``).
 
         Of ``weightlane sft``: ``epoch`` (passes over the examples so far), ``seconds``, ``grad_norm``, ``tokens``,

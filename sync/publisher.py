@@ -34,7 +34,7 @@ from .plan.session_plan import SessionPlan
 from .send.contribution import Contribution
 from .send.publication import Publication, PublicationQueue
 from .send.send_session import open_session
-from .send.sending_rank import SendingRank
+from .send.sender_resources import SenderResources
 from .send.snapshot.progress import Progress
 from .send.snapshotter import Snapshotter
 from .send.version_sender import VersionSender
@@ -110,7 +110,7 @@ class Publisher(Participant):
             checksummed=integrity == "full",
             stored=engine.capabilities.persistent,
         )
-        self._ours = SendingRank(
+        self._ours = SenderResources(
             name,
             engine,
             contribution,

@@ -33,10 +33,10 @@ def median_s(runtime: DeviceRuntime, work: Callable[[], object]) -> float:
     """Median seconds that `work` takes on the device, over `ROUNDS` rounds after one that warms up."""
     times = []
     for _ in range(ROUNDS + 1):
-        runtime.finish()
+        runtime.synchronize()
         started = time.perf_counter()
         work()
-        runtime.finish()
+        runtime.synchronize()
         times.append(time.perf_counter() - started)
     return statistics.median(times[1:])
 

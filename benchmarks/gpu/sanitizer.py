@@ -89,7 +89,7 @@ class Rollout:
         """Load a version into the live model. Returns the model's `fingerprint`."""
         for name, tensor in self._subscriber.take(version).items():
             self._live[name].copy_(tensor, non_blocking=True)
-        self._runtime.finish()
+        self._runtime.synchronize()
         self._subscriber.release(version)
         return fingerprint(self._live)
 

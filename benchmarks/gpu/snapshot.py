@@ -43,11 +43,11 @@ class Training:
 
     def step(self) -> float:
         """Do one step. Returns its seconds."""
-        self._runtime.finish()
+        self._runtime.synchronize()
         started = time.perf_counter()
         for _ in range(self._products):
             torch.mm(self._left, self._right, out=self._into)
-        self._runtime.finish()
+        self._runtime.synchronize()
         return time.perf_counter() - started
 
 
@@ -107,7 +107,7 @@ def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str
     ]
     nbytes = compact_places(shards)[-1] + shards[-1].nbytes
     figures: dict[str, Any] = {"float32 parameters, MB": sum(shard.data.nbytes for shard in shards) / 1e6}
-    runtime.finish()
+    runtime.synchronize()
     with runtime.on(runtime.stream_for(runtime)):  # the training's
         training = Training(runtime, step_s)
         for name, where in (("device", runtime.device), ("host", HOST)):

@@ -197,7 +197,7 @@ def benched(file: Path) -> dict[str, Any]:
     Raises `StepFailedError` when an engine was not measured, or carried wrong bits.
     """
     report = json.loads(file.read_text(encoding="utf-8"))
-    figures: dict[str, Any] = {"the blocking way, ms": 1e3 * report["blocking"]["latency_s"]["median"]}
+    figures: dict[str, Any] = {"a synchronous update, ms": 1e3 * report["blocking"]["latency_s"]["median"]}
     why = [f"{engine} was not measured: {reason}" for engine, reason in report["unavailable"].items()]
     for row in report["rows"]:
         figures.setdefault("copy on the device, GB/s", _rate(row, report["limits"]["memcpy_s"]))

@@ -40,7 +40,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, field_validator
 
 from ..channels.channel import Address, Channel
-from ..channels.meeting import Meeting, TcpMeeting
+from ..channels.socket_factory import SocketFactory, TcpSocketFactory
 from ..deadline import Deadline
 from ..errors import EngineContractError
 from .bucket import Bucket
@@ -219,12 +219,12 @@ class CheckpointEngine(ABC):
     def free(self, memory: torch.Tensor) -> None:  # noqa: B027 - torch's own memory needs no such call
         """Free memory that `allocate` returned. Receivers may still read it. Never raises."""
 
-    def meeting(self, name: str) -> Meeting:  # noqa: ARG002
+    def socket_factory(self, name: str) -> SocketFactory:  # noqa: ARG002
         """Return the sockets over which the framework connects the participant `name` with its peers.
 
         The sockets are on loopback unless an option of the engine says otherwise.
         """
-        return TcpMeeting("127.0.0.1")
+        return TcpSocketFactory("127.0.0.1")
 
     @abstractmethod
     def make_sender(self, name: str, device: torch.device) -> WeightSender:

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field, create_model
 
-from ..channels.meeting import Meeting
+from ..channels.socket_factory import SocketFactory
 from ..contract.engine import CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
 from ..deadline import Deadline
 from ..errors import StorageError
@@ -49,9 +49,9 @@ class FaultyEngine(CheckpointEngine):
         """See `CheckpointEngine.check`."""
         self._inner.check(deadline)
 
-    def meeting(self, name: str) -> Meeting:
-        """See `CheckpointEngine.meeting`."""
-        return self._inner.meeting(name)
+    def socket_factory(self, name: str) -> SocketFactory:
+        """See `CheckpointEngine.socket_factory`."""
+        return self._inner.socket_factory(name)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """See `CheckpointEngine.allocate`; raises `StorageError` for an injected fault."""

@@ -49,11 +49,11 @@ class ReceiverLink(Link[WeightReceiver]):
             return {"engine": dict(self.half.address())}
 
     def _connect_peers(self, topology: Topology, deadline: Deadline) -> None:
-        meeting = self._engine.meeting(self._name)
+        sockets = self._engine.socket_factory(self._name)
         lanes: dict[str, dict[str, Channel]] = {lane: {} for lane in self._lanes}
         with contextlib.ExitStack() as opened:
             for sender, address in topology.senders.items():
-                target = meeting.target(self._address_part(address, "meeting", sender), self.part, sender)
+                target = sockets.target(self._address_part(address, "sockets", sender), self.part, sender)
                 for lane, channels in lanes.items():
                     channels[sender] = dial(
                         target,

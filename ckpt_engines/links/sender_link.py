@@ -40,12 +40,12 @@ class SenderLink(Link[WeightSender]):
     def address(self) -> Address:
         """Return JSON data by which receivers' links find this one. From now on they can connect."""
         with self._call():
-            meeting = self._listen().address if self._connects else {}
-            return {"meeting": dict(meeting), "engine": dict(self.half.address())}
+            where = self._listen().address if self._connects else {}
+            return {"sockets": dict(where), "engine": dict(self.half.address())}
 
     def _listen(self) -> Listener:
         if self._listener is None:
-            self._listener = self._engine.meeting(self._name).listen(self.part)
+            self._listener = self._engine.socket_factory(self._name).listen(self.part)
         return self._listener
 
     def _connect_peers(self, topology: Topology, deadline: Deadline) -> None:

@@ -65,20 +65,20 @@ class DeviceRuntime:
         """Make this device and `stream`, one of its streams, the thread's current ones inside the block."""
         yield
 
-    def recorded(self, stream: Any = None) -> Any:  # noqa: ARG002
+    def record_event(self, stream: Any = None) -> Any:  # noqa: ARG002
         """Return an event that passes when all work started so far on `stream` (default: the thread's current one) is done."""
         return None
 
-    def finish(self, stream: Any = None) -> None:
+    def synchronize(self, stream: Any = None) -> None:
         """Wait until all work started so far on `stream` (default: the thread's current one) is done."""
 
     def wait_for(self, stream: Any, event: Any) -> None:
         """Make later work on `stream` wait for `event`, without blocking the thread. None stands for an event that has passed."""
 
-    def keep_until_done(self, memory: torch.Tensor, stream: Any) -> None:
+    def record_stream(self, memory: torch.Tensor, stream: Any) -> None:
         """Keep torch from reusing `memory`, once its owner drops it, until the work started so far on `stream` is done."""
 
-    def forget_unused(self) -> None:
+    def empty_cache(self) -> None:
         """Return the unused memory that torch caches to the device."""
 
     @property
@@ -153,15 +153,15 @@ class AcceleratorRuntime(DeviceRuntime):
         with self.current(), self._module.stream(stream):
             yield
 
-    def recorded(self, stream: Any = None) -> Any:
-        """See `DeviceRuntime.recorded`."""
+    def record_event(self, stream: Any = None) -> Any:
+        """See `DeviceRuntime.record_event`."""
         with self.current():
             event = self._module.Event()
             event.record(self._module.current_stream(self.device) if stream is None else stream)
         return event
 
-    def finish(self, stream: Any = None) -> None:
-        """See `DeviceRuntime.finish`."""
+    def synchronize(self, stream: Any = None) -> None:
+        """See `DeviceRuntime.synchronize`."""
         (self._module.current_stream(self.device) if stream is None else stream).synchronize()
 
     def wait_for(self, stream: Any, event: Any) -> None:
@@ -169,12 +169,12 @@ class AcceleratorRuntime(DeviceRuntime):
         if event is not None:
             stream.wait_event(event)
 
-    def keep_until_done(self, memory: torch.Tensor, stream: Any) -> None:
-        """See `DeviceRuntime.keep_until_done`."""
+    def record_stream(self, memory: torch.Tensor, stream: Any) -> None:
+        """See `DeviceRuntime.record_stream`."""
         memory.record_stream(stream)
 
-    def forget_unused(self) -> None:
-        """See `DeviceRuntime.forget_unused`."""
+    def empty_cache(self) -> None:
+        """See `DeviceRuntime.empty_cache`."""
         with self.current():
             self._module.empty_cache()
 

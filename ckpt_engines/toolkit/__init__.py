@@ -9,7 +9,7 @@ connections between the halves, gives the engine a `Channel` to each peer, and w
 - `PostingHalf` is the base of both: a `Lifecycle`, the channels, and `PostedCalls`.
 - `Lifecycle` lets any thread close a half while another thread is blocked in it.
 - `PostedCalls` moves posted buckets one after the other, in `flush`.
-- `TcpMeeting` and `LocalMeeting` choose the sockets over which halves are connected (`CheckpointEngine.meeting`).
+- `TcpSocketFactory` and `LocalSocketFactory` choose the sockets of halves (`CheckpointEngine.socket_factory`).
 - `announce`, `expect`, `acknowledge` and `await_acknowledgements` exchange messages about one bucket over the channels, for
   transports whose sides need them: where the bucket lies, or that it was read. `refuse` rejects an announced bucket.
 - `send_payload` and `receive_payload` carry the bytes themselves over the channels, for transports without other connections.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from ..channels.channel import Channel
 from ..channels.listener import listen_tcp
-from ..channels.meeting import LocalMeeting, Meeting, TcpMeeting, host_and_port
+from ..channels.socket_factory import LocalSocketFactory, SocketFactory, TcpSocketFactory, host_and_port
 from ..runtime.devices import DeviceRuntime, runtime_of
 from ..runtime.environment import environment
 from ..runtime.lifecycle import Lifecycle
@@ -47,14 +47,14 @@ __all__ = [
     "DeviceRuntime",
     "EngineMemory",
     "Lifecycle",
-    "LocalMeeting",
-    "Meeting",
+    "LocalSocketFactory",
     "PairedEngine",
     "PairedReceiver",
     "PairedSender",
     "PostedCalls",
     "PostingHalf",
-    "TcpMeeting",
+    "SocketFactory",
+    "TcpSocketFactory",
     "acknowledge",
     "announce",
     "await_acknowledgements",

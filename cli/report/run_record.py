@@ -144,7 +144,7 @@ def _stalls(steps: Sequence[Event], commits: Sequence[Event]) -> dict[str, float
     if not steps or not commits:
         return None
     blocking = next(
-        (each["blocking_way_s"] for each in reversed(steps) if _is_number(each.get("blocking_way_s"))), None
+        (each["synchronous_update_s"] for each in reversed(steps) if _is_number(each.get("synchronous_update_s"))), None
     )
     stalls = {
         "trainer": _sum(steps, "trainer_blocked_s") / len(steps),

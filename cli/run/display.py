@@ -174,11 +174,11 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         )
     lost = summary.trainer_lost_per_step_s, summary.rollout_lost_per_step_s
     table.add_row("lost to syncs per step", f"trainer {1e3 * lost[0]:.1f} ms, rollout {1e3 * lost[1]:.1f} ms")
-    if summary.blocking_way_s:
-        trainer, rollout = (side / summary.blocking_way_s for side in lost)
+    if summary.synchronous_update_s:
+        trainer, rollout = (side / summary.synchronous_update_s for side in lost)
         table.add_row(
             "the same with blocking syncs",
-            f"{1e3 * summary.blocking_way_s:.1f} ms each, of which the above is {trainer:.1%} and {rollout:.1%}",
+            f"{1e3 * summary.synchronous_update_s:.1f} ms each, of which the above is {trainer:.1%} and {rollout:.1%}",
         )
     if summary.drawn_tokens:
         bias = summary.trained_tokens / summary.drawn_tokens - 1

@@ -38,7 +38,7 @@ def new_receive_memory(nbytes: int, device: torch.device, live: DeviceRuntime) -
     if device == HOST:
         return live.host_memory(nbytes)
     memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    runtime_of(device).finish()  # buckets arrive on other streams, which do not wait for the zeros
+    runtime_of(device).synchronize()  # buckets arrive on other streams, which do not wait for the zeros
     return memory
 
 

@@ -161,7 +161,7 @@ class Staging:
     def _swap(self, delta: StagedDelta) -> None:
         tensors, self._serving.manifest = self._serving.tensors(), None  # a mixture, if the swap fails half-way
         delta.swap_staged(tensors)
-        self._runtime.finish()  # the version is loaded on another stream
+        self._runtime.synchronize()  # the version is loaded on another stream
 
     def _roll_back_delta(self) -> None:
         applied, self._applied = self._applied, None

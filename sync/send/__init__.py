@@ -11,5 +11,5 @@ From `Publisher.publish` to the engine, a bucket passes four steps:
 4. **Sender link** (`weightlane.ckpt_engines.links.sender_link`): the pipeline's thread posts the bucket to the receivers.
 
 A `PublicationQueue` (`publication`) chooses the next version for steps 1 and 2, and a `VersionSender` offers a version before
-step 2. A `SendSession` holds the pipeline and links of one session; a `SendingRank` holds the objects that outlive sessions.
+step 2. A `SendSession` holds the pipeline and links of one session; a `SenderResources` holds the objects that outlive sessions.
 """

@@ -173,7 +173,7 @@ class SendPipeline:
                 data = source.bucket(index)
                 checksum = checksum_of(data) if manifest.checksummed else ""
                 checksums.append(checksum)
-                after = self._runtime.recorded()
+                after = self._runtime.record_event()
                 bucket = Bucket(version, index, data, after, lasting=manifest.lasting, part=manifest.part(index))
                 queue.put(_ReadyBucket(bucket, to, checksum))
                 total += data.numel()

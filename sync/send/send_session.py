@@ -27,7 +27,7 @@ from .agreement.rank_agreement import RankAgreement
 from .bucket_source import BucketSource, SnapshotBuckets
 from .gather import GatheredBuckets, ShardGather
 from .pipeline import Destination, SendPipeline, destinations_of
-from .sending_rank import SendingRank
+from .sender_resources import SenderResources
 from .snapshot.progress import SourceBytes
 
 
@@ -50,7 +50,7 @@ class SendRequest:
     stall_s: float
 
 
-def open_session(rank: SendingRank, name: str) -> SendSession:
+def open_session(rank: SenderResources, name: str) -> SendSession:
     """Open session `name`, with the class that the rank's engine needs. It is connected later."""
     layout = rank.contribution.stored_layout
     return DirectSendSession(rank, name) if layout is None else GatheredSendSession(rank, name, layout)
@@ -72,7 +72,7 @@ class SendSession(ABC):
     parts: Sequence[SnapshotSlice]
     stores = False
 
-    def __init__(self, rank: SendingRank, name: str) -> None:
+    def __init__(self, rank: SenderResources, name: str) -> None:
         self.name = name
         self.pipeline: SendPipeline | None = None
         self.agreement: RankAgreement | None = None
@@ -131,7 +131,7 @@ class GatheredSendSession(SendSession):
 
     stores = True
 
-    def __init__(self, rank: SendingRank, name: str, layout: Manifest) -> None:
+    def __init__(self, rank: SenderResources, name: str, layout: Manifest) -> None:
         super().__init__(rank, name)
         self.layout = layout
         self._tables: Sequence[CopyTable] = ()
@@ -185,7 +185,7 @@ class GatheredSendSession(SendSession):
 class DirectSendSession(SendSession):
     """A session in which every rank sends its slices directly to the ranks that need them, or to the first relays."""
 
-    def __init__(self, rank: SendingRank, name: str) -> None:
+    def __init__(self, rank: SenderResources, name: str) -> None:
         super().__init__(rank, name)
         self._links = EngineLinks(rank.name, rank.engine, rank.device)
         self._table = CopyTable([])
@@ -232,7 +232,7 @@ class DirectSendSession(SendSession):
         self._links.close()
 
 
-def _plan(rank: SendingRank, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
+def _plan(rank: SenderResources, rendezvous: Rendezvous, message: Connect, deadline: Deadline) -> SessionPlan:
     """Compute the session's plan, as every participant does."""
     exchange = PlanExchange(rendezvous.mailbox(f"plan/{message.session}"))
     supply = rank.contribution.supply(message.publishers, rank.relay)

@@ -8,7 +8,7 @@ import time
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError
 
 from .publication import Publication, PublicationQueue
-from .sending_rank import SendingRank
+from .sender_resources import SenderResources
 from .snapshot.slots import SnapshotSlot
 
 _log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ snapshot, and needs several times that at first, when its own memory is new. All
 class Snapshotter:
     """Takes the snapshots of one publisher, on its snapshot thread."""
 
-    def __init__(self, rank: SendingRank, queue: PublicationQueue) -> None:
+    def __init__(self, rank: SenderResources, queue: PublicationQueue) -> None:
         self._rank = rank
         self._queue = queue
         self._snapshot_s = 0.0

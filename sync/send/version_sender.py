@@ -21,7 +21,7 @@ from .agreement.magnitudes import MAGNITUDES, magnitudes_from_plain, magnitudes_
 from .agreement.replicated_shards import DIGESTS, digests_from_plain
 from .publication import Publication
 from .send_session import SendRequest, SendSession
-from .sending_rank import SendingRank
+from .sender_resources import SenderResources
 from .snapshot.progress import SourceBytes
 from .snapshot.slots import SnapshotSlot
 
@@ -29,7 +29,7 @@ from .snapshot.slots import SnapshotSlot
 class VersionSender:
     """Offers and sends the versions of one publisher, on its send thread."""
 
-    def __init__(self, rank: SendingRank, rendezvous: Rendezvous) -> None:
+    def __init__(self, rank: SenderResources, rendezvous: Rendezvous) -> None:
         self._rank = rank
         self._ours = rank.contribution
         self._rendezvous = rendezvous
@@ -49,14 +49,14 @@ class VersionSender:
             self._encode(publication, session)
         if session.agreement is not None:
             if self._rank.chooser.uses_deltas:
-                session.agreement.say(DELTAS, version, _plain_delta(publication))
+                session.agreement.publish(DELTAS, version, _plain_delta(publication))
             if self._ours.replicated:
-                session.agreement.say(DIGESTS, version, sorted(publication.digests.items()))
+                session.agreement.publish(DIGESTS, version, sorted(publication.digests.items()))
         if self._rank.number != 0:
             return None
         if session.agreement is not None and self._ours.replicated:
-            said = session.agreement.hear(DIGESTS, version, self._deadline(), publication.superseded)
-            self._ours.replicated.compare({name: digests_from_plain(plain) for name, plain in said.items()}, version)
+            values = session.agreement.collect(DIGESTS, version, self._deadline(), publication.superseded)
+            self._ours.replicated.compare({name: digests_from_plain(plain) for name, plain in values.items()}, version)
         manifest, _ = self._manifest_of(publication, session, self._deadline())
         if publication.superseded.is_set:  # while it was encoded
             return None
@@ -118,13 +118,13 @@ class VersionSender:
         if snapshot.is_cut:
             publication.progress.wait_read(snapshot.read_end, deadline)
         if session.agreement is not None:  # in every session: other ranks may have missed them in the session before
-            session.agreement.say(MAGNITUDES, version, magnitudes_to_plain(pending_blocks.magnitudes))
+            session.agreement.publish(MAGNITUDES, version, magnitudes_to_plain(pending_blocks.magnitudes))
         if publication.is_complete or not snapshot.is_cut:
             return
         parts = pending_blocks.magnitudes
         if session.agreement is not None:
-            said = session.agreement.hear(MAGNITUDES, version, deadline, publication.superseded)
-            parts = [part for plain in said.values() for part in magnitudes_from_plain(plain)]
+            values = session.agreement.collect(MAGNITUDES, version, deadline, publication.superseded)
+            parts = [part for plain in values.values() for part in magnitudes_from_plain(plain)]
         with self._rank.slots.writing:
             if publication.superseded.is_set or publication.slot is None:
                 raise ClosedError(f"version {version} was given up.", part=self._rank.name)
@@ -137,9 +137,9 @@ class VersionSender:
         mine = chooser.change(self._ours.numel) if publication.is_delta else None
         changes = [mine]
         if session.agreement is not None:
-            session.agreement.say(DENSITIES, publication.version, change_to_plain(mine))
-            said = session.agreement.hear(DENSITIES, publication.version, self._deadline(), publication.superseded)
-            changes = [change_from_plain(plain) for plain in said.values()]
+            session.agreement.publish(DENSITIES, publication.version, change_to_plain(mine))
+            values = session.agreement.collect(DENSITIES, publication.version, self._deadline(), publication.superseded)
+            changes = [change_from_plain(plain) for plain in values.values()]
         choice = chooser.by_density(changes)
         if publication.is_delta:
             publication.choice = choice
@@ -181,8 +181,8 @@ class VersionSender:
         if publication.is_delta and delta is not None and base is not None:
             segments = [delta.segments]
             if session.agreement is not None:
-                said = session.agreement.hear(DELTAS, version, deadline, publication.superseded)
-                segments = all_segments(said.values(), base.version)
+                values = session.agreement.collect(DELTAS, version, deadline, publication.superseded)
+                segments = all_segments(values.values(), base.version)
             if segments:
                 applies_to = (base.version, base.identity)
                 return delta_manifest(session.layout, version, applies_to, publication.identity, segments), segments

@@ -61,7 +61,7 @@ def run_dir(tmp_path: Path) -> Path:
         event("replica_lost", 4.75, replica="rollout-1", error=HOSTILE, left=1, needed=1, successor=""),
         step(3, 6, loss=float("inf")),
         commit(3, 6.5),
-        step(4, 8, **synced, blocking_way_s=1.0, overlap_share=0.5),
+        step(4, 8, **synced, synchronous_update_s=1.0, overlap_share=0.5),
         event("evaluated", 8, step=4, accuracy=0.75, tasks=4),
     ]
     (directory / "metrics.jsonl").write_text("".join(lines) + '{"event": "training_st')

@@ -55,7 +55,7 @@ def check_files(run_dir: Path, steps: int) -> None:
     sync = summary["sync"]
     for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s"):
         assert 0.0 < sync[name]["p50"] <= sync[name]["p95"] <= sync[name]["max"]
-    assert sync["lost_per_step_s"].keys() == {"trainer", "rollout", "blocking_way"}
+    assert sync["lost_per_step_s"].keys() == {"trainer", "rollout", "synchronous_update"}
     assert all(seconds > 0.0 for seconds in sync["lost_per_step_s"].values())
     assert (summary["replicas_lost"], summary["replicas_replaced"]) == (0, 0)
     assert 0.0 <= summary["accuracy_before"] <= 1.0
@@ -83,7 +83,7 @@ def check_files(run_dir: Path, steps: int) -> None:
     record = read_record(run_dir)
     figures = {each["name"]: each["value"] for each in record["figures"]}
     assert (record["status"], figures["held-out accuracy, last"]) == ("ended", summary["accuracy_after"])
-    assert record["stalls"]["blocking"] == pytest.approx(sync["lost_per_step_s"]["blocking_way"])
+    assert record["stalls"]["blocking"] == pytest.approx(sync["lost_per_step_s"]["synchronous_update"])
     assert {span["lane"] for span in record["time_line"]} == {"trainer", "sync", "generation"}
     assert all(span["start"] <= span["end"] for span in record["time_line"])
     assert [path.name for path in (run_dir / "logs").iterdir()] == ["plugins.log"], "of a plugin that raises"

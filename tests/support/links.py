@@ -27,7 +27,7 @@ from weightlane.ckpt_engines import (
     ViewingReceiver,
 )
 from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome
-from weightlane.ckpt_engines.channels.meeting import TcpMeeting
+from weightlane.ckpt_engines.channels.socket_factory import TcpSocketFactory
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
@@ -116,7 +116,7 @@ def told_by(say: Callable[[Channel], None]) -> Iterator[ReceiverLink]:
         threads = opened.enter_context(ThreadPoolExecutor(1))
         life = Lifecycle("sender s", lambda: None)
         opened.callback(life.close)  # ends what the thread waits for
-        listener = TcpMeeting("127.0.0.1").listen("sender s")
+        listener = TcpSocketFactory("127.0.0.1").listen("sender s")
         opened.callback(listener.close)
         link = make_receiver_link(still_engine(), "r", HOST)
         opened.callback(link.close)
@@ -128,7 +128,7 @@ def told_by(say: Callable[[Channel], None]) -> Iterator[ReceiverLink]:
             return control["r"]
 
         serving = threads.submit(serve)
-        addresses = {"s": {"meeting": dict(listener.address), "engine": {}}}, {"r": link.address()}
+        addresses = {"s": {"sockets": dict(listener.address), "engine": {}}}, {"r": link.address()}
         link.connect(Topology(SESSION, *addresses, KEY), soon())
         say(serving.result())
         yield link

@@ -58,6 +58,6 @@ class LoopConfig(BaseModel):
         0,
         ge=0,
         description=(
-            "Versions, spread over the run, for which the trainer waits: the blocking way, timed for comparison with the others."
+            "Versions, spread over the run, that are synchronous updates: the trainer waits until they serve. For comparison."
         ),
     )

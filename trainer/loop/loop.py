@@ -250,7 +250,7 @@ class AsyncLoop:
             if self._is_timed():
                 self._timed += 1
                 seconds = await self._keeper.time_blocking(self._step)
-                self._figures.blocking_way_s += [] if seconds is None else [seconds]
+                self._figures.synchronous_update_s += [] if seconds is None else [seconds]
             else:
                 self._figures.steps += 1
 
@@ -343,7 +343,7 @@ class AsyncLoop:
             "overlap_share": self._clock.share_together(),
             "rollout_blocked_s": sum(blocked_s[blocked_before:]),
             **published,
-            **({"blocking_way_s": median_s} if (median_s := self._figures.blocking_way_median_s) else {}),
+            **({"synchronous_update_s": median_s} if (median_s := self._figures.synchronous_update_median_s) else {}),
             **report.metrics,
         }
         self._parts.hooks.training_step(step=report.step, facts=facts)

@@ -55,7 +55,7 @@ class RunSummary:
     """Time per optimizer step that versions kept the trainer from training: publish plus fence."""
     rollout_lost_per_step_s: float
     """Time per optimizer step that versions kept replicas from decoding; the replica that lost most counts for each version."""
-    blocking_way_s: float
+    synchronous_update_s: float
     """Time that a synchronous update costs both sides per step: the median over the versions for which the trainer did wait; 0 if
     there was none."""
     replicas_lost: int = 0
@@ -95,7 +95,7 @@ class RunSummary:
                 "lost_per_step_s": {
                     "trainer": self.trainer_lost_per_step_s,
                     "rollout": self.rollout_lost_per_step_s,
-                    "blocking_way": self.blocking_way_s,
+                    "synchronous_update": self.synchronous_update_s,
                 },
             },
         }
@@ -113,7 +113,7 @@ class RunFigures:
     overlap_share: float = 0.0
     max_token_gap_s: float = 0.0
     wall_s: float = 0.0
-    blocking_way_s: list[float] = field(default_factory=list)
+    synchronous_update_s: list[float] = field(default_factory=list)
     replicas_lost: int = 0
     replicas_replaced: int = 0
     drawn_tokens: float = 0.0
@@ -122,9 +122,9 @@ class RunFigures:
     failures: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def blocking_way_median_s(self) -> float:
+    def synchronous_update_median_s(self) -> float:
         """Median over the versions for which the trainer has waited so far; 0 if there was none."""
-        return Quantiles.of(self.blocking_way_s).p50
+        return Quantiles.of(self.synchronous_update_s).p50
 
     def summary(self) -> RunSummary:
         """The closing figures."""
@@ -142,7 +142,7 @@ class RunFigures:
             latency_s=Quantiles.of(self.times.latency_s),
             trainer_lost_per_step_s=sum(self.times.trainer_blocked_s()) / steps,
             rollout_lost_per_step_s=sum(self.times.rollout_blocked_s) / steps,
-            blocking_way_s=self.blocking_way_median_s,
+            synchronous_update_s=self.synchronous_update_median_s,
             replicas_lost=self.replicas_lost,
             replicas_replaced=self.replicas_replaced,
             drawn_tokens=self.drawn_tokens,

@@ -114,9 +114,9 @@ class HalfProcess:
     def connect(self, topology: dict[str, Any], deadline_s: float) -> None:
         """Connect the half, on another thread than the one that moves its data. `topology` has its key in hexadecimal."""
         key = bytes.fromhex(topology["key"])
-        told = Topology(topology["session"], topology["senders"], topology["receivers"], key=key)
+        given = Topology(topology["session"], topology["senders"], topology["receivers"], key=key)
         with ThreadPoolExecutor(1) as thread:
-            thread.submit(self.link.connect, told, Deadline.after(deadline_s)).result()
+            thread.submit(self.link.connect, given, Deadline.after(deadline_s)).result()
 
     def allocate(self, sizes: list[int]) -> list[dict[str, Any]]:
         """Allocate buffers of these sizes, all at once, and describe them. ``intact``: no other buffer overwrote this one."""
@@ -180,7 +180,7 @@ class HalfProcess:
 
     def _bucket(self, parcel: Parcel, data: torch.Tensor, *, lasting: bool = False) -> Bucket:
         """Return `parcel` in `data`. Work on the memory that this thread has started precedes the bucket."""
-        after = runtime_of(self._device).recorded()
+        after = runtime_of(self._device).record_event()
         return Bucket(parcel.version, parcel.number, data, after, lasting=lasting, part=parcel.part)
 
     def _open(self, version: int, plan: Sequence[Parcel], deadline: Deadline) -> None:

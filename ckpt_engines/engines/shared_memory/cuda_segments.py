@@ -59,7 +59,7 @@ class CudaSegment(Segment):
         try:
             memory = _DeviceMemory(driver, index, nbytes)
         except StorageError:
-            runtime.forget_unused()  # torch's cache may keep unused memory
+            runtime.empty_cache()  # torch's cache may keep unused memory
             memory = _DeviceMemory(driver, index, nbytes)
         self.nbytes = nbytes
         self.data = runtime.tensor_over(memory)
@@ -81,8 +81,8 @@ class CudaSegment(Segment):
             self._runtime.wait_for(self._stream, after)
             self.data[: data.numel()].copy_(data, non_blocking=True)
         if data.device == self._runtime.device:
-            self._runtime.keep_until_done(data, self._stream)
-        return self._runtime.recorded(self._stream)
+            self._runtime.record_stream(data, self._stream)
+        return self._runtime.record_event(self._stream)
 
     def publish(self, after: Any) -> None:
         """See `Segment.publish`. Makes the event that receivers poll pass once `after` has passed."""
@@ -110,7 +110,7 @@ class CudaMapping(SegmentMapping):
         try:
             self._written = runtime.event_of(event)
             self._stream = runtime.stream_for(self)
-            self._copied = runtime.recorded(self._stream)
+            self._copied = runtime.record_event(self._stream)
         except RuntimeError as error:
             self._driver.close(self._index, self._pointer)
             raise _cannot_map(runtime.device, error) from error
@@ -124,8 +124,8 @@ class CudaMapping(SegmentMapping):
         self._runtime.wait_for(self._stream, after)
         source, stream = self._pointer + offset, self._stream.cuda_stream
         self._driver.copy(self._index, into.data_ptr(), source, into.numel(), stream)
-        self._runtime.keep_until_done(into, self._stream)  # the caller may drop the bucket after an error
-        copied = self._copied = self._runtime.recorded(self._stream)
+        self._runtime.record_stream(into, self._stream)  # the caller may drop the bucket after an error
+        copied = self._copied = self._runtime.record_event(self._stream)
         return lambda: bool(copied.query())
 
     def copied(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, field_validator
 
 from ...channels.local_socket import check_socket_directory
-from ...channels.meeting import LocalMeeting, Meeting
+from ...channels.socket_factory import LocalSocketFactory, SocketFactory
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
 from ...errors import ProtocolError
 from .receiver import SegmentReceiver
@@ -55,9 +55,9 @@ class SegmentEngine(CheckpointEngine):
         limit = self.config.max_shared_mib
         self._arena = SegmentArena(self.label, self.segment_kind(), None if limit is None else limit << 20)
 
-    def meeting(self, name: str) -> Meeting:  # noqa: ARG002
-        """See `CheckpointEngine.meeting`."""
-        return LocalMeeting(self.config.socket_dir)
+    def socket_factory(self, name: str) -> SocketFactory:  # noqa: ARG002
+        """See `CheckpointEngine.socket_factory`."""
+        return LocalSocketFactory(self.config.socket_dir)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """Return memory that receivers can map: a bucket in it is sent without a copy on the sender's side."""

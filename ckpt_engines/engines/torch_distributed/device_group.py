@@ -117,9 +117,9 @@ class DeviceGroup:
                 self._runtime.wait_for(self._stream, operation.bucket.after)
             work = self._issue(operations)
             work.wait()  # has this stream wait for the backend's own
-            event = self._runtime.recorded(self._stream)
+            event = self._runtime.record_event(self._stream)
         for operation in operations:
-            self._runtime.keep_until_done(operation.bucket.data, self._stream)
+            self._runtime.record_stream(operation.bucket.data, self._stream)
         return DeviceTransfer(work, event, self._part, self._peers)
 
     def _issue(self, operations: Sequence[Operation]) -> dist.Work:
@@ -160,7 +160,7 @@ class DeviceGroup:
     def _byte(self, source: int, targets: tuple[int, ...] | None) -> Operation:
         with self._runtime.on(self._stream):
             data = torch.zeros(1, dtype=torch.uint8, device=self._runtime.device)
-        return Operation(Bucket(0, 0, data, self._runtime.recorded(self._stream)), source, targets)
+        return Operation(Bucket(0, 0, data, self._runtime.record_event(self._stream)), source, targets)
 
     def _finish(self, operations: Sequence[Operation], waiting_for: str, deadline: Deadline) -> None:
         transfer = self.start(operations)

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from ...channels.meeting import Meeting, TcpMeeting
+from ...channels.socket_factory import SocketFactory, TcpSocketFactory
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig
 from ...deadline import Deadline
 from ...errors import ConfigError
@@ -74,9 +74,9 @@ class GroupEngine(CheckpointEngine):
     config_type = TorchDistributedConfig
     backend: ClassVar[BackendName]
 
-    def meeting(self, name: str) -> Meeting:
-        """See `CheckpointEngine.meeting`."""
-        return TcpMeeting(self.config.listen_host(name))
+    def socket_factory(self, name: str) -> SocketFactory:
+        """See `CheckpointEngine.socket_factory`."""
+        return TcpSocketFactory(self.config.listen_host(name))
 
     def check(self, deadline: Deadline) -> None:  # noqa: ARG002 - it takes no time
         """Raise `ConfigError` unless every interface has an address or, without interfaces, `host` is one of this machine's."""

@@ -10,7 +10,7 @@ from typing import ClassVar, Generic, Literal, TypeVar
 import torch.distributed as dist
 
 from ...channels.channel import Address
-from ...channels.meeting import host_and_port
+from ...channels.socket_factory import host_and_port
 from ...contract.bucket import Bucket
 from ...deadline import Deadline
 from ...errors import ProtocolError

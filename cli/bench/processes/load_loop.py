@@ -29,7 +29,7 @@ class Loop:
         self._left = torch.ones(side, side, device=runtime.device)
         self._right = torch.ones(side, 1 if decoding else side, device=runtime.device)
         self._runtime = runtime
-        runtime.finish()  # before the loop reads them on another stream
+        runtime.synchronize()  # before the loop reads them on another stream
         self._turn = turn
         self._steps = 0
         self._stopped = threading.Event()
@@ -52,5 +52,5 @@ class Loop:
             while not self._stopped.is_set():
                 with self._turn:
                     torch.mm(self._left, self._right, out=into)
-                    self._runtime.finish()
+                    self._runtime.synchronize()
                 self._steps += 1

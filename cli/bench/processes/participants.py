@@ -162,7 +162,7 @@ class ReceivingSide:
                         put_elements(target, offsets, new)
                     else:
                         target.index_copy_(0, offsets, new)
-                self._runtime.finish()
+                self._runtime.synchronize()
                 return started, time.monotonic()
         staged = self._subscriber.take(version)
         copies = [] if self._quantised else [(_flat_bytes(live[name]), _flat_bytes(staged[name])) for name in live]
@@ -172,7 +172,7 @@ class ReceivingSide:
                 copy_bytes(target, source)
             for name in live if self._quantised else ():
                 live[name].copy_(staged[name])
-            self._runtime.finish()
+            self._runtime.synchronize()
             ended = time.monotonic()
         self._subscriber.release(version)
         return started, ended

@@ -112,7 +112,7 @@ class WorkerMethods(Generic[Side]):
         assert self._scratch is not None
         started = _wait_until(at)
         self._scratch.copy_(self._payload.flat)
-        self._runtime.finish()
+        self._runtime.synchronize()
         return started, time.monotonic()
 
     def copy_in(self) -> Span:
@@ -120,7 +120,7 @@ class WorkerMethods(Generic[Side]):
         shared = self._shared()
         started = time.monotonic()
         shared.copy_(self._payload.flat)
-        self._runtime.finish()
+        self._runtime.synchronize()
         return started, time.monotonic()
 
     def copy_out(self, at: float) -> Span:
@@ -129,7 +129,7 @@ class WorkerMethods(Generic[Side]):
         shared = self._shared()
         started = _wait_until(at)
         self._scratch.copy_(shared)
-        self._runtime.finish()
+        self._runtime.synchronize()
         return started, time.monotonic()
 
     def _shared(self) -> torch.Tensor:
@@ -162,7 +162,7 @@ class WorkerMethods(Generic[Side]):
         self._gloo.broadcast(self._on_host)
         if self._index:
             self._payload.flat.copy_(self._on_host)
-        self._runtime.finish()
+        self._runtime.synchronize()
         return started, time.monotonic()
 
     def block(self, at: float) -> Span:
@@ -172,7 +172,7 @@ class WorkerMethods(Generic[Side]):
         with self._decoding:
             started = _wait_until(at)
             self._gloo.broadcast_in_buckets(self._payload.tensors, self._bucket)
-            self._runtime.finish()
+            self._runtime.synchronize()
             return started, time.monotonic()
 
     def save(self, path: str) -> Span:

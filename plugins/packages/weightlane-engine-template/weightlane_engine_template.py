@@ -18,9 +18,9 @@ class TemplateConfig(EngineConfig):
 class TemplateEngine(toolkit.PairedEngine[TemplateConfig]):
     """CPU memory over plain TCP."""
 
-    def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
+    def socket_factory(self, name: str) -> toolkit.SocketFactory:  # noqa: ARG002
         """Return the sockets over which a sender and its receivers connect."""
-        return toolkit.TcpMeeting(self.config.host)
+        return toolkit.TcpSocketFactory(self.config.host)
 
     def send(self, channels: Mapping[str, Channel], bucket: Bucket, deadline: Deadline) -> None:
         """Move one bucket to its receivers; return when the bucket's memory may be overwritten."""

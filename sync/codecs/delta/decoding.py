@@ -101,7 +101,7 @@ class DeltaDecoding:
                     prepared = prepare(incoming)
                     for _ in incoming.patches:  # patches that `prepare` left out must be valid, too
                         pass
-                runtime.finish(stream)  # others use the result on their own streams
+                runtime.synchronize(stream)  # others use the result on their own streams
             except BaseException as error:  # noqa: BLE001 - raised by `result`
                 future.set_exception(error)
             else:

@@ -19,13 +19,13 @@ def delta_to_plain(base_version: int, segments: Sequence[DeltaSegment]) -> list[
     return [base_version, [segment.to_plain() for segment in segments]]
 
 
-def all_segments(said: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
+def all_segments(values: Iterable[Any], base_version: int) -> list[tuple[DeltaSegment, ...]]:
     """The segments of every rank, in rank order; empty unless every rank has a delta against `base_version`.
 
     Raises `ProtocolError` for invalid segments.
     """
     segments: list[tuple[DeltaSegment, ...]] = []
-    for plain in said:
+    for plain in values:
         if not isinstance(plain, list) or len(plain) != 2 or plain[0] != base_version:  # noqa: PLR2004 - version and segments
             return []
         segments.append(segments_from_plain(plain[1]))

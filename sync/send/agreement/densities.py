@@ -18,12 +18,12 @@ def change_to_plain(change: RankChange | None) -> list[Any] | None:
     return None if change is None else list(astuple(change))
 
 
-def change_from_plain(said: Any) -> RankChange | None:
+def change_from_plain(values: Any) -> RankChange | None:
     """Parse the counts of another rank; raises `ProtocolError` for anything else."""
-    if said is None:
+    if values is None:
         return None
     try:
-        changed, compared, elements, sparse = said
+        changed, compared, elements, sparse = values
         return RankChange(int(changed), int(compared), int(elements), bool(sparse))
     except (TypeError, ValueError, OverflowError) as cause:
         raise ProtocolError(f"not a count of changed elements: {cause}.", part=DENSITIES) from None

@@ -32,11 +32,11 @@ def magnitudes_to_plain(mine: Iterable[Magnitudes]) -> list[Any]:
     ]
 
 
-def magnitudes_from_plain(said: Any) -> list[Magnitudes]:
+def magnitudes_from_plain(values: Any) -> list[Magnitudes]:
     """Parse another rank's magnitudes; raises `ProtocolError` for anything else."""
-    if not isinstance(said, list):
+    if not isinstance(values, list):
         raise ProtocolError("not a list of magnitudes.", part=MAGNITUDES)
-    return [_parsed(plain) for plain in said]
+    return [_parsed(plain) for plain in values]
 
 
 def _parsed(plain: Any) -> Magnitudes:

@@ -71,18 +71,18 @@ class RankAgreement:
         self._session_over = Interrupt()
 
     def close(self) -> None:
-        """End the session: every wait in `hear` raises `ClosedError`. Idempotent."""
+        """End the session: every wait in `collect` raises `ClosedError`. Idempotent."""
         self._session_over.set()
 
-    def say(self, topic: str, version: int, value: Any) -> None:
+    def publish(self, topic: str, version: int, value: Any) -> None:
         """Publish this rank's JSON-representable `value` for a version."""
-        mailbox, name, said = self._mailbox.within(topic), self._names[self._rank], self._said[topic]
+        mailbox, name, published = self._mailbox.within(topic), self._names[self._rank], self._said[topic]
         mailbox.within(str(version)).put(name, value)
-        said[:] = [other for other in said if other != version] + [version]
-        while len(said) > _REMEMBERED:
-            mailbox.within(str(said.pop(0))).delete(name)
+        published[:] = [other for other in published if other != version] + [version]
+        while len(published) > _REMEMBERED:
+            mailbox.within(str(published.pop(0))).delete(name)
 
-    def hear(self, topic: str, version: int, deadline: Deadline, superseded: Interrupt) -> dict[str, Any]:
+    def collect(self, topic: str, version: int, deadline: Deadline, superseded: Interrupt) -> dict[str, Any]:
         """Wait for the values of all ranks. Returns them by publisher, in rank order.
 
         Raises `DeadlineExceededError` naming the ranks without a value. Raises `ClosedError` as soon as the session is over or
@@ -95,11 +95,11 @@ class RankAgreement:
         if content is None:
             silent = sorted(set(self._names).difference(reply.present()))
             raise deadline.error(f"the {topic} of version {version}", part=topic, peer=", ".join(silent))
-        said = gathered(content)
-        if strangers := set(said) - set(self._names):
+        published = gathered(content)
+        if strangers := set(published) - set(self._names):
             raise ProtocolError(
                 f"participants that are no trainer ranks speak of it: {', '.join(sorted(strangers))}.",
                 part=topic,
                 hint="Give every participant of a run a name of its own.",
             )
-        return {name: from_bytes(said[name], f"the {topic} of {name}") for name in self._names}
+        return {name: from_bytes(published[name], f"the {topic} of {name}") for name in self._names}

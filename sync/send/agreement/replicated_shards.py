@@ -81,10 +81,10 @@ class ReplicatedShards:
         numbers = range(len(self._all)) if everything else self._turns[publication % len(self._turns)]
         return {number: self._mine[number].digest() for number in numbers if number in self._mine}
 
-    def compare(self, said: Mapping[str, Mapping[int, str]], version: int) -> None:
+    def compare(self, values: Mapping[str, Mapping[int, str]], version: int) -> None:
         """Compare the digests of all ranks. Raises `ManifestError` naming the first slice with different values on two ranks."""
         first: dict[int, tuple[str, str]] = {}
-        for rank, digests in said.items():
+        for rank, digests in values.items():
             for number, digest in digests.items():
                 other, theirs = first.setdefault(number, (rank, digest))
                 if digest != theirs:
@@ -113,9 +113,9 @@ def _in_turns(slices: Sequence[ReplicatedSlice]) -> list[list[int]]:
     return turns
 
 
-def digests_from_plain(said: Any) -> dict[int, str]:
+def digests_from_plain(values: Any) -> dict[int, str]:
     """Parse the digests of a rank, a list of pairs; raises `ProtocolError` for anything else."""
     try:
-        return {int(number): str(digest) for number, digest in said}
+        return {int(number): str(digest) for number, digest in values}
     except (TypeError, ValueError) as cause:
         raise ProtocolError(f"not a list of digests: {cause}.", part=DIGESTS) from None

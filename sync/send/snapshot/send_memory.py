@@ -46,7 +46,7 @@ class SendMemory:
             data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         else:
             data = self._engine.allocate(self._nbytes, self._device).zero_()
-        runtime_of(self._device).finish()  # other streams write to it, and do not wait for the zeros
+        runtime_of(self._device).synchronize()  # other streams write to it, and do not wait for the zeros
         if self._copied_from and self._nbytes and self._copied_from.register_host(data.data_ptr(), self._nbytes):
             self._registered.add(data.data_ptr())
         return data

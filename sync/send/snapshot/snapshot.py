@@ -69,7 +69,7 @@ class Snapshot:
 
     def mark(self) -> Any:
         """Record an event after the work queued so far on the trainer's stream, for the copy to wait for; None on a CPU."""
-        return self.runtime.recorded()
+        return self.runtime.record_event()
 
     @contextmanager
     def reading(self, after: Any) -> Iterator[None]:
@@ -106,7 +106,7 @@ class Snapshot:
         with self.reading(after):
             for milestone in self._milestones:
                 milestone.step.run(memory, pending_blocks)
-                queued.append((self.runtime.recorded(self._stream), milestone))
+                queued.append((self.runtime.record_event(self._stream), milestone))
         for event, milestone in queued:
             event.synchronize()
             progress.advance(milestone.done_bytes, milestone.read)

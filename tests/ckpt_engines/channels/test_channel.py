@@ -282,9 +282,9 @@ def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are
 
 
 def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_it_is_found() -> None:
-    meeting = toolkit.TcpMeeting("127.0.0.1")
-    listener = meeting.listen("sender s")
-    target = meeting.target(listener.address, "receiver r", "s")
+    sockets = toolkit.TcpSocketFactory("127.0.0.1")
+    listener = sockets.listen("sender s")
+    target = sockets.target(listener.address, "receiver r", "s")
     assert target == listener.socket.getsockname()
     assert target[0] == "127.0.0.1"
     socket.create_connection(target).close()
@@ -294,15 +294,15 @@ def test_over_tcp_it_listens_on_one_address_and_what_it_says_of_itself_is_where_
         socket.create_connection(target)
     for address in ({}, {"host": "h"}, {"host": "h", "port": "1"}, {"host": "h", "port": 2**16}, {"host": 1}):
         with pytest.raises(ProtocolError, match="not an address"):
-            meeting.target(address, "receiver r", "s")
+            sockets.target(address, "receiver r", "s")
 
 
 def test_on_one_host_a_socket_has_a_name_until_it_is_closed(socket_dir: Path) -> None:
-    meeting = toolkit.LocalMeeting(str(socket_dir))
-    listener = meeting.listen("sender s")
+    sockets = toolkit.LocalSocketFactory(str(socket_dir))
+    listener = sockets.listen("sender s")
     (path,) = socket_dir.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600, "its user's own"
-    target = meeting.target(listener.address, "receiver r", "s")
+    target = sockets.target(listener.address, "receiver r", "s")
     assert target == str(path)
     assert path.name == listener.address["socket"]
     with socket.socket(socket.AF_UNIX) as knocking:
@@ -313,11 +313,11 @@ def test_on_one_host_a_socket_has_a_name_until_it_is_closed(socket_dir: Path) ->
 
 
 def test_a_name_could_be_no_other_path_and_leads_to_no_other_host(socket_dir: Path) -> None:
-    meeting = toolkit.LocalMeeting(str(socket_dir))
+    sockets = toolkit.LocalSocketFactory(str(socket_dir))
     name = "weightlane-0123456789abcdef.sock"
-    assert meeting.target({"socket": name, "host": host_identity()}, "r", "s") == str(socket_dir / name)
+    assert sockets.target({"socket": name, "host": host_identity()}, "r", "s") == str(socket_dir / name)
     with pytest.raises(TransportError, match="another host"):
-        meeting.target({"socket": name, "host": "elsewhere"}, "r", "s")
+        sockets.target({"socket": name, "host": "elsewhere"}, "r", "s")
     for other in (f"../{name}", f"/run/{name}", "", None, 5):
         with pytest.raises(ProtocolError, match="not the name of a socket"):
-            meeting.target({"socket": other, "host": host_identity()}, "r", "s")
+            sockets.target({"socket": other, "host": host_identity()}, "r", "s")

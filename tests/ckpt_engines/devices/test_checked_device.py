@@ -114,7 +114,7 @@ class Trainer:
                         under_way.popleft()
                     data = places[index % at_once][:nbytes]
                     data.copy_(payload(self.name, index, nbytes))
-                    after = self.runtime.recorded(self.stream)
+                    after = self.runtime.record_event(self.stream)
                     self.link.post(Bucket(1, index, data, after), receivers, deadline)
                     under_way.append(index)
                 self.link.flush(deadline)
@@ -150,7 +150,7 @@ class Rollout:
                 if len(under_way) == at_once:
                     end_oldest()
                 data: Any = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-                self.link.post(Bucket(1, index, data, self.runtime.recorded(self.stream)), sender, deadline)
+                self.link.post(Bucket(1, index, data, self.runtime.record_event(self.stream)), sender, deadline)
                 under_way.append((sender, index, data))
                 del data
             while under_way:
@@ -335,14 +335,14 @@ def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(
 ) -> None:
     """A bucket is posted, and given up: nobody waits for it, and nobody holds it."""
     if not keeps:
-        monkeypatch.setattr(AcceleratorRuntime, "keep_until_done", lambda *_: None)
+        monkeypatch.setattr(AcceleratorRuntime, "record_stream", lambda *_: None)
 
     def give_up(self: Trainer | Rollout, *arguments: Any) -> None:
         del arguments
         self.world.hold.set()  # nothing gets on meanwhile
         with self.runtime.on(self.stream):
             data: Any = torch.zeros(64, dtype=torch.uint8, device=self.device)
-            bucket = Bucket(1, 0, data, self.runtime.recorded(self.stream))
+            bucket = Bucket(1, 0, data, self.runtime.record_event(self.stream))
             if isinstance(self, Trainer):
                 self.link.post(bucket, RECEIVERS, Deadline.after(HANG_S))
             else:

@@ -82,7 +82,7 @@ class Run:
         self.model: dict[str, Any] = {
             name: torch.zeros(shape, dtype=torch.bfloat16, device=ROLLOUT_DEVICE) for name, shape in SHAPES.items()
         }
-        runtime_of(ROLLOUT_DEVICE).finish()
+        runtime_of(ROLLOUT_DEVICE).synchronize()
         expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
         address = self.rendezvous.address
         self.subscriber = Subscriber(
@@ -129,14 +129,14 @@ class Run:
         if (delta := self.subscriber.take_delta(version)) is not None:
             with runtime.on(runtime.stream_for(runtime)):
                 delta.swap(self.model)
-                runtime.finish()
+                runtime.synchronize()
             return CommitReport(version, blocked_s=0.0)
         with runtime.on(runtime.stream_for(runtime)):
             taken = self.subscriber.take(version)
             self.look(taken.values())
             for name, tensor in taken.items():
                 self.model[name].copy_(tensor, non_blocking=True)
-            runtime.finish()
+            runtime.synchronize()
         self.subscriber.release(version)
         return CommitReport(version, blocked_s=0.0)
 

@@ -39,11 +39,11 @@ def test_on_a_cpu_everything_is_over_when_a_call_returns() -> None:
     memory = torch.zeros(10, dtype=torch.uint8)
     stream = runtime.stream_for(runtime)
     with runtime.current(), runtime.on(stream):
-        event = runtime.recorded(stream)
+        event = runtime.record_event(stream)
     runtime.wait_for(stream, event)
-    runtime.keep_until_done(memory, stream)
-    runtime.forget_unused()
-    assert (stream, event, runtime.recorded()) == (None, None, None)
+    runtime.record_stream(memory, stream)
+    runtime.empty_cache()
+    assert (stream, event, runtime.record_event()) == (None, None, None)
     assert not runtime.register_host(memory.data_ptr(), 10)
     runtime.unregister_host(memory.data_ptr())
 

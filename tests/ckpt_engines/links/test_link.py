@@ -262,7 +262,7 @@ def test_a_header_that_the_sender_has_not_made_or_that_is_none_is_refused() -> N
 
 def test_an_address_that_is_not_a_links_is_refused(sessions: Sessions) -> None:
     session = sessions("a", connect=False)
-    for address in ({}, {"meeting": 5, "engine": {}}, {"meeting": {"host": "127.0.0.1"}, "engine": {}}):
+    for address in ({}, {"sockets": 5, "engine": {}}, {"sockets": {"host": "127.0.0.1"}, "engine": {}}):
         link = make_receiver_link(still_engine(), "a", HOST)
         with pytest.raises(ProtocolError, match=r"not (the|an) address"):
             link.connect(Topology(SESSION, {"s": address}, session.topology.receivers, KEY), soon())

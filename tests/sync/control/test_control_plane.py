@@ -238,38 +238,38 @@ def test_ranks_hear_one_another_by_two_messages_each_old_versions_go_and_a_silen
     for version in range(1, 9):
         before, _ = rendezvous.traffic
         for rank, talk in enumerate(ranks):
-            talk.say("deltas", version, [version, rank])
+            talk.publish("deltas", version, [version, rank])
         for talk in ranks:
-            assert list(talk.hear("deltas", version, soon(), Interrupt()).items()) == [
+            assert list(talk.collect("deltas", version, soon(), Interrupt()).items()) == [
                 (name, [version, rank]) for rank, name in enumerate(NAMES)
             ]
         assert rendezvous.traffic[0] - before <= 4 * len(ranks), "say, ask, answer, and one to forget"
         kept.append(sum(value_counts(rendezvous).values()))
     assert kept[-1] == kept[2], "it grows with every version"
     for talk in (ranks[0], ranks[2]):
-        talk.say("deltas", 9, None)
+        talk.publish("deltas", 9, None)
     with pytest.raises(DeadlineExceededError, match="the deltas of version 9") as caught:
-        ranks[0].hear("deltas", 9, Deadline.after(0.05), Interrupt())
+        ranks[0].collect("deltas", 9, Deadline.after(0.05), Interrupt())
     assert caught.value.peer == "t-1"
 
 
 def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous) -> None:
     first, second, _ = talks(rendezvous)
     superseded, other = Interrupt(), Interrupt()
-    thread, errors = raised_by(lambda: first.hear("deltas", 1, never(), superseded))
+    thread, errors = raised_by(lambda: first.collect("deltas", 1, never(), superseded))
     wait_until(lambda: bool(superseded._waits), "rank that hears")
     other.set()
     assert superseded._waits, "another version is superseded"
     superseded.set()
     thread.join(HANG_S)
-    closed, others = raised_by(lambda: second.hear("deltas", 1, never(), Interrupt()))
+    closed, others = raised_by(lambda: second.collect("deltas", 1, never(), Interrupt()))
     wait_until(lambda: bool(second._session_over._waits), "rank that hears")
     second.close()
     closed.join(HANG_S)
     assert [type(error) for error in (*errors, *others)] == [ClosedError, ClosedError]
     for rank, interrupt in ((first, superseded), (second, Interrupt())):
         with pytest.raises(ClosedError):
-            rank.hear("deltas", 1, never(), interrupt)
+            rank.collect("deltas", 1, never(), interrupt)
     wait_until(lambda: not rendezvous._hub.mailboxes._scopes, "end of the questions that nobody waits for")
 
 

@@ -102,10 +102,10 @@ def test_aborted_versions_are_followed_by_others_until_too_many_in_a_row_end_the
 def test_versions_that_the_trainer_waits_for_are_timed_and_aborted_ones_are_sent_again() -> None:
     world = World(aborts=[3, 6])  # one that the trainer waits for, and the last one
     summary = run(world, first_is_better, blocking_syncs=3, max_staleness=2)
-    assert summary.blocking_way_s > 0
+    assert summary.synchronous_update_s > 0
     assert summary.versions_aborted == 2
     assert (world.step, world.version) == (6, 6)
-    assert run(World(), first_is_better).blocking_way_s == 0, "nobody asked for it"
+    assert run(World(), first_is_better).synchronous_update_s == 0, "nobody asked for it"
 
 
 def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_the_end() -> None:
@@ -120,8 +120,8 @@ def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_
     told = [facts["rollout_blocked_s"] / BLOCKED_S for facts in world.steps]
     before_the_last_step = [version for version in beside if version < world.step - 1]
     assert len(before_the_last_step) <= sum(told) <= len(beside)
-    assert ["blocking_way_s" in facts for facts in world.steps] == [False, False, True, True, True, True]
-    assert world.steps[-1]["blocking_way_s"] > 0.0
+    assert ["synchronous_update_s" in facts for facts in world.steps] == [False, False, True, True, True, True]
+    assert world.steps[-1]["synchronous_update_s"] > 0.0
 
 
 # -- replicas that die --------------------------------------------------------------------------------------------------------

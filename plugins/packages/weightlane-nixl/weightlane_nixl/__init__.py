@@ -148,9 +148,9 @@ class NixlEngine(CheckpointEngine):
         delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
     )
 
-    def meeting(self, name: str) -> toolkit.Meeting:  # noqa: ARG002
-        """See `CheckpointEngine.meeting`."""
-        return toolkit.TcpMeeting(self.config.host)
+    def socket_factory(self, name: str) -> toolkit.SocketFactory:  # noqa: ARG002
+        """See `CheckpointEngine.socket_factory`."""
+        return toolkit.TcpSocketFactory(self.config.host)
 
     @classmethod
     def unavailable_reason(cls) -> str | None:

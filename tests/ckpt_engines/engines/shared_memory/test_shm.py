@@ -111,7 +111,7 @@ def test_only_sockets_of_dead_senders_are_cleared_away(engine: CheckpointEngine,
     dead.bind(str(socket_dir / "weightlane-dead.sock"))
     dead.close()
     alive, second = make_sender_link(engine, "alive", HOST), make_sender_link(engine, "second", HOST)
-    names = {link.address()["meeting"]["socket"] for link in (alive, second)}
+    names = {link.address()["sockets"]["socket"] for link in (alive, second)}
     assert {path.name for path in socket_dir.iterdir()} == names
     alive.close()
     second.close()

@@ -11,6 +11,7 @@ from typing import cast
 import pytest
 import torch
 from sessions import Session, descriptors, soon, wait_until_closed
+from waiting import wait_until
 
 from weightlane.ckpt_engines import (
     Bucket,
@@ -89,7 +90,7 @@ def test_memory_and_descriptors_go_with_the_last_who_looks_and_with_the_engine(
     engine.allocate(MIB, CPU)
     assert mappings() == [WRITE]
     del engine, session
-    assert mappings() == []
+    wait_until(lambda: mappings() == [], "end of the last thread that served the session")
     wait_until_closed(before)
 
 

@@ -123,7 +123,7 @@ def post_all(plan: SessionPlan, link: PlannedLink, connected: Mapping[str, Any],
         for name in (sender, *to):
             device = torch.device("cuda", device_of[name])
             data = torch.zeros(stop - start, dtype=torch.uint8, device=device)
-            bucket = Bucket(1, index, data, runtime_of(device).recorded(), to_all=len(to) == len(link.receivers))
+            bucket = Bucket(1, index, data, runtime_of(device).record_event(), to_all=len(to) == len(link.receivers))
             connected[name].post(bucket, to if name == sender else sender)
 
 

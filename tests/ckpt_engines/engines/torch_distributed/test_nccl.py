@@ -201,7 +201,7 @@ def test_interfaces_are_assigned_by_rank_and_all_are_checked_before_a_run() -> N
     for name in ("trainer/0", "trainer/2", "alone"):
         sender = make_sender_link(engine, name, HOST)
         address = sender.address()
-        assert (address["meeting"]["host"], address["engine"]["host"]) == ("127.0.0.1", "127.0.0.1")
+        assert (address["sockets"]["host"], address["engine"]["host"]) == ("127.0.0.1", "127.0.0.1")
         sender.close()
     with pytest.raises(ConfigError, match="nosuch0"):
         make_sender_link(engine, "trainer/1", HOST)

@@ -1,4 +1,4 @@
-"""`SendingRank`: the state and resources of one trainer rank's sending end that outlive its sessions."""
+"""`SenderResources`: the state and resources of one trainer rank's sending end that outlive its sessions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .snapshot.send_memory import PackingBuffers, SendMemory
 from .snapshot.slots import SnapshotSlots
 
 
-class SendingRank:
+class SenderResources:
     """One trainer rank's engine, contribution, codec and memory. For the arguments see `Publisher`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`Meeting`: the sockets over which a sender and its receivers connect. Public in `toolkit`."""
+"""`SocketFactory`: the sockets over which a sender and its receivers connect. Public in `toolkit`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .listener import Listener, listen_tcp
 from .local_socket import check_same_host, host_identity, listen_local, socket_name
 
 
-class Meeting(ABC):
+class SocketFactory(ABC):
     """Chooses the sockets over which the framework connects the halves of an engine."""
 
     @abstractmethod
@@ -26,7 +26,7 @@ class Meeting(ABC):
         """
 
 
-class TcpMeeting(Meeting):
+class TcpSocketFactory(SocketFactory):
     """Sender and receivers connect over TCP.
 
     Args:
@@ -37,17 +37,17 @@ class TcpMeeting(Meeting):
         self._host = host
 
     def listen(self, part: str) -> Listener:  # noqa: ARG002
-        """See `Meeting.listen`."""
+        """See `SocketFactory.listen`."""
         sock = listen_tcp(self._host)
         host, port, *_ = sock.getsockname()
         return Listener(sock, {"host": host, "port": port})
 
     def target(self, address: Address, part: str, peer: str) -> tuple[str, int]:
-        """See `Meeting.target`."""
+        """See `SocketFactory.target`."""
         return host_and_port(address, part, peer)
 
 
-class LocalMeeting(Meeting):
+class LocalSocketFactory(SocketFactory):
     """Sender and receivers, processes of one host, connect over Unix sockets, which can pass file descriptors.
 
     Args:
@@ -58,12 +58,12 @@ class LocalMeeting(Meeting):
         self._directory = Path(directory)
 
     def listen(self, part: str) -> Listener:
-        """See `Meeting.listen`."""
+        """See `SocketFactory.listen`."""
         sock, path = listen_local(self._directory, part)
         return Listener(sock, {"socket": path.name, "host": host_identity()}, path)
 
     def target(self, address: Address, part: str, peer: str) -> str:
-        """See `Meeting.target`."""
+        """See `SocketFactory.target`."""
         check_same_host(address, part, peer)
         return str(self._directory / socket_name(address, part, peer))
 
