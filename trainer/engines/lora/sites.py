@@ -38,7 +38,7 @@ class LoraSite:
     held_columns: tuple[int, int]
     """First column of A on this rank, and number of columns."""
     partial: frozenset[str] = frozenset()
-    """Those of `MATRICES` whose gradient must be summed over the ranks of tensor parallelism."""
+    """The `MATRICES` whose gradient must be summed over the ranks of tensor parallelism."""
 
     @property
     def target(self) -> str:
