@@ -44,7 +44,7 @@ def store(tmp_path: Path) -> Iterator[Path]:
 
 def test_no_session_is_stored_under_a_name_that_leads_elsewhere(store: Path) -> None:
     engine = CheckpointEngineRegistry().create("filesystem", {"path": str(store)})
-    addresses = {"meeting": {}, "engine": {}}
+    addresses = {"sockets": {}, "engine": {}}
     for name in HOSTILE:
         for link in (make_sender_link(engine, "s", HOST), make_receiver_link(engine, "r", HOST)):
             with pytest.raises(ProtocolError, match="not a session name"):

@@ -131,7 +131,7 @@ def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_
     subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, Expectation({}))
     joined = inbox.get(soon())
     assert isinstance(joined, Joined)
-    nowhere = {"meeting": {}, "engine": {}}
+    nowhere = {"sockets": {}, "engine": {}}
     topology = Topology("first", {"t-0": nowhere}, {"r/0": nowhere})
     connecting: list[threading.Thread | None] = [None]
     for session in ("first", "second"):
