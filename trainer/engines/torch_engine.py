@@ -45,7 +45,7 @@ class TorchEngine(TrainingEngine):
         super().__init__(config, rank, world, rendezvous)
         self._part = f"trainer rank {rank}"
         self._device = self._choose_device()
-        self._owns_group = False
+        self._has_joined = self._owns_group = False
         self._torn = False
         self._step = 0
         self._vocabulary = 0
@@ -158,6 +158,7 @@ class TorchEngine(TrainingEngine):
         random.seed(seed)
         torch.manual_seed(seed)
         self._model_dir = model_dir
+        self._has_joined = True
         self._owns_group = join_ranks(
             self.rank, self.world, self.rendezvous, self._device, self.config.collective_timeout_s
         )
@@ -168,6 +169,8 @@ class TorchEngine(TrainingEngine):
         The objects that used a process group are garbage by now, most of them in reference cycles. They are collected at once:
         until then every gloo group keeps three threads, one of which polls a hundred times a second.
         """
+        if not self._has_joined:
+            return
         if self._owns_group:
             self._owns_group = False
             leave_ranks()

@@ -6,6 +6,7 @@ CPU seconds by folder beside those of the run that the table tells of; nothing i
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -52,8 +53,13 @@ def pytest_runtest_logstart(nodeid: str) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Remember the cases, where this process runs them itself."""
+    """Remember the cases, where this process runs them itself.
+
+    Python's collector need not look at what is there by now, vLLM's modules and the tests: many tests collect garbage.
+    """
     _cases.update(item.nodeid for item in session.items)
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
