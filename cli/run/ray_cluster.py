@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from weightlane.ckpt_engines import ConfigError, Deadline, WorkerDiedError
+from weightlane.ckpt_engines.runtime.process_tree import children_by_parent
 from weightlane.plugins.prometheus import LOOPBACK
 
 from ..config.run_config import RaySection
@@ -81,11 +82,10 @@ def _is_raylet(command: str) -> bool:
 def _started_here() -> dict[int, str]:
     """Command lines by process id of the processes that this one started; empty text for one that has ended."""
     found: dict[int, str] = {}
-    for children in Path("/proc/self/task").glob("*/children"):
+    for child in children_by_parent()[os.getpid()]:
+        found[child] = ""
         with suppress(OSError):
-            for child in children.read_text().split():
-                found[int(child)] = ""
-                found[int(child)] = Path(f"/proc/{child}/cmdline").read_text(errors="replace")
+            found[child] = Path(f"/proc/{child}/cmdline").read_text(errors="replace")
     return found
 
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from weightlane.ckpt_engines.runtime.process_tree import children_by_parent
+
 _FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory, not a place for temporary files
 _PREFIXES = ("vllm_", "psm_", "sem.mp-")
 """vLLM's own segments, and those and the semaphores of Python's ``multiprocessing`` that it uses."""
@@ -38,13 +40,12 @@ def mapped_segments(pid: int | str = "self") -> set[Path]:
 def segments_of_trees(roots: Iterable[int]) -> set[Path]:
     """The `mapped_segments` of the processes `roots` and all their descendants."""
     found: set[Path] = set()
+    children = children_by_parent()
     pending = list(roots)
     while pending:
         pid = pending.pop()
         found |= mapped_segments(pid)
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            with suppress(OSError):
-                pending += map(int, children.read_text().split())
+        pending += children[pid]
     return found
 
 
