@@ -167,7 +167,7 @@ class LocalReplica:
             request_id: Name of the request in logs and in the answer; need not be unique.
             prompt_ids: Token ids of the prompt, at least one.
             max_new_tokens: Most tokens to generate.
-            temperature: Sampling temperature, above 0 and at most 2.
+            temperature: Sampling temperature, from 0.01 to 2; ignored with `greedy`.
             stop_ids: Token ids that end the completion. No other token does, not even the model's own end-of-sequence token.
             stop_strings: Texts that end the completion with the token that completes one of them. The text of special tokens
                 counts. Needs the model's tokenizer.

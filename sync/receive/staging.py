@@ -17,7 +17,7 @@ from .staged_version import StagingSlot, ViewedVersion, new_receive_memory
 
 _log = logging.getLogger(__name__)
 _DELTA_FACTOR = 8
-"""Upper limit for the memory to receive and decode a delta, in bytes per byte on the wire."""
+"""Memory to receive and decode a delta, in bytes per byte on the wire, where it changes few elements."""
 
 
 @dataclass(slots=True)
@@ -262,6 +262,7 @@ class Staging:
             if viewed.committed is None or self._taken == version:
                 return False
             copied = self._is_to_be_kept(viewed) and self._taken is None and (keep or not viewed.manifest.identity)
+            copied = copied and version == self._committed  # no later version serves already
             memory = self._serving.data if copied and self._serving.data.numel() >= viewed.nbytes else None
             if copied:
                 self._serving = self._empty()  # frees memory that is too small before other memory is allocated
@@ -269,7 +270,8 @@ class Staging:
         with self._lock:
             if self._viewed is viewed:  # `reserve` has not dropped it in the meantime
                 self._viewed = None
-                self._serving = self._serving if slot is None else slot
+                if slot is not None and version == self._committed:
+                    self._serving = slot
         return True
 
     def _copy_of(self, viewed: ViewedVersion, memory: torch.Tensor | None) -> StagingSlot | None:

@@ -88,7 +88,7 @@ class CommitPlan:
 
     @property
     def keeps_sent_bits(self) -> bool:
-        """Whether every live element tells the bits that were sent for it: no copy rounds."""
+        """Whether every live element that is no NaN tells the bits that were sent for it: no copy rounds."""
         return all(
             sent == live or (sent in (torch.bfloat16, torch.float16) and live is torch.float32)
             for sent, live in (

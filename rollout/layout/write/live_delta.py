@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weightlane.ckpt_engines import CommitError
+from weightlane.ckpt_engines import CommitError, DeltaBaseError
 from weightlane.ckpt_engines.runtime.host_copies import narrow_offsets, put_elements
 from weightlane.sync import IncomingDelta
 from weightlane.sync.version.box import positions_in
@@ -16,6 +16,8 @@ from weightlane.sync.version.tensor_spec import TensorSpec
 from .commit_plan import CommitPlan, as_integers
 
 _PART = "delta commit"
+_MOVED = "parameters have moved to other memory since the layout was traced."
+_IN_FULL = "The coordinator has the version sent in full then."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +44,8 @@ class LiveDelta:
         left_out: Tensors that no rank reads.
 
     Raises:
-        CommitError: A tensor of the delta does not go by copies, a parameter has moved to other memory or has bits that were
-            not sent.
+        CommitError: A tensor of the delta does not go by copies.
+        DeltaBaseError: A parameter has moved to other memory, or its values do not tell the bits that were sent.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class LiveDelta:
         """Whether the parameters hold the new values."""
         self.mixed = False
         """Whether a failed `swap` could not be rolled back: the parameters hold values of both versions."""
-        self.check()
+        if plan.moved():
+            raise DeltaBaseError(_MOVED, part=_PART, hint=_IN_FULL)
         self._changed: list[_ChangedElements] = []
         for segment, patch in delta.patches:
             part = delta.where(segment)
@@ -79,11 +82,7 @@ class LiveDelta:
     def check(self) -> None:
         """Raise `CommitError` if a parameter has moved to other memory."""
         if self._plan.moved():
-            raise CommitError(
-                "parameters have moved to other memory since the layout was traced.",
-                part=_PART,
-                hint="The next full version traces it again.",
-            )
+            raise CommitError(_MOVED, part=_PART, hint="The next full version traces it again.")
 
     @torch.no_grad()
     def swap(self) -> None:
@@ -117,11 +116,12 @@ def _flipped(old: torch.Tensor, flips: torch.Tensor, spec: TensorSpec, live: tor
     if live == spec.dtype:
         return old ^ flips
     sent = old.view(live).to(spec.dtype)
-    if not torch.equal(as_integers(sent.to(live)), old):  # a NaN
-        raise CommitError(
-            f"{spec.name} holds values in {live} that were not sent in {spec.dtype}.",
+    # A conversion may change the bits of a NaN, and may map two NaNs to one, which the way back cannot tell apart.
+    if bool(sent.isnan().any()) or not torch.equal(as_integers(sent.to(live)), old):
+        raise DeltaBaseError(
+            f"{spec.name} holds values in {live} that do not tell the bits that were sent in {spec.dtype}.",
             part=_PART,
-            hint="A delta needs the bits of the version before; the next full version has them again.",
+            hint=_IN_FULL,
         )
     return as_integers((as_integers(sent) ^ flips).view(spec.dtype).to(live))
 

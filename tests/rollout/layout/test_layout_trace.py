@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layout_models import bits, random_bits
 
-from weightlane.ckpt_engines import CommitError, ProtocolError
+from weightlane.ckpt_engines import CommitError, DeltaBaseError, ProtocolError
 from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading
 from weightlane.rollout.layout.map.coverage import target_coverage, unused_elements
 from weightlane.rollout.layout.write.live_delta import LiveDelta
@@ -117,11 +117,12 @@ def test_a_loader_that_copies_is_followed_bit_for_bit_however_a_version_comes(ca
 
 def test_a_delta_is_refused_where_live_bits_do_not_tell_what_was_sent() -> None:
     assert not planned(Model(lambda w, t: w.data.copy_(t), dtype=torch.bfloat16), A["a"]).keeps_sent_bits
-    plan = planned(Model(lambda w, t: w.data.copy_(t)), SourceSpec((6, 8), torch.bfloat16))
-    old = random_bits((6, 8), torch.bfloat16, seed=1)
-    plan.commit({"a": old})
-    with pytest.raises(CommitError, match=r"a holds values in torch\.float32 that were not sent"):  # a NaN's payload
-        LiveDelta(plan, delta_between("a", old, old.nan_to_num()), lambda: None)
+    for dtype in (torch.bfloat16, torch.float16):
+        plan = planned(Model(lambda w, t: w.data.copy_(t)), SourceSpec((6, 8), dtype))
+        old = torch.full((6, 8), torch.nan, dtype=dtype)
+        plan.commit({"a": old})
+        with pytest.raises(DeltaBaseError, match=r"a holds values in torch\.float32 that do not tell"):
+            LiveDelta(plan, delta_between("a", old, old.nan_to_num()), lambda: None)
 
 
 def rearranged(tensor: torch.Tensor, choices: Random) -> torch.Tensor:
