@@ -31,7 +31,6 @@ USED_ELSEWHERE = {
     "allow_metadata_only": "a field of the Tinker API",
     "available_bytes": "MicroBatchStats, which programs of one's own read",
     "capture_signals": "uvicorn.Server",
-    "cloned_sampler_id": "a field of the Tinker API",
     "commit_gaps_s": "RolloutStats, which programs of one's own read",
     "daemon_threads": "socketserver",
     "do_GET": "http.server",

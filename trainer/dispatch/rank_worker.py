@@ -168,7 +168,7 @@ class RankWorker:
             chosen = self._loss(role, loss)
             result = hosted.engine.forward_backward(batch, chosen, denominators, outputs, adapter)
         except Exception as error:
-            mini_batch.failed = str(error)  # until the step, since other parts of the mini-batch may be queued already
+            mini_batch.failed = _why(error)  # until the step, since other parts of the mini-batch may be queued already
             raise
         mini_batch.computed_s += time.perf_counter() - started
         return result.metrics, RankOutputs.of(result.outputs)
@@ -233,7 +233,7 @@ class RankWorker:
             computed = iter(engine.forward_backward_together(whole))
         except Exception as error:
             for each in batches:
-                each.failed = each.failed or str(error)
+                each.failed = each.failed or _why(error)
             raise
         found: list[Any] = []
         for each in batches:
@@ -317,7 +317,7 @@ class RankWorker:
         return ProtocolError(
             f"a part of the mini-batch has no gradient: {mini_batch.failed}",
             part=publisher_name(self._rank),
-            hint="optim_step ends the mini-batch, and changes nothing; then begin it anew.",
+            hint="optim_step ends the mini-batch, and changes nothing; then start it over.",
         )
 
     def _loss(self, role: str, loss: str | Loss) -> Loss:
@@ -339,3 +339,8 @@ class RankWorker:
         if role not in self._roles:
             raise ProtocolError(f"the role {role!r} was used before setup.", part=publisher_name(self._rank))
         return self._roles[role]
+
+
+def _why(error: Exception) -> str:
+    """Describe `error`; never empty, also for an error without a message, such as that of a bare ``assert``."""
+    return str(error) or type(error).__name__

@@ -11,6 +11,7 @@ NEEDS: Mapping[str, frozenset[StatePart]] = {
     "forward": frozenset({"parameters"}),
     "forward_backward": frozenset({"parameters", "gradients"}),
     "optim_step": frozenset(STATE_PARTS),
+    "drop_gradient": frozenset({"gradients"}),
     "together": frozenset(STATE_PARTS),
     "placement": frozenset({"parameters"}),
     "connect": frozenset({"parameters"}),

@@ -171,6 +171,7 @@ class TorchEngine(TrainingEngine):
         """
         if not self._has_joined:
             return
+        self._has_joined = False
         if self._owns_group:
             self._owns_group = False
             leave_ranks()
@@ -215,7 +216,7 @@ class TorchEngine(TrainingEngine):
             raise ProtocolError(
                 f"there is no gradient for step {step + 1}.",
                 part=self._part,
-                hint="Call forward_backward before optim_step; if that failed, begin the mini-batch anew.",
+                hint="Call forward_backward before optim_step; if that failed, start the mini-batch over.",
             )
 
     def _same_denominators(

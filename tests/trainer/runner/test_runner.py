@@ -73,8 +73,8 @@ def with_dispatch(
 
 
 def crash(outputs: Any, micro: Any) -> Any:
-    """A loss that fails."""
-    raise ZeroDivisionError("of the loss")
+    """A loss that fails without a message, as a bare assertion does."""
+    raise ZeroDivisionError
 
 
 def weights_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -198,7 +198,7 @@ def test_joint_jobs_share_one_pass_and_each_ends_as_alone_or_by_its_own_error(
                 assert torch.allclose(one["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
         with pytest.raises(WeightlaneError, match="ZeroDivisionError"):
             await runner.run(JointJob((jobs["a"], ForwardBackward(batches["c"], crash, adapter="c"))))
-        with pytest.raises(ProtocolError, match=r"no gradient: .*of the loss"):
+        with pytest.raises(ProtocolError, match=r"no gradient: ZeroDivisionError"):
             await runner.run(OptimStep("a"))
 
     trainer = TRAINER.model_copy(update={"lora": LoraConfig(rank=4), "micro_batch_tokens": 4096})

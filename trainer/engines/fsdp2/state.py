@@ -114,7 +114,7 @@ def check_saved(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Mappi
         raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.")
     try:
         known: Mapping[str, Any] = FileSystemReader(directory).read_metadata().state_dict_metadata
-    except (CheckpointException, OSError) as cause:
+    except (CheckpointException, Exception) as cause:  # unpickling damaged bytes raises anything
         raise _storage_error("read", directory, cause) from cause
     saved = {
         key.removeprefix(_MODEL): tuple(about.size)
@@ -133,8 +133,19 @@ def load_state(
     device: torch.device,
 ) -> int:
     """Fill `tensors` and `optimizer` in place from `directory` and return the step; restore this rank's random state."""
-    known = check_saved(directory, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     state = _state(tensors, optimizer, rank)
+    known: dict[str, Any] = {}
+
+    def check() -> None:
+        known.update(check_saved(directory, {name: tuple(tensor.shape) for name, tensor in tensors.items()}))
+        if lacking := next((key for key in state["optimizer"] if f"optimizer.{key}" not in known), None):
+            raise ConfigError(
+                f"the training state in {directory} does not fit this model: it lacks the optimizer's {lacking}.",
+                part=PART,
+                hint="Check model and path, and that trainer.frozen is as it was.",
+            )
+
+    on_every_rank(check, device, PART)  # before any rank reads
     state["step"] = torch.tensor(0)
     try:
         # A state saved with fewer ranks has no random state for this one, which then keeps the seed's.
@@ -142,12 +153,6 @@ def load_state(
         load(state, checkpoint_id=directory)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", directory, cause) from cause
-    except (ValueError, RuntimeError) as cause:
-        raise ConfigError(
-            f"the training state in {directory} does not fit this model: {cause}",
-            part=PART,
-            hint="Check model and path.",
-        ) from cause
     if f"cpu_{rank}" in state["random"]:
         torch.set_rng_state(state["random"][f"cpu_{rank}"])
     if device.type == "cuda" and f"cuda_{rank}" in state["random"]:

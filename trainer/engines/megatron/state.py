@@ -295,7 +295,7 @@ def _state_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, list[Stor
     """Return the contents of ``state.json``, and the slices in all files by ``kind|name``."""
     try:
         about = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-        found = (about["engine"], about["format"])
+        found, ranks = (about["engine"], about["format"]), int(about["ranks"])
     except FileNotFoundError:
         raise ConfigError(f"{directory} holds no saved training state.", part=PART, hint="Check the path.") from None
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
@@ -309,7 +309,7 @@ def _state_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, list[Stor
             hint=f"This engine reads {_KIND[0]}, format {_KIND[1]}.",
         )
     stored: dict[str, list[StoredSlice]] = {}
-    for file in [directory / f"rank-{rank:05d}.safetensors" for rank in range(int(about["ranks"]))]:
+    for file in [directory / f"rank-{rank:05d}.safetensors" for rank in range(ranks)]:
         for key, shape in shapes_in(file):
             kind, name, starts = key.split("|")
             if kind != _RANDOM:

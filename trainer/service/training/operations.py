@@ -339,7 +339,7 @@ def _incomplete(model: Model) -> ProtocolError:
     return ProtocolError(
         f"a part of the mini-batch has no gradient: {model.spoiled}",
         part=_PART,
-        hint="optim_step ends the mini-batch, and changes nothing; then begin it anew.",
+        hint="optim_step ends the mini-batch, and changes nothing; then start it over.",
     )
 
 

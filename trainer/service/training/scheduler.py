@@ -211,7 +211,7 @@ class TrainingScheduler:
             error = ProtocolError(
                 f"request {model.next_seq} of {model.id} has not arrived, which comes before this one.",
                 part=_PART,
-                hint="It was refused or lost. Gradients that it should have added are missing: begin the step anew.",
+                hint="It was refused or lost. Gradients that it should have added are missing: start the step over.",
             )
             for seq, request in model.waiting.items():
                 self._futures.fail(request.id, error, keep_payload=True)
