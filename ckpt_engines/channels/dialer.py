@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import select
 import socket
@@ -41,16 +42,15 @@ def dial(
         DeadlineExceededError: The peer did not answer in time.
         ClosedError: `life` was closed.
     """
-    target: Any = address
-    family = socket.AF_UNIX
+    targets: list[tuple[int, Any]] = [(socket.AF_UNIX, address)]
     if not isinstance(address, str):
         try:
-            family, _, _, _, target = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+            found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
         except (OSError, ValueError) as error:  # ValueError: a text that cannot be a host's name
             raise TransportError(f"cannot resolve {address[0]!r}: {error}.", part=life.part, peer=peer) from error
-    sock = socket.socket(family, socket.SOCK_STREAM)
+        targets = [(family, target) for family, _, _, _, target in found]
+    sock = _connected(targets, life, peer, deadline)
     try:
-        _connect(sock, target, life, peer, deadline)
         return _agree(sock, life, peer, key, hello, deadline)
     except BaseException:
         sock.close()
@@ -94,6 +94,25 @@ def _message(bare: Channel, deadline: Deadline) -> dict[str, Any]:
     if "refused" in message:
         raise ProtocolError(f"the peer refused: {message['refused']}.", part=bare.part, peer=bare.peer)
     return message
+
+
+def _connected(targets: list[tuple[int, Any]], life: Lifecycle, peer: str, deadline: Deadline) -> socket.socket:
+    """Return a socket connected to the first of `targets`, each a family and an address, at which something listens."""
+    *others, last = targets
+    for target in others:  # a host's name may have an address of each family
+        with contextlib.suppress(PeerLostError):
+            return _open(*target, life, peer, deadline)
+    return _open(*last, life, peer, deadline)
+
+
+def _open(family: int, target: Any, life: Lifecycle, peer: str, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        _connect(sock, target, life, peer, deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def _connect(sock: socket.socket, target: Any, life: Lifecycle, peer: str, deadline: Deadline) -> None:

@@ -162,7 +162,7 @@ class Listener:
         """[loop's thread] Read what a dialer sent, and answer a complete message."""
         sock, heard = pending.sock, pending.heard
         try:
-            chunk = sock.recv(LENGTH.size + MOST_BYTES)
+            chunk = sock.recv(LENGTH.size + MOST_BYTES - len(heard))
         except BlockingIOError:
             return  # the event was for an earlier socket with this descriptor
         except OSError:

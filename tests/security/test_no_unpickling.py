@@ -211,7 +211,7 @@ def test_senders_open_no_pickle_from_strangers_and_serve_their_receivers_afterwa
     for bomb in bombs(crater):
         for sent in (bomb + b"\0" * 70_000, frame(bomb)):
             answer = knock(session.topology.senders["s"]["sockets"], sent, socket_dir)
-            assert b"refused" in answer or b"proof" not in answer
+            assert b"proof" not in answer
     session.receivers["r"].connect(session.topology, soon())
     connecting.result(HANG_S)
     assert session.deliver(1, torch.ones(5, dtype=torch.uint8)).tolist() == [1] * 5

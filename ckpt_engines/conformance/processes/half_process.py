@@ -235,13 +235,11 @@ class HalfProcess:
         sender: str,
         deadline_s: float,
         pause_s: float = 0.0,
-        seeds: Sequence[int] = (),
         at_once: int = 1,
     ) -> list[str]:
         """Receive `parcels`, at most `at_once` at a time, by one deadline, and return a `complaint` for each; empty if right.
 
-        Pauses for `pause_s` seconds before each. With `seeds`, each answer lists instead the seeds whose payload ends with the
-        received last byte.
+        Pauses for `pause_s` seconds before each.
         """
         deadline = Deadline.after(deadline_s)
         # A store has no connection on which a checksum could precede the bucket.
@@ -253,12 +251,7 @@ class HalfProcess:
             self.receiver.flush(deadline, pending)
             while len(posted) > pending:
                 parcel, data = posted.popleft()
-                if seeds:
-                    last = int(data[-1])
-                    fitting = [str(seed) for seed in seeds if int(payload(parcel.nbytes, seed)[-1]) == last]
-                    answers.append(",".join(fitting))
-                else:
-                    answers.append(complaint(data, parcel, parcels))
+                answers.append(complaint(data, parcel, parcels))
 
         for parcel in parcels:
             time.sleep(pause_s)

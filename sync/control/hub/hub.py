@@ -61,7 +61,7 @@ class ControlHub:
         self._listener.admit(
             Admission(
                 key,
-                lambda _, proven: "" if proven else "it does not know this run's secret",
+                lambda _, proven: "" if proven else "this participant did not prove that it knows the run's secret",
                 self._connect,
                 _MOST_PENDING,
                 silence_s,

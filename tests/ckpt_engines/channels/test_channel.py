@@ -258,7 +258,14 @@ def test_a_host_that_is_none_is_a_typed_error() -> None:
     life.close()
 
 
-def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are_not_mixed_up() -> None:
+def test_a_receiver_is_let_in_when_it_has_said_hello_on_every_lane_and_lanes_are_not_mixed_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The sender's host has an address more, at which it does not listen."""
+    found = socket.getaddrinfo
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, port, **kind: found("127.0.0.9", port, **kind) + found(host, port, **kind)
+    )
     life, dialling = (Lifecycle(part, lambda: None) for part in ("sender s", "receiver"))
     lanes = ("control", "engine")
     listener = Listener(listen_tcp("127.0.0.1"), {})
