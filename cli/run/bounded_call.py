@@ -10,7 +10,10 @@ _T = TypeVar("_T")
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Run `call` in a thread of its own. Return its result, or raise its exception, ``SystemExit`` included.
+    """Run `call` in a thread of its own. Return its result, or raise its exception.
+
+    ``SystemExit`` and other exceptions of `call` that are no `Exception` are raised as `RuntimeError`, so that callers can tell
+    them from Ctrl-C and SIGTERM, which end the wait.
 
     Raises `TimeoutError` after `seconds`; the thread is then abandoned.
     """
@@ -26,8 +29,10 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(seconds)
-    if errors:
-        raise errors[0]
+    for error in errors:
+        if isinstance(error, Exception):
+            raise error
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if not outcome:
         raise TimeoutError(f"no answer within {seconds:g} s")
     return outcome[0]

@@ -148,7 +148,7 @@ DOCTOR: list[tuple[dict[str, Any], list[str], int, str, str, str]] = [
     ({"free": 1 << 20}, [], 2, "shared memory", "broken", "need at least 512 MiB there. Remove files"),
     ({"free": 1 << 20}, [], 2, "disk", "broken", "Set run.dir"),
     ({"files": 256}, [], 2, "open files", "broken", "Set ulimit -n 4096."),
-    ({"locked": 8 << 20}, [], 2, "locked memory", "broken", "cannot register memory"),
+    ({"locked": 8 << 20}, [], 0, "locked memory", "not here", "cannot register memory"),
     ({"vllm": OTHER}, [], 2, "vllm", "broken", "weightlane wants >=0.32,<0.33. Install"),
     ({"vllm": Library("vllm", "", None)}, ["train"], 2, "vllm", "not here", "train, tinker, plan, layout. Install"),
     ({"torch": None}, [], 2, "torch", "broken", "None in sys.modules. Install that library again"),

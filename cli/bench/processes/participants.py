@@ -92,7 +92,6 @@ class SendingSide:
             codec=settings.codec,
             integrity=settings.integrity,
             quantise=settings.quantise,
-            relay=settings.relay,
         )
 
     def publish(self, version: int, step_s: float) -> dict[str, float]:
