@@ -8,6 +8,7 @@ import multiprocessing
 import queue
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -76,7 +77,7 @@ class Line:
             raise TimeoutError(f"no word from {who} within {self.deadline_s:.0f} s") from None
 
 
-class Half:
+class Half(ABC):
     """The sender (rank 0) or a receiver (from 1 on), in its own process; only `exchange` is timed."""
 
     flat = False
@@ -89,24 +90,24 @@ class Half:
         self.state = State(workload, 1000 + rank, flat=self.flat)
         self.tensors = self.state.tensors
 
-    def prepare(self) -> None:
+    def prepare(self) -> None:  # noqa: B027 - optional
         """Connect to the other halves, once."""
 
-    def before_round(self, round_number: int) -> None:
+    def before_round(self, round_number: int) -> None:  # noqa: B027 - optional
         """Called when the sender's tensors have their new values."""
 
+    @abstractmethod
     def exchange(self, round_number: int) -> float | None:
         """Send the tensors, or bring the new values into them. Returning frees them.
 
         Returns:
             Of a receiver that pulls: the ``time.monotonic()`` from which on the tensors were in use.
         """
-        raise NotImplementedError
 
-    def after_round(self, round_number: int) -> None:
+    def after_round(self, round_number: int) -> None:  # noqa: B027 - optional
         """Called when everybody has the new values."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - optional
         """Release what `prepare` made."""
 
 

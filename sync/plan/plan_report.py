@@ -11,7 +11,7 @@ from weightlane.ckpt_engines import Capabilities
 from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Relay, SyncConfig
 from ..version.placement import Placement
-from ..version.tensor_spec import TensorSpec, dtype_name
+from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
 from .plan_exchange import Supply
 from .receiver_groups import replica_of
 from .routes import plan_routes
@@ -217,7 +217,8 @@ def _first_mismatch(needed: Mapping[str, Placement | None], supply: Supply) -> s
         if need is None or supply.on_the_wire(need) is not None:
             continue
         expected = {spec.name: spec for spec in need.named_as(sent.keys()).specs}
-        name = next(name for name in [*sent, *expected] if sent.get(name) != expected.get(name))
+        names = [*expected, *(name for name in sent if not is_computed(name))]
+        name = next(name for name in names if sent.get(name) != expected.get(name))
         if name not in expected:
             return f"no {name}, which is sent"
         if name not in sent:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Literal
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from drawn import problems
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weightlane.sync.config import Relay
 from weightlane.sync.plan import assign_slices, plan_transfer
 from weightlane.sync.plan.plan_report import plan_report
 from weightlane.sync.plan.routes import plan_routes
@@ -21,11 +21,9 @@ from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
 
-Relaying = Literal["off", "chain", "tree"]
-
 
 @given(problems(), st.sampled_from(["off", "chain", "tree"]))
-def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it(problem: tuple, relay: Relaying) -> None:
+def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it(problem: tuple, relay: Relay) -> None:
     _, held, needed = problem
     shares = assign_slices(held)
     plan = plan_transfer(shares, needed)
@@ -52,7 +50,7 @@ def test_lanes_with_the_same_receivers_take_turns_so_that_all_relay_as_much() ->
     needed = {f"rollout-{replica}/{rank}": columns[rank] for replica in range(16) for rank in range(8)}
     shares = assign_slices({f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)})
     plan = plan_transfer(shares, needed)
-    relaying: list[tuple[Relaying, int]] = [("off", 16), ("chain", 1), ("tree", 2)]
+    relaying: list[tuple[Relay, int]] = [("off", 16), ("chain", 1), ("tree", 2)]
     for relay, sends in relaying:
         assert len({route.hops[0] for route in plan_routes(plan, relay)}) == len(plan.lanes) == 32
         report = plan_report(shares, needed, relay=relay, sender_gbps=8, receiver_gbps=8)
