@@ -1,14 +1,16 @@
-"""The surface of vLLM that weightlane uses: the internals that it imports, by name, checked before a replica serves.
+"""The surface of vLLM that weightlane uses: the internals that it imports, by name, and how it calls them.
 
-Attributes and methods that it reads of them are not listed here. vLLM promises none of them. A release that lacks one is
-refused before a replica serves, by an error with the missing name; vLLM itself starts as if weightlane were not installed.
-Modules import these names inside functions: importing vLLM takes seconds.
+vLLM promises none of them. A release that lacks one, or that wants other arguments, is refused before a replica serves, by an
+error with the name; vLLM itself starts as if weightlane were not installed. Modules import these names inside functions:
+importing vLLM takes seconds.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import inspect
+from operator import attrgetter
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
@@ -40,9 +42,12 @@ _MODULES = {
     "vllm.v1.engine.core": ("EngineCore",),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
+    # What a worker does between two decode steps.
+    "vllm.v1.worker.gpu_worker": ("Worker",),
     # Adapters without files, and models that can have some.
     "vllm.model_executor.models": ("supports_lora",),
     "vllm.lora.lora_model": ("LoRAModel",),
+    "vllm.lora.model_manager": ("LoRAModelManager",),
     "vllm.lora.peft_helper": ("PEFTHelper",),
     "vllm.v1.worker.lora_model_runner_mixin": ("LoRAModelRunnerMixin",),
     # Layers that are treated specially.
@@ -58,6 +63,40 @@ _ON_CPU = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts", "is_zentorch_moe_supported"),
 }
+_CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
+    # With "self" where a class is named that is no class method.
+    ("BaseModelLoader.load_model", 1, ("vllm_config", "model_config")),
+    ("EngineCore.collective_rpc", 2, ("timeout", "args", "kwargs")),
+    ("EngineCore.pause_scheduler", 1, ("mode", "clear_cache")),
+    ("EngineCore.reset_encoder_cache", 1, ()),
+    ("EngineCore.reset_prefix_cache", 1, ("reset_running_requests", "reset_connector")),
+    ("EngineCore.resume_scheduler", 1, ()),
+    ("EngineCore.set_weight_version", 2, ()),
+    ("LoRAModel.from_lora_tensors", 3, ("device", "dtype", "weights_mapper")),
+    ("LoRAModelManager.activate_adapter", 2, ()),
+    ("LoRAModelManager.add_adapter", 2, ()),
+    ("LoRAModelManager.list_adapters", 1, ()),
+    ("LoRAModelManager.remove_adapter", 2, ()),
+    ("LoRAModelRunnerMixin.load_lora_model", 4, ()),
+    ("PEFTHelper", 0, ("r", "lora_alpha", "target_modules")),
+    ("PEFTHelper.validate_legal", 2, ()),
+    ("Worker.finish_weight_update", 1, ()),
+    ("Worker.start_weight_update", 1, ()),
+    ("Worker.update_weights", 2, ()),
+    ("WorkerWrapperBase.init_device", 1, ()),
+    ("finalize_layerwise_reload", 2, ()),
+    ("get_layerwise_info", 1, ()),
+    ("initialize_layerwise_reload", 1, ()),
+    ("initialize_model", 1, ()),
+    ("is_deferred_attention_layer", 1, ()),
+    ("process_weights_after_loading", 3, ()),
+    ("restore_layer_on_meta", 2, ()),
+    ("set_current_vllm_config", 1, ()),
+    ("set_default_torch_dtype", 1, ()),
+    ("set_forward_context", 2, ("num_tokens", "skip_compiled")),
+    ("supports_lora", 1, ()),
+)
+"""Functions and methods, with the number of positional arguments and the names of the others that they are called with."""
 _WHERE = {name: module for module, names in (_MODULES | _ON_CPU).items() for name in names}
 
 _HINT = "Install a vLLM that was tried: see the extra `vllm` of weightlane."
@@ -91,6 +130,32 @@ def check_internals(*, on_cpu: bool) -> None:
     for names in (_MODULES | _ON_CPU if on_cpu else _MODULES).values():
         for name in names:
             __getattr__(name)
+    for path, count, keywords in _CALLS:
+        _check_call(path, count, keywords)
+
+
+def check_attributes(owner: object, path: str, what: str) -> None:
+    """Raise `ConfigError` if `owner`, which messages call `what`, has no attribute `path`, such as ``scheduler.requests``."""
+    try:
+        attrgetter(path)(owner)
+    except AttributeError as cause:
+        raise ConfigError(
+            f"{what} of this vLLM{_version()} has no {path}, which weightlane uses.", part="vllm", hint=_HINT
+        ) from cause
+
+
+def _check_call(path: str, count: int, keywords: tuple[str, ...]) -> None:
+    name, _, method = path.partition(".")
+    called = __getattr__(name)
+    if method:
+        check_attributes(called, method, name)
+        called = getattr(called, method)
+    try:
+        inspect.signature(called).bind(*[None] * count, **dict.fromkeys(keywords))
+    except TypeError as cause:
+        raise ConfigError(
+            f"{path} of this vLLM{_version()} cannot be called as weightlane does: {cause}.", part="vllm", hint=_HINT
+        ) from cause
 
 
 def _version() -> str:

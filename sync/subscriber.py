@@ -104,7 +104,7 @@ class Subscriber(Participant):
         self._in_place = commit == "in_place"
         self._device = buffer_device(engine, device, name)
         live = runtime_of(device or HOST)
-        self._live_device = live.device
+        self._live = live
         self._staging = Staging(name, staging_limit_bytes, self._device, live)
         self._live_identity = LiveIdentity()
         self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_identity, self.hooks)
@@ -205,7 +205,7 @@ class Subscriber(Participant):
 
     def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
         if not self._engine.capabilities.persistent:
-            self._engine_links = EngineLinks(self.name, self._engine, self._device, copied_to=self._live_device)
+            self._engine_links = EngineLinks(self.name, self._engine, self._device, copied_to=self._live.device)
             return {}, None
         self._stored_link = make_receiver_link(self._engine, self.name, self._device)
         return address_of(self._stored_link, self.name), None
@@ -313,7 +313,7 @@ class Subscriber(Participant):
             self._check_bucket_limit(0 if viewed else manifest.largest_bucket_bytes, manifest.version)
             self._give_stream_up("another version was offered.")
             ready = Ready(name=self.name, session=session.name, version=manifest.version)
-            self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready))
+            self._stream = stream = LiveStream(manifest, self.name, deadline, partial(self._tell, ready), self._live)
         else:
             self._staging.reserve(manifest, viewed=viewed, live=prepare_delta is not None)
         if session.relayed:

@@ -17,40 +17,53 @@ client has given up by then.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-from weightlane.ckpt_engines import Deadline, as_weightlane_error
+from weightlane.ckpt_engines import ConfigError, Deadline, as_weightlane_error
 
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from ..commit.transfer_calls import EngineCommit, validated
-from ..vllm_surface import EngineCore, EngineCoreRequestType
+from ..vllm_surface import BACKEND, EngineCore, EngineCoreRequestType, check_attributes
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."
 
 
 def install() -> None:
-    """Make vLLM's engine core in this process, if there will be one, understand ``update_weights`` with ``engine_commit``."""
+    """Make vLLM's engine core in this process, if there will be one, understand ``update_weights`` with ``engine_commit``.
+
+    An engine core whose configuration does not name weightlane's transfer engine works as before.
+    """
     plain = EngineCore.collective_rpc
+    signature = inspect.signature(plain)
 
     @functools.wraps(plain)
-    def collective_rpc(
-        core: Any,
-        method: Any,
-        timeout: float | None = None,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        update = (kwargs or {}).get("update_info")
-        if method == "update_weights" and isinstance(update, Mapping) and "engine_commit" in update:
-            return commit_in_core(core, update)
-        return plain(core, method, timeout, args, kwargs)
+    def collective_rpc(core: Any, *args: Any, **kwargs: Any) -> Any:
+        transfer = core.vllm_config.weight_transfer_config
+        if transfer is not None and transfer.backend == BACKEND:
+            call = signature.bind(core, *args, **kwargs).arguments
+            update = (call.get("kwargs") or {}).get("update_info")
+            if call["method"] == "init_weight_transfer_engine":
+                check_core(core)
+            elif call["method"] == "update_weights" and isinstance(update, Mapping) and "engine_commit" in update:
+                return commit_in_core(core, update)
+        return plain(core, *args, **kwargs)
 
     EngineCore.collective_rpc = collective_rpc
+
+
+def check_core(core: Any) -> None:
+    """Raise the `RemoteFailureError` of a `ConfigError` if `core` lacks something that a commit uses."""
+    try:
+        for path in ("scheduler.requests", "input_queue", "model_executor.collective_rpc", "vllm_config.model_config"):
+            check_attributes(core, path, "the engine core")
+    except ConfigError as error:
+        raise _failure(error, intact=True) from error
 
 
 def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:

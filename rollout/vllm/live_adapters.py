@@ -34,7 +34,7 @@ from ..layout.loading.adapter_tensors import (
 )
 from ..layout.rank_model import RankModel
 from ..rank_group import RankGroup
-from ..vllm_surface import LoRAModel, PEFTHelper
+from ..vllm_surface import LoRAModel, PEFTHelper, check_attributes
 
 logger = init_logger("vllm.weightlane")
 
@@ -59,7 +59,10 @@ class LiveAdapters:
         self.adapter = adapter
         self._group, self._part = group, rank.part
         self._model = rank.model
+        check_attributes(rank.model, "lora_manager", "a model with adapters")
         manager: Any = rank.model.lora_manager
+        for path in ("modules", "packed_modules", "lora_config.lora_dtype"):
+            check_attributes(manager, path, "the manager of adapters")
         self._manager = manager
         layers = adapted_layers(rank.config.model_config.model, adapter)
         self._layers = frozenset(layers)

@@ -16,6 +16,7 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
@@ -25,6 +26,7 @@ from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..layout.write.live_delta import LiveDelta
 from ..rank_group import RankGroup
+from .graph_memory import GraphMemory, captures_graphs
 
 logger = init_logger("vllm.weightlane")
 
@@ -54,7 +56,7 @@ class LiveWeights:
 
     def __init__(self, rank: RankModel, loader: VersionLoader, group: RankGroup) -> None:
         self.loader = loader
-        self._group, self._device, self._part = group, rank.device, rank.part
+        self._group, self._rank, self._part = group, rank, rank.part
         self.intact = True
         """Whether the weights are one complete version, or the checkpoint."""
         self.in_place = False
@@ -65,6 +67,8 @@ class LiveWeights:
         """The version before `_version`; None if it cannot be restored."""
         self._undo: LiveDelta | None = None
         """The delta that rolls `_version` back, if `_version` was a delta."""
+        self._graph_memory: GraphMemory | None = None
+        """None until the first update, and for an engine that captures no graphs."""
 
     @property
     def expectation(self) -> Expectation:
@@ -83,6 +87,8 @@ class LiveWeights:
             subscriber: The subscriber that has staged the version.
         """
         change = _Change()
+        if self._graph_memory is None and captures_graphs(self._rank.config):
+            self._graph_memory = GraphMemory(self._rank.model, self._part)
         error = self._run(lambda: self._prepare(change, validated(UpdateRequest, fields), subscriber))
         if change.stream is not None:
             error = self._write_arriving(change.stream, subscriber, error)
@@ -155,7 +161,7 @@ class LiveWeights:
             subscriber.restored()
             return error
         self._version, self._before, self._undo, self.intact = None, None, None, False
-        error = self._run(lambda: self.loader.write_arriving(stream.parts()))
+        error = self._run(lambda: self._write_parts(stream))
         if error is None:
             self._version, self.intact = stream.version, True
             subscriber.prepare_delta = self.loader.live_delta if self.loader.takes_deltas else None
@@ -172,12 +178,14 @@ class LiveWeights:
             nonlocal swapped
             delta.swap()
             swapped = True
+            self._settle()
 
         def swap_back() -> None:
             if delta.mixed:
                 raise CommitError("some elements of the delta are in the weights.", part=self._part)
             if swapped:
                 delta.swap()
+                self._settle()
 
         error = self._run(swap)
         if error is not None:
@@ -209,6 +217,8 @@ class LiveWeights:
             self._version, self._before, self.intact = change.version, change.before, True
             logger.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
             return None
+        if isinstance(error, QuarantinedError):
+            return error
         if change.before is None:
             return self._mixture(error, "No earlier version is staged.")
         self._release(change, subscriber)
@@ -241,8 +251,23 @@ class LiveWeights:
         # Tensors that arrive quantised are restored completely: one changed scale changes every element of its block.
         takes_deltas = self.loader.takes_deltas and not are_restored(tensors)
         subscriber.prepare_delta = self.loader.live_delta if takes_deltas else None
-        if self._device.type != "cpu":
-            torch.accelerator.synchronize(self._device)  # The staging memory is reused as soon as this returns.
+        self._settle()
+
+    def _write_parts(self, stream: LiveStream) -> None:
+        self.loader.write_arriving(stream.parts())
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait until the device has written everything: the ranks then agree on what is so, and staging memory is used again.
+
+        Raises:
+            QuarantinedError: A tensor has moved away from where captured graphs read it.
+        """
+        device = self._rank.device
+        if runtime_of(device).has_streams:
+            torch.accelerator.synchronize(device)  # not one stream: layers may use their own
+        if self._graph_memory is not None:
+            self._graph_memory.check()
 
     def _release(self, change: _Change, subscriber: Subscriber) -> None:
         """Give back the staging memory of `change`. Never raises."""

@@ -48,7 +48,7 @@ from ..layout.loading.refused_models import refuse_in_place, refuse_other_versio
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..rank_group import RankGroup
-from ..vllm_surface import check_internals, get_tp_group, set_current_vllm_config
+from ..vllm_surface import check_attributes, check_internals, get_layerwise_info, get_tp_group, set_current_vllm_config
 from .live_adapters import LiveAdapters
 from .live_weights import LiveWeights
 
@@ -172,6 +172,9 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
 
     def _check_model(self) -> None:
         check_internals(on_cpu=self.device.type == "cpu")
+        check_attributes(get_layerwise_info(self.model), "restore_metadata", "get_layerwise_info")
+        for setting in ("cudagraph_mode", "static_forward_context", "static_all_moe_layers"):
+            check_attributes(self.vllm_config.compilation_config, setting, "the compilation config")
         refuse_unsupported(self.model, self.vllm_config, self.device)
 
     def _rank_model(self) -> RankModel:

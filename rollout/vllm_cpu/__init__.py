@@ -10,7 +10,7 @@
 `adapters`          Tokens without an adapter are computed with the adapter in the last slot, since their slot is -1.
 ==================  ========================================================================================================
 
-`rotary` and `adapters` correct every engine in the process; the others change nothing for an engine without weightlane.
+None of them changes anything for an engine without weightlane.
 """
 
 from __future__ import annotations

@@ -2,21 +2,29 @@
 
 vLLM 0.32 marks the tokens of a request without an adapter by the slot -1, and its CPU code indexes the slots with that: as soon
 as another request of the step has an adapter, these tokens are computed with the adapter in the last slot. Its GPU kernels skip
-them. Every vLLM with weightlane installed is corrected, so that requests with and without an adapter can share a step.
+them. Engines without weightlane are left as they are.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+
+from .linear import uses_weightlane
 
 
 def skip_tokens_without_adapter() -> None:
     """Let vLLM leave the layer's outputs of tokens without an adapter as they are, bit for bit."""
     from ..vllm_surface import PunicaWrapperCPU  # noqa: PLC0415 - only in processes that already run vLLM
 
-    original = PunicaWrapperCPU._apply_expand
+    make, original = PunicaWrapperCPU.__init__, PunicaWrapperCPU._apply_expand
+
+    @functools.wraps(make)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.skips_tokens_without_adapter = uses_weightlane()
 
     def apply_expand(
         self: Any,
@@ -28,7 +36,7 @@ def skip_tokens_without_adapter() -> None:
         add_inputs: bool = True,
     ) -> None:
         without = self.token_lora_indices < 0
-        if self.no_lora or not without.any():
+        if self.no_lora or not self.skips_tokens_without_adapter or not without.any():
             original(self, y, x, w_t_all, y_offset, y_slice_size, add_inputs)
             return
         # Not masked by zeros: an adapter of infinities would still turn them into NaN.
@@ -37,4 +45,4 @@ def skip_tokens_without_adapter() -> None:
         original(self, y, x, w_t_all, y_offset, y_slice_size, add_inputs)
         y[without, columns] = before
 
-    PunicaWrapperCPU._apply_expand = apply_expand
+    PunicaWrapperCPU.__init__, PunicaWrapperCPU._apply_expand = init, apply_expand

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from weightlane.ckpt_engines import ClosedError, CommitError, Deadline, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 
 from ..version.manifest import Manifest
 from ..version.tensor_spec import TensorSpec
@@ -24,7 +25,8 @@ class LivePart:
     Attributes:
         name: The checkpoint tensor.
         start: First element in the row-major flattened tensor.
-        values: The elements, 1-D, contiguous, in the tensor's wire dtype; valid until the next part is requested.
+        values: The elements, 1-D, contiguous, in the tensor's wire dtype; valid for work that is queued on the thread's
+            current stream before the next part is requested.
     """
 
     name: str
@@ -44,10 +46,14 @@ class LiveStream:
         part: Name of the receiving participant, for error messages.
         deadline: Limit for writing the full version.
         on_ready: Called once, before the first bucket is passed on.
+        live: Runtime of the device of the live weights.
     """
 
-    def __init__(self, manifest: Manifest, part: str, deadline: Deadline, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, manifest: Manifest, part: str, deadline: Deadline, on_ready: Callable[[], None], live: DeviceRuntime
+    ) -> None:
         self.manifest = manifest
+        self._live = live
         self._regions = {spec.name: region for spec, region in zip(manifest.specs, manifest.regions, strict=True)}
         self._part = part
         self._deadline = deadline
@@ -138,12 +144,14 @@ class LiveStream:
     def parts(self) -> Iterator[LivePart]:
         """[writer] Yield every element of the version, in the order of the stream. Any step may raise as `begin` does.
 
-        If the writer stops before the end, the stream fails.
+        A bucket is given back once all work on the thread's current stream is done. If the writer stops before the end, the
+        stream fails.
         """
         finished = False
         try:
             while (bucket := self._next()) is not None:
                 yield from self._parts_of(*bucket)
+                self._live.synchronize()  # the next bucket overwrites this one, whose reads may only be queued
                 del bucket
                 self._written()
             finished = True

@@ -119,4 +119,4 @@ class VersionReceiver:
 
     def free_buffer(self) -> None:
         """Free the memory kept between versions."""
-        self._live_buffer = self._live_buffer[:0].clone()
+        self._live_buffer = torch.empty(0, dtype=torch.uint8, device=self._device)

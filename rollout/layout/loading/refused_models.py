@@ -59,6 +59,11 @@ def _refuse_modes(vllm_config: Any) -> None:
     method = str(getattr(draft, "method", "") or "")
     modes = [
         (
+            bool(getattr(vllm_config.parallel_config, "enable_eplb", False)),
+            "expert load balancing (enable_eplb)",
+            "it moves experts between ranks and places, and versions would be written where they were at the start",
+        ),
+        (
             bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
             "sleep mode (enable_sleep_mode)",
             "a version that is committed while vLLM sleeps would be written to memory that is freed",

@@ -93,8 +93,6 @@ class VersionWriter:
                 self._assemble(run, assembled)
                 continue
             self.plan.write_elements(run.name, run.start, run.values)
-            if self._rank.device.type != "cpu":
-                torch.accelerator.synchronize(self._rank.device)  # The next bucket overwrites the memory of `run`.
         for name in self._method.reloaded_sources - assembled.keys():
             assembled[name] = torch.empty(self._signature[name].shape, dtype=self._signature[name].dtype)
         self._finish_copies(assembled)

@@ -18,7 +18,7 @@ from checked_device.tensors import installed
 from checked_device.world import World
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, WeightlaneError
 from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
 from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
 from weightlane.sync import (
@@ -26,6 +26,7 @@ from weightlane.sync import (
     Coordinator,
     Expectation,
     ExpectedTensor,
+    LiveStream,
     LocalShard,
     Publisher,
     Rendezvous,
@@ -36,6 +37,7 @@ from weightlane.sync import (
 )
 from weightlane.sync.codecs.delta.format import cuda_kernels
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
+from weightlane.sync.version.manifest import Manifest
 
 TRAINER_DEVICE, ROLLOUT_DEVICE = torch.device("cuda", 2), torch.device("cuda", 3)
 """Not number 0, which is current in every new thread."""
@@ -157,6 +159,40 @@ class Run:
     def close(self) -> None:
         for part in (self.coordinator, self.publisher, self.subscriber):
             part.close()
+
+
+def test_a_bucket_that_is_written_as_it_arrives_is_read_before_the_next_one_overwrites_it(world: World) -> None:
+    """The writer copies without waiting, on a stream of its own, and the receiver uses one buffer for all buckets."""
+    manifest = Manifest(1, tuple(SPECS.values()), 512)
+    runtime = runtime_of(ROLLOUT_DEVICE)
+    sent = torch.arange(manifest.total_bytes, dtype=torch.int64).to(torch.uint8)
+    live, buffer = (torch.zeros(size, dtype=torch.uint8, device=ROLLOUT_DEVICE) for size in (sent.numel(), 512))
+    runtime.synchronize()
+    stream = LiveStream(manifest, "rollout-0/0", Deadline.after(HANG_S), lambda: None, runtime)
+
+    def receive() -> None:
+        with runtime.on(runtime.stream_for(runtime)):
+            for index in range(manifest.bucket_count):
+                start, stop = manifest.window(index)
+                buffer[: stop - start].copy_(sent[start:stop])
+                runtime.synchronize()
+                stream.offer(index, buffer[: stop - start])
+            stream.finish()
+
+    receiver = threading.Thread(target=receive)
+    receiver.start()
+    with runtime.on(runtime.stream_for(stream)):
+        offsets = {entry.spec.name: entry.offset for entry in manifest.entries}
+        for part in stream.parts():
+            at = offsets[part.name] + part.start * part.values.itemsize
+            live[at : at + part.values.nbytes].copy_(part.values.view(torch.uint8), non_blocking=True)
+        runtime.synchronize()
+    receiver.join()
+    assert not world.violations, names(world.violations)
+    found = live.cpu()
+    for entry in manifest.entries:
+        window = slice(entry.offset, entry.offset + entry.spec.nbytes)
+        assert torch.equal(found[window], sent[window])
 
 
 @pytest.mark.parametrize(("engine", "prepared"), [("shm", False), ("cuda_ipc", True)])

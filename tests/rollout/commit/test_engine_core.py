@@ -81,6 +81,36 @@ def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(commit_
     assert kept.done == ["pause", "exchange", "stamp 7", "resume"]
 
 
+def test_only_an_engine_that_names_weightlane_works_otherwise_and_it_is_looked_at_when_it_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whatever arguments vLLM's own method takes are passed on."""
+    from vllm.v1.engine.core import EngineCore
+
+    from weightlane.rollout.vllm import commit_in_core
+
+    def plain(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None, *, new: int = 0) -> Any:
+        return method, timeout, args, kwargs, new
+
+    monkeypatch.setattr(EngineCore, "collective_rpc", plain)
+    monkeypatch.setattr(commit_in_core, "commit_in_core", lambda _, update: ["committed", update])
+    commit_in_core.install()
+    core = Core()
+    update = {"update_info": UPDATE}
+    for backend, answer in (
+        (None, ("update_weights", None, (), update, 3)),
+        ("nccl", ("update_weights", None, (), update, 3)),
+        ("weightlane", ["committed", UPDATE]),
+    ):
+        transfer = None if backend is None else SimpleNamespace(backend=backend)
+        core.vllm_config.weight_transfer_config = transfer
+        assert EngineCore.collective_rpc(core, "update_weights", kwargs=update, new=3) == answer
+    with pytest.raises(RemoteFailureError, match=r"the engine core of this vLLM.* has no scheduler\.requests"):
+        EngineCore.collective_rpc(core, "init_weight_transfer_engine")
+    core.scheduler = SimpleNamespace(requests={})
+    assert EngineCore.collective_rpc(core, "init_weight_transfer_engine")[0] == "init_weight_transfer_engine"
+
+
 def test_a_step_under_way_ends_first_and_the_core_is_woken_after(commit_in_core: Callable[..., Any]) -> None:
     core = Core()
     core.under_way = Future()

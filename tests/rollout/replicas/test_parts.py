@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from multiprocessing import resource_tracker, shared_memory
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
+from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.rank_group import RankGroup
 from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
@@ -204,7 +205,9 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
 
 
 def plain_config(**more: Any) -> Any:
-    parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1)
+    parallel = SimpleNamespace(
+        pipeline_parallel_size=1, data_parallel_size=1, enable_eplb=more.pop("enable_eplb", False)
+    )
     model = SimpleNamespace(enable_sleep_mode=more.pop("enable_sleep_mode", False), quantization=None, hf_config=None)
     usual = {"parallel_config": parallel, "model_config": model, "lora_config": None, "speculative_config": None}
     return SimpleNamespace(**{**usual, **more})
@@ -213,6 +216,7 @@ def plain_config(**more: Any) -> Any:
 def test_modes_in_which_weights_would_stay_old_or_go_nowhere_are_refused_by_name() -> None:
     for settings, named in (
         ({"enable_sleep_mode": True}, "sleep mode (enable_sleep_mode)"),
+        ({"enable_eplb": True}, "expert load balancing (enable_eplb)"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model (speculative_config, eagle3)"),
     ):
         with pytest.raises(ConfigError, match=re.escape(named)):
@@ -283,9 +287,47 @@ def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(m
 
 
 @pytest.mark.vllm
-def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere() -> None:
+def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     vllm_surface.check_internals(on_cpu=True)
+    for call, says in (
+        (("EngineCore.pause_scheduler", 1, ("mood",)), "EngineCore.pause_scheduler of this vLLM.*'mood'"),
+        (("EngineCore.resume_scheduler", 2, ()), "EngineCore.resume_scheduler of this vLLM.*too many positional"),
+        (("EngineCore.snooze", 1, ()), "EngineCore of this vLLM.* has no snooze"),
+    ):
+        monkeypatch.setattr(vllm_surface, "_CALLS", [call])
+        with pytest.raises(ConfigError, match=says):
+            vllm_surface.check_internals(on_cpu=True)
     inside = re.compile(r"from (vllm\.model_executor|vllm\.forward_context|vllm\.utils)[\w.]* import")
     folder = Path(rollout.__file__).parent
     found = [path.name for path in folder.rglob("*.py") if inside.search(path.read_text())]
     assert sorted(found) == ["experts.py", "linear.py"], "they replace functions of modules"
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("graphs", ["NONE", "FULL_AND_PIECEWISE"])
+def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str) -> None:
+    from weightlane.rollout.vllm.live_weights import LiveWeights
+
+    model = torch.nn.Linear(2, 2)
+
+    def write(tensors: Mapping[str, torch.Tensor]) -> None:
+        model.weight = torch.nn.Parameter(tensors["weight"].clone())  # as a layer that does not fill its parameter
+
+    mode = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)))
+    rank = RankModel(model, mode, torch.device("cpu"), "rollout rank 0")
+    loader = SimpleNamespace(takes_deltas=False, learn_for=lambda *_: None, write=write)
+    subscriber = SimpleNamespace(
+        take=lambda version: {"weight": torch.full((2, 2), float(version))},
+        take_previous=lambda version: (version - 1, {"weight": torch.full((2, 2), version - 1.0)}),
+        take_stream=lambda _: None,
+        take_delta=lambda _: None,
+        release=lambda _: None,
+    )
+    weights = LiveWeights(rank, loader, RankGroup(None))  # type: ignore[arg-type]
+    answers = [weights.update({"version": version}, subscriber) for version in (1, 2)]  # type: ignore[arg-type]
+    if graphs == "NONE":
+        assert answers == [None, None]
+    else:
+        assert [type(answer).__name__ for answer in answers] == ["QuarantinedError"] * 2
+        assert "weight and 0 more tensors have moved" in str(answers[1])
+    assert weights.intact == (graphs == "NONE")
