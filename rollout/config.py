@@ -124,7 +124,10 @@ class RolloutConfig(BaseModel):
 
     connect_timeout_s: float = Field(60.0, gt=0.0, description="Most seconds connecting to the publisher may take.")
     request_timeout_s: float = Field(
-        600.0, gt=0.0, description="Most seconds one request may take from first to last token."
+        600.0,
+        gt=0.0,
+        description="Most seconds one request may take from first to last token. A completion that takes longer is left out of"
+        " training, which trains brevity; the bias that is printed at the end counts it with algorithm.max_new_tokens.",
     )
     commit_timeout_s: float = Field(
         60.0,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError, RewardError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, RewardError, WeightlaneError
 
 from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
@@ -61,6 +61,11 @@ class Lengths:
             self.completions += tokens > 0
             self.tokens += tokens
 
+    def lose(self, tokens: int) -> None:
+        """Count a completion of `tokens` tokens that is left out."""
+        self.completions += 1
+        self.tokens += tokens
+
 
 class RolloutFeeder:
     """Generates groups on all replicas at once, and hands them out in the order in which they were begun.
@@ -70,7 +75,7 @@ class RolloutFeeder:
 
     A group that its replica cannot finish, because it died or was taken out of service, starts over on another one. No
     task is lost by that, and none used twice. A completion that fails, or cannot be judged, is left out; so is its group
-    if fewer than two completions remain.
+    if fewer than two completions remain. Those that take too long are mostly the longest, so all of them count as drawn.
 
     Args:
         fleet: The replicas.
@@ -128,7 +133,10 @@ class RolloutFeeder:
         self.generated_tokens = 0
         self.dropped_groups = 0
         self.drawn = Lengths()
-        """Lengths of all completions whose turn for training has come, those of dropped groups included."""
+        """Lengths of all completions whose turn for training has come, and of those that are left out.
+
+        A request that was ended by its time limit counts as one of `AlgorithmConfig.max_new_tokens`.
+        """
 
     async def run(self) -> None:
         """Generate until cancelled. Raises errors of a replica that the fleet does not excuse, and `TooManyFailuresError`."""
@@ -253,7 +261,8 @@ class RolloutFeeder:
             answers = [error] * count
         if not (greedy or self._fleet.serves(rollout)):
             return None
-        judged = await asyncio.gather(*(self._judged(task, answer, rollout.name) for answer in answers))
+        drawn = Lengths() if greedy else self.drawn
+        judged = await asyncio.gather(*(self._judged(task, answer, rollout.name, drawn) for answer in answers))
         kept = [each for each in judged if each is not None]
         completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
         return PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name)
@@ -278,11 +287,13 @@ class RolloutFeeder:
         return prompt_ids
 
     async def _judged(
-        self, task: Task, answer: Completion | WeightlaneError, replica: str
+        self, task: Task, answer: Completion | WeightlaneError, replica: str, drawn: Lengths
     ) -> tuple[Completion, str, float] | None:
-        """A completion, its text and its reward; None when the request or the reward failed."""
+        """A completion, its text and its reward; None when the request or the reward failed, and counted in `drawn`."""
         facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
         if isinstance(answer, WeightlaneError):
+            if isinstance(answer, DeadlineExceededError):
+                drawn.lose(self._algorithm.max_new_tokens)
             self._failures.failed("request", answer, **facts)
             return None
         self.generated_tokens += len(answer.token_ids)
@@ -300,6 +311,7 @@ class RolloutFeeder:
             written_text = WrittenText(text, answer.token_ids, answer.logprobs)
             reward = await self._judge(written_text, task.as_mapping())
         except RewardError as error:
+            drawn.lose(len(answer.token_ids))
             self._failures.failed("reward", error, completion=text, **facts)
             return None
         self._failures.well()
@@ -325,6 +337,7 @@ class RolloutFeeder:
                 elif len(group.completions) < _FEWEST:
                     self._line.remove(place)
                     self._give_up(place)
+                    self.drawn.add(group)
                 else:
                     place.group = group
                 self._changed.notify_all()

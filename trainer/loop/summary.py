@@ -63,7 +63,7 @@ class RunSummary:
     replicas_replaced: int = 0
     """Number of those replicas whose successor serves."""
     drawn_tokens: float = 0.0
-    """Mean length, in tokens, of all completions whose turn for training has come."""
+    """Mean length, in tokens, of all completions whose turn for training has come, and of those that are left out."""
     trained_tokens: float = 0.0
     """Mean length of the completions that were trained on; below `drawn_tokens` is a bias towards short ones."""
     dropped_groups: int = 0

@@ -7,7 +7,7 @@ same few tokens are therefore compared between two models with equal parameters 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -33,8 +33,10 @@ _EMPTY = frozenset(
 )
 
 
-def output_checksums(rank: RankModel) -> dict[str, str]:
+def output_checksums(rank: RankModel, left_out: Collection[str] = ()) -> dict[str, str]:
     """Checksums of the outputs of each layer, and of the model, in order of computation. All ranks call this together.
+
+    Layers in `left_out` have none. Later layers compute with a fixed pattern in the place of their outputs.
 
     One forward pass runs without attention over earlier tokens, as in vLLM's memory profiling. Attention and state-space kernels
     leave their outputs unfilled in it. A fixed pattern fills these, so that later layers still compute from different values.
@@ -49,7 +51,8 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
     model: Any = rank.model
     for name, module in model.named_modules():
         if not any(True for _ in module.children()):
-            hooks.append(module.register_forward_hook(_recorder(checksums, name)))
+            hook = _pattern_instead if name in left_out else _recorder(checksums, name)
+            hooks.append(module.register_forward_hook(hook))
     count = _token_count(rank.config)
     tokens = torch.arange(count, device=rank.device)
     try:
@@ -67,7 +70,7 @@ def output_checksums(rank: RankModel) -> dict[str, str]:
     finally:
         for hook in hooks:
             hook.remove()
-    return checksums
+    return {name: checksum for name, checksum in checksums.items() if name not in left_out}
 
 
 def _pooled(rank: RankModel, hidden: torch.Tensor) -> Iterator[tuple[str, Any]]:
@@ -110,15 +113,25 @@ class PatternedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _EMPTY and not result.is_meta:
-            if result.is_floating_point() and result.is_contiguous():
-                pattern = (torch.arange(_PATTERN, device=result.device) * 0.125 - 0.75).to(result.dtype)
-                flat = result.view(-1)
-                repeated = flat.numel() // _PATTERN * _PATTERN
-                flat[:repeated].view(-1, _PATTERN).copy_(pattern)
-                flat[repeated:].copy_(pattern[: flat.numel() - repeated])
-            else:
-                result.zero_()
+            _fill(result)
         return result
+
+
+def _fill(memory: torch.Tensor) -> None:
+    """Fill `memory` with the pattern, or with zeros where it has none."""
+    if memory.is_floating_point() and memory.is_contiguous():
+        pattern = (torch.arange(_PATTERN, device=memory.device) * 0.125 - 0.75).to(memory.dtype)
+        flat = memory.view(-1)
+        repeated = flat.numel() // _PATTERN * _PATTERN
+        flat[:repeated].view(-1, _PATTERN).copy_(pattern)
+        flat[repeated:].copy_(pattern[: flat.numel() - repeated])
+    else:
+        memory.zero_()
+
+
+def _pattern_instead(module: torch.nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature
+    for item in _tensors(output):
+        _fill(item)
 
 
 def _recorder(checksums: dict[str, str], name: str) -> Any:

@@ -22,9 +22,9 @@ from loaded_models import (
     committed,
     differing,
     forced,
-    hidden_copy_of,
     in_slices,
     loaded,
+    odd_layers,
     ordinary,
     other,
     simulated_amx,
@@ -147,12 +147,12 @@ def arriving(tensors: dict[str, torch.Tensor], bucket_bytes: int) -> Iterator[Li
     bucket.fill_(0xA5)
 
 
-def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str, Any]:
+def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str, unsteady: str = "") -> dict[str, Any]:
     """Take versions bucket after bucket: the way, what differs from a fresh load, and what learning has changed."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first = tensors_of(path, dtype)
     specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in first.items()}
-    with as_rank(config, 0), hidden_copy_of(hidden), tempfile.TemporaryDirectory() as folder:
+    with as_rank(config, 0), odd_layers(hidden, unsteady), tempfile.TemporaryDirectory() as folder:
         model = loaded(config)
         loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
         before = state(model)
@@ -307,7 +307,7 @@ def later_versions(path: str) -> dict[str, Any]:
             asked.append(named["may_move"])
             super().__init__(*arguments, **named)
 
-    with as_rank(config, 0), hidden_copy_of("down_proj"), mock.patch.object(loader_module, "Rehearsal", Counted):
+    with as_rank(config, 0), odd_layers("down_proj", ""), mock.patch.object(loader_module, "Rehearsal", Counted):
         loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
         ways = [committed(loader, first, alone)]
         ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -128,21 +129,26 @@ def forced(way: str) -> Iterator[None]:
 
 
 @contextmanager
-def hidden_copy_of(ending: str) -> Iterator[None]:
-    """Inside, layers of that name compute from a copy of their weight that nobody sees, made when they are loaded."""
+def odd_layers(hidden: str, unsteady: str) -> Iterator[None]:
+    """Inside, layers of one name compute from a copy of their weight that nobody sees, made when they are loaded.
+
+    Those of the other name never compute the same twice.
+    """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
     process, compute = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedLinearMethod.apply
     kernels: dict[int, torch.Tensor] = {}
+    calls = itertools.count()
 
     def pack(self: Any, layer: Any) -> None:
         process(self, layer)
         kernels[id(layer)] = layer.weight.detach().clone()
 
     def apply(self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        if ending and layer.prefix.endswith(ending):
+        if hidden and layer.prefix.endswith(hidden):
             return torch.nn.functional.linear(x, kernels[id(layer)], bias)
-        return compute(self, layer, x, bias)
+        computed = compute(self, layer, x, bias)
+        return computed + next(calls) if unsteady and layer.prefix.endswith(unsteady) else computed
 
     with mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply):
         yield
