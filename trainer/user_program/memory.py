@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -16,15 +17,18 @@ _SAFETY = 1.1
 """Factor between the measured memory and a prediction."""
 _RESERVE = 0.03
 """Share of the free memory that is not used."""
+_REMEMBERED = 16
+"""Measured passes that an estimate rests on."""
 _PLENTY = 2**62
 _FLOAT32, _INT64 = 4, 8
 
 
 class MemoryEstimate:
-    """Bytes of forward passes on this rank.
+    """Bytes of forward passes on this rank: a part for each token, and a fixed part, such as a kernel's workspace.
 
     The initial estimate is that a pass with gradient keeps every matrix's input and output twice, and a pass without gradient
-    four times those of the widest matrix. Every measured pass replaces the estimate.
+    four times those of the widest matrix. What a measured pass took beyond that is taken for fixed, until passes of other lengths
+    have been measured. Old measurements are forgotten.
 
     Args:
         widths: Number of inputs plus outputs of each matrix.
@@ -36,13 +40,20 @@ class MemoryEstimate:
     def __init__(self, widths: Sequence[int], itemsize: int, vocabulary: int, hidden: int) -> None:
         self._itemsize, self._vocabulary, self._hidden = itemsize, vocabulary, hidden
         kept = {True: 2 * sum(widths), False: 4 * max(widths, default=0)}
-        self.per_token = {gradient: float(itemsize * kept[gradient]) for gradient in (True, False)}
+        self._first_guess = {gradient: float(itemsize * kept[gradient]) for gradient in (True, False)}
+        self.per_token = dict(self._first_guess)
         """Bytes for each token, outputs not counted, of passes with and without gradient."""
-        self._measured: dict[bool, int] = {}
+        self.fixed = {True: 0.0, False: 0.0}
+        """Bytes of a pass of any length."""
+        self._measured = {gradient: deque[tuple[int, int]](maxlen=_REMEMBERED) for gradient in (True, False)}
+        """Tokens of the last measured passes, and their bytes without outputs."""
 
     def of(self, each: ForwardInput, *, gradient: bool) -> int:
-        """Bytes that an input is predicted to take."""
-        return round(_SAFETY * self.per_token[gradient] * len(each.tokens)) + self.outputs_of(each, gradient=gradient)
+        """Bytes that an input is predicted to take beside the fixed part, and no more than a measured pass of its length took."""
+        tokens, fixed = len(each.tokens), self.fixed[gradient]
+        enough = [nbytes - fixed for length, nbytes in self._measured[gradient] if length >= tokens]
+        predicted = min([_SAFETY * self.per_token[gradient] * tokens, *enough])
+        return round(max(0.0, predicted)) + self.outputs_of(each, gradient=gradient)
 
     def outputs_of(self, each: ForwardInput, *, gradient: bool) -> int:
         """Bytes of the outputs of an input and, in a pass with gradient, of the gradients with respect to them."""
@@ -52,25 +63,32 @@ class MemoryEstimate:
         return len(each.tokens) * (both + each.top_k * (_FLOAT32 + _INT64))
 
     def wants_measuring(self, tokens: int, *, gradient: bool) -> bool:
-        """Whether to measure a pass: if it is more than twice as long as any before, since memory may have a constant part."""
-        return tokens > 2 * self._measured.get(gradient, 0)
+        """Whether to measure a pass: if it is more than twice as long as any before."""
+        return tokens > 2 * max((length for length, _ in self._measured[gradient]), default=0)
 
     def learn(self, inputs: Collection[ForwardInput], measured: int, *, gradient: bool) -> None:
         """Update the estimate with the bytes that a pass took, outputs included."""
         tokens = sum(len(each.tokens) for each in inputs)
-        if tokens and measured:
-            self._measured[gradient] = max(tokens, self._measured.get(gradient, 0))
-            outputs = sum(self.outputs_of(each, gradient=gradient) for each in inputs)
-            self.per_token[gradient] = max(0, measured - outputs) / tokens
+        if not tokens or not measured:
+            return
+        outputs = sum(self.outputs_of(each, gradient=gradient) for each in inputs)
+        passes = self._measured[gradient]
+        passes.append((tokens, max(0, measured - outputs)))
+        (short, least), (long, most) = min(passes), max(passes)
+        told_apart = long >= 2 * short  # between passes of about one length, noise would count as length
+        slope = (most - least) / (long - short) if told_apart else min(self._first_guess[gradient], most / long)
+        self.per_token[gradient] = max(0.0, slope)
+        self.fixed[gradient] = max(0.0, *(nbytes - slope * length for length, nbytes in passes))
 
     def to_plain(self) -> list[float]:
-        """Bytes for each token, for another rank's `raise_to`."""
-        return list(self.per_token.values())
+        """Bytes for each token, and fixed ones, for another rank's `raise_to`."""
+        return [*self.per_token.values(), *self.fixed.values()]
 
     def raise_to(self, others: Sequence[Sequence[float]]) -> None:
         """Adopt the highest estimate of all ranks, so that all ranks plan alike."""
-        for number, gradient in enumerate(self.per_token):
-            self.per_token[gradient] = max(each[number] for each in others)
+        highest = [max(numbers) for numbers in zip(*others, strict=True)]
+        self.per_token = dict(zip(self.per_token, highest[:2], strict=True))
+        self.fixed = dict(zip(self.fixed, highest[2:], strict=True))
 
 
 class Meter:

@@ -12,6 +12,9 @@ import pytest
 from engine_batches import make_samples
 from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, checkpoint, exhaustive, megatron, whole
 
+from weightlane.trainer.user_program.inputs import ForwardInput
+from weightlane.trainer.user_program.memory import MemoryEstimate
+
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 
 ROWS = 7
@@ -223,6 +226,28 @@ def test_micro_batches_are_as_wide_as_memory_allows_and_what_was_measured_correc
     measured = [each for each in (*first, *second) if each[4]]
     assert measured
     ranks.all_fail("ForwardMemoryError", "item 5 would take", "sizes", lengths=lengths, limit=30_000)
+
+
+def test_a_fixed_part_of_memory_is_not_taken_for_tokens_and_what_fitted_fits() -> None:
+    """As on a GPU, where short passes take a gigabyte of workspace."""
+    estimate = MemoryEstimate([512, 512], 2, vocabulary=1000, hidden=64)
+
+    def item(tokens: int) -> ForwardInput:
+        return ForwardInput(input_tokens=[1] * tokens)
+
+    def predicted(tokens: int) -> float:
+        return estimate.fixed[True] + estimate.of(item(tokens), gradient=True)
+
+    for tokens in (4, 5, 4, 6):
+        estimate.learn([item(tokens)], (1 << 30) + 3000 * tokens, gradient=True)
+    assert (1 << 30) < predicted(4096) < 1.1 * (1 << 30), "the short passes say nothing of a token"
+    for _ in range(20):
+        estimate.learn([item(4000)], (1 << 30) + 3000 * 4000, gradient=True)
+    assert predicted(4000) <= (1 << 30) + 3000 * 4000, "that is what it took"
+    for _ in range(20):
+        estimate.learn([item(2000)], 1000 * 2000, gradient=True)
+        estimate.learn([item(500)], 1000 * 500, gradient=True)
+    assert predicted(8000) == pytest.approx(1.1 * 8000 * 1000, rel=0.01), "workspace that is there no more is forgotten"
 
 
 def test_inputs_that_are_wrong_are_refused_by_name_on_every_rank(opened: Opened) -> None:
