@@ -182,7 +182,10 @@ class TrainerConfig(BaseModel):
         " memory meanwhile.",
     )
     call_timeout_s: float = Field(
-        1800.0, gt=0, description="Most seconds one call to the trainer ranks (loading, a step, saving) may take."
+        1800.0,
+        gt=0,
+        description="Most seconds one call to the trainer ranks (loading, a step, saving) may take, once"
+        " earlier calls have ended.",
     )
     niceness: int = Field(
         0,

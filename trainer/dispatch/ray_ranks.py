@@ -71,6 +71,8 @@ class RayRanks:
         self._timeout_s, self._host = config.call_timeout_s, host
         self._actors = [actor_class.remote(rank, config.ranks) for rank in range(config.ranks)]
         self._pids: list[int] = []
+        self._last_answer = 0.0
+        """When the last call ended, in seconds of the event loop's clock."""
 
     async def rendezvous(self) -> tuple[str, int]:
         """See `Ranks.rendezvous`."""
@@ -107,17 +109,24 @@ class RayRanks:
                 ray.kill(actor, no_restart=True)
 
     async def _await(self, calls: Sequence[Any], what: str) -> list[Any]:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        answers = asyncio.ensure_future(self._answers(calls))
         try:
-            async with asyncio.timeout(self._timeout_s if what != "alive" else None):
-                return await self._answers(calls)
-        except TimeoutError as error:
-            if isinstance(error, WeightlaneError):
-                raise
-            raise DeadlineExceededError(
-                f"{what} was not answered within {self._timeout_s:.0f} s.",
-                part="trainer ranks",
-                hint="Raise trainer.call_timeout_s, or look for a rank that hangs.",
-            ) from None
+            while not answers.done():
+                # Ranks answer in order: while earlier calls end, this one has waited for its turn.
+                left = max(began, self._last_answer) + self._timeout_s - loop.time()
+                if left <= 0 and what != "alive":
+                    raise DeadlineExceededError(
+                        f"{what} was not answered within {self._timeout_s:.0f} s.",
+                        part="trainer ranks",
+                        hint="Raise trainer.call_timeout_s, or look for a rank that hangs.",
+                    )
+                await asyncio.wait([answers], timeout=None if what == "alive" else left)
+            self._last_answer = loop.time()
+            return answers.result()
+        finally:
+            answers.cancel()
 
     async def _answers(self, calls: Sequence[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(self._one(call, rank)) for rank, call in enumerate(calls)]

@@ -15,15 +15,17 @@ import pytest
 import torch
 from engine_batches import LOSSES, make_batch
 from engine_ranks import TRAINER
+from simulated_time import SimulatedTimeLoop
 from transformers import AutoModelForTokenClassification
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, WeightlaneError
 from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
 from weightlane.trainer import LossDenominators, MicroBatch, TrainerConfig, sft
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -285,3 +287,29 @@ def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> 
     assert ("policy" in dispatch, "critic" in dispatch) == (True, False)
     with pytest.raises(ProtocolError, match=r"no role 'critic'.*The roles are policy"):
         dispatch["critic"]
+
+
+def test_a_call_that_waits_for_earlier_ones_has_its_whole_time_after_them() -> None:
+    ranks = RayRanks.__new__(RayRanks)
+    ranks._timeout_s, ranks._last_answer = 10.0, 0.0
+
+    async def answer(call: float, rank: int) -> float:
+        await asyncio.sleep(call)
+        return call
+
+    async def begun_together() -> tuple[Any, float]:
+        found = await asyncio.gather(
+            ranks._await([6.0], "one"),
+            ranks._await([15.0, 14.0], "two"),
+            ranks._await([1000.0], "three"),
+            return_exceptions=True,
+        )
+        return found, asyncio.get_running_loop().time()
+
+    ranks._one = answer  # type: ignore[method-assign]
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
+        began = runner.get_loop().time()
+        (one, two, three), ended = runner.run(begun_together())
+    assert (one, two) == ([6.0], [15.0, 14.0])
+    assert isinstance(three, DeadlineExceededError)
+    assert ended - began == pytest.approx(25.0), "ten seconds after the second call ended"
