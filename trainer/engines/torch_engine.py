@@ -224,8 +224,15 @@ class TorchEngine(TrainingEngine):
     ) -> LossDenominators:
         """Return the denominators of the mini-batch that `batch` is part of.
 
-        Raises `ProtocolError` if they differ from `begun`, those of the mini-batch whose gradients are being accumulated.
+        Raises `ProtocolError` if they differ from `begun`, those of the mini-batch whose gradients are being accumulated, or if
+        `batch` is to be a complete mini-batch beside it.
         """
+        if begun is not None and denominators is None:
+            raise ProtocolError(
+                "a second mini-batch was begun before the step for the first was taken: their gradients would be added.",
+                part=self._part,
+                hint="Call optim_step first, or pass the denominators of both batches together to each forward_backward.",
+            )
         found = denominators or LossDenominators.of(batch)
         if begun is not None and begun != found:
             raise ProtocolError(

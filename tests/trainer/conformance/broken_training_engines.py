@@ -128,6 +128,19 @@ class TakesAnyMiniBatch(TemplateTrainingEngine):
         return denominators or toolkit.LossDenominators.of(batch)
 
 
+@caught_by("a_mini_batch_is_fixed_until_the_step", "ProtocolError from .* it returned")
+class AddsEqualMiniBatches(TemplateTrainingEngine):
+    """A batch that is a mini-batch of its own is taken for a part of one with the same counts."""
+
+    def _same_denominators(
+        self,
+        begun: toolkit.LossDenominators | None,
+        batch: toolkit.TokenBatch,
+        denominators: toolkit.LossDenominators | None,
+    ) -> toolkit.LossDenominators:
+        return super()._same_denominators(begun, batch, denominators or toolkit.LossDenominators.of(batch))
+
+
 @caught_by("steps_are_those_of_adamw", "the norm before clipping, .* of step 1")
 class AddsDecayToTheGradient(TemplateTrainingEngine):
     """Adam with L2 regularisation in the place of AdamW."""

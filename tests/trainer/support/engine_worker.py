@@ -133,8 +133,10 @@ class Worker(LoraCommands, RankCommands):
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:
         """Two losses of the same batch and parameters, and its log-probabilities."""
         self._engine.train(mode)
-        losses = [self._engine.forward_backward(make_batch(0), LOSSES["sft"]).metrics["loss"] for _ in range(2)]
-        logprobs = {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0)).items()}
+        batch = make_batch(0)
+        both = LossDenominators.of(batch, batch)
+        losses = [self._engine.forward_backward(batch, LOSSES["sft"], both).metrics["loss"] for _ in range(2)]
+        logprobs = {index: found["logprobs"].numpy() for index, found in self._engine.forward(batch).items()}
         self._engine.optim_step(lambda names: None)
         return {"losses": losses, "logprobs": logprobs}
 

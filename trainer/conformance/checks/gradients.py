@@ -84,10 +84,11 @@ class GradientChecks(TrainingConformanceBase):
         expect_gradient(team, first_model, BatchSpec())
 
     def test_a_mini_batch_is_fixed_until_the_step(self, team: Team, first_model: Path) -> None:
-        """Another mini-batch before the step is refused on every rank."""
+        """Another mini-batch before the step is refused on every rank, also an equal one: gradients would be added."""
         team.setup(first_model)
         team.forward_backward(BatchSpec())
         team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(seed=1, rows=3).to_plain())
+        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec().to_plain(), counted=False)
 
 
 def expect_gradient(team: Team, path: Path, spec: BatchSpec, limit: float = GRADIENT_LIMIT) -> None:

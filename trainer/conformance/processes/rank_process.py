@@ -95,14 +95,21 @@ class RankProcess:
         return _write_outputs(found, file)
 
     def forward_backward(
-        self, batch: dict[str, Any], scale: float = 1.0, outputs: list[OutputName] | None = None, file: str = ""
+        self,
+        batch: dict[str, Any],
+        scale: float = 1.0,
+        outputs: list[OutputName] | None = None,
+        file: str = "",
+        counted: bool = True,
     ) -> dict[str, Any]:
-        """Add the gradient of each call of a mini-batch; returns the metrics of each, and as `forward` for `outputs`."""
+        """Add the gradient of each call of a mini-batch; returns the metrics of each, and as `forward` for `outputs`.
+
+        Unless `counted`, each call is to be a whole mini-batch.
+        """
         spec, loss = BatchSpec.from_plain(batch), LossSpec(scale).loss()
         # A mini-batch with a wrong token has the same counts as without it.
-        results = [
-            self.engine.forward_backward(each, loss, spec.denominators(), outputs or ()) for each in spec.batches()
-        ]
+        counts = spec.denominators() if counted else None
+        results = [self.engine.forward_backward(each, loss, counts, outputs or ()) for each in spec.batches()]
         rows = _write_outputs([result.outputs for result in results], file) if file else []
         return {"metrics": [dict(result.metrics) for result in results], "rows": rows}
 
