@@ -182,10 +182,7 @@ class TrainerConfig(BaseModel):
         " memory meanwhile.",
     )
     call_timeout_s: float = Field(
-        1800.0,
-        gt=0,
-        description="Most seconds one call to the trainer ranks (loading, a step, saving) may take, once"
-        " earlier calls have ended.",
+        1800.0, gt=0, description="Most seconds a call to the ranks (a step, saving) may take after those before it."
     )
     niceness: int = Field(
         0,

@@ -48,6 +48,11 @@ class MemoryEstimate:
         self._measured = {gradient: deque[tuple[int, int]](maxlen=_REMEMBERED) for gradient in (True, False)}
         """Tokens of the last measured passes, and their bytes without outputs."""
 
+    @property
+    def most_fixed(self) -> int:
+        """Bytes that a pass of any length takes, with gradient or without."""
+        return round(max(self.fixed.values()))
+
     def of(self, each: ForwardInput, *, gradient: bool) -> int:
         """Bytes that an input is predicted to take beside the fixed part, and no more than a measured pass of its length took."""
         tokens, fixed = len(each.tokens), self.fixed[gradient]

@@ -132,7 +132,7 @@ class TrainerRank(SlotChoice):
         self._require_alike(flat, by_share=True)
         passes, available = self._passes(flat), self._available()
         with_gradient = sum(each.gradient for each in passes)
-        told = self._shared([with_gradient, len(passes) - with_gradient, self._fixed() + sum(map(self._cost, flat))])
+        told = self._shared([with_gradient, len(passes) - with_gradient, sum(self._cost(each) for each in flat)])
         most = [max(int(each[number]) for each in told) for number in range(3)]
         if most[2] > available:
             raise self._too_large("the inputs of a rank", most[2], available)
@@ -301,28 +301,23 @@ class TrainerRank(SlotChoice):
         gradient = torch.is_grad_enabled() and each.has_gradient and self._slots.of(each) in self._slots.checkpoints
         return self._estimate.of(each, gradient=gradient)
 
-    def _fixed(self) -> int:
-        """Bytes that passes of any length are predicted to take."""
-        return round(max(self._estimate.fixed.values()))
-
     def _available(self) -> int:
-        """Bytes for a pass on the rank that has least. Adopts the highest memory estimate of all ranks. Collective."""
+        """Bytes for inputs on the rank that has least. Adopts the highest memory estimate of all ranks. Collective."""
         live = sum(graph.nbytes for graph in self._graphs())
         left = free_bytes(self._engine.device) if self._limit is None else self._limit - live
         told = self._shared([left, self._estimate.to_plain()])
         self._estimate.raise_to([each[1] for each in told])
-        return min(int(each[0]) for each in told)
+        return min(int(each[0]) for each in told) - self._estimate.most_fixed
 
     def _next_micro_batch(
         self, inputs: Sequence[ForwardInputs], items: Sequence[Sequence[ForwardInput]], first: int
     ) -> MicroBatch:
         available = self._available()
-        fixed = self._fixed()
         rank, world = self.data_share
         costs = tuple(sum(self._cost(each) for each in item) for item in items[first:])
-        width = next(iter(planned_windows(costs, world, available - fixed)), 0)
+        width = next(iter(planned_windows(costs, world, available)), 0)
         if not width:
-            raise self._too_large(f"item {first}", costs[0] + fixed, available)
+            raise self._too_large(f"item {first}", costs[0], available)
         indices = part_of(first, width, rank, world)
         flat = [each for index in indices for each in items[index]]
         shares = [part_of(first, width, each, world) for each in range(world)]
@@ -330,7 +325,7 @@ class TrainerRank(SlotChoice):
         found, measured = self._compute(passes[rank], flat, _most(passes))
         outputs = iter(found)
         mine = [inputs[index] for index in indices]
-        tokens, cost = sum(len(each.tokens) for each in flat), fixed + window_cost(costs, 0, width, world)
+        tokens, cost = sum(len(each.tokens) for each in flat), window_cost(costs, 0, width, world)
         stats = MicroBatchStats(first, width, tokens, cost, available, measured)
         return MicroBatch(mine, [shaped_like(each, outputs) for each in mine], list(indices), stats)
 

@@ -229,7 +229,7 @@ def test_micro_batches_are_as_wide_as_memory_allows_and_what_was_measured_correc
 
 
 def test_a_fixed_part_of_memory_is_not_taken_for_tokens_and_what_fitted_fits() -> None:
-    """As on a GPU, where short passes take a gigabyte of workspace."""
+    """Short passes take a gigabyte of workspace on a GPU."""
     estimate = MemoryEstimate([512, 512], 2, vocabulary=1000, hidden=64)
 
     def item(tokens: int) -> ForwardInput:
