@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
@@ -38,6 +38,40 @@ class Ranks(Protocol):
         """End every rank. Never raises."""
 
 
+class CallLimit:
+    """Limits the time of calls that are answered in order: a call's time begins when those before it have ended.
+
+    Args:
+        limit_s: Longest time of a call, in seconds.
+        part: Who is called, for the error.
+    """
+
+    def __init__(self, limit_s: float, part: str) -> None:
+        self._limit_s, self._part = limit_s, part
+        self._last_answer = 0.0
+        """When the last call ended, in seconds of the event loop's clock."""
+
+    async def answer(self, call: Coroutine[Any, Any, list[Any]], what: str) -> list[Any]:
+        """Return what `call` returns, or cancel it. Raises `DeadlineExceededError` if it takes too long, or its error."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        answer = asyncio.ensure_future(call)
+        try:
+            while not answer.done():
+                left = max(began, self._last_answer) + self._limit_s - loop.time()
+                if left <= 0:
+                    raise DeadlineExceededError(
+                        f"{what} was not answered within {self._limit_s:.0f} s.",
+                        part=self._part,
+                        hint="Raise trainer.call_timeout_s, or look for a rank that hangs.",
+                    )
+                await asyncio.wait([answer], timeout=left)
+            self._last_answer = loop.time()
+            return answer.result()
+        finally:
+            answer.cancel()
+
+
 class LocalRanks:
     """One rank in this process, on a thread of its own: for programs without a cluster, and for tests.
 
@@ -51,7 +85,7 @@ class LocalRanks:
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
         self._worker = RankWorker(0, 1)
-        self._timeout_s, self._closed = timeout_s, False
+        self._limit, self._closed = CallLimit(timeout_s, "local rank"), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-rank")
 
     async def rendezvous(self) -> tuple[str, int]:
@@ -64,7 +98,7 @@ class LocalRanks:
 
     def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
         """See `Ranks.call`."""
-        return self._answer(self._thread.submit(getattr(self._worker, method), *args), method)
+        return self._limit.answer(self._answer(self._thread.submit(getattr(self._worker, method), *args)), method)
 
     async def watch(self) -> NoReturn:
         """See `Ranks.watch`: this process lives as long as its caller."""
@@ -82,15 +116,8 @@ class LocalRanks:
                 await asyncio.shield(closing)
         self._thread.shutdown(wait=False)
 
-    async def _answer(self, running: Any, method: str) -> list[Any]:
+    async def _answer(self, running: Any) -> list[Any]:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                return [await asyncio.shield(asyncio.wrap_future(running))]
-        except TimeoutError as cause:
-            if running.done():
-                raise
-            raise DeadlineExceededError(
-                f"{method} was not answered within {self._timeout_s:.0f} s.", part="local rank"
-            ) from cause
+            return [await asyncio.shield(asyncio.wrap_future(running))]
         except Exception as cause:
             raise as_weightlane_error(cause, "local rank") from cause

@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError, WorkerDiedError, as_weightlane_error
+from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError, as_weightlane_error
 from weightlane.sync.publisher import publisher_name
 
 from ..config import TrainerConfig
 from .rank_worker import RankWorker
+from .ranks import CallLimit
 
 _CLOSE_S = 10.0
 _DEATH_NOTICE_S = 5.0
@@ -68,17 +69,16 @@ class RayRanks:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
         )(_with_concurrency_groups(_RankActor))
         self.world = config.ranks
-        self._timeout_s, self._host = config.call_timeout_s, host
+        self._limit, self._host = CallLimit(config.call_timeout_s, "trainer ranks"), host
         self._actors = [actor_class.remote(rank, config.ranks) for rank in range(config.ranks)]
         self._pids: list[int] = []
-        self._last_answer = 0.0
-        """When the last call ended, in seconds of the event loop's clock."""
 
     async def rendezvous(self) -> tuple[str, int]:
         """See `Ranks.rendezvous`."""
         self._pids = await self.call("pid")
         address: tuple[str, int]
-        (address,) = await self._await([self._actors[0].free_address.remote(self._host)], "free_address")
+        asked = self._answers([self._actors[0].free_address.remote(self._host)])
+        (address,) = await self._limit.answer(asked, "free_address")
         return address
 
     def put(self, value: Any) -> Any:
@@ -89,11 +89,11 @@ class RayRanks:
 
     def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
         """See `Ranks.call`."""
-        return self._await([actor.call.remote(method, *args) for actor in self._actors], method)
+        return self._limit.answer(self._answers([actor.call.remote(method, *args) for actor in self._actors]), method)
 
     async def watch(self) -> NoReturn:
         """See `Ranks.watch`."""
-        await self._await([actor.alive.remote() for actor in self._actors], "alive")
+        await self._answers([actor.alive.remote() for actor in self._actors])
         await asyncio.Event().wait()  # the ranks were closed on purpose
         raise AssertionError
 
@@ -103,30 +103,10 @@ class RayRanks:
 
         with suppress(WeightlaneError, TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                await self._await([actor.close.remote() for actor in self._actors], "close")
+                await self._answers([actor.close.remote() for actor in self._actors])
         for actor in self._actors:
             with suppress(Exception):  # Ray was shut down before, and the actor with it.
                 ray.kill(actor, no_restart=True)
-
-    async def _await(self, calls: Sequence[Any], what: str) -> list[Any]:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        answers = asyncio.ensure_future(self._answers(calls))
-        try:
-            while not answers.done():
-                # Ranks answer in order: while earlier calls end, this one has waited for its turn.
-                left = max(began, self._last_answer) + self._timeout_s - loop.time()
-                if left <= 0 and what != "alive":
-                    raise DeadlineExceededError(
-                        f"{what} was not answered within {self._timeout_s:.0f} s.",
-                        part="trainer ranks",
-                        hint="Raise trainer.call_timeout_s, or look for a rank that hangs.",
-                    )
-                await asyncio.wait([answers], timeout=None if what == "alive" else left)
-            self._last_answer = loop.time()
-            return answers.result()
-        finally:
-            answers.cancel()
 
     async def _answers(self, calls: Sequence[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(self._one(call, rank)) for rank, call in enumerate(calls)]

@@ -24,8 +24,7 @@ from weightlane.sync import CheckpointEngineConfig, Rendezvous, SyncConfig
 from weightlane.trainer import LossDenominators, MicroBatch, TrainerConfig, sft
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
-from weightlane.trainer.dispatch.ranks import LocalRanks
-from weightlane.trainer.dispatch.ray_ranks import RayRanks
+from weightlane.trainer.dispatch.ranks import CallLimit, LocalRanks
 from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -290,16 +289,15 @@ def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> 
 
 
 def test_a_call_that_waits_for_earlier_ones_has_its_whole_time_after_them() -> None:
-    ranks = RayRanks.__new__(RayRanks)
-    ranks._timeout_s, ranks._last_answer = 10.0, 0.0
+    limit = CallLimit(10.0, "trainer ranks")
 
-    async def answer(call: float, rank: int) -> float:
-        await asyncio.sleep(call)
-        return call
+    async def answer(seconds: float) -> list[Any]:
+        await asyncio.sleep(seconds)
+        return [seconds]
 
     async def begun_together() -> list[Any]:
-        calls = {"one": [6.0], "two": [15.0, 14.0], "three": [1000.0]}
-        begun = [asyncio.create_task(ranks._await(seconds, name)) for name, seconds in calls.items()]
+        calls = {"one": 6.0, "two": 15.0, "three": 1000.0}
+        begun = [asyncio.create_task(limit.answer(answer(seconds), name)) for name, seconds in calls.items()]
         await asyncio.sleep(24.9)  # ten seconds after the second one ended at 15
         waits = not begun[2].done()
         await asyncio.sleep(0.2)
@@ -307,8 +305,8 @@ def test_a_call_that_waits_for_earlier_ones_has_its_whole_time_after_them() -> N
         assert begun[2].done()
         return await asyncio.gather(*begun, return_exceptions=True)
 
-    ranks._one = answer  # type: ignore[method-assign]
     with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
         one, two, three = runner.run(begun_together())
-    assert (one, two) == ([6.0], [15.0, 14.0])
+    assert (one, two) == ([6.0], [15.0])
     assert isinstance(three, DeadlineExceededError)
+    assert "three was not answered within 10 s" in str(three)
