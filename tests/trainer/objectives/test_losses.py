@@ -18,7 +18,7 @@ from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.advantages import group_advantages
-from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs, needs
+from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs
 from weightlane.trainer.objectives.supervised import sft
 
 
@@ -44,16 +44,6 @@ def test_terms_are_divided_by_what_they_say_and_metrics_by_targets() -> None:
     found = sums.named(sums.as_tensor(), target_tokens=6)
     wanted = {"loss/policy": 0.3, "loss/kl": 0.75, "loss/extra": 0.375, "margin": 0.75, "ratio": 2.0, "tokens": 6.0}
     assert found == pytest.approx({"loss": 1.425, **wanted})
-
-
-def test_a_loss_that_needs_more_than_log_probabilities_says_so() -> None:
-    @needs("logprobs", "entropy")
-    def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        return LossOutput({"entropy": LossTerm(-outputs.required("entropy").sum())})
-
-    assert (needed_outputs(loss), needed_outputs(sft)) == (("logprobs", "entropy"), ("logprobs",))
-    with pytest.raises(KeyError, match=r"decorate it with needs\('entropy'\)"):
-        ModelOutputs(torch.zeros(1)).required("entropy")
 
 
 rewards_of_groups: st.SearchStrategy[list[list[float]]] = st.integers(2, 6).flatmap(
