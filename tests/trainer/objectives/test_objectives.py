@@ -233,14 +233,10 @@ def test_kl_and_entropy_are_means_over_tokens_beside_every_objective_value_and_g
     assert found["reference_kl"] == pytest.approx(k3, rel=1e-9, abs=1e-12)
 
 
-def test_what_has_no_reference_for_every_token_is_refused_by_name() -> None:
+def test_rewards_are_penalised_only_with_a_reference_for_every_token() -> None:
     for policy, reference in ((torch.zeros(0), torch.zeros(0)), (torch.zeros(2), torch.zeros(3))):
         with pytest.raises(ProtocolError, match="Give one of each for every target of one completion"):
             kl_penalised_rewards(1.0, policy, reference, coefficient=0.1)
-    micro = MicroBatch.of([completion(1, rollout_logprobs=-1.0, advantages=1.0)])
-    objective = Objective(AlgorithmConfig(objective="grpo", kl_coefficient=0.1))
-    with pytest.raises(ProtocolError, match="the loss needs the per-token value reference_logprobs, and the batch has"):
-        objective(ModelOutputs.nothing(micro, 1), micro)
 
 
 OWN = """
@@ -314,8 +310,6 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
 def test_an_objective_that_cannot_be_had_says_why() -> None:
     for name, problem in (
         ("grpa", r"no objective is called 'grpa'. Did you mean 'grpo'\? Built in: cispo, dual_clip, grpo, gspo, ppo"),
-        ("no_such_module_here:f", r"the module of 'no_such_module_here:f' could not be imported"),
-        ("math:absent", "math has no 'absent'"),
         (":f", r"':f' is not of the form 'module:function'. Set algorithm.objective"),
     ):
         with pytest.raises(ConfigError, match=problem):

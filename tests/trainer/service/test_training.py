@@ -30,8 +30,6 @@ pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not 
 
 BODY_BYTES = 1 << 20
 """The largest body that the service takes."""
-FUZZED = 40
-"""Requests of each kind; the parsers are fuzzed in `wire`."""
 
 Services = Callable[..., Iterator[ServiceProcess]]
 
@@ -283,8 +281,6 @@ def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight
         "save_weights": json.dumps({**owner, "path": "stolen"}).encode(),
         "unload_model": json.dumps(owner).encode(),
     }
-    paths = [*good, "create_model", "asample", "retrieve_future", "nothing"]
-    draws = random.Random(1)
     ours, other = {"X-API-Key": "tml-alice"}, {"X-API-Key": "tml-bob"}
     with httpx.Client(base_url=f"{service.url}/api/v1/", timeout=HANG_S) as web:
         for path, body in good.items():
@@ -293,13 +289,9 @@ def test_strangers_garbage_and_large_bodies_are_turned_away_and_change_no_weight
             answer = web.post(path, headers=other, content=body)  # whole, but not theirs
             assert (answer.status_code, "no model" in answer.text) == (404, True), answer.text
         assert web.post("forward_backward", headers=ours, content=b"x" * (2 * BODY_BYTES)).status_code == 413
-        for _ in range(FUZZED):
-            garbage = draws.choice([b"", b"{", b"[]", b'{"model_id": 3}', draws.randbytes(draws.randrange(400))])
-            path, body = draws.choice(list(good.items()))
-            at = draws.randrange(len(body))
-            damaged = draws.choice([body[:at], body[:at] + draws.randbytes(3) + body[at + 3 :], body + body[:at]])
-            for address, headers, content in ((draws.choice(paths), ours, garbage), (path, other, damaged)):
-                answer = web.post(address, headers=headers, content=content)
+        for path in (*good, "create_model", "asample", "retrieve_future", "nothing"):
+            for garbage in (b"", b"{", b"[]", b'{"model_id": 3}', bytes(range(256))):  # `wire` fuzzes the parsers
+                answer = web.post(path, headers=ours, content=garbage)
                 assert 400 <= answer.status_code < 500, answer.text
         assert web.get("healthz").status_code == 200
         assert web.get("../../metrics", headers=ours).text.count("weightlane_service_") > 5
