@@ -213,8 +213,3 @@ def test_a_template_that_is_missing_refuses_or_writes_answers_as_no_model_gives_
     ):
         with pytest.raises(ConfigError, match=said):
             Material(tmp_path / name, template).load({"messages": TALK})
-
-
-def test_a_file_that_is_missing_is_named_with_its_setting(plain: Material) -> None:
-    with pytest.raises(ConfigError, match=r"there is no example file .*nowhere\.jsonl.*Check data\.heldout"):
-        load_examples(Path("nowhere.jsonl"), plain.tokenizer, [0], max_tokens=9, setting="data.heldout")

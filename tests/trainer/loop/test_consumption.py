@@ -22,7 +22,7 @@ from weightlane.trainer.loop.summary import RunSummary
 
 GROUPS, PER_STEP = 400, 8
 LONG_SHARE = 0.2
-STEP_S, SHORT_S, SYNC_S = 1.0, 0.3, 0.05
+STEP_S, LONG_S, SHORT_S, SYNC_S = 1.0, 4.0, 0.3, 0.05
 LONG_TOKENS, SHORT_TOKENS = 40, 8
 ALGORITHM = AlgorithmConfig(prompts_per_step=PER_STEP, group_size=2, max_new_tokens=LONG_TOKENS)
 
@@ -31,17 +31,16 @@ TASKS = [Task(f"{'short' if number % round(1 / LONG_SHARE) else 'long'} {number}
 
 
 class SlowRollout(LiveRollout):
-    """A replica on which one group in five takes `long_s`, and in which versions change in the middle of a completion."""
+    """A replica on which one group in five takes `LONG_S`, and in which versions change in the middle of a completion."""
 
-    def __init__(self, world: World, long_s: float) -> None:
-        super().__init__(world, "rollout-0")
-        self._long_s = long_s
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name)
         self.drawn: list[str] = []
 
     async def generate_group(self, prompt_ids: Sequence[int], *, count: int, **_: Any) -> Sequence[Any]:
         prompt = Characters().decode(prompt_ids)
         self.drawn.append(prompt)
-        tokens, seconds = (LONG_TOKENS, self._long_s) if is_long(prompt) else (SHORT_TOKENS, SHORT_S)
+        tokens, seconds = (LONG_TOKENS, LONG_S) if is_long(prompt) else (SHORT_TOKENS, SHORT_S)
         versions = []
         for _half in range(2):
             versions += [self.version] * (tokens // 2)
@@ -50,10 +49,10 @@ class SlowRollout(LiveRollout):
         return [SimpleNamespace(**each) for _ in range(count)]
 
 
-def simulate(long_s: float, **config: Any) -> tuple[World, list[str], RunSummary]:
+def simulate(late_groups: str) -> tuple[World, list[str], RunSummary]:
     """Run the loop in simulated time; returns its world, the tasks that were drawn, in order, and its summary."""
     world, turn = World(step_s=STEP_S, sync_s=SYNC_S), count()
-    world.add(replica := SlowRollout(world, long_s))
+    world.add(replica := SlowRollout(world, "rollout-0"))
     summary = run(
         world,
         lambda *_: float(next(turn) % 2),
@@ -64,7 +63,8 @@ def simulate(long_s: float, **config: Any) -> tuple[World, list[str], RunSummary
         event_loop=SimulatedTimeLoop,
         steps=GROUPS // PER_STEP,
         save_every=0,
-        **config,
+        max_staleness=1,
+        late_groups=late_groups,
     )
     return world, replica.drawn, summary
 
@@ -79,9 +79,8 @@ def share(prompts: Sequence[str]) -> float:
 
 
 @pytest.mark.parametrize("late", ["wait", "train"])
-@pytest.mark.parametrize(("long_s", "max_staleness"), [(4.0, 1), (2.5, 0)])
-def test_long_completions_are_trained_as_often_as_they_are_drawn(long_s: float, max_staleness: int, late: str) -> None:
-    world, drawn, summary = simulate(long_s, max_staleness=max_staleness, late_groups=late)
+def test_long_completions_are_trained_as_often_as_they_are_drawn(late: str) -> None:
+    world, drawn, summary = simulate(late_groups=late)
     assert len(world.trained) == GROUPS
     drawn = drawn[:GROUPS]
     assert abs(share(drawn) - LONG_SHARE) < 0.02
@@ -89,7 +88,7 @@ def test_long_completions_are_trained_as_often_as_they_are_drawn(long_s: float, 
     assert summary.dropped_groups == 0
     if late == "wait":
         assert world.trained == drawn, "in the order in which they were begun"
-        assert max(world.staleness) <= max_staleness
+        assert max(world.staleness) <= 1
         assert summary.trained_tokens == summary.drawn_tokens
 
 
@@ -122,7 +121,7 @@ def test_no_group_the_budget_admits_is_too_stale_and_the_trainer_never_starves(
 
 
 def test_what_dropping_late_groups_does_to_long_ones_is_said() -> None:
-    world, _, summary = simulate(4.0, max_staleness=1, late_groups="drop")
+    world, _, summary = simulate(late_groups="drop")
     assert max(world.staleness) <= 1
     assert share(world.trained) < LONG_SHARE / 4, "else there is nothing to be said"
     assert summary.dropped_groups > GROUPS / 10

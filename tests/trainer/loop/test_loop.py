@@ -143,8 +143,9 @@ def test_a_replica_that_dies_is_replaced_and_no_task_is_lost_or_used_twice(max_s
     first, second = world.replicas["rollout-0"], LiveRollout(world, "rollout-1")
     world.add(second)
     world.at_step[2] = first.gone.set
-    summary = run(world, first_is_better, succeed=successors(world), max_staleness=max_staleness, steps=120)
-    assert Counter(world.trained) == Counter({task.prompt: 20 for task in TASKS})
+    settings = {"succeed": successors(world), "max_staleness": max_staleness, "event_loop": SimulatedTimeLoop}
+    summary = run(world, first_is_better, steps=36, **settings)
+    assert Counter(world.trained) == Counter({task.prompt: 6 for task in TASKS})
     assert max(world.staleness) <= max_staleness
     assert (summary.replicas_lost, summary.replicas_replaced) == (1, 1)
     lost, joined = world.told
@@ -179,10 +180,11 @@ def test_successors_can_die_or_fail_to_start_and_are_counted() -> None:
         newest = max(name for name in world.replicas if name.startswith("rollout-0"))
         world.replicas[newest].gone.set()
 
-    world.at_step = dict.fromkeys((2, 60), kill_the_newest)
+    world.at_step = dict.fromkeys((2, 24), kill_the_newest)
     succeed = successors(world, failing="rollout-0.2")
-    summary = run(world, first_is_better, succeed=succeed, max_successors=2, steps=120)
-    assert Counter(world.trained) == Counter({task.prompt: 20 for task in TASKS})
+    settings = {"succeed": succeed, "max_successors": 2, "event_loop": SimulatedTimeLoop}
+    summary = run(world, first_is_better, steps=48, **settings)
+    assert Counter(world.trained) == Counter({task.prompt: 8 for task in TASKS})
     told = [facts.get("joined", facts.get("lost")) for facts in world.told]
     assert told == ["rollout-0", "rollout-0.1", "rollout-0.1", "rollout-0.2"]
     assert "could not start" in world.told[-1]["error"]

@@ -73,7 +73,9 @@ def test_one_bad_prompt_or_answer_ends_no_run_however_large_its_group_is() -> No
         failures.failed("prompt", ConfigError("too long.", part="data"), 16)
 
 
-def test_an_evaluation_that_fails_beside_the_training_ends_the_run_then() -> None:
+def test_an_evaluation_that_fails_beside_the_training_ends_the_run_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weightlane.trainer.loop.loop._DEATH_NOTICE_S", 0.02)
+
     def judge(completion: str, task: Mapping[str, Any]) -> float:
         if task["prompt"] == "held-out" and world.step:
             raise TooManyFailuresError("no reward.", part="judge")

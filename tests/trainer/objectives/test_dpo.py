@@ -70,9 +70,6 @@ def test_a_batch_whose_sequences_are_not_in_pairs_is_refused_also_where_their_nu
     micro = TokenBatch((completion(1, reference_logprobs=-1.0),) * 2).packed
     with pytest.raises(ProtocolError, match=r"groups of 1, where dpo compares pairs\. .*sequences_per_unit=2"):
         dpo()(ModelOutputs.nothing(micro, 1), micro)
-    bare = TokenBatch((completion(1),) * 2, sequences_per_unit=2).packed
-    with pytest.raises(ProtocolError, match="needs the per-token value reference_logprobs, and the batch has none"):
-        dpo()(ModelOutputs.nothing(bare, 1), bare)
     for beta, smoothing in ((0.0, 0.0), (math.nan, 0.0), (0.1, -0.1), (0.1, 0.5)):
         with pytest.raises(ConfigError, match=r"at least 0 and below 0\.5"):
             dpo(beta=beta, label_smoothing=smoothing)

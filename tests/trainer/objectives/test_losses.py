@@ -10,7 +10,6 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from loss_batches import at_targets, completion, in_float64, slopes_at_targets
-from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer import explained_variance, gae, value_loss, whiten
@@ -18,7 +17,7 @@ from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.advantages import group_advantages
-from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs, needs
+from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs
 from weightlane.trainer.objectives.supervised import sft
 
 
@@ -44,16 +43,6 @@ def test_terms_are_divided_by_what_they_say_and_metrics_by_targets() -> None:
     found = sums.named(sums.as_tensor(), target_tokens=6)
     wanted = {"loss/policy": 0.3, "loss/kl": 0.75, "loss/extra": 0.375, "margin": 0.75, "ratio": 2.0, "tokens": 6.0}
     assert found == pytest.approx({"loss": 1.425, **wanted})
-
-
-def test_a_loss_that_needs_more_than_log_probabilities_says_so() -> None:
-    @needs("logprobs", "entropy")
-    def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-        return LossOutput({"entropy": LossTerm(-outputs.required("entropy").sum())})
-
-    assert (needed_outputs(loss), needed_outputs(sft)) == (("logprobs", "entropy"), ("logprobs",))
-    with pytest.raises(KeyError, match=r"decorate it with needs\('entropy'\)"):
-        ModelOutputs(torch.zeros(1)).required("entropy")
 
 
 rewards_of_groups: st.SearchStrategy[list[list[float]]] = st.integers(2, 6).flatmap(
@@ -172,11 +161,3 @@ def test_the_critics_loss_is_the_clipped_squared_error_value_gradient_and_metric
     if variance > 1e-3:
         left = statistics.pvariance([row[1] - row[0] for row in counted])
         assert explained_variance(found) == pytest.approx(1 - left / variance, rel=1e-6, abs=1e-6)
-
-
-def test_a_critic_without_its_values_is_refused_by_name() -> None:
-    bare = MicroBatch.of([completion(1, returns=1.0)])
-    with pytest.raises(ProtocolError, match="needs the per-token value old_values, and the batch has returns"):
-        value_loss(AlgorithmConfig(value_clip=0.2))(ModelOutputs.nothing(bare, 1), bare)
-    with pytest.raises(ValidationError, match="value_clip"):
-        AlgorithmConfig(value_clip=0.0)

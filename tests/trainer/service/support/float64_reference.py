@@ -1,4 +1,4 @@
-"""Batches of clients, and what a model with an adapter makes of them in float64, by plain torch."""
+"""Batches of clients, and a model that plain torch trains on them in float64."""
 
 from __future__ import annotations
 
@@ -22,23 +22,43 @@ def sequences(seed: int, count: int = 4) -> list[tuple[list[int], list[float]]]:
     ]
 
 
-def reference(
-    model: Path, adapter: dict[str, torch.Tensor], rank: int, seed: int
-) -> tuple[list[torch.Tensor], float, dict[str, torch.Tensor]]:
-    """Log-probabilities, loss and gradients by A and B, in float64, from weights to which B A is added."""
-    plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
-    matrices = {name: tensor.double().requires_grad_() for name, tensor in adapter.items()}
-    weights = dict(plain.named_parameters())
-    for name, weight in weights.items():
-        a = matrices.get(f"base_model.model.{name.removesuffix('.weight')}.lora_A.weight")
-        if a is not None:
-            b = matrices[f"base_model.model.{name.removesuffix('.weight')}.lora_B.weight"]
-            weights[name] = weight.detach() + ALPHA / rank * b @ a
-    logprobs, loss = [], torch.zeros((), dtype=torch.float64)
-    for tokens, each in sequences(seed):
-        logits = functional_call(plain, weights, (torch.tensor([tokens[:-1]]),), {"use_cache": False}).logits[0]
-        found = torch.log_softmax(logits, -1)[range(len(tokens) - 1), tokens[1:]]
-        logprobs.append(found.detach())
-        loss = loss - (found * torch.tensor(each, dtype=torch.float64)).sum()
-    loss.backward()
-    return logprobs, float(loss.detach()), {name: each.grad for name, each in matrices.items() if each.grad is not None}
+class Float64Model:
+    """A model that plain torch trains in float64, as a client should train it through the service.
+
+    Args:
+        model: Checkpoint.
+        begun: What is trained: all weights by the model's names, or an adapter's matrices by PEFT's names.
+        rank: The adapter's rank.
+        adam: Settings of the optimizer, as the SDK names them.
+    """
+
+    def __init__(self, model: Path, begun: dict[str, torch.Tensor], rank: int, adam: dict[str, float]) -> None:
+        self._plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64).eval()
+        self._scale = ALPHA / rank
+        self.trained = {name: each.double().requires_grad_() for name, each in begun.items()}
+        betas = adam["beta1"], adam["beta2"]
+        self._optimizer = torch.optim.AdamW(self.trained.values(), 1e-2, betas, adam["eps"], adam["weight_decay"])
+
+    def step(self, seed: int, clip_norm: float) -> tuple[torch.Tensor, float]:
+        """Take a step on `sequences(seed)`; returns the log-probabilities of all targets, and the loss."""
+        self._optimizer.zero_grad()
+        rows = sequences(seed)
+        logprobs = torch.cat([self._logprobs(tokens) for tokens, _ in rows])
+        loss = -(logprobs * torch.tensor([each for _, weights in rows for each in weights])).sum()
+        torch.autograd.backward(loss)
+        torch.nn.utils.clip_grad_norm_(self.trained.values(), clip_norm)
+        self._optimizer.step()
+        return logprobs.detach(), float(loss.detach())
+
+    def _logprobs(self, tokens: list[int]) -> torch.Tensor:
+        weights = dict(self._plain.named_parameters())
+        for name, weight in weights.items():
+            lora = f"base_model.model.{name.removesuffix('.weight')}.lora_"
+            if name in self.trained:
+                weights[name] = self.trained[name]
+            elif f"{lora}A.weight" in self.trained:
+                a, b = self.trained[f"{lora}A.weight"], self.trained[f"{lora}B.weight"]
+                weights[name] = weight.detach() + self._scale * b @ a
+        inputs = (torch.tensor([tokens[:-1]]),)
+        logits = functional_call(self._plain, weights, inputs, {"use_cache": False}).logits[0]
+        return torch.log_softmax(logits, -1)[range(len(tokens) - 1), tokens[1:]]

@@ -29,18 +29,14 @@ def step(training: Any, seed: int, rate: float = 1e-2, **more: float) -> tuple[A
     return passed, stepped
 
 
-def files_of(service: ServiceProcess, path: str) -> dict[str, torch.Tensor]:
+def saved(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
     """The tensors of a checkpoint: an adapter's by PEFT's names, all weights by those of the model."""
-    folder = service.checkpoint(path)
+    folder = service.checkpoint(training.save_state(name, overwrite=True).result(HANG_S).path)
     if (folder / "adapter_model.safetensors").is_file():
         return load_file(folder / "adapter_model.safetensors")
     exported = service.directory.with_name("-".join(folder.relative_to(service.directory).parts))
     Fsdp2Engine.export_saved(folder, service.model, exported, torch.float32)
     return load_tensors(exported)
-
-
-def saved(service: ServiceProcess, training: Any, name: str) -> dict[str, torch.Tensor]:
-    return files_of(service, training.save_state(name, overwrite=True).result(HANG_S).path)
 
 
 def differing(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
