@@ -1,11 +1,10 @@
-"""A publisher and a subscriber on pretended devices: whole versions and deltas, beside a training and a decode that go on."""
+"""A publisher and a subscriber on simulated devices: whole versions and deltas, beside a training and a decode that go on."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import gc
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,27 +44,16 @@ SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(0, devices=4)
+    made = World(devices=4)
     monkeypatch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(made))
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
     with installed(made, "cuda"):
         yield made
-    made.close()
 
 
 def values(version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-class Busy:
-    """A step on a device's default stream, which nobody else may wait for, and which ends when it is told to."""
-
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.over = threading.Event()
-        stream = world.default[device.index]
-        world.forbid(stream)
-        stream.put("a step", lambda: None, ready=self.over.is_set)
 
 
 class Run:
@@ -108,10 +96,8 @@ class Run:
 
     def carry(self, version: int) -> SyncReport:
         """Publish beside the next step, and serve beside a decode step."""
-        with contextlib.ExitStack() as ending:
-            self.publisher.publish(version)
-            for device in (TRAINER_DEVICE, ROLLOUT_DEVICE):
-                ending.callback(Busy(self.world, device).over.set)
+        self.publisher.publish(version)
+        with self.world.training(TRAINER_DEVICE.index), self.world.training(ROLLOUT_DEVICE.index):
             self.publisher.fence()
             return asyncio.run(self.coordinator.sync(version))
 
@@ -215,13 +201,8 @@ def test_a_snapshot_that_does_not_wait_for_the_optimizers_step_is_noticed(
 ) -> None:
     monkeypatch.setattr(AcceleratorRuntime, "wait_for", lambda *_: None)
     run = Run(world, tmp_path, "cuda_ipc")
-    watch = threading.Timer(
-        1.0, world.release
-    )  # whenever that is: what waits for ever is let go, and told all the same
-    watch.start()
     with contextlib.suppress(WeightlaneError):
         run.train(1)
         run.carry(1)
-    watch.cancel()
     run.close()
     assert NO_WAIT in world.broken, names(world.violations)
