@@ -213,27 +213,6 @@ class Devices:
 
         return Made
 
-    def cudart(self) -> Any:
-        """torch's binding of the CUDA runtime: which host memory was registered is kept in `World.registered`."""
-        registered, changed = self._world.registered, self._world.changed
-
-        class Runtime:
-            @staticmethod
-            def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-                with changed:
-                    spans = registered.copy().items()  # the loop may make garbage go, and with it a registration
-                    taken = any(start < address + nbytes and address < stop for start, (stop, _) in spans)
-                    if not taken:
-                        registered[address] = address + nbytes, flags
-                return 712 if taken else 0
-
-            @staticmethod
-            def cudaHostUnregister(address: int) -> int:  # noqa: N802 - CUDA's name
-                with changed:
-                    return 713 if registered.pop(address, None) is None else 0
-
-        return Runtime
-
     def empty_cache(self) -> None:
         """There is none."""
 

@@ -36,8 +36,6 @@ class World:
         self.host: Clock = {}
         """The operations of which the host has seen the end."""
         self.streams: list[Stream] = []
-        self.registered: dict[int, tuple[int, int]] = {}
-        """Host memory that CUDA was told of: where it begins, one past its end, and the flags."""
         self._next_address = 1 << 40
         self._blocks: dict[int, Block] = {}
         self._handles: list[Any] = []

@@ -116,14 +116,3 @@ def post_all(plan: SessionPlan, link: PlannedLink, connected: Mapping[str, Any],
             data = torch.zeros(stop - start, dtype=torch.uint8, device=device)
             bucket = Bucket(1, index, data, runtime_of(device).record_event(), to_all=len(to) == len(link.receivers))
             connected[name].post(bucket, to if name == sender else sender)
-
-
-def test_two_senders_share_one_communicator_and_take_turns() -> None:
-    """Two trainer ranks have half of every tensor each, and two rollout ranks need all of them."""
-    whole = {f"rollout-{number}/0": Placement.whole(SPECS) for number in range(2)}
-    supply = Supply({f"trainer-{rank}": share for rank, share in enumerate(shares(2))}, 256, False, "")
-    plan = SessionPlan(supply, whole, FACTS)
-    (link,) = plan.links
-    assert link.senders == ("trainer-0", "trainer-1")
-    first = [turn.sender for turn in link.turns(plan.layout)][:6]
-    assert first == ["trainer-0", "trainer-1"] * 3
