@@ -88,7 +88,7 @@ class Stream:
         self.clock: Clock = {}
         self.count = 0
         self.transfers: set[Transfer] = set()
-        """Those that later work on this stream waits for."""
+        """Transfers that later work on this stream waits for."""
 
     @property
     def cuda_stream(self) -> int:
