@@ -36,35 +36,20 @@ def version_committed(version, facts):
 """
 
 
-def heard_by(name: str) -> Any:
-    return importlib.import_module(name).HEARD
-
-
-def test_an_installed_class_and_an_installed_module_are_found_by_entry_point(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(tmp_path, "wl_class_plugin", CLASS, "watcher = wl_class_plugin:Observer")
-    install(tmp_path, "wl_module_plugin", MODULE, "other = wl_module_plugin")
-    monkeypatch.syspath_prepend(tmp_path)
-    hooks = make_hooks()
-    hooks.version_committed(version=4, facts={})
-    assert hooks.reports == ()
-    assert heard_by("wl_class_plugin") == [("class", 4)]
-    assert heard_by("wl_module_plugin") == [("module", 4)]
-
-
-def test_a_plugin_that_cannot_be_imported_or_made_is_reported_with_its_distribution_and_the_others_are_called(
+def test_classes_and_modules_are_found_by_entry_point_and_one_that_cannot_be_had_is_reported_with_its_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "wl_broken_plugin", "import no_such_module", "broken = wl_broken_plugin")
     install(tmp_path, "wl_failing_plugin", "class Fails:\n    def __init__(self): 1 / 0", "f = wl_failing_plugin:Fails")
     install(tmp_path, "wl_absent_plugin", "", "absent = wl_absent_plugin:Missing")
-    install(tmp_path, "wl_sound_plugin", CLASS, "sound = wl_sound_plugin:Observer")
+    install(tmp_path, "wl_class_plugin", CLASS, "watcher = wl_class_plugin:Observer")
+    install(tmp_path, "wl_module_plugin", MODULE, "other = wl_module_plugin")
     monkeypatch.syspath_prepend(tmp_path)
     hooks = make_hooks()
     hooks.version_committed(version=4, facts={})
     absent = "module 'wl_absent_plugin' has no attribute 'Missing'"
-    assert heard_by("wl_sound_plugin") == [("class", 4)]
+    assert importlib.import_module("wl_class_plugin").HEARD == [("class", 4)]
+    assert importlib.import_module("wl_module_plugin").HEARD == [("module", 4)]
     assert sorted(str(report) for report in hooks.reports) == [
         "plugin absent (wl_absent_plugin 1.0) is not used: AttributeError: " + absent,
         "plugin broken (wl_broken_plugin 1.0) is not used: ModuleNotFoundError: No module named 'no_such_module'",

@@ -262,40 +262,28 @@ def ListensEverywhere(half: Half, address: Call) -> Address:
 
 
 class ServesWhoComesFirst(HealthyGloo):
-    """Takes the first connection for its receiver's, and waits for what that has to say."""
+    """Waits for what the first guest at a port of its own has to say, and takes it for a receiver's greeting."""
 
     class sender(Sender):  # noqa: N801
         def address(self) -> Address:
             if "greeter" not in self.kept:
                 self.kept["greeter"] = socket.create_server(("127.0.0.1", 0))
-            return {**super().address(), "greeter": self.kept["greeter"].getsockname()[1]}
+            return super().address()
 
         def connect(self, topology: Topology, channels: Any, deadline: Deadline) -> None:
-            self.kept["greeter"].settimeout(deadline.remaining_s)
-            try:
-                guest, _ = self.kept["greeter"].accept()
-                guest.settimeout(deadline.remaining_s)
-                with guest:
-                    greeting = guest.recv(5)
-            except TimeoutError:
-                raise DeadlineExceededError("nobody has greeted it.", part="sender") from None
-            except OSError as error:
-                raise PeerLostError("its guest has left.", part="sender") from error
-            if greeting != b"hello":
-                raise ProtocolError(f"{greeting!r} is no greeting.", part="sender")
             super().connect(topology, channels, deadline)
+            self.kept["greeter"].setblocking(False)
+            with contextlib.suppress(BlockingIOError), self.kept["greeter"].accept()[0] as guest:
+                guest.settimeout(deadline.remaining_s)
+                try:
+                    raise ProtocolError(f"{guest.recv(5)!r} is no greeting.", part="sender")
+                except TimeoutError:
+                    raise DeadlineExceededError("nobody has greeted it.", part="sender") from None
 
         def close(self) -> None:
             super().close()
             if "greeter" in self.kept:
                 self.kept["greeter"].close()
-
-    class receiver(Receiver):  # noqa: N801
-        def connect(self, topology: Topology, channels: Any, deadline: Deadline) -> None:
-            (address,) = topology.senders.values()
-            with socket.create_connection(("127.0.0.1", address["greeter"])) as greeting:
-                greeting.sendall(b"hello")
-            super().connect(topology, channels, deadline)
 
 
 # --- declarations ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from installed import install
 
 from weightlane.ckpt_engines import ConfigError, EngineContractError, EngineImportError, EngineUnavailableError
 from weightlane.ckpt_engines.conformance import CheckOutcome, EngineConformance, run_conformance
@@ -241,17 +242,14 @@ def test_a_distribution_says_what_its_engine_cannot_do_and_one_that_can_after_al
     pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken, check = f"{ENGINES}:AddressIsNoPlainData", "test_an_address_is_plain_data"
-    metadata = tmp_path / "third_party-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party\nVersion: 1.0\n")
-    entries = [f"{broken} = third_party_suite:Suite", "shm = third_party_suite:Suite", "gloo = third_party_suite:check"]
-    (metadata / "entry_points.txt").write_text("\n".join(["[weightlane.conformance]", *entries]))
-    (tmp_path / "third_party_suite.py").write_text(
+    entries = [f"{broken} = third_party:Suite", "shm = third_party:Suite", "gloo = third_party:check"]
+    source = (
         "from weightlane.ckpt_engines.conformance import EngineConformance\n"
         f"check = {check!r}\n"
         "class Suite(EngineConformance):\n"
         "    expected_failures = {check: 'its library wants tuples'}\n"
     )
+    install(tmp_path, "third_party", source, "\n".join(entries), group="weightlane.conformance")
     monkeypatch.syspath_prepend(tmp_path)
     report = run_conformance(broken, checks=[check], pool=pool)
     assert [(result.outcome, result.reason) for result in report.checks] == [

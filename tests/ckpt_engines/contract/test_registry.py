@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
+from installed import install
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, EngineUnavailableError, UnknownEngineError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, UnknownEngineError
 from weightlane.ckpt_engines.runtime.fork_server import ForkServer
 
+GROUP = "weightlane.ckpt_engines"
 GOOD_MODULE = """
 from pydantic import Field
 from weightlane.ckpt_engines import API_VERSION, Capabilities, CheckpointEngine, Delivery, EngineConfig
@@ -57,7 +58,6 @@ def not_a_class():
 """
 
 ENTRY_POINTS = """
-[weightlane.ckpt_engines]
 good = acme_engines:Good
 other-api = acme_engines:OtherApi
 first-api = acme_engines:FirstApi
@@ -99,24 +99,14 @@ WRONG = {
 """Faulty engine classes by engine name, each in its own module: the one wrong line, and parts of the error message."""
 
 
-def install(site: Path, name: str, version: str, entry_points: str) -> None:
-    """Write the metadata that pip would leave of an installed distribution."""
-    info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\nProvides-Extra: rdma\n")
-    (info / "entry_points.txt").write_text(entry_points)
-
-
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, forks: ForkServer) -> dict[str, Any]:
     """The report of a registry in another process, where three more distributions with engines are installed."""
     site = tmp_path_factory.mktemp("site")
-    install(site, "acme-engines", "1.5", ENTRY_POINTS)
-    install(site, "other-engines", "0.3", "[weightlane.ckpt_engines]\ntwin = acme_engines:Good\n")
-    (site / "acme_engines.py").write_text(GOOD_MODULE)
     wrong = {name: f"acme_wrong_{name.replace('-', '_')}" for name in WRONG}
-    entries = "".join(f"{name} = {module}:Wrong\n" for name, module in wrong.items())
-    install(site, "wrong-engines", "2.0", f"[weightlane.ckpt_engines]\n{entries}")
+    install(site, "acme_engines", GOOD_MODULE, ENTRY_POINTS, GROUP)
+    install(site, "other_engines", "", "twin = acme_engines:Good", GROUP)
+    install(site, "wrong_engines", "", "\n".join(f"{name} = {module}:Wrong" for name, module in wrong.items()), GROUP)
     for name, module in wrong.items():
         (site / f"{module}.py").write_text(
             f"from acme_engines import *\n\nclass Wrong(CheckpointEngine):\n    {WRONG[name][0]}\n"
@@ -136,21 +126,21 @@ def test_listing_names_finds_every_distribution_and_imports_no_engine(found: dic
 
 def test_an_engine_of_another_distribution_is_made_from_its_own_options_with_faults_too(found: dict[str, Any]) -> None:
     assert (found["good"], found["faulty:good"]) == (None, None)
-    assert ["good", "acme-engines 1.5", True, None] in found["rows"]
+    assert ["good", "acme_engines 1.0", True, None] in found["rows"]
     assert not [name for name in found["names"] if name.startswith("faulty:")]
 
 
 REFUSED = {
-    "needs-rdma": ("EngineImportError", ["acme-engines 1.5", "acme_rdma", "nosuch_rdma_library", "acme-engines[rdma]"]),
-    "twin": ("DuplicateEngineError", ["acme-engines 1.5", "other-engines 0.3"]),
-    "other-api": ("EngineContractError", ["acme-engines 1.5", "999", "2"]),
-    "no-capabilities": ("EngineContractError", ["acme-engines 1.5", "NoCapabilities must set capabilities ="]),
-    "Big name": ("EngineContractError", ["acme-engines 1.5", "a lower-case letter, followed by lower-case letters"]),
+    "needs-rdma": ("EngineImportError", ["acme_engines 1.0", "acme_rdma", "nosuch_rdma_library", "acme_engines[rdma]"]),
+    "twin": ("DuplicateEngineError", ["acme_engines 1.0", "other_engines 1.0"]),
+    "other-api": ("EngineContractError", ["acme_engines 1.0", "999", "2"]),
+    "no-capabilities": ("EngineContractError", ["acme_engines 1.0", "NoCapabilities must set capabilities ="]),
+    "Big name": ("EngineContractError", ["acme_engines 1.0", "a lower-case letter, followed by lower-case letters"]),
     "first-api": ("EngineContractError", ["written for engine API 1", "Write an engine"]),
     "half": ("EngineContractError", ["make_receiver"]),
-    "not-a-class": ("EngineContractError", ["acme-engines 1.5", "not_a_class"]),
+    "not-a-class": ("EngineContractError", ["acme_engines 1.0", "not_a_class"]),
     "elsewhere": ("EngineUnavailableError", ["no warp drive", "gloo"]),
-    **{name: ("EngineContractError", ["wrong-engines 2.0", *said]) for name, (_, said) in WRONG.items()},
+    **{name: ("EngineContractError", ["wrong_engines 1.0", *said]) for name, (_, said) in WRONG.items()},
 }
 """The error for each engine that cannot be used, and parts of its message."""
 
@@ -173,7 +163,7 @@ def test_the_list_has_a_row_with_the_reason_for_every_engine_that_cannot_be_used
     rows = {name: (distribution, loaded, reason) for name, distribution, loaded, reason in found["rows"]}
     assert sorted(rows) == found["names"]
     assert "nosuch_rdma_library" in rows["needs-rdma"][2]
-    assert rows["twin"][0] == "acme-engines 1.5 and other-engines 0.3"
+    assert rows["twin"][0] == "acme_engines 1.0 and other_engines 1.0"
     assert rows["elsewhere"][1:] == (True, "no warp drive")
     assert rows["shm"][2] is None
     assert "SaysFalse returned False; it must return None where the engine can run" in rows["says-false"][2]
@@ -188,22 +178,6 @@ def test_an_unknown_name_lists_all_and_suggests_the_nearest() -> None:
         with pytest.raises(UnknownEngineError) as failure:
             registry.create(name)
         assert [part for part in (said, *registry.names()) if part not in str(failure.value)] == []
-
-
-def test_the_accelerator_engines_are_listed_with_the_reason_why_they_cannot_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    registry = CheckpointEngineRegistry()
-    for name, reason in (
-        ("nccl", "no CUDA device"),
-        ("cuda_ipc", "no CUDA device"),
-        ("hccl", "torch_npu is not installed"),
-    ):
-        assert registry.engine_class(name).unavailable_reason() == reason
-        with pytest.raises(EngineUnavailableError, match=reason):
-            registry.create(name)
 
 
 def test_options_are_checked_by_the_engines_own_config_and_every_bad_key_is_named() -> None:

@@ -1,4 +1,4 @@
-"""A publisher and a subscriber on pretended devices: whole versions and deltas, beside a training and a decode that go on."""
+"""A publisher and a subscriber on simulated devices: whole versions and deltas, beside a training and a decode that go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, WeightlaneError
 from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
-from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, runtime_of
+from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, CudaRuntime, runtime_of
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -46,28 +46,31 @@ SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES
 
 
 @pytest.fixture
-def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(0, devices=4)
+def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, bool]]:
+    """Host memory that CUDA was told of: where it begins, one past its end, and whether it is mapped to be read only."""
+    found: dict[int, tuple[int, bool]] = {}
+
+    def register(_: CudaRuntime, address: int, nbytes: int, *, read_only: bool = False) -> bool:
+        found[address] = address + nbytes, read_only
+        return True
+
+    monkeypatch.setattr(CudaRuntime, "register_host", register)
+    monkeypatch.setattr(CudaRuntime, "unregister_host", lambda _, address: found.pop(address))
+    return found
+
+
+@pytest.fixture
+def world(registered: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    made = World(devices=4)
     monkeypatch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(made))
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
     with installed(made, "cuda"):
         yield made
-    made.close()
 
 
 def values(version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-class Busy:
-    """A step on a device's default stream, which nobody else may wait for, and which ends when it is told to."""
-
-    def __init__(self, world: World, device: torch.device) -> None:
-        self.over = threading.Event()
-        stream = world.default[device.index]
-        world.forbid(stream)
-        stream.put("a step", lambda: None, ready=self.over.is_set)
 
 
 class Run:
@@ -110,10 +113,8 @@ class Run:
 
     def carry(self, version: int) -> SyncReport:
         """Publish beside the next step, and serve beside a decode step."""
-        with contextlib.ExitStack() as ending:
-            self.publisher.publish(version)
-            for device in (TRAINER_DEVICE, ROLLOUT_DEVICE):
-                ending.callback(Busy(self.world, device).over.set)
+        self.publisher.publish(version)
+        with self.world.training(TRAINER_DEVICE.index), self.world.training(ROLLOUT_DEVICE.index):
             self.publisher.fence()
             return asyncio.run(self.coordinator.sync(version))
 
@@ -210,40 +211,34 @@ def test_versions_and_deltas_go_from_device_to_device_and_wait_for_what_they_nee
         assert run.agree()
         assert report.codec == ("dense" if version == 1 else "delta")
     run.close()
-    wait_until_given_back(world)
-
-
-def wait_until_given_back(world: World) -> None:
-    """Nobody has the host memory any more once the threads of what was closed have ended."""
-
-    def given_back() -> bool:
-        gc.collect()
-        return not world.registered
-
-    wait_until(given_back, "end of the registration of host memory")
 
 
 def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_device(
-    world: World, tmp_path: Path
+    world: World, registered: dict[int, tuple[int, bool]], tmp_path: Path
 ) -> None:
-    """CUDA is told that a sender's memory is mapped to be read only."""
+    """CUDA is told that a sender's memory is mapped to be read only, until the version is released."""
     run = Run(world, tmp_path, "shm")
     run.train(1)
     loaded: list[torch.Tensor] = []
     run.look = loaded.extend
     run.carry(1)
-    spans = [(start, stop, flags) for start, (stop, flags) in world.registered.copy().items()]
+    spans = [(start, stop, read_only) for start, (stop, read_only) in registered.copy().items()]
     of_them = [
-        flags
+        read_only
         for tensor in loaded
-        for start, stop, flags in spans
+        for start, stop, read_only in spans
         if start <= tensor.data_ptr() and tensor.data_ptr() + tensor.nbytes <= stop
     ]
-    assert of_them == [9] * len(SHAPES)
+    assert of_them == [True] * len(SHAPES)
     loaded.clear()
     run.close()
     del run
-    wait_until_given_back(world)
+
+    def given_back() -> bool:
+        gc.collect()
+        return not registered
+
+    wait_until(given_back, "end of the threads of what was closed, and with them of the registration")
 
 
 def test_a_snapshot_that_does_not_wait_for_the_optimizers_step_is_noticed(
@@ -251,13 +246,8 @@ def test_a_snapshot_that_does_not_wait_for_the_optimizers_step_is_noticed(
 ) -> None:
     monkeypatch.setattr(AcceleratorRuntime, "wait_for", lambda *_: None)
     run = Run(world, tmp_path, "cuda_ipc")
-    watch = threading.Timer(
-        1.0, world.release
-    )  # whenever that is: what waits for ever is let go, and told all the same
-    watch.start()
     with contextlib.suppress(WeightlaneError):
         run.train(1)
         run.carry(1)
-    watch.cancel()
     run.close()
     assert NO_WAIT in world.broken, names(world.violations)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import types
 
 import pytest
@@ -52,29 +51,18 @@ def test_host_memory_that_cuda_does_not_register_is_said_once_with_what_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     devices._say_unregistered.cache_clear()
+    asked: list[tuple[int, ...]] = []
+
+    def register(*arguments: int) -> int:
+        asked.append(arguments)
+        return 2
+
     cuda = types.SimpleNamespace(
-        device=lambda _: contextlib.nullcontext(), cudart=lambda: types.SimpleNamespace(cudaHostRegister=lambda *_: 2)
+        device=lambda _: contextlib.nullcontext(), cudart=lambda: types.SimpleNamespace(cudaHostRegister=register)
     )
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # takes the error from CUDA
     runtime = devices.CudaRuntime(torch.device("cuda", 0), cuda)
-    assert [runtime.register_host(4096, 10) for _ in range(2)] == [False, False]
+    assert [runtime.register_host(4096, 10, read_only=read_only) for read_only in (False, True)] == [False, False]
+    assert asked == [(4096, 10, 1), (4096, 10, 9)]
     (said,) = caplog.messages
     assert ("error 2" in said, "ulimit -l" in said) == (True, True)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_thread_works_on_the_device_that_was_said_and_its_current_one_stays_as_it_was() -> None:
-    last = torch.cuda.device_count() - 1
-    runtime = runtime_of(torch.device("cuda", last))
-    seen: list[int] = []
-
-    def work() -> None:
-        with runtime.on(runtime.stream_for(runtime)):
-            seen.append(torch.cuda.current_device())
-        seen.append(torch.cuda.current_device())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert seen == [last, 0]

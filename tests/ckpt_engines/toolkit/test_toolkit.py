@@ -105,13 +105,6 @@ def test_a_wait_ends_by_the_deadline_and_names_who_was_waited_for_or_when_the_ha
         blocked(pair, Deadline.after(NEVER_S), polled=polled)
 
 
-def test_who_talks_without_end_does_not_put_off_the_deadline(pair: Pair) -> None:
-    for _ in range(100):
-        pair.to_sender.send_json({"released": 1}, soon())
-    with pytest.raises(DeadlineExceededError, match="rollout"):
-        toolkit.await_acknowledgements(pair.receivers, bucket(), Deadline.after(0), aside=lambda *_: True)
-
-
 def test_the_memory_of_an_engine_is_found_by_every_part_of_it_until_it_is_discarded() -> None:
     memory: toolkit.EngineMemory[str] = toolkit.EngineMemory()
     first, second = (torch.empty(100, dtype=torch.uint8) for _ in range(2))

@@ -40,13 +40,10 @@ class Driver:
         world = self._world
         into, to = world.find(destination)
         out_of, at = world.find(source)
-        (on,) = (each for each in world._streams if each.number == stream)
+        on = world.streams[stream]
         if on.device != device or into.device != device:
             world.violate(WRONG_DEVICE, f"device {device} copies to {into.device} on a stream of {on.device}")
-
-        def run() -> None:
-            into.bytes(to, to + nbytes)[:] = out_of.bytes(at, at + nbytes)
-
-        operation = on.put("copy of a bucket", run)
-        world.access(operation, on, out_of, at, at + nbytes, writes=False)
-        world.access(operation, on, into, to, to + nbytes, writes=True)
+        into.bytes(to, to + nbytes)[:] = out_of.bytes(at, at + nbytes)
+        operation = on.put("copy of a bucket")
+        world.access(operation, out_of, at, at + nbytes, writes=False)
+        world.access(operation, into, to, to + nbytes, writes=True)

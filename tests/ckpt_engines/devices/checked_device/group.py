@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from .streams import ORDER, UNBOUNDED, WRONG_DEVICE, Block, Event, Operation, Stream
+from .streams import ORDER, UNBOUNDED, WRONG_DEVICE, Block, Event, Stream
 from .tensors import CheckedTensor, _range
 from .world import World
 
 Place = tuple[Block, int, int]
+Need = tuple[int, int, int]
 BOUNDED = "weightlane-bounded-call"
 """Name of the threads of `run_bounded`."""
 _fleets: dict[str, Fleet] = {}
@@ -25,17 +26,21 @@ class Part:
     """One rank's share of an operation: sends and receives side by side, or a broadcast.
 
     Attributes:
+        fleet: The communicator.
         rank: The rank.
-        needs: What has to meet: (source, target, number among those of the two), or (root, -1, number among broadcasts).
-        places: The memory for each of these: block, first byte, and one past the last. Nobody is kept from giving it back.
+        places: The memory for each need: block, first byte, and one past the last. Nobody is kept from giving it back. A need is
+            what has to meet: (source, target, number among those of the two), or (root, -1, number among broadcasts).
+        unmet: The needs whose bytes have not moved yet.
     """
 
+    fleet: Fleet
     rank: int
-    needs: list[tuple[int, int, int]]
-    places: list[Place]
-    met: set[tuple[int, int, int]] = field(default_factory=set)
-    begun: bool = False
-    operation: Operation | None = None
+    places: dict[Need, Place]
+    unmet: set[Need]
+
+    @property
+    def over(self) -> bool:
+        return not self.unmet or self.fleet.let_go
 
 
 class Fleet:
@@ -49,93 +54,74 @@ class Fleet:
     def __init__(self, world: World, size: int) -> None:
         self.world, self.size = world, size
         self.streams: dict[int, Stream] = {}
-        self.parts: dict[int, list[Part]] = {}
+        self.parts: dict[int, deque[Part]] = {}
         """Unfinished parts of each rank, in order."""
         self.let_go = False
-        self.connected = False
-        """Whether all pairs are taken for connected."""
-        self._connecting: set[tuple[int, int, int]] = set()
-        """Ranks that make their first transfer with another one: (source, target, rank)."""
-        world.idle.append(self._look)
+        self.connected: set[tuple[int, int, int]] = set()
+        """Ranks that have made their first transfer with another one: (source, target, rank)."""
 
     def join(self, rank: int, device: int) -> None:
         with self.world.changed:
             if any(stream.device == device for stream in self.streams.values()):
                 self.world.violate(WRONG_DEVICE, f"two members of a communicator are on device {device}")
             self.streams[rank] = self.world.stream(device, f"communicator of rank {rank}")
-            self.parts[rank] = []
+            self.parts[rank] = deque()
 
-    def connect(self, rank: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Wait, as NCCL does on the host, until the other ranks of pairs that have transferred nothing yet are there, too."""
-        new = [pair for pair in pairs if not self.connected and (*pair, rank) not in self._connecting]
-        if new and threading.current_thread().name != BOUNDED:
-            self.world.violate(
-                UNBOUNDED, f"the first transfer between ranks {new[0]} was started by a call of rank {rank}"
-            )
-            return
-        with self.world.changed:
-            self._connecting |= {(*pair, rank) for pair in new}
-            self.world.changed.notify_all()
-        there = lambda: all({(*pair, pair[0]), (*pair, pair[1])} <= self._connecting for pair in new)  # noqa: E731
-        self.world.wait_until(lambda: self.let_go or self.world.let_go or there(), "the other rank of a pair")
-
-    def start(self, part: Part) -> Operation:
-        world, stream = self.world, self.streams[part.rank]
+    def start(self, rank: int, places: dict[Need, Place]) -> None:
+        world, stream = self.world, self.streams[rank]
         with world.changed:
+            new = {(*need[:2], rank) for need in places if need[1] >= 0} - self.connected
+            if new and threading.current_thread().name != BOUNDED:  # NCCL waits for the other rank, on the host
+                world.violate(UNBOUNDED, f"the first transfers {new} were started by a call of rank {rank}")
+            self.connected |= new
             stream.wait_stream(world.current_stream(stream.device))
-            self.parts[part.rank].append(part)
-            operation = stream.put("transfer", lambda: self._end(part), ready=lambda: self._met(part))
-            part.operation = operation
-            for need, place in zip(part.needs, part.places, strict=True):
+            part = Part(self, rank, places, set(places))
+            self.parts[rank].append(part)
+            stream.transfers.add(part)
+            operation = stream.put("transfer")
+            for need, place in places.items():
                 if place[0].device != stream.device:
                     world.violate(WRONG_DEVICE, f"device {stream.device} transfers memory of {place[0].device}")
-                world.access(operation, stream, *place, writes=need[0] != part.rank)
-            return operation
+                world.access(operation, *place, writes=need[0] != rank)
+            self._move()
 
-    def _end(self, part: Part) -> None:
-        self.parts[part.rank].remove(part)
+    def _move(self) -> None:
+        """Move the bytes of everything that all its ranks have begun, and look for members that wait in a circle."""
+        while any(self._meet(need) for part in self._heads().values() for need in tuple(part.unmet)):
+            pass
+        self._look_for_circles()
+        self.world.changed.notify_all()
 
-    def _met(self, part: Part) -> bool:
-        """Move the bytes of `part` for which the other ranks are ready, too. Returns whether all of them have moved."""
-        part.begun = True
-        for need in part.needs:
-            if need not in part.met:
-                self._meet(need)
-        return self.let_go or part.met.issuperset(part.needs)
+    def _heads(self) -> dict[int, Part]:
+        """The parts that run."""
+        return {rank: parts[0] for rank, parts in self.parts.items() if parts}
 
-    def _meet(self, need: tuple[int, int, int]) -> None:
-        source, target, _ = need
-        found = {rank: self._at_head(rank, need) for rank in (range(self.size) if target < 0 else (source, target))}
-        if not all(found.values()):
-            return
-        block, start, stop = self._place(found[source], need)
-        for rank, other in found.items():
-            assert other is not None
-            into, to, end = self._place(other, need)
+    def _meet(self, need: Need) -> bool:
+        """Move the bytes of `need` if every rank that takes part in it is there."""
+        heads, (source, target, _) = self._heads(), need
+        ranks = range(self.size) if target < 0 else (source, target)
+        if not all(rank in heads and need in heads[rank].unmet for rank in ranks):
+            return False
+        block, start, stop = heads[source].places[need]
+        for rank in ranks:
+            into, to, end = heads[rank].places[need]
             if end - to != stop - start:
                 self.world.violate(ORDER, f"rank {rank} takes {end - to} bytes of {stop - start}")
             elif rank != source:
                 into.bytes(to, end)[:] = block.bytes(start, stop)
-            other.met.add(need)
+            heads[rank].unmet.discard(need)
+            if not heads[rank].unmet:
+                self.parts[rank].popleft()
+        return True
 
-    @staticmethod
-    def _place(part: Part | None, need: tuple[int, int, int]) -> Place:
-        assert part is not None
-        return part.places[part.needs.index(need)]
-
-    def _at_head(self, rank: int, need: tuple[int, int, int]) -> Part | None:
-        waiting = self.parts.get(rank, [])
-        return waiting[0] if waiting and waiting[0].begun and need in waiting[0].needs else None
-
-    def _look(self) -> None:
-        """Called when no stream can run: note a violation where members wait for each other in a circle."""
-        heads = {rank: parts[0] for rank, parts in self.parts.items() if parts and parts[0].begun}
+    def _look_for_circles(self) -> None:
+        heads = self._heads()
         waits = {
             rank: {
                 other
-                for need in part.needs
+                for need in part.unmet
                 for other in (range(self.size) if need[1] < 0 else need[:2])
-                if need not in part.met and other in heads and need not in heads[other].needs
+                if other in heads and need not in heads[other].places
             }
             for rank, part in heads.items()
         }
@@ -164,7 +150,7 @@ class Work:
         self._world.current_stream(self._stream.device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        return bool(self._event.passed)
+        return self._event.passed
 
 
 class Group:
@@ -174,7 +160,7 @@ class Group:
         self._fleet, self._rank = fleet, rank
         self._broadcasts = 0
         self._pairs: Counter[tuple[int, int]] = Counter()
-        self._batch: list[tuple[tuple[int, int, int], CheckedTensor]] | None = None
+        self._batch: list[tuple[Need, CheckedTensor]] | None = None
         fleet.join(rank, device)
 
     def rank(self) -> int:
@@ -207,16 +193,14 @@ class Group:
         assert batch
         return self._go(batch)
 
-    def _go(self, needs: Sequence[tuple[tuple[int, int, int], CheckedTensor]]) -> Work:
-        self._fleet.connect(self._rank, [need[:2] for need, _ in needs if need[1] >= 0])
-        self._fleet.start(
-            Part(self._rank, [need for need, _ in needs], [(tensor.block, *_range(tensor)) for _, tensor in needs])
-        )
+    def _go(self, needs: Sequence[tuple[Need, CheckedTensor]]) -> Work:
+        self._fleet.start(self._rank, {need: (tensor.block, *_range(tensor)) for need, tensor in needs})
         return Work(self._fleet, self._rank)
 
     def abort(self) -> None:
         with self._fleet.world.changed:
             self._fleet.let_go = True
+            self._fleet.world.changed.notify_all()
 
 
 class HcclGroup(Group):

@@ -1,11 +1,10 @@
-"""Streams, events, memory and operations of a pretended device, and the rules that a program can break."""
+"""Streams, events, memory and operations of a simulated device, and the rules that a program can break."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -34,8 +33,7 @@ class Violation:
     what: str
 
 
-@dataclass(slots=True)
-class Access:
+class Access(NamedTuple):
     """One operation's read or write of a range of bytes in a block."""
 
     start: int
@@ -51,58 +49,66 @@ class Block:
 
     Attributes:
         device: Whose.
-        raw: The bytes; they stay for as long as an operation uses them, whoever has freed the block.
+        raw: The bytes, at first garbage. They stay for as long as a transfer uses them, whoever has freed the block.
+        stream: On which it was allocated, as far as torch's allocator knows; None for memory of the driver's.
+        recorded: Numbers of the streams that the allocator was told of.
     """
 
-    def __init__(self, world: World, device: int, nbytes: int, stream: Stream | None) -> None:
-        self.device = device
-        self.raw = bytearray(world.garbage(max(8, nbytes)))
-        self.address = world.place(nbytes)
-        self.nbytes = nbytes
-        self.stream = stream
-        """On which it was allocated, as far as torch's allocator knows; None for memory of the driver's."""
+    def __init__(self, device: int, nbytes: int, address: int, stream: Stream | None) -> None:
+        self.device, self.nbytes, self.address, self.stream = device, nbytes, address, stream
+        self.raw = bytearray(b"\xa5" * max(8, nbytes))
         self.recorded: set[int] = set()
-        """Streams that the allocator was told of."""
         self.accesses: list[Access] = []
 
     def bytes(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         return np.frombuffer(self.raw, dtype=np.uint8)[start:stop]
 
 
-@dataclass(slots=True)
-class Operation:
-    """Something to be done on a stream."""
+class Operation(NamedTuple):
+    """Work that was started as number `count` on the stream `stream`, and what it waits for."""
 
     what: str
-    run: Callable[[], object]
-    clock: Clock
+    stream: int
     count: int
-    waits: list[Event] = field(default_factory=list)
-    ready: Callable[[], bool] = lambda: True
-    """Whether it can run, for one that has to meet others."""
+    clock: Clock
+
+
+class Transfer(Protocol):
+    """An operation that has to meet those of other devices."""
+
+    @property
+    def over(self) -> bool: ...
 
 
 class Stream:
     """Operations of one device, one behind the other."""
 
-    def __init__(self, world: World, device: int, name: str) -> None:
-        self.world, self.device, self.name = world, device, name
-        self.number = world.number()
+    def __init__(self, world: World, device: int, name: str, number: int) -> None:
+        self.world, self.device, self.name, self.number = world, device, name, number
         self.clock: Clock = {}
         self.count = 0
-        self.queue: deque[Operation] = deque()
-        self._waits: list[Event] = []
+        self.transfers: set[Transfer] = set()
+        """Transfers that later work on this stream waits for."""
 
     @property
     def cuda_stream(self) -> int:
         """The stream's number, in place of torch's native stream handle."""
         return self.number
 
+    def put(self, what: str) -> Operation:
+        """Start an operation."""
+        with self.world.changed:
+            merge(self.clock, self.world.host)
+            self.count += 1
+            self.clock[self.number] = self.count
+            self.world.check_waits(f"{what} on {self.name}", self.number, self.clock)
+            return Operation(what, self.number, self.count, dict(self.clock))
+
     def wait_event(self, event: Event) -> None:
         """Make later operations on this stream wait for `event`, like torch's `Stream.wait_event`."""
         with self.world.changed:
-            self._waits.append(event)
             merge(self.clock, event.clock)
+            self.transfers |= event.transfers
 
     def wait_stream(self, other: Stream) -> None:
         """Make later operations on this stream wait for everything started on `other`, like torch's `Stream.wait_stream`."""
@@ -116,54 +122,48 @@ class Stream:
         event.record(self)
         event.synchronize()
 
-    def put(self, what: str, run: Callable[[], object], *, ready: Callable[[], bool] = lambda: True) -> Operation:
-        with self.world.changed:
-            merge(self.clock, self.world.host)
-            self.count += 1
-            self.clock[self.number] = self.count
-            operation = Operation(what, run, dict(self.clock), self.count, self._waits, ready)
-            self._waits = []
-            self.queue.append(operation)
-            self.world.started(self, operation)
-            return operation
-
 
 class Event:
-    """An event of the checked device, with the interface of torch's events."""
+    """An event of a simulated device, with the interface of torch's events."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self.clock: Clock = {}
-        self.passed = True
+        self.transfers: set[Transfer] = set()
         self.device: int | None = None
         """On which it is; torch makes it when it is first recorded, or exported."""
+        self._asked = False
 
     def record(self, stream: Stream) -> None:
         """Pass when everything that was started on `stream` is done."""
         if self.device not in (None, stream.device):
             self.world.violate(WRONG_DEVICE, f"an event of device {self.device} is recorded on {stream.name}")
-        with self.world.changed:  # it can pass as soon as it is put, and who sees that must find its new clock
+        with self.world.changed:
             self.device = stream.device
-            self.passed = False
-            self.clock = stream.put("event", self._pass).clock
+            self.clock = stream.put("event").clock
+            self.transfers = stream.transfers = {each for each in stream.transfers if not each.over}
+            self._asked = False
 
-    def _pass(self) -> None:
-        self.passed = True
+    @property
+    def passed(self) -> bool:
+        return all(transfer.over for transfer in self.transfers)
 
     def query(self) -> bool:
-        """Whether it has passed. The host then knows of everything before."""
+        """Whether it has passed, which whoever asks first does not see yet. The host then knows of everything before."""
         with self.world.changed:
+            if not self._asked:
+                self._asked = True
+                return False
             if self.passed:
+                self.world.check_waits("the host", -1, self.clock)
                 merge(self.world.host, self.clock)
             return self.passed
 
     def synchronize(self) -> None:
         """Wait until it has passed."""
-        self.world.wait_until(self.query, "an event")
-
-    def wait(self, stream: Stream) -> None:
-        """Have `stream` wait."""
-        stream.wait_event(self)
+        self.world.wait_until(lambda: self.passed, "an event")
+        self._asked = True
+        self.query()
 
     def ipc_handle(self) -> bytes:
         if self.device is None:

@@ -1,4 +1,4 @@
-"""Tensors on pretended devices, and what stands for torch's module of such a device."""
+"""Tensors on simulated devices, and what stands for torch's module of such a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from .streams import SAME_STREAM, WRONG_DEVICE, Block, Event, Stream
+from .streams import SAME_STREAM, WRONG_DEVICE, Block, Event, Operation, Stream
 from .world import World
 
 _VIEWS = {
@@ -31,7 +31,7 @@ MOST_STREAMS = 32
 
 
 class CheckedTensor(torch.Tensor):
-    """A tensor in the memory of a pretended device. What is done with it goes through this thread's current stream."""
+    """A tensor in the memory of a simulated device. What is done with it goes through this thread's current stream."""
 
     world: World
     block: Block
@@ -63,7 +63,7 @@ class CheckedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Start `func` on a stream, look at it as a view, or wait for what it reads."""
+        """Run `func` on a stream, or look at the result as a view."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _FACTS:
             return super().__torch_function__(func, types, args, kwargs)
@@ -72,8 +72,7 @@ class CheckedTensor(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 plain = func(*[_plain(each) for each in args], **kwargs)
             return _wrap(plain, whole.world, whole.block)
-        into_host = name == "copy_" and not isinstance(args[0], CheckedTensor)
-        return (_wait_for if name in _WAITED_FOR or into_host else _start)(name, func, args, kwargs)
+        return _run(name, func, args, kwargs)
 
 
 def _plain(value: Any) -> Any:
@@ -81,17 +80,6 @@ def _plain(value: Any) -> Any:
         return value.as_subclass(torch.Tensor)
     if isinstance(value, list | tuple):
         return type(value)(_plain(each) for each in value)
-    return value
-
-
-def _apart(value: Any) -> Any:
-    """Unwrap tensors like `_plain`, but onto the bytes of the block only, so that the block can still be freed."""
-    if isinstance(value, CheckedTensor):
-        whole = torch.frombuffer(value.block.raw, dtype=torch.uint8)
-        usable = whole[: whole.numel() // value.element_size() * value.element_size()]
-        return usable.view(value.dtype).as_strided(value.shape, value.stride(), value.storage_offset())
-    if isinstance(value, list | tuple):
-        return type(value)(_apart(each) for each in value)
     return value
 
 
@@ -117,67 +105,45 @@ def _range(tensor: CheckedTensor) -> tuple[int, int]:
         return start, start + (extent + 1) * size if tensor.numel() else start
 
 
-def _wait_for(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation that the host waits for."""
-    operands = [*_tensors(args), *_tensors(list(kwargs.values()))]
-    world, device = operands[0].world, operands[0].block.device
-    stream = world.current_stream(device)
-    operation = stream.put(name, lambda: None)
-    for operand in operands:
-        world.access(operation, stream, operand.block, *_range(operand), writes=False)
-    stream.synchronize()
-    with torch._C.DisableTorchFunctionSubclass():
-        result = func(*[_plain(each) for each in args], **kwargs)
-    return on_device(world, device, result) if name in {"nonzero", "__getitem__"} else result
-
-
-def _start(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation that runs later: in place, or with a result of its own."""
+def _run(name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """An operation on the current stream: in place, or with a result of its own. The host waits for some."""
     operands = [*_tensors(args), *_tensors(list(kwargs.values()))]
     world, device = operands[0].world, operands[0].block.device
     stream = world.current_stream(device)
     for operand in operands:
         if operand.block.device != device:
             world.violate(WRONG_DEVICE, f"{name} takes tensors of devices {device} and {operand.block.device}")
+    options = {key: _plain(value) for key, value in kwargs.items() if key != "non_blocking"}
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        result = func(*[_plain(each) for each in args], **options)
+    operation = stream.put(name)
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    plain = [each.clone() if type(each) is torch.Tensor else _apart(each) for each in args]
-    if in_place or "out" in kwargs:
-        target = kwargs["out"] if "out" in kwargs else args[0]
-        results: list[CheckedTensor] = [target]
-    else:
-        with torch._C.DisableTorchFunctionSubclass():
-            shape = func(*plain, **{key: _plain(value) for key, value in kwargs.items()})
-        made = on_device(world, device, torch.empty_like(shape), garbage=True)
-        results = [made]
-
-    options = {key: _apart(value) for key, value in kwargs.items() if key != "non_blocking"}
-    outcome = _apart(results[0])
-
-    def run() -> None:
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            result = func(*plain, **options)
-            if not in_place and "out" not in kwargs:
-                outcome.copy_(result)
-
-    operation = stream.put(name, run)
-    targets = {id(target) for target in results}
+    into = kwargs["out"] if "out" in kwargs else args[0] if in_place else None
     for operand in operands:
-        if id(operand) not in targets:
-            world.access(operation, stream, operand.block, *_range(operand), writes=False)
-    for target in results:
-        world.access(operation, stream, target.block, *_range(target), writes=True)
-    return results[0]
+        world.access(operation, operand.block, *_range(operand), writes=operand is into)
+    into_host = in_place and not isinstance(into, CheckedTensor)
+    if into_host or name in _WAITED_FOR:
+        stream.synchronize()
+    if into is None and name not in _WAITED_FOR - {"nonzero", "__getitem__"}:
+        return _made(world, device, result, operation)
+    return result if into is None else into
+
+
+def _made(world: World, device: int, value: torch.Tensor, operation: Operation | None) -> CheckedTensor:
+    """`value` in fresh memory of a device, written by `operation`; None for memory whose content is garbage."""
+    nbytes = value.numel() * value.element_size()
+    block = world.allocate(device, nbytes)
+    plain = over(world, block).as_subclass(torch.Tensor)[:nbytes].view(value.dtype).view(value.shape)
+    tensor = _wrap(plain, world, block)
+    if operation is not None:
+        plain.copy_(value)
+        world.access(operation, block, *_range(tensor), writes=True)
+    return tensor
 
 
 def on_device(world: World, device: int, value: torch.Tensor, *, garbage: bool = False) -> CheckedTensor:
     """`value` in fresh memory of a device, put there by an operation unless it is to be `garbage`."""
-    nbytes = value.numel() * value.element_size()
-    block = world.allocate(device, nbytes)
-    made = over(world, block).as_subclass(torch.Tensor)[:nbytes].view(value.dtype).view(value.shape)
-    tensor = _wrap(made, world, block)
-    if not garbage:
-        tensor.copy_(value)
-    return tensor
+    return _made(world, device, value, None if garbage else world.current_stream(device).put("copy"))
 
 
 class _Owner(np.ndarray[Any, np.dtype[np.uint8]]):
@@ -247,27 +213,6 @@ class Devices:
 
         return Made
 
-    def cudart(self) -> Any:
-        """torch's binding of the CUDA runtime: which host memory was registered is kept in `World.registered`."""
-        registered, changed = self._world.registered, self._world.changed
-
-        class Runtime:
-            @staticmethod
-            def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:  # noqa: N802 - CUDA's name
-                with changed:
-                    spans = registered.copy().items()  # the loop may make garbage go, and with it a registration
-                    taken = any(start < address + nbytes and address < stop for start, (stop, _) in spans)
-                    if not taken:
-                        registered[address] = address + nbytes, flags
-                return 712 if taken else 0
-
-            @staticmethod
-            def cudaHostUnregister(address: int) -> int:  # noqa: N802 - CUDA's name
-                with changed:
-                    return 713 if registered.pop(address, None) is None else 0
-
-        return Runtime
-
     def empty_cache(self) -> None:
         """There is none."""
 
@@ -319,7 +264,7 @@ def installed(world: World, kind: str) -> Iterator[Devices]:
         if target.type != kind:
             return real_to(tensor.cpu() if isinstance(tensor, CheckedTensor) else tensor, *args, **kwargs)
         if isinstance(tensor, CheckedTensor):
-            assert tensor.device == target, "copies between devices are not pretended"
+            assert tensor.device == target, "copies between devices are not simulated"
             return real_to(tensor, *others, **kwargs) if others else tensor
         return on_device(world, _index(target), real_to(tensor, *others, **kwargs) if others else tensor)
 

@@ -57,16 +57,12 @@ def connect_sender(
     return sender, topology
 
 
-def connect_receiver(options: dict[str, Any], topology: Topology) -> WeightReceiver:
+def connect(options: dict[str, Any], session: str = "session-1") -> tuple[StoringSender, WeightReceiver]:
+    sender, topology = connect_sender(options, session)
     receiver = CheckpointEngineRegistry().create("filesystem", options).make_receiver("rollout", HOST)
     opened.append(receiver)
     receiver.connect(topology, {}, soon())
-    return receiver
-
-
-def connect(options: dict[str, Any], session: str = "session-1") -> tuple[StoringSender, WeightReceiver]:
-    sender, topology = connect_sender(options, session)
-    return sender, connect_receiver(options, topology)
+    return sender, receiver
 
 
 def send_bucket(sender: StoringSender, bucket: Bucket) -> None:
@@ -111,10 +107,10 @@ def publish(sender: StoringSender, version: int, *sizes: int, commit: bool = Tru
         sender.commit_version(version, {"checksums.json": str(version)}, soon())
 
 
-def version_files(directory: str, buckets: int, *, committed: bool = True) -> list[str]:
+def version_files(directory: str, buckets: int) -> list[str]:
+    """Paths of the files of a committed version."""
     names = [f"bucket-{index:05d}.safetensors" for index in range(buckets)]
-    names += ["COMMITTED", "checksums.json"] if committed else []
-    return sorted(f"{directory}/{name}" for name in [*names, "about.json"])
+    return sorted(f"{directory}/{name}" for name in [*names, "COMMITTED", "checksums.json", "about.json"])
 
 
 def place_of(path: Path) -> Place:

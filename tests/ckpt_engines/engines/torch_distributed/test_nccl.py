@@ -31,7 +31,6 @@ from weightlane.ckpt_engines.engines.torch_distributed import device_group as _d
 from weightlane.ckpt_engines.engines.torch_distributed.collective_halves import CollectiveReceiver, CollectiveSender
 from weightlane.ckpt_engines.engines.torch_distributed.device_group import DeviceGroup, open_device_group
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
-from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclConfig
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import nccl_blocking, open_process_group
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST, device_count, runtime_of
@@ -160,13 +159,6 @@ def test_a_transfer_that_fails_on_the_device_says_whose_it_was(monkeypatch: pyte
     assert not transfer.done()
     with pytest.raises(TransportError, match=r"nccl sender s \(peer r\): the transfer failed"):
         transfer.done()
-
-
-def test_only_what_the_user_chose_is_set_on_the_communicator() -> None:
-    for options in ({}, {"net_name": "Socket"}, {"max_ctas": 4, "traffic_class": 0}):
-        config = CheckpointEngineRegistry().validate_options("nccl", options)
-        assert isinstance(config, NcclConfig)
-        assert config.communicator_settings() == options
 
 
 @pytest.mark.gpu
