@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from loop_world import Characters, LiveRollout, World, run
 from simulated_time import SimulatedTimeLoop
 
+from weightlane.ckpt_engines import DeadlineExceededError, RewardError
 from weightlane.trainer import AlgorithmConfig, LossDenominators, MicroBatch
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
@@ -49,13 +50,33 @@ class SlowRollout(LiveRollout):
         return [SimpleNamespace(**each) for _ in range(count)]
 
 
-def simulate(late_groups: str) -> tuple[World, list[str], RunSummary]:
-    """Run the loop in simulated time; returns its world, the tasks that were drawn, in order, and its summary."""
+class LimitedRollout(SlowRollout):
+    """A replica on which one completion of each long group runs into its time limit."""
+
+    async def generate_group(self, prompt_ids: Sequence[int], **more: Any) -> Sequence[Any]:
+        answers = await super().generate_group(prompt_ids, **more)
+        late = DeadlineExceededError("it took longer than 600 s.", part=self.name)
+        return [late, *answers[1:]] if is_long(Characters().decode(prompt_ids)) else answers
+
+
+def simulate(
+    late_groups: str, rollout: type[SlowRollout] = SlowRollout, max_failed_share: float = 0.1
+) -> tuple[World, list[str], RunSummary]:
+    """Run the loop in simulated time; returns its world, the tasks that were drawn, in order, and its summary.
+
+    A long completion cannot be judged on a `LimitedRollout`, either.
+    """
     world, turn = World(step_s=STEP_S, sync_s=SYNC_S), count()
-    world.add(replica := SlowRollout(world, "rollout-0"))
+    world.add(replica := rollout(world, "rollout-0"))
+
+    def judge(text: str, _: Mapping[str, Any]) -> float:
+        if rollout is LimitedRollout and len(text) == LONG_TOKENS:
+            raise RewardError("it took longer than 10 s.", part="reward")
+        return float(next(turn) % 2)
+
     summary = run(
         world,
-        lambda *_: float(next(turn) % 2),
+        judge,
         tasks=TASKS,
         heldout=(),
         algorithm=ALGORITHM,
@@ -65,6 +86,7 @@ def simulate(late_groups: str) -> tuple[World, list[str], RunSummary]:
         save_every=0,
         max_staleness=1,
         late_groups=late_groups,
+        max_failed_share=max_failed_share,
     )
     return world, replica.drawn, summary
 
@@ -126,6 +148,14 @@ def test_what_dropping_late_groups_does_to_long_ones_is_said() -> None:
     assert share(world.trained) < LONG_SHARE / 4, "else there is nothing to be said"
     assert summary.dropped_groups > GROUPS / 10
     assert summary.trained_tokens < 0.7 * summary.drawn_tokens
+
+
+def test_what_time_limits_do_to_long_ones_is_said() -> None:
+    """A request that took too long counts as one of the greatest length, and a completion without a reward as it is."""
+    world, _, summary = simulate("wait", LimitedRollout, max_failed_share=1.0)
+    assert share(world.trained) == 0
+    assert summary.trained_tokens == SHORT_TOKENS
+    assert summary.drawn_tokens == pytest.approx(LONG_SHARE * LONG_TOKENS + (1 - LONG_SHARE) * SHORT_TOKENS, rel=0.05)
 
 
 def group(*versions: Sequence[int], rewards: Sequence[float]) -> PromptGroup:
