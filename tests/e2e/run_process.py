@@ -57,8 +57,6 @@ class RunProcess:
     def __init__(self, arguments: Sequence[str], logs: Path) -> None:
         self._marker = uuid.uuid4().hex
         self._logs = logs
-        self.folder = logs.parent
-        """Where whoever started it keeps its files."""
         logs.mkdir(parents=True, exist_ok=True)
         # Ray's sockets lie in the temporary directory, so its path must be short; what is in it at the end was left behind.
         self.temporary = Path(tempfile.mkdtemp(prefix="wl-", dir="/tmp"))
@@ -98,11 +96,6 @@ class RunProcess:
     @property
     def err(self) -> str:
         return (self._logs / "err").read_text()
-
-    @property
-    def ended(self) -> bool:
-        """Whether the command has ended."""
-        return self._process.poll() is not None
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the run."""
