@@ -26,29 +26,12 @@ import helper_paths
 # isort: split
 import budget
 import ports
-from budget import (
-    pytest_collection_finish,
-    pytest_runtest_logstart,
-    pytest_sessionfinish,
-    pytest_sessionstart,
-    pytest_terminal_summary,
-    pytest_xdist_node_collection_finished,
-)
 from cpu_paths import WITH_AMX, cpu_has_amx, hide_amx
 from fork_server import ForkedPopen, fork_workers, has_server
 from waiting import HANG_S
 
 budget.watch()
 hide_amx()
-
-__all__ = [
-    "pytest_collection_finish",
-    "pytest_runtest_logstart",
-    "pytest_sessionfinish",
-    "pytest_sessionstart",
-    "pytest_terminal_summary",
-    "pytest_xdist_node_collection_finished",
-]
 
 # Some machines keep Python from storing what it compiles: each of the hundreds of processes would compile the same modules again.
 sys.dont_write_bytecode = False
@@ -79,7 +62,6 @@ hypothesis.settings.register_profile("tests", derandomize=True, max_examples=40,
 hypothesis.settings.register_profile("fuzz", derandomize=False, max_examples=1000, print_blob=True, **TIMELESS)
 hypothesis.settings.load_profile(os.environ.get("WEIGHTLANE_TEST_PROFILE", "tests"))
 
-_STATIC = ("architecture", "devices", "import_arrows", "plain_english", "tests")
 _LANES = (
     (
         "tests/rollout/",
@@ -87,7 +69,7 @@ _LANES = (
         "tests/cli/test_plan_command.py",
     ),  # share vLLM and its engines
     ("tests/e2e/",),  # whole runs
-    tuple(f"tests/packaging/test_{name}.py" for name in _STATIC),  # look at the same syntax trees
+    ("tests/packaging/test_", "tests/packaging/installs/test_declared"),  # look at the same syntax trees
 )
 """Tests that one worker runs from end to end."""
 _LONG = ("tests/packaging/installs/", "tests/trainer/")
@@ -96,6 +78,11 @@ _LONG = ("tests/packaging/installs/", "tests/trainer/")
 
 def _lane(nodeid: str) -> int:
     return next((number for number, paths in enumerate(_LANES) if nodeid.startswith(paths)), len(_LANES))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let `budget` count what the tests cost."""
+    config.pluginmanager.register(budget)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -31,16 +30,3 @@ def test_a_size_is_a_row_of_real_messages_and_slow_versions_are_reported(
     shown = capsys.readouterr().out
     assert all(cell in shown for cell in control_plane.cells(row))
     assert "TOO SLOW" in shown
-
-
-def test_participants_that_never_join_are_not_waited_for_without_end(
-    control_plane: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    never_joins = tmp_path / "never_joins"
-    never_joins.write_text("#!/bin/sh\nexec sleep 1000000\n")
-    never_joins.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(never_joins))
-    monkeypatch.setattr(control_plane, "LIMIT_S", 0.2)
-    assert control_plane.main(["--participants", "2", "--tensors", "3", "--versions", "1", "--sessions", "1"]) == 2
-    assert "a process of participants to join" in capsys.readouterr().err

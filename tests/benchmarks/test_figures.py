@@ -33,13 +33,6 @@ def test_a_row_of_the_bench_has_the_limits_of_its_own_run_and_says_if_bits_were_
     assert "NOT VERIFIED" in figures.bench([report])
 
 
-def test_a_document_without_its_lines_is_refused(figures: ModuleType) -> None:
-    document = "a\n<!-- x: begin -->\nold\n<!-- x: end -->\nb\n"
-    assert figures.put_into(document, "x", "new\n") == "a\n<!-- x: begin -->\nnew\n<!-- x: end -->\nb\n"
-    with pytest.raises(ValueError, match="lacks the lines <!-- y: begin -->"):
-        figures.put_into(document, "y", "new\n")
-
-
 def test_a_changed_element_is_one_with_any_other_bit_on_the_wire_and_tied_weights_count_once(
     density: ModuleType,
 ) -> None:

@@ -9,8 +9,6 @@ from typer.testing import CliRunner, Result
 
 from weightlane.cli import main
 
-MAIN = "from weightlane.cli.main import main; main()"
-
 
 def run(*arguments: str, columns: int = 160) -> Result:
     return CliRunner().invoke(main.app, list(arguments), env={"COLUMNS": str(columns)})

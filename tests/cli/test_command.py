@@ -24,24 +24,10 @@ from weightlane.ckpt_engines import (
     UnknownEngineError,
     WorkerDiedError,
 )
-from weightlane.cli.output import console, http_address, own_stdout
+from weightlane.cli.output import console, http_address
 from weightlane.cli.run.display import RunDisplay
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "arithmetic" / "arithmetic.toml"
-
-
-def test_wrong_usage_is_a_message_and_exit_code_2() -> None:
-    for arguments, said in (
-        (["train"], "Missing argument"),
-        (["train", "x.toml", "--bogus"], "No such option"),
-        (["nope"], "No such command 'nope'"),
-        (["serve", "x.toml"], "'weightlane tinker CONFIG'"),
-    ):
-        result = run(*arguments)
-        assert result.exit_code == 2
-        assert "Usage: " in result.stderr
-        assert said in result.stderr
-        assert "Traceback" not in result.output
 
 
 @pytest.mark.parametrize(
@@ -101,13 +87,3 @@ def test_reasons_and_names_with_brackets_and_colons_are_shown_as_they_are() -> N
 
 def test_addresses_are_printed_as_clients_take_them() -> None:
     assert (http_address("127.0.0.1", 80), http_address("::1", 80)) == ("http://127.0.0.1:80", "http://[::1]:80")
-
-
-def test_standard_output_is_the_commands_own_where_a_caller_has_diverted_it_too(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with own_stdout() as out:
-        print("theirs")
-        print("ours", file=out)
-    print("after")
-    assert capsys.readouterr() == ("ours\nafter\n", "theirs\n")

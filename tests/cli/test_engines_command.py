@@ -92,7 +92,7 @@ def test_a_module_that_exits_raises_hangs_or_prints_costs_its_own_row_only_and_i
     install(tmp_path, "loud_trainers", "", "exits = loud_exits:Engine", group="weightlane.training_engines")
     for name, module in MODULES.items():
         (tmp_path / f"loud_{name}.py").write_text(module)
-    status, out, err = children.run(["-c", PROGRAM], env={"PYTHONPATH": str(tmp_path), "COLUMNS": "400"})
+    status, out, err = children.run(["-c", PROGRAM], forked=True, env={"PYTHONPATH": str(tmp_path), "COLUMNS": "400"})
     assert status == 0, err
     plain, table, reference, *of_errors = re.split(r"ended with \d\n", out)
     assert re.findall(r"ended with (\d)", out) == ["0", "0", "0", "2", "2"]

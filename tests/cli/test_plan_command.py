@@ -49,21 +49,6 @@ def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str],
     assert_refused(message, *arguments)
 
 
-def test_a_bad_configuration_is_refused_as_by_a_run(material: Material, tmp_path: Path) -> None:
-    config = material.write_config(tmp_path, tmp_path / "run")
-    for override, message in (
-        ("trainer.rank=2", "there is no key trainer.rank. Did you mean trainer.ranks?"),
-        (
-            "trainer.fsdp2.tensor_parallel=2",
-            "trainer.ranks is 1, which trainer.fsdp2.tensor_parallel = 2 does not divide.",
-        ),
-    ):
-        result = run("plan", str(config), "--set", override)
-        assert result.exit_code == 2
-        assert message in result.stderr
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.usefixtures("forked_answers")
 @pytest.mark.vllm
 @pytest.mark.slow

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from installed import install
-from run_process import FinishedRun, RunProcess
+from run_process import FinishedRun, RunProcess, StartRun
 from scraping import scrape
 from tiny_run import BETAS, LEARNING_RATE, Material, make_material
 
@@ -68,7 +68,7 @@ def finished_run(material: Material, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture
-def start_run(tmp_path: Path) -> Iterator[Callable[[Sequence[str]], RunProcess]]:
+def start_run(tmp_path: Path) -> Iterator[StartRun]:
     """Starts ``weightlane <arguments>``; whatever is left of it is killed after the test."""
     started: list[RunProcess] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import getpass
+import json
 import os
 import shutil
 import signal
@@ -15,8 +16,10 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
+from fork_server import ForkedPopen, has_server
 from waiting import HANG_S, wait_until
 
 MARKER = "WEIGHTLANE_TEST_RUN"
@@ -46,13 +49,14 @@ class FinishedRun:
 
 
 class RunProcess:
-    """Starts the command in a session of its own, as a terminal does, and knows its processes by a marker they inherit."""
+    """Starts the command in a session of its own, as a terminal does, and knows its processes by what they inherit.
+
+    That is a marker in the environment with which a program begins, or, for processes that are forked, the working directory.
+    """
 
     def __init__(self, arguments: Sequence[str], logs: Path) -> None:
         self._marker = uuid.uuid4().hex
         self._logs = logs
-        self.folder = logs.parent
-        """Where whoever started it keeps its files."""
         logs.mkdir(parents=True, exist_ok=True)
         # Ray's sockets lie in the temporary directory, so its path must be short; what is in it at the end was left behind.
         self.temporary = Path(tempfile.mkdtemp(prefix="wl-", dir="/tmp"))
@@ -73,10 +77,12 @@ class RunProcess:
             "SPT_NOENV": "1",
             "COLUMNS": "200",
         }
+        start = ForkedPopen if has_server() else subprocess.Popen
         with (logs / "out").open("wb") as out, (logs / "err").open("wb") as err:
-            self._process = subprocess.Popen(
-                [str(Path(sys.executable).with_name("weightlane")), *arguments],
+            self._process = start(
+                [sys.executable, str(Path(sys.executable).with_name("weightlane")), *arguments],
                 env=env,
+                cwd=str(logs),
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
@@ -91,17 +97,14 @@ class RunProcess:
     def err(self) -> str:
         return (self._logs / "err").read_text()
 
-    @property
-    def ended(self) -> bool:
-        """Whether the command has ended."""
-        return self._process.poll() is not None
-
     def processes(self) -> list[psutil.Process]:
         """Every living process of the run."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(MARKER) == self._marker:
+                if process.status() != psutil.STATUS_ZOMBIE and (
+                    process.environ().get(MARKER) == self._marker or process.cwd() == str(self._logs)
+                ):
                     found.append(process)
         return found
 
@@ -187,6 +190,16 @@ class RunProcess:
         shutil.rmtree(self.temporary, ignore_errors=True)
         for segment in self._segments:
             segment.unlink(missing_ok=True)
+
+
+StartRun = Callable[[Sequence[str]], RunProcess]
+"""The fixture `start_run`."""
+
+
+def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """Every event called `name` of a run, in order."""
+    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [event for event in events if event["event"] == name]
 
 
 def _title(process: psutil.Process) -> str:

@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from run_process import Ended, RunProcess
+from run_process import Ended, RunProcess, StartRun
 from tiny_run import Material
 
 from weightlane.trainer.runner.run_dir import RunDir
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
-StartRun = Callable[[Sequence[str]], RunProcess]
 FOREVER = {"steps": 100_000, "evaluate_tasks": 0, "blocking_syncs": 1}
 LEISURELY = {"function": "rewards_of_test:unhurried"}
 TRAINS = "step 10/"
@@ -114,36 +112,3 @@ def test_a_ray_that_does_not_come_up_ends_the_run_with_the_logs_that_say_why(
     assert only_line(ended).startswith("error: ray: Ray did not start on this machine: ")
     assert f"logs of the run's processes: {tmp_path / 'run' / 'logs'}" in ended.out
     assert any("nowhere" in log.read_text() for log in (tmp_path / "run" / "logs").glob("gcs_server.*"))
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for two of a version's three buckets."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {made.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "-l", str(disk)], check=True)
-
-
-@pytest.mark.exhaustive
-def test_a_full_disk_ends_the_run_with_the_path_and_what_to_do(
-    endless: Callable[..., RunProcess], small_disk: Path
-) -> None:
-    run = endless(
-        "run",
-        **{"checkpoint_engine": {"backend": "filesystem"}, "checkpoint_engine.options": {"path": str(small_disk)}},
-    )
-    ended = run.end()
-    assert ended.code == 1
-    line = only_line(ended)
-    assert line.startswith("error: sync: version 0 was aborted")
-    assert f"cannot write {small_disk}/" in line
-    assert line.endswith(
-        "No space left on device. Free some space there, or set another checkpoint_engine.options.path."
-    )
-    assert list(small_disk.iterdir()) == [], "what was written of the version is gone"

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from event_files import scalars_and_texts
-from run_process import FinishedRun
+from run_process import FinishedRun, events_of
 from trace_format import Span, Trace, load
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
@@ -33,8 +32,7 @@ def test_a_run_is_seen_on_one_time_line_in_tensorboard_and_by_prometheus_and_a_p
     said = "plugin raising (wl_raising_plugin 1.0) was disabled: rank_stepped raised OSError: no room at [step 1]"
     assert finished_run.out.count(said) == 1, "once, though both trainer ranks have it"
     assert "Traceback" in (run_dir / "logs" / "plugins.log").read_text()
-    metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    commits = [event["version"] for event in metrics if event["event"] == "version_committed"][: STEPS + 1]
+    commits = [event["version"] for event in events_of(run_dir, "version_committed")][: STEPS + 1]
     check_curves(run_dir / "board", commits)
     assert f"events: {run_dir}/trace.json" in finished_run.out
     assert not (run_dir / "trace.json.parts").exists()

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from installed import install
-from run_process import RunProcess
+from run_process import StartRun, events_of
 from tiny_run import Material
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
-StartRun = Callable[[Sequence[str]], RunProcess]
 STEPS = 50
 
 PACED_REWARD = '''
@@ -66,10 +63,6 @@ def observer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder / "notes.jsonl"
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.mark.exhaustive
 def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before_its_first_request(
     material: Material, start_run: StartRun, observer: Path, tmp_path: Path
@@ -99,9 +92,8 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     ended = run.end()
     assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
 
-    events = lines(run_dir / "metrics.jsonl")
-    [lost] = [event for event in events if event["event"] == "replica_lost"]
-    [joined] = [event for event in events if event["event"] == "replica_joined"]
+    [lost] = events_of(run_dir, "replica_lost")
+    [joined] = events_of(run_dir, "replica_joined")
     dead, newcomer = lost["replica"], joined["replica"]
     assert f"{dead} (process {victim}) died" in lost["error"]
     assert (lost["left"], lost["needed"], lost["successor"]) == (1, 1, newcomer)
@@ -110,7 +102,7 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     other = "rollout-1" if dead == "rollout-0" else "rollout-0"
     assert f"{newcomer} replaces {dead} " in ended.out
 
-    notes = lines(observer)
+    notes = [json.loads(line) for line in observer.read_text().splitlines()]
     mine = [note for note in notes if note["replica"] == newcomer]
     assert mine[0] == {"replica": newcomer, "committed": joined["version"]}, "before its first request"
     answers = [note for note in mine if "oldest" in note]
@@ -118,10 +110,10 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
     assert min(answer["oldest"] for answer in answers) >= joined["version"]
     assert max(note["newest"] for note in notes if note["replica"] == other and "newest" in note) == STEPS
 
-    steps = [event for event in events if event["event"] == "training_step"]
+    steps = events_of(run_dir, "training_step")
     assert [event["step"] for event in steps] == list(range(1, STEPS + 1))
     assert max(event["staleness_max"] for event in steps) <= 1
-    commits = [event for event in events if event["event"] == "version_committed"]
+    commits = events_of(run_dir, "version_committed")
     versions = [event["version"] for event in commits]
     assert versions == sorted(versions)
     assert versions[-1] == STEPS

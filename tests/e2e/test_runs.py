@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_process import FinishedRun, RunProcess
+from run_process import FinishedRun, StartRun, events_of
 from safetensors.torch import load_file
 from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -23,7 +22,6 @@ from weightlane.cli.report.run_record import read_record
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
-StartRun = Callable[[Sequence[str]], RunProcess]
 CONSTANT_REWARD = """
 import time
 from pathlib import Path
@@ -44,11 +42,6 @@ EPSILON = 1e-8
 """AdamW's default."""
 
 
-def metrics_of(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [item for item in events if item["event"] == event]
-
-
 def check_files(run_dir: Path, steps: int) -> None:
     """Check the files that every finished run must leave."""
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -65,11 +58,11 @@ def check_files(run_dir: Path, steps: int) -> None:
     assert (used["dropped_groups"], used["failed"]) == (0, {})
     assert used["trained_tokens"] == used["drawn_tokens"] > 0
     assert not (run_dir / "failures.jsonl").exists()
-    commits = [event["version"] for event in metrics_of(run_dir, "version_committed")]
+    commits = [event["version"] for event in events_of(run_dir, "version_committed")]
     assert commits == sorted(commits)
     assert commits[-1] == steps, "the last version serves at the end"
     assert summary["versions_committed"] == len(commits)
-    assert metrics_of(run_dir, "version_aborted") == []
+    assert events_of(run_dir, "version_aborted") == []
     about = summary["run"]
     assert (about["seed"], about["trainer"], about["architecture"]) == (0, "fsdp2", "Qwen3ForCausalLM")
     assert {"weightlane", "torch", "ray", "transformers"} <= about["libraries"].keys()
@@ -136,8 +129,8 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_an
     assert (ended.code, ended.err) == (130, "interrupted; everything this run started has ended\n"), ended.out
     assert "weights by 'filesystem'" in ended.out
     assert "resuming at step 4" in ended.out
-    assert [event["step"] for event in metrics_of(run_dir, "training_step")] == [1, 2, 3, 4, 5, 6]
-    versions = [event["version"] for event in metrics_of(run_dir, "version_committed")]
+    assert [event["step"] for event in events_of(run_dir, "training_step")] == [1, 2, 3, 4, 5, 6]
+    versions = [event["version"] for event in events_of(run_dir, "version_committed")]
     assert versions == [0, 1, 2, 3, 4, 4, 5, 6], "once more the version it was saved at, then the next ones"
     assert data_position(run_dir, 6) == 6 * PROMPTS_PER_STEP
     judged = Counter(config.with_name("judged.txt").read_text().split())
@@ -165,7 +158,7 @@ def test_a_run_of_an_adapter_with_a_critic_and_a_reference_that_take_turns_publi
         more = ["--resume", "--set", "loop.steps=4"] if steps > 2 else ["--set", "loop.steps=2"]
         ended = start_run(["train", str(config), "--plain", *more]).end()
         assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
-    events = metrics_of(run_dir, "training_step")
+    events = events_of(run_dir, "training_step")
     assert [event["step"] for event in events] == [1, 2, 3, 4]
     assert all({"critic/value", "reference_kl", "critic/loss"} <= event.keys() for event in events)
     assert sorted(path.name for path in (run_dir / "state" / "step-4").iterdir()) == ["critic", "loop.json", "trainer"]
@@ -173,7 +166,7 @@ def test_a_run_of_an_adapter_with_a_critic_and_a_reference_that_take_turns_publi
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     adapted = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert {name.split(".")[-2] for name in changed} == adapted
-    commits = metrics_of(run_dir, "version_committed")
+    commits = events_of(run_dir, "version_committed")
     assert [commit["version"] for commit in commits] == [0, 1, 2, 2, 3, 4]
     # float32 A and B, every tensor of which begins at a multiple of 64 bytes
     wanted = sum(4 * 4 * sum(before[name].shape) for name in changed)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from run_process import RunProcess
+from run_process import StartRun, events_of
 from safetensors.torch import load_file
-from tiny_run import Material
+from tiny_run import Material, toml_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 from waiting import HANG_S
@@ -21,7 +20,6 @@ from weightlane.cli.main import app
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-StartRun = Callable[[Sequence[str]], RunProcess]
 PEFT_WEIGHTS = "adapter_model.safetensors"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}{% endfor %}"
 
@@ -41,30 +39,16 @@ def write_config(material: Material, folder: Path) -> Path:
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(model)
     config = folder / "sft.toml"
-    config.write_text(
-        f"""
-        [run]
-        dir = "{folder / "run"}"
-        [model]
-        path = "{model}"
-        [data]
-        train = "{files["train"]}"
-        heldout = "{files["heldout"]}"
-        [sft]
-        epochs = 2
-        batch_size = 16
-        evaluate_every = 3
-        [ray]
-        start_timeout_s = {HANG_S}
-        [trainer]
-        ranks = 1
-        learning_rate = 1e-2
-        cpus_per_rank = 0.5
-        [observers]
-        trace = "trace.json"
-        tensorboard = "board"
-        """
-    )
+    sections: dict[str, dict[str, Any]] = {
+        "run": {"dir": str(folder / "run")},
+        "model": {"path": str(model)},
+        "data": {name: str(file) for name, file in files.items()},
+        "sft": {"epochs": 2, "batch_size": 16, "evaluate_every": 3},
+        "ray": {"start_timeout_s": HANG_S},
+        "trainer": {"ranks": 1, "learning_rate": 1e-2, "cpus_per_rank": 0.5},
+        "observers": {"trace": "trace.json", "tensorboard": "board"},
+    }
+    config.write_text(toml_of(sections))
     return config
 
 
@@ -88,11 +72,6 @@ def heldout_logprob(model: Path, material: Material, adapter: Path | None = None
             logprobs = network(ids[None]).logits[0].log_softmax(-1)
         found += [float(logprobs[place - 1, ids[place]]) for place in range(len(prompt), len(ids))]
     return sum(found) / len(found)
-
-
-def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [event for event in events if event["event"] == name]
 
 
 def test_a_supervised_run_leaves_a_model_that_others_load_and_every_file(

@@ -7,11 +7,10 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from run_process import RunProcess
+from run_process import StartRun
 from service_process import SDK
 from tiny_run import Material
 from waiting import HANG_S
@@ -30,7 +29,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/tinker/arithmetic.py"
 
 @pytest.mark.exhaustive
 def test_the_example_trains_and_samples_through_a_service_that_goes_on_when_it_or_one_of_its_processes_is_killed(
-    material: Material, start_run: Callable[[Sequence[str]], RunProcess], tmp_path: Path
+    material: Material, start_run: StartRun, tmp_path: Path
 ) -> None:
     config = tmp_path / "service.toml"
     config.write_text(

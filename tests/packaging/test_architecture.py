@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from syntax_trees import tree_of
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def drawing() -> dict[str, Any]:
-    return runpy.run_path(str(ROOT / "docs/site/architecture.py"))
+    found = runpy.run_path(str(ROOT / "docs/site/architecture.py"))
+    found["page"].__globals__["tree"] = tree_of  # parsed once for all tests
+    return found
 
 
 def test_no_folder_has_more_entries_than_a_reader_takes_in(drawing: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 TEMPLATE = "plugins/packages/weightlane-engine-template"
 TORCHRUN = "examples/torchrun"
-MADE: list[str] = [*runpy.run_path(str(DOCS / "site/made_pages.py"))["pages"]()]
+PACKAGES = runpy.run_path(str(DOCS / "site/made_pages.py"))["PACKAGES"]
+MADE = ["architecture.md", *(f"reference/api/{name}.md" for name in PACKAGES)]
 """Pages that are in the built site only."""
 
 

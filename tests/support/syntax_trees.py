@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 from pathlib import Path
 
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
     """A file's syntax tree. Whoever asks must not change it."""
-    return ast.parse(path.read_text())
+    gc.disable()  # the collector would look at all trees again and again, which takes three times as long as to make them
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.enable()
 
 
 @functools.cache

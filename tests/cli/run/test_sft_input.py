@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from command_line import run
-from tiny_run import Material
+from tiny_run import Material, toml_of
 
 from weightlane.cli.config.any_config import load_any_config
 from weightlane.cli.config.sft_config import load_sft_config
@@ -43,10 +43,7 @@ class Trial:
 
     def config(self) -> Path:
         path = self.folder / "sft.toml"
-        text = ""
-        for name, keys in self.sections.items():
-            text += f"[{name}]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())
-        path.write_text(text)
+        path.write_text(toml_of(self.sections))
         return path
 
     def fails(self, said: str, *arguments: str) -> None:

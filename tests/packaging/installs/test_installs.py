@@ -30,12 +30,14 @@ LIGHT: Mapping[tuple[str, ...], tuple[int, str]] = {
     ("--version",): (0, r"weightlane \d+\.\d+\.\d+\n$"),
     ("no-such-command",): (2, "Usage: weightlane"),
     ("train",): (2, "Usage: weightlane train"),
+    ("serve", "service.toml"): (2, "'weightlane tinker CONFIG'"),
     ("train", "nowhere.toml"): (2, r"error: configuration: there is no configuration file nowhere\.toml\.\n$"),
     **{(command, "--help"): (0, f"Usage: weightlane {command}") for command in COMMANDS},
 }
 """Commands that import nothing that takes time, with the exit code and a pattern of the output of each."""
 HELPED = ("", "vllm")
 """Extras of the smallest installation and of the largest, in which these are run."""
+EXPORT = ("export", "run", "--out", "new")
 TENSORBOARD = ("config", "rl.toml", "--set", "observers.tensorboard=board")
 LACKING = {
     ("train", "rl.toml"): ("ray", "vllm"),
@@ -46,7 +48,7 @@ LACKING = {
     ("check", "service.toml"): ("service", "vllm"),
     ("plan", "rl.toml"): ("vllm",),
     ("layout", "model"): ("vllm",),
-    ("export", "run", "--out", "new"): ("hf",),
+    EXPORT: ("hf",),
     ("conformance", "shm"): ("conformance",),
     ("conformance", "fsdp2"): ("conformance", "hf"),
     ("conformance", "--training", "file.py:Engine"): ("conformance", "hf"),
@@ -65,7 +67,8 @@ WORKING: Mapping[str, Mapping[tuple[str, ...], tuple[int, str]]] = {
         TENSORBOARD: (2, "pip install 'weightlane[observability]'"),
         ("config", "rl.toml", "--set", "observers.wandb=p"): (2, "pip install 'weightlane[trackers]'"),
     },
-    "hf": {("export", "run", "--out", "new"): (2, "run is not the directory of a run")},
+    "hf": {EXPORT: (2, "run is not the directory of a run")},
+    "server": {EXPORT: (2, "run is not the directory of a run")},
     "ray": {
         ("sft", "sft.toml"): (2, "there is no model directory"),
         ("sft", "sft.toml", "--set", "trainer.engine=megatron"): (2, "pip install 'weightlane[megatron]'"),
@@ -174,7 +177,11 @@ def test_readme_names_every_extra() -> None:
 @pytest.mark.parametrize(
     ("extra", "imports_vllm"),
     [
-        *(pytest.param(extra, False, id=extra or "none") for extra in EXTRAS if PROMISED[extra] or extra in WORKING),
+        *(
+            pytest.param(extra, False, id=extra or "none", marks=pytest.mark.exhaustive if extra == "hf" else ())
+            for extra in EXTRAS
+            if PROMISED[extra] or extra in WORKING
+        ),  # the extra "server" contains "hf"
         pytest.param("vllm", True, id="vllm, imported", marks=pytest.mark.exhaustive),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import runpy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ def remembering(completion, task):
 '''
 
 
+def toml_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """A configuration with these tables, of values that TOML writes as JSON does."""
+    lines = []
+    for name, keys in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]
+    return "\n".join(lines)
+
+
 @dataclass(frozen=True)
 class Material:
     """Where everything lies."""
@@ -78,10 +87,7 @@ class Material:
             tables.setdefault(name, {}).update(keys)
         if tables["rollout"].get("tensor_parallel", 1) == 1:
             tables.setdefault("rollout.extra_engine_args", {}).setdefault("distributed_executor_backend", IN_ENGINE)
-        lines = []
-        for name, keys in tables.items():
-            lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in keys.items()), ""]
-        return "\n".join(lines)
+        return toml_of(tables)
 
     def write_config(self, folder: Path, run_dir: Path, **sections: dict[str, Any]) -> Path:
         """Write a configuration, with the reward functions beside it."""

@@ -34,7 +34,6 @@ _SELECTIONS = ("not exhaustive", "")
 Counts = Mapping[str, Mapping[str, float]]
 """Folder to kind to number."""
 
-_current_test = ""
 _cpu_time: CpuTime | None = None
 _cases: set[str] = set()
 
@@ -43,13 +42,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """Begin to count CPU seconds, in the process that starts all others."""
     global _cpu_time  # noqa: PLW0603 - a process has one
     if not hasattr(session.config, "workerinput"):
-        _cpu_time = CpuTime(lambda: _current_test)
-
-
-def pytest_runtest_logstart(nodeid: str) -> None:
-    """Remember which test runs."""
-    global _current_test  # noqa: PLW0603 - a process has one
-    _current_test = nodeid
+        _cpu_time = CpuTime()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -58,7 +51,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Python's collector need not look at what is there by now, vLLM's modules and the tests: many tests collect garbage.
     """
     _cases.update(item.nodeid for item in session.items)
-    gc.collect()
     gc.freeze()
 
 
