@@ -167,25 +167,6 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
     setup.check(2)
 
 
-def test_a_commit_that_ends_though_its_sync_was_cancelled_is_taken_back(setup: Setup, tmp_path: Path) -> None:
-    setup.serve(1)
-    setup.probe("probe_hold", "commit", str(tmp_path))
-
-    async def cancel_meanwhile() -> None:
-        syncing = asyncio.create_task(setup.trainer.sync(setup.models[2]))
-        await setup.held(tmp_path)
-        syncing.cancel()
-        (tmp_path / "go").touch()
-        await syncing
-
-    with pytest.raises(asyncio.CancelledError):
-        setup.run(cancel_meanwhile())
-    setup.probe("probe_hold", "commit", "")
-    setup.check(1)
-    setup.serve(2)
-    setup.check(2)
-
-
 def test_a_killed_rank_ends_requests_and_commits_with_an_error_that_names_the_replica(setup: Setup) -> None:
     """The last test of this engine: nothing of it is left."""
     *_, pid = setup.probe("probe_process")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -172,24 +172,24 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str) -> dict[str,
         }
 
 
+@contextmanager
+def noted_rehearsals() -> Iterator[list[bool]]:
+    """Inside, the list gets for each rehearsal whether weights may move for it."""
+    noted: list[bool] = []
+
+    def made(*arguments: Any, may_move: bool, **named: Any) -> Rehearsal:
+        noted.append(may_move)
+        return Rehearsal(*arguments, may_move=may_move, **named)
+
+    with mock.patch.object(loader_module, "Rehearsal", made):
+        yield noted
+
+
 def moved(path: str, dtype: str) -> dict[str, Any]:
     """Move a parameter's memory between two versions, then commit tensors in float32; report what the loader did."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first, alone = tensors_of(path, dtype), RankGroup(None)
-    rehearsed = []
-
-    class Counted(Rehearsal):
-        """A rehearsal that is seen."""
-
-        def first_mismatch(self, *arguments: Any) -> str | None:
-            rehearsed.append(self)
-            return super().first_mismatch(*arguments)
-
-    with (
-        as_rank(config, 0),
-        mock.patch.object(loader_module, "Rehearsal", Counted),
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    with as_rank(config, 0), noted_rehearsals() as rehearsed, tempfile.TemporaryDirectory() as folder:
         model = loaded(config)
         loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
         committed(loader, first, alone)
@@ -273,22 +273,14 @@ def experts_beside_kernel() -> dict[str, float]:
 def later_versions(path: str) -> dict[str, Any]:
     """Rehearsals of versions that go through vLLM's own loading since copies were wrong: in another type, with fewer tensors."""
     config = engine_config(path, tensor_parallel=1, dtype="bfloat16")
-    first, alone, asked = tensors_of(path, "bfloat16"), RankGroup(None), []
-
-    class Counted(Rehearsal):
-        """One that is seen."""
-
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            asked.append(named["may_move"])
-            super().__init__(*arguments, **named)
-
-    with as_rank(config, 0), hidden_copy_of("down_proj"), mock.patch.object(loader_module, "Rehearsal", Counted):
+    first, alone = tensors_of(path, "bfloat16"), RankGroup(None)
+    with as_rank(config, 0), hidden_copy_of("down_proj"), noted_rehearsals() as may_move:
         loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
         ways = [committed(loader, first, alone)]
         ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
         with suppress(WeightlaneError):
             loader.learn_for(dict(list(first.items())[:-1]), alone)
-    return {"ways": ways, "may_move": asked}
+    return {"ways": ways, "may_move": may_move}
 
 
 def report(path: str, tensor_parallel: int, expert_parallel: bool = False) -> dict[str, Any]:

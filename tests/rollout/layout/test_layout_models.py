@@ -47,7 +47,6 @@ def compared(process: Program, kind: str, folder: Path, dtype: str, way: str = "
         ("tied-copy", ""),
         ("shared-kv", ""),
         ("shards", ""),  # experts
-        *(pytest.param(each, "", marks=pytest.mark.exhaustive) for each in ("pythia", "bloom", "further-tokens")),
     ],
 )
 def test_a_checkpoint_as_a_hub_has_it_takes_versions_whole_in_slices_and_in_place(
