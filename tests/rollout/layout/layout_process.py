@@ -289,7 +289,7 @@ def report(path: str, tensor_parallel: int, expert_parallel: bool = False) -> di
 
 
 def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
-    """Return the error of building a model with an attention backend, as `refused`; see `simulated_amx`."""
+    """Return type and message of the error of building a model with an attention backend, if any; see `simulated_amx`."""
     extra = {"attention_backend": backend} if backend else {}
     with simulated_amx():
         try:
