@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import fork_server
 import pytest
@@ -17,12 +16,11 @@ from json_program import Program
 fork_server.install()
 
 if TYPE_CHECKING:
-    from named_adapters import NamedAdapters
     from running_replica import Setup
 
 
 HERE = Path(__file__).parent
-_shared = {folder: ExitStack() for folder in (HERE, HERE / "adapters", HERE / "commit")}
+_shared = {folder: ExitStack() for folder in (HERE, HERE / "commit")}
 """Resources that the tests of a folder share, closed after the last of them.
 
 pytest would keep session fixtures until the session ends, during the tests of other folders. The ranks of an idle engine still
@@ -80,28 +78,3 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     _shared[HERE / "commit"].callback(close)
     setup.connect()
     return setup
-
-
-@pytest.fixture(scope="session")
-def fresh_adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[NamedAdapters, list[list[Any]]]:
-    """A replica that takes adapters, and how it answered while it had no version.
-
-    The answers are to requests for the weights alone, for the newest version and for version 1: first before the replica had
-    any, and then after the rollback of its first.
-    """
-    from named_adapters import serving
-
-    replica = _shared[HERE / "adapters"].enter_context(serving(tmp_path_factory.mktemp("adapters")))
-
-    async def ask() -> list[Any]:
-        calls = (replica.local.generate("r", [0, 7, 14], 8, greedy=True, adapter=adapter) for adapter in (0, None, 1))
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        return [*answers, replica.local.stats().serving, await replica.loaded()]
-
-    async def ask_twice() -> list[list[Any]]:
-        before = await ask()
-        version = await replica.publish(replica.make(2, 1.0))
-        await replica.local.rollback(version)
-        return [before, await ask()]
-
-    return replica, replica.run(ask_twice())

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from named_adapters import PREFIX, RANK, SLOTS, VOCAB, Adapter, NamedAdapters
+from named_adapters import PREFIX, RANK, SLOTS, VOCAB, Adapter, NamedAdapters, serving
 from running_replica import slow_steps
 from tiny_models import greedy_tokens, is_greedy
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, SyncAbortedError, UntouchedError
 from weightlane.rollout import Completion
 from weightlane.rollout.config import AdapterConfig
+from weightlane.sync import ReplicaState
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -26,10 +27,9 @@ PROMPT = [(7 * position) % 290 for position in range(50)]
 
 
 @pytest.fixture(scope="module")
-def replica(fresh_adapters: tuple[NamedAdapters, list[list[Any]]]) -> NamedAdapters:
-    replica, _ = fresh_adapters
-    replica.connect()
-    return replica
+def replica(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NamedAdapters]:
+    with serving(tmp_path_factory.mktemp("adapters")) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +56,27 @@ async def decode_each(replica: NamedAdapters, versions: list[int], count: int) -
     return await asyncio.gather(*calls)
 
 
-def test_while_there_is_no_version_the_weights_alone_serve_those_who_name_them(
-    fresh_adapters: tuple[NamedAdapters, list[list[Any]]],
-) -> None:
-    """Before the first version, and after its rollback."""
-    replica, answers = fresh_adapters
-    for number, (alone, newest, named, serves, loaded) in enumerate(answers):
+def test_while_there_is_no_version_the_weights_alone_serve_those_who_name_them(replica: NamedAdapters) -> None:
+    """Before the first version, and after its rollback. The first test of this replica."""
+
+    async def check(loaded: int) -> None:
+        generate = replica.local.generate
+        alone = await generate("r", PROMPT[:3], 8, greedy=True, adapter=0)
         assert is_greedy(replica.model, PROMPT[:3], alone.token_ids)
         assert alone.versions == [0] * 8
-        assert isinstance(newest, QuarantinedError)
-        assert isinstance(named, ConfigError)
-        assert "adapter 1 is not loaded" in str(named)
-        assert not serves
-        assert len(loaded) == number, "the next commit drops what was rolled back"
+        with pytest.raises(QuarantinedError):
+            await generate("r", PROMPT[:3], 8)
+        with pytest.raises(ConfigError, match="adapter 1 is not loaded"):
+            await generate("r", PROMPT[:3], 8, adapter=1)
+        assert not replica.local.stats().serving
+        assert len(await replica.loaded()) == loaded, "the next commit drops what was rolled back"
+
+    async def check_twice() -> None:
+        await check(0)
+        await replica.local.rollback(await replica.publish(replica.make(2, 1.0)))
+        await check(1)
+
+    replica.run(check_twice())
 
 
 def test_adapters_of_several_ranks_are_in_slots_as_vllm_loads_them_and_decode_beside_the_weights_alone(
@@ -198,6 +206,32 @@ def test_a_wrong_announcement_is_refused_and_leaves_every_version_as_it_was(
     replica.run(announce())
 
 
+def test_a_rank_that_cannot_take_a_version_leaves_the_one_before_in_service_bit_for_bit(
+    replica: NamedAdapters, adapters: list[Adapter]
+) -> None:
+    one, other = adapters[1:3]
+
+    async def fail() -> None:
+        version = await replica.publish(one)
+        loaded = await replica.loaded()
+        await replica.probe("probe_fail_adapter", 1)
+        async with slow_steps(replica.local):
+            flying = asyncio.create_task(replica.local.generate("r", PROMPT, 60, greedy=True))
+            with pytest.raises(SyncAbortedError, match=r"rollout rank 1.*on purpose") as raised:
+                await replica.publish(other)
+        assert type(raised.value.reason) is UntouchedError
+        assert set(replica.trainer.states.values()) == {ReplicaState.SERVING}
+        assert await replica.loaded() == loaded
+        await replica.check_slot(one.files, version)
+        fresh = await replica.local.generate("fresh", PROMPT, 16, greedy=True)
+        for completion in (await flying, fresh):
+            assert set(completion.versions) == {version}
+            assert is_greedy(one.merged, PROMPT, completion.token_ids)
+        await replica.check_slot(other.files, await replica.publish(other))
+
+    replica.run(fail())
+
+
 @torch.no_grad()
 def logits(model: Path, tokens: Sequence[int], adapter: Adapter | None = None) -> torch.Tensor:
     """Compute transformers' logits for each token but the first, in float64, of shape [tokens - 1, vocabulary]."""
@@ -261,7 +295,7 @@ def test_tokens_are_drawn_from_the_distribution_whose_log_probabilities_are_give
 
         async def one(seed: int) -> Completion:
             return await replica.local.generate(
-                "r", PROMPT, 60, temperature=1.6, top_k=12, top_p=0.7, seed=seed, adapter=version, top_logprobs=15
+                "r", PROMPT, 24, temperature=1.6, top_k=12, top_p=0.7, seed=seed, adapter=version, top_logprobs=15
             )
 
         return [await one(seed) for seed in (5, 6, 5)]

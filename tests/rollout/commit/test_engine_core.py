@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, DeadlineExceededError
-from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError
+from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError
+from weightlane.rollout.commit.remote_failure import RemoteFailureError
 
 pytestmark = pytest.mark.vllm
 
@@ -64,13 +64,6 @@ def commit_in_core() -> Callable[..., Any]:
     return commit_in_core
 
 
-def failing(error: Exception) -> Callable[[], None]:
-    def fail() -> None:
-        raise error
-
-    return fail
-
-
 def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(commit_in_core: Callable[..., Any]) -> None:
     core = Core()
     [figures] = commit_in_core(core, UPDATE)
@@ -120,27 +113,6 @@ def test_a_step_under_way_ends_first_and_the_core_is_woken_after(commit_in_core:
     assert answer.result(0)[0].keys() == {"blocked_s", "load_s"}
     assert core.done[-1] == "resume"
     assert core.input_queue.get_nowait()[0].name == "WAKEUP"
-
-
-@pytest.mark.parametrize(
-    ("intact", "trusted", "resumes"), [(True, True, True), (True, False, False), (False, True, False)]
-)
-def test_after_a_failure_only_sound_weights_that_are_in_place_serve_on(
-    intact: bool, trusted: bool, resumes: bool, commit_in_core: Callable[..., Any]
-) -> None:
-    failure = RuntimeError(str(RemoteFailureError(RemoteFailure(CommitError("on purpose"), intact))))
-    update = {"version": 7, "engine_commit": {"weight_version": "7", "trusted": trusted}}
-    core, waiting = Core(failing(failure)), Core(failing(failure))
-    with pytest.raises(RuntimeError, match="on purpose"):
-        commit_in_core(core, update)
-    waiting.under_way = Future()
-    answer = commit_in_core(waiting, update)
-    waiting.under_way.set_result(None)
-    assert waiting.input_queue.get_nowait()[0].name == "WAKEUP", "whoever aborts what is in flight must be heard"
-    with pytest.raises(RuntimeError, match="on purpose"):
-        answer.result(0)
-    for done in (core.done, waiting.done):
-        assert done[-1] == ("resume" if resumes else "exchange")
 
 
 def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_so(

@@ -18,8 +18,3 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int) -> tor
     count = min(len(special), flat.numel())
     flat[:count] = special[:count].to(integer)
     return numbers.view(dtype)
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of the raw bytes."""
-    return tensor.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)

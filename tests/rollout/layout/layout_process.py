@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -32,7 +33,7 @@ from loaded_models import (
     tensors_of,
     written,
 )
-from rank_needs import needs, rank_layout, slices_of_reloads  # noqa: F401 - tests call them by these names
+from rank_needs import rank_layout, slices_of_reloads  # noqa: F401 - tests call them by these names
 
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
@@ -171,24 +172,24 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str, unsteady: st
         }
 
 
+@contextmanager
+def noted_rehearsals() -> Iterator[list[bool]]:
+    """Inside, the list gets for each rehearsal whether weights may move for it."""
+    noted: list[bool] = []
+
+    def made(*arguments: Any, may_move: bool, **named: Any) -> Rehearsal:
+        noted.append(may_move)
+        return Rehearsal(*arguments, may_move=may_move, **named)
+
+    with mock.patch.object(loader_module, "Rehearsal", made):
+        yield noted
+
+
 def moved(path: str, dtype: str) -> dict[str, Any]:
     """Move a parameter's memory between two versions, then commit tensors in float32; report what the loader did."""
     config = engine_config(path, tensor_parallel=1, dtype=dtype)
     first, alone = tensors_of(path, dtype), RankGroup(None)
-    rehearsed = []
-
-    class Counted(Rehearsal):
-        """A rehearsal that is seen."""
-
-        def first_mismatch(self, *arguments: Any) -> str | None:
-            rehearsed.append(self)
-            return super().first_mismatch(*arguments)
-
-    with (
-        as_rank(config, 0),
-        mock.patch.object(loader_module, "Rehearsal", Counted),
-        tempfile.TemporaryDirectory() as folder,
-    ):
+    with as_rank(config, 0), noted_rehearsals() as rehearsed, tempfile.TemporaryDirectory() as folder:
         model = loaded(config)
         loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
         committed(loader, first, alone)
@@ -234,8 +235,8 @@ def rehearsed_badly(path: str) -> str | None:
         return rehearsal.first_mismatch(method, None)
 
 
-def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
-    """Largest differences of our experts from vLLM's CPU kernel, and of one rank's from the sum of two ranks'."""
+def experts_beside_kernel() -> dict[str, float]:
+    """Largest differences of our experts with biases from vLLM's CPU kernel, and of one rank's from the sum of two ranks'."""
     from vllm._custom_ops import cpu_fused_moe, cpu_prepack_moe_weight
 
     from weightlane.rollout.vllm_cpu.experts import _experts
@@ -245,9 +246,9 @@ def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    tokens, hidden, inner, count, choices = 9, 64, 32, 6, 2
+    activation, tokens, hidden, inner, count, choices = "swigluoai", 9, 64, 32, 6, 2
     w1, w2 = normal(count, 2 * inner, hidden) / 4, normal(count, hidden, inner) / 4
-    biases = (normal(count, 2 * inner), normal(count, hidden)) if biased else (None, None)
+    biases = normal(count, 2 * inner), normal(count, hidden)
     x, weights = normal(tokens, hidden), normal(tokens, choices).softmax(-1)
     chosen = torch.stack([torch.randperm(count, generator=generator)[:choices] for _ in range(tokens)]).int()
     wanted, got = torch.empty_like(x), torch.empty_like(x)
@@ -259,7 +260,7 @@ def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
         places = torch.full((count,), -1, dtype=torch.int32)
         places[held] = torch.arange(3, dtype=torch.int32)
         part = torch.empty_like(x)
-        mine = [None if bias is None else bias[held] for bias in biases]
+        mine = [bias[held] for bias in biases]
         _experts(part, x, w1[held], w2[held], *mine, weights, chosen, places, activation)
         divided += part
     return {
@@ -269,54 +270,17 @@ def experts_beside_kernel(activation: str, biased: bool) -> dict[str, float]:
     }
 
 
-def rotary_beside_formula(neox: bool) -> list[float]:
-    """Largest differences of vLLM's rotary embedding on CPU from the formula: queries and keys of latent attention's shapes."""
-    from vllm.config import VllmConfig, set_current_vllm_config
-    from vllm.model_executor.layers.rotary_embedding import get_rope
-    from vllm.plugins import load_general_plugins
-
-    load_general_plugins()
-    dim, heads, base = 8, 3, 100.0
-    with set_current_vllm_config(VllmConfig()):
-        parameters = {"rope_type": "default", "rope_theta": base}
-        rotary = get_rope(dim, 64, is_neox_style=neox, rope_parameters=parameters, dtype=torch.float32)
-    positions = torch.tensor([1, 2, 7])
-    query = torch.randn(3, heads, dim + 4)[..., 4:]
-    key = torch.randn(3, dim + 4)[:, 4:].unsqueeze(1)
-    angles = positions[:, None, None] / base ** (torch.arange(0, dim, 2) / dim)
-
-    def rotated(x: torch.Tensor) -> torch.Tensor:
-        one, two = x.chunk(2, -1) if neox else (x[..., 0::2], x[..., 1::2])
-        turned = one * angles.cos() - two * angles.sin(), two * angles.cos() + one * angles.sin()
-        return torch.cat(turned, -1) if neox else torch.stack(turned, -1).flatten(-2)
-
-    wanted = rotated(query), rotated(key)
-    got = rotary.forward_cpu(positions, query, key)
-    return [float((one - two).abs().max()) for one, two in zip(got, wanted, strict=True)]
-
-
 def later_versions(path: str) -> dict[str, Any]:
-    """Rehearsals of versions that go through vLLM's own loading since copies were wrong, and then come in another type."""
+    """Rehearsals of versions that go through vLLM's own loading since copies were wrong: in another type, with fewer tensors."""
     config = engine_config(path, tensor_parallel=1, dtype="bfloat16")
-    first, alone, asked = tensors_of(path, "bfloat16"), RankGroup(None), []
-
-    class Counted(Rehearsal):
-        """One that is seen."""
-
-        def __init__(self, *arguments: Any, **named: Any) -> None:
-            asked.append(named["may_move"])
-            super().__init__(*arguments, **named)
-
-    with as_rank(config, 0), odd_layers("down_proj", ""), mock.patch.object(loader_module, "Rehearsal", Counted):
+    first, alone = tensors_of(path, "bfloat16"), RankGroup(None)
+    with as_rank(config, 0), odd_layers("down_proj", ""), noted_rehearsals() as may_move:
         loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
         ways = [committed(loader, first, alone)]
         ways.append(committed(loader, {name: tensor.float() for name, tensor in first.items()}, alone))
-        fewer = dict(list(first.items())[:-1])
-        try:
-            loader.learn_for(fewer, alone)
-        except WeightlaneError as error:
-            said = str(error)
-    return {"ways": ways, "may_move": asked, "said": said}
+        with suppress(WeightlaneError):
+            loader.learn_for(dict(list(first.items())[:-1]), alone)
+    return {"ways": ways, "may_move": may_move}
 
 
 def report(path: str, tensor_parallel: int, expert_parallel: bool = False) -> dict[str, Any]:
@@ -324,17 +288,8 @@ def report(path: str, tensor_parallel: int, expert_parallel: bool = False) -> di
     return make_report(path, tensor_parallel=tensor_parallel, dtype="auto", expert_parallel=expert_parallel)
 
 
-def refused(path: str, tensor_parallel: int) -> list[str]:
-    """Return the type and message of the error that a report of the model raises, or an empty list."""
-    try:
-        make_report(path, tensor_parallel=tensor_parallel, dtype="float32")
-    except WeightlaneError as error:
-        return [type(error).__name__, str(error)]
-    return []
-
-
 def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
-    """Return the error of building a model with an attention backend, as `refused`; see `simulated_amx`."""
+    """Return type and message of the error of building a model with an attention backend, if any; see `simulated_amx`."""
     extra = {"attention_backend": backend} if backend else {}
     with simulated_amx():
         try:
@@ -344,24 +299,18 @@ def refused_with_amx(path: str, dtype: str, backend: str) -> list[str]:
             return [type(error).__name__, str(error)]
 
 
-def with_broken_layer(path: str, ending: str, step: str, kind: str) -> dict[str, str]:
-    """Return the refusals of a report and of a worker if a layer raises an error; see `broken_layer`."""
+def with_broken_layer(path: str, ending: str) -> list[str]:
+    """Return the refusals of a report and of a worker if a layer raises an error when it computes; see `broken_layer`."""
     config = engine_config(path, tensor_parallel=1, dtype="float32")
-    errors = {"report": "", "replica": ""}
-    with as_rank(config, 0):
-        model = loaded(config)
-    with broken_layer(ending, step, kind):
-        try:
-            errors["report"] = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
-        except WeightlaneError as error:
-            errors["report"] = f"{type(error).__name__}: {error}"
+    with broken_layer(ending):
+        reported = make_report(path, tensor_parallel=1, dtype="float32")["refusal"]
         with as_rank(config, 0):
-            loader = VersionLoader(RankModel(model, config, torch.device("cpu"), "test"))
+            loader = VersionLoader(RankModel(loaded(config), config, torch.device("cpu"), "test"))
             try:
                 committed(loader, tensors_of(path, "float32"), RankGroup(None))
             except WeightlaneError as error:
-                errors["replica"] = f"{type(error).__name__}: {error}"
-    return errors
+                return [reported, f"{type(error).__name__}: {error}"]
+    return [reported, ""]
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -12,7 +11,8 @@ from typing import Any
 from unittest import mock
 
 import torch
-from layout_models import bits, random_bits
+from bits import bits
+from layout_models import random_bits
 from tiny_models import copy_with
 
 from weightlane.rollout.layout import Refusal, VersionLoader
@@ -155,18 +155,18 @@ def odd_layers(hidden: str, unsteady: str) -> Iterator[None]:
 
 
 @contextmanager
-def broken_layer(ending: str, step: str, kind: str) -> Iterator[None]:
-    """Inside, layers of that name raise an error of `kind` in `step`: ``process_weights_after_loading`` or ``apply``."""
+def broken_layer(ending: str) -> Iterator[None]:
+    """Inside, layers of that name raise an error when they compute."""
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    plain = getattr(UnquantizedLinearMethod, step)
+    plain = UnquantizedLinearMethod.apply
 
     def breaking(self: Any, layer: Any, *arguments: Any) -> Any:
         if layer.prefix.endswith(ending):
-            raise getattr(builtins, kind)(f"invalid weight input features 16\nException raised from {step} (gemm.cpp)")
+            raise RuntimeError("invalid weight input features 16\nException raised from apply (gemm.cpp)")
         return plain(self, layer, *arguments)
 
-    with mock.patch.object(UnquantizedLinearMethod, step, breaking):
+    with mock.patch.object(UnquantizedLinearMethod, "apply", breaking):
         yield
 
 

@@ -10,9 +10,8 @@ import pytest
 import torch
 import transformers
 from cpu_demands import misfits
-from cpu_paths import AMX_ENV, WITH_AMX, WITHOUT_AMX, amx_is_hidden, cpu_path
+from cpu_paths import WITH_AMX, WITHOUT_AMX, amx_is_hidden, cpu_path
 from json_program import Program
-from sitecustomize import _hide_amx
 from tiny_models import (
     load_tensors,
     make_architecture,
@@ -50,19 +49,6 @@ def test_every_path_takes_the_dimensions_of_the_zoo_and_of_tiny_models(tmp_path:
     assert [text.split()[0] for text in misfits(config, tensors)] == named
 
 
-def test_torch_says_that_a_cpu_has_no_amx_unless_the_process_may_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_cpu = types.SimpleNamespace(
-        get_capabilities=lambda: {"avx512_f": True, "amx_tile": True, "amx_fp16": True}, _init_amx=lambda: True
-    )
-    _hide_amx(torch_cpu)
-    monkeypatch.delenv(AMX_ENV, raising=False)
-    assert torch_cpu.get_capabilities() == {"avx512_f": True, "amx_tile": False, "amx_fp16": False}
-    assert not torch_cpu._init_amx()
-    monkeypatch.setenv(AMX_ENV, "1")
-    assert torch_cpu.get_capabilities()["amx_tile"]
-    assert torch_cpu._init_amx()
-
-
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_amx_is_hidden_from_this_process_and_those_that_it_forks_and_starts(process: Program) -> None:
@@ -70,22 +56,3 @@ def test_amx_is_hidden_from_this_process_and_those_that_it_forks_and_starts(proc
     assert cpu_path()["asked"] == "sitecustomize"
     assert cpu_path()["environment"] == (WITHOUT_AMX if amx_is_hidden() else WITH_AMX)
     assert not (amx_is_hidden() and cpu_path()["amx"])
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_a_shared_program_that_ended_fails_its_own_test_and_serves_the_next_one(tmp_path: Path) -> None:
-    path = tmp_path / "program.py"
-    path.write_text(
-        "import os, sys\nfrom json_program import serve\n"
-        "def number(): return os.getpid()\n"
-        "def fail(): raise LookupError('nobody is at home')\n"
-        "serve(sys.modules['__main__'])\n"
-    )
-    program = Program(path, again=True)
-    first = program.call("number")
-    assert program.call("number") == first
-    with pytest.raises(AssertionError, match=r"program\.py ended with 1 instead of an answer"):
-        program.call("fail")
-    assert program.call("number") != first
-    program.kill()

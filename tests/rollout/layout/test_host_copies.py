@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from layout_models import bits, random_bits
+from bits import bits
+from layout_models import random_bits
 
 from weightlane.ckpt_engines import CommitError
 from weightlane.rollout.layout import CommitPlan, SourceSpec, trace_loading

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - everybody's name for it
+from bits import bits
 from deltas import delta_between
 from hypothesis import given
 from hypothesis import strategies as st
-from layout_models import bits, random_bits
+from layout_models import random_bits
 
 from weightlane.ckpt_engines import CommitError, DeltaBaseError, ProtocolError
 from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading

@@ -82,18 +82,3 @@ def test_slices_are_written_where_the_whole_tensor_would_be(data: st.DataObject)
     assert sum(copy.numel for copy in sliced.copies) == numel, "an element is written twice"
     whole = WHOLE in sliced.sources
     assert whole or sliced.sources.keys() == regions.keys()
-
-
-def test_rows_columns_and_heads_need_no_whole_tensor() -> None:
-    spec, target = SourceSpec((12, 8), torch.float32), TargetSpec((96,), (1,), 0, torch.float32)
-    rows = simplified_copy(WHOLE, 24, "t", 0, [(48, 1, 1)])
-    columns = simplified_copy(WHOLE, 4, "t", 0, [(12, 8, 4), (4, 1, 1)])
-    heads = simplified_copy(WHOLE, 0, "t", 0, [(2, 48, 16), (2, 8, 8), (8, 1, 1)])
-    regions = {
-        "top": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((0, 0), (5, 8))),
-        "left": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 0), (7, 3))),
-        "right": TensorSlice(TensorSpec(WHOLE, (12, 8), torch.float32), Box((5, 3), (7, 5))),
-    }
-    for piece in (rows, columns, heads):
-        sliced = sliced_layout(LayoutMap({WHOLE: spec}, {"t": target}, [piece]), regions)
-        assert WHOLE not in sliced.sources

@@ -28,7 +28,7 @@ def test_a_replica_whose_process_is_killed_leaves_no_process_and_no_shared_memor
     try:
         owner.call("start", str(make_llama(tmp_path / "model", seed=0)))
         children, segments = descendants(owner.process.pid), segments_of_trees([owner.process.pid])
-        assert len(children) >= 3, "an engine core and two ranks"
+        assert len(children) >= 2, "an engine core and its rank"
         assert segments
         owner.process.kill()
         wait_until_gone(children)

@@ -144,7 +144,10 @@ def test_the_token_goes_with_every_call_and_only_there(answering: Answering) -> 
         "/init_weight_transfer_engine",
     ]
     assert {sent for _, sent in answering.seen} == {"Bearer sesame"}
-    assert "sesame" not in repr(vars(refusal(f"{answering.url}/x", token="sesame", tensor_parallel=3)))
+    error = refusal(f"{answering.url}/x", token="sesame", tensor_parallel=3)
+    assert isinstance(error, ConfigError)
+    assert "the server has 1 ranks, and tensor_parallel says 3" in str(error)
+    assert "sesame" not in repr(vars(error))
 
 
 def test_a_commit_is_one_call_and_a_second_one_stops_a_server_whose_weights_are_in_doubt(answering: Answering) -> None:

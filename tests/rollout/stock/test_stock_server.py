@@ -16,7 +16,7 @@ from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import CommitError, ConfigError, ReplicaTakenError, SyncAbortedError, WeightlaneError
+from weightlane.ckpt_engines import CommitError, ReplicaTakenError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import ServerReplica
 from weightlane.rollout.vllm.shared_memory import segments_of_trees, unlink
 
@@ -185,21 +185,3 @@ def test_a_server_has_one_publisher(server: StockServer, tmp_path: Path) -> None
         first.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
-
-
-def test_what_keeps_a_server_from_connecting_is_said_and_leaves_it_serving(server: StockServer, free_port: int) -> None:
-    tokens = server.greedy(PROMPT)
-    address = {"host": "127.0.0.1", "port": free_port, "secret": "none"}
-
-    def refusal(replica: ServerReplica, backend: str = "shm") -> WeightlaneError:
-        with pytest.raises(WeightlaneError) as raised:
-            asyncio.run(asyncio.wait_for(replica.connect(address, backend), HANG_S))
-        return raised.value
-
-    ranks = refusal(ServerReplica(server.url))
-    assert isinstance(ranks, ConfigError)
-    assert "the server has 2 ranks, and tensor_parallel says 1" in str(ranks)
-    named = ServerReplica(server.url, tensor_parallel=2)
-    assert "backend" in str(refusal(named, ""))
-    assert type(refusal(named, "no-such-engine")).__name__ == "UnknownEngineError"
-    assert server.greedy(PROMPT) == tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
@@ -75,31 +74,20 @@ class NamedAdapters:
     local: RecordingReplica
     model: Path
     folder: Path
-    trainer: OneRankTrainer = field(init=False)
     made: list[Adapter] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        zeros = make_adapter(self.model, self.folder / "zeros", 0, RANK, 1.0).tensors
+        self.trainer = OneRankTrainer({name: torch.zeros_like(tensor) for name, tensor in zeros.items()})
+        self.run(self.local.connect(self.trainer.address, "shm"))
+        self.run(self.trainer.connect([self.local], retries=0))
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
         return self.runner.run(asyncio.wait_for(call, HANG_S))
 
-    def connect(self) -> None:
-        """Put a new trainer in the place of the one before, and connect it to the replica."""
-        newest = self.newest
-        self.close()
-        zeros = make_adapter(self.model, Path(tempfile.mkdtemp(dir=self.folder)), 0, RANK, 1.0).tensors
-        self.trainer = OneRankTrainer({name: torch.zeros_like(tensor) for name, tensor in zeros.items()})
-        self.run(self.local.connect(self.trainer.address, "shm"))
-        self.run(self.trainer.connect([self.local], retries=0))
-        self.trainer.version = newest
-
-    @property
-    def newest(self) -> int:
-        """The newest version that was sent to the replica, which may have rolled it back."""
-        return max(self.local.version, self.trainer.version if hasattr(self, "trainer") else 0)
-
     def close(self) -> None:
         """End the trainer."""
-        if hasattr(self, "trainer"):
-            self.trainer.close()
+        self.trainer.close()
 
     def make(self, rank: int, alpha: float, targets: Sequence[str] = ()) -> Adapter:
         seed = len(self.made)
@@ -148,5 +136,4 @@ def serving(folder: Path) -> Iterator[NamedAdapters]:
         dtype="float32",
     )
     with started(worker) as runner, closing(NamedAdapters(runner, worker, model, folder)) as made:
-        made.connect()
         yield made

@@ -302,13 +302,11 @@ def _logits(path: Path, prompt: Sequence[int], tokens: Sequence[int]) -> torch.T
 def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
     """A tiny model of one of several architectures, in float32.
 
-    ``gpt2`` keeps linear weights transposed, ``bloom`` interleaves queries, keys and values per head, ``phi3`` has them fused on
-    disk, ``qwen3-moe`` and ``mixtral`` have experts, and ``mamba2`` has a parameter that loading computes something from.
+    ``bloom`` interleaves queries, keys and values per head, ``mixtral`` has experts, and ``mamba2`` has a parameter that loading
+    computes something from.
     """
-    if kind == "qwen3-moe":
-        return make_qwen3_moe(path, seed=seed, vocab=300)
-    if kind in {"qwen3-tied", "qwen3"}:
-        return make_qwen3(path, seed=seed, tied=kind == "qwen3-tied", vocab=300)
+    if kind == "qwen3-tied":
+        return make_qwen3(path, seed=seed, tied=True, vocab=300)
     if kind == "llama":
         return make_llama(path, seed=seed, vocab=300)
     t, sizes = transformers, _sizes(False, 300)
@@ -319,10 +317,7 @@ def make_architecture(kind: str, path: Path, *, seed: int = 0) -> Path:
             t.MixtralForCausalLM,
             t.MixtralConfig(head_dim=HEAD_DIM, num_local_experts=4, num_experts_per_tok=2, **sizes),
         ),
-        "gpt2": lambda: (t.GPT2LMHeadModel, t.GPT2Config(n_positions=256, **layers, **small)),
         "bloom": lambda: (t.BloomForCausalLM, t.BloomConfig(**layers, **small)),
-        "gemma2": lambda: (t.Gemma2ForCausalLM, t.Gemma2Config(head_dim=HEAD_DIM, **_sizes(True, 300))),
-        "phi3": lambda: (t.Phi3ForCausalLM, t.Phi3Config(**sizes)),
         "mamba2": lambda: (
             t.Mamba2ForCausalLM,
             t.Mamba2Config(num_hidden_layers=LAYERS, num_heads=8, head_dim=16, state_size=16, n_groups=1, **small),

@@ -13,7 +13,7 @@ from waiting import HANG_S
 
 from weightlane.sync import CheckpointEngineConfig, Placement, SyncConfig
 from weightlane.sync.config import CodecPolicy, Quantise
-from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig
+from weightlane.trainer import AlgorithmConfig, Objective, TrainerConfig
 from weightlane.trainer.dispatch.rank_worker import RankWorker
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 
@@ -61,19 +61,6 @@ class Process:
     def publish(self, version: int) -> float:
         return self._rank.publish(ROLE, version)
 
-    def train(self, seed: int) -> int:
-        """One real optimizer step on samples that depend on `seed`."""
-        sequences = tuple(
-            TokenSequence.of_completion(
-                (seed + index, 5, 6),
-                (7 + index, 8 + seed),
-                per_token={"rollout_logprobs": (-1.0, -2.0), "advantages": (-1.0) ** index},
-            )
-            for index in range(4)
-        )
-        self._rank.forward_backward(ROLE, TokenBatch(sequences), "objective")
-        return self._rank.optim_step(ROLE).step
-
     def nudge(self, version: int, every: int) -> None:
         """Change one element in `every` of each tensor, the same ones on whatever rank they are: see `nudge`."""
         hosted = self._rank._roles[ROLE]
@@ -82,12 +69,6 @@ class Process:
         for shard in hosted.engine.local_shards(torch.float32):
             numbers = torch.arange(shard.spec.numel).view(shard.spec.shape)[shard.box.index]
             shard.data.add_(nudge(numbers, version, every))
-
-    def export(self, directory: str) -> None:
-        self._rank.export_hf(ROLE, Path(directory), "float32")
-
-    def export_adapter(self, directory: str) -> None:
-        self._rank._roles[ROLE].engine.export_adapter(Path(directory))
 
     def close(self) -> None:
         for rank in reversed(self._ranks):

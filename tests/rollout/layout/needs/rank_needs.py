@@ -19,7 +19,7 @@ from loaded_models import (
 )
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.rollout.layout import LayoutMap, SourceSpec, VersionLoader, needed_boxes, trace_loading
+from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_specs
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
@@ -39,36 +39,6 @@ def rank_layout(path: str, dtype: str, rank: int, world: int, expert_parallel: b
             name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()
         }
         return trace_loading(model, specs).to_plain()
-
-
-def used_elements(layout: LayoutMap) -> dict[str, torch.Tensor]:
-    """Mark the elements of each source that the layout's copies read."""
-    found = {name: torch.zeros(spec.numel, dtype=torch.bool) for name, spec in layout.sources.items()}
-    for copy in layout.copies:
-        found[copy.source].as_strided(copy.shape, copy.source_strides, copy.source_offset).fill_(True)
-    return found
-
-
-def needs(path: str, dtype: str, world: int, expert_parallel: bool) -> list[dict[str, Any]]:
-    """For each rank its boxes, and the tensors of which they hold an element twice, too few or too many."""
-    config = engine_config(path, tensor_parallel=world, dtype=dtype, expert_parallel=expert_parallel)
-    specs = {name: SourceSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors_of(path, dtype).items()}
-    answers = []
-    for rank in range(world):
-        with model_of_rank(config, rank) as model:
-            layout = trace_loading(model, specs)
-        boxes, wrong = needed_boxes(layout), {}
-        for name, used in used_elements(layout).items():
-            times = torch.zeros(specs[name].shape, dtype=torch.int32)
-            for box in boxes[name]:
-                times[box.index] += 1
-            held = times.flatten() > 0
-            counts = [int((times > 1).sum()), int((used & ~held).sum()), int((held & ~used).sum())]
-            if any(counts):
-                wrong[name] = counts
-        plain = {name: [box.to_plain() for box in each] for name, each in boxes.items()}
-        answers.append({"boxes": plain, "wrong": wrong})
-    return answers
 
 
 def slices_of_reloads(path: str, other_path: str, world: int) -> list[dict[str, Any]]:

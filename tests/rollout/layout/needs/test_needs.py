@@ -5,15 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from json_program import Program
-from tiny_models import HIDDEN, INTERMEDIATE, make_architecture, make_qwen3_moe
 
 from weightlane.rollout.layout import LayoutCopy, LayoutMap, Refusal, SourceSpec, needed_boxes
 from weightlane.sync.version.box import Box
@@ -127,59 +124,3 @@ def test_what_something_is_computed_from_is_needed_whole() -> None:
     refused = layout_of((6, 8), [])
     refused.refused_sources.append(Refusal("a", "its values are looked at"))
     assert needed_boxes(refused)["a"] == [Box.whole((6, 8))]
-
-
-def rows(start: int, count: int, columns: int = HIDDEN) -> list[list[int]]:
-    """A box of whole rows, as JSON."""
-    return [[start, 0], [count, columns]]
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom", "phi3"])
-def test_the_boxes_of_two_ranks_hold_exactly_what_their_models_read(
-    kind: str, process: Program, tmp_path: Path
-) -> None:
-    ranks = process.call("needs", str(make_architecture(kind, tmp_path)), "float32", 2, False)
-    assert [rank["wrong"] for rank in ranks] == [{}, {}]
-    half, part = INTERMEDIATE // 2, HIDDEN // 2
-    for place, rank in enumerate(ranks):
-        name, wanted = {
-            "llama": ("model.layers.0.mlp.down_proj.weight", [[[0, half * place], [HIDDEN, half]]]),
-            "gpt2": (
-                "transformer.h.0.attn.c_attn.weight",
-                [[[0, HIDDEN * which + part * place], [HIDDEN, part]] for which in range(3)],
-            ),
-            "bloom": ("transformer.h.0.self_attention.query_key_value.weight", [rows(3 * part * place, 3 * part)]),
-            "phi3": (
-                "model.layers.0.mlp.gate_up_proj.weight",
-                [rows(half * place, half), rows(INTERMEDIATE + half * place, half)],
-            ),
-        }[kind]
-        assert rank["boxes"][name] == wanted
-
-
-@pytest.mark.vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_a_rank_needs_slices_of_all_experts_or_whole_ones_of_its_own(
-    expert_parallel: bool, process: Program, tmp_path: Path
-) -> None:
-    """Seven experts on two ranks: the first has one more."""
-    model = make_qwen3_moe(tmp_path, seed=0, experts=7)
-    ranks = process.call("needs", str(model), "float32", 2, expert_parallel)
-    inner = INTERMEDIATE // 2
-    for place, rank in enumerate(ranks):
-        assert rank["wrong"] == {}
-        for expert in range(7):
-            up, down = (
-                rank["boxes"][f"model.layers.1.mlp.experts.{expert}.{which}_proj.weight"] for which in ("up", "down")
-            )
-            if not expert_parallel:
-                assert up == [rows(place * inner // 2, inner // 2)]
-                assert down == [[[0, place * inner // 2], [HIDDEN, inner // 2]]]
-            elif (expert < 4) == (place == 0):
-                assert [up, down] == [[rows(0, inner)], [rows(0, HIDDEN, inner)]]
-            else:
-                assert up == down == []
-        assert rank["boxes"]["model.layers.1.mlp.gate.weight"] == [rows(0, 7)]
