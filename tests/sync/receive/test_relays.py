@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, LAYOUTS, TP2, MakeHop
-from hop_run import MakeRun, Replica, expected
+from direct_hop import MakeHop
+from hop import Replica
+from hop_run import MakeRun, expected
 from patience import PATIENT
+from slices import EVERYTHING, LAYOUTS, TP2
 from waiting import NEVER_S
 
 from weightlane.ckpt_engines import (
     Bucket,
-    ConfigError,
     CorruptBucketError,
     Deadline,
     DeadlineExceededError,
@@ -134,11 +135,6 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(
     assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(4)] * 3
 
 
-def test_an_engine_whose_receivers_cannot_relay_is_refused(hop: MakeHop) -> None:
-    with pytest.raises(ConfigError, match="receivers of shm cannot relay"):
-        hop("shm", *LAYOUTS["one rank"], [EVERYTHING], relay="tree")
-
-
 def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
     sent = torch.arange(64, dtype=torch.uint8)
     handed_on: list[bytes] = []
@@ -212,7 +208,7 @@ CHANGED = CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0")
 def test_the_participant_at_the_end_of_a_chain_of_accusations_is_at_fault(
     told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
 ) -> None:
-    roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)  # type: ignore[arg-type]
+    roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)
     roster.note_joined("t0", "t0#1")
     verdict = blame([Failed(name=name, session="s", version=1, error=error.to_wire()) for name, error in told], roster)
     assert verdict.culprits == culprits
