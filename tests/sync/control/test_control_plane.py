@@ -40,7 +40,7 @@ def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
 
 
 def test_one_participant_too_many_is_told_so_and_the_others_stay(start: Any) -> None:
-    address = RendezvousAddress.from_plain(start(HubProcess, descriptors=40).call("host"))
+    address = RendezvousAddress.from_plain(start(HubProcess, descriptors=40).is_ready().call("host"))
     joined: deque[Rendezvous] = deque()
     with pytest.raises(ConnectionError, match=r"no file descriptor left.*ulimit"):
         joined.extend(iter(lambda: Rendezvous.join(address), None))
@@ -279,7 +279,7 @@ def acknowledged_after_ms(sock: socket.socket) -> int:
 
 
 def test_a_coordinator_that_is_only_busy_is_not_taken_for_a_dead_one(start: Any) -> None:
-    hub = start(HubProcess)
+    hub = start(HubProcess).is_ready()
     address = RendezvousAddress.from_plain(hub.call("host", "127.0.0.1", 1.0))
     with closing(Rendezvous.join(address)) as member:
         with hub.frozen():
@@ -299,8 +299,8 @@ def test_a_coordinator_whose_host_vanishes_without_a_word_is_noticed_by_everybod
     probe = subprocess.run(["unshare", "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"this system makes no links: {probe.stderr.strip()}")
-    hub = start(HubProcess, own_network=True)
-    members = start(RemoteMembers, host=hub.pid)
+    hub = start(HubProcess, own_network=True).is_ready()
+    members = start(RemoteMembers, host=hub.pid).is_ready()
     members.call("join", hub.call("host", RemoteMembers.THERE, 2.0))
     with hub.frozen():
         errors = members.call("lose_host")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import memray
 import torch
 from hop import Replica, Rollout
-from hop_run import Participant
 from patience import PATIENT
 from slices import columns, of_rank
 from traced_trainer import BUCKET_BYTES, SPECS, WORLD, TracedTrainer
@@ -21,18 +21,16 @@ PYTHON_BYTES = 4 << 20
 
 
 def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(
-    tmp_path: Path, rendezvous: Rendezvous
+    tmp_path: Path, rendezvous: Rendezvous, start: Any
 ) -> None:
     records = [tmp_path / f"trainer-{rank}.bin" for rank in range(WORLD)]
     names = [f"trainer-{rank}" for rank in range(WORLD)]
     with ExitStack() as stack:
         given = {"rendezvous": rendezvous.address.to_plain(), "backend": "gloo", "options": {}}
         trainers = [
-            Participant(TracedTrainer, name=name, rank=rank, world=WORLD, record=record, **given)
+            start(TracedTrainer, name=name, rank=rank, world=WORLD, record=record, **given)
             for rank, (name, record) in enumerate(zip(names, records, strict=True))
         ]
-        for trainer in trainers:
-            stack.callback(trainer.kill)
         rollouts = [
             Rollout(f"rollout-{number}/0", rendezvous.address, "gloo", {}, needed, SPECS)
             for number, needed in enumerate((None, of_rank(columns, 0, WORLD, SPECS)))

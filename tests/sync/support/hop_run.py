@@ -77,9 +77,10 @@ class Participant:
             raise error
         return reply["value"]
 
-    def is_ready(self) -> None:
+    def is_ready(self) -> Participant:
         """Wait until it is made."""
         assert self.answer() == "ready"
+        return self
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.tell(method, *arguments)
