@@ -17,6 +17,7 @@ from waiting import NEVER_S
 
 from weightlane.ckpt_engines import (
     Bucket,
+    ConfigError,
     CorruptBucketError,
     Deadline,
     DeadlineExceededError,
@@ -133,6 +134,11 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(
     run.publish_next(4)
     assert run.outcomes(4) == {replica.name: "committed" for replica in [run.replicas[0], *late]}
     assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(4)] * 3
+
+
+def test_an_engine_whose_receivers_cannot_relay_is_refused(hop: MakeHop) -> None:
+    with pytest.raises(ConfigError, match="receivers of shm cannot relay"):
+        hop("shm", *LAYOUTS["one rank"], [EVERYTHING], relay="tree")
 
 
 def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
