@@ -1,9 +1,9 @@
-"""Runs of trainer and rollout processes."""
+"""Runs of trainer and rollout processes, members of a run, and participants in processes of their own."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from direct_hop import Hop, MakeHop
-from hop_run import MakeRun, Run
+from hop_run import MakeRun, Participant, Run
 
 from weightlane.sync import Rendezvous
 
@@ -45,8 +45,28 @@ def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
 
 
 @pytest.fixture
+def start() -> Iterator[Callable[..., Participant]]:
+    """Start a participant in a process of its own, which ends with the test; `is_ready` waits until it is made."""
+    with ExitStack() as started:
+
+        def make(*arguments: Any, **more: Any) -> Participant:
+            participant = Participant(*arguments, **more)
+            started.callback(participant.kill)
+            return participant
+
+        yield make
+
+
+@pytest.fixture
 def rendezvous() -> Rendezvous:
     return Rendezvous.host()
+
+
+@pytest.fixture
+def member(rendezvous: Rendezvous) -> Iterator[Rendezvous]:
+    joined = Rendezvous.join(rendezvous.address)
+    yield joined
+    joined.close()
 
 
 @pytest.fixture

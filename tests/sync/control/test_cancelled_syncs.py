@@ -7,7 +7,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from hop_run import Held, MakeRun, Run, expected, outcomes_of
+from hop import Held
+from hop_run import MakeRun, Run, expected, outcomes_of
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import DeadlineExceededError, QuarantinedError, SyncAbortedError

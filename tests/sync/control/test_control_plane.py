@@ -7,7 +7,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing
@@ -16,11 +15,10 @@ from typing import Any
 import pytest
 import torch
 from hub_calls import HubProcess, RemoteMembers, raised_by, value_counts
-from sessions import frame, never, soon
+from sessions import never, soon
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
-from weightlane.ckpt_engines.channels import listener
 from weightlane.ckpt_engines.channels.authentication import new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, TensorSpec
@@ -41,33 +39,8 @@ def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(
     assert rendezvous.mailbox("s").get("key", soon()) == 1
 
 
-def test_a_program_that_took_over_the_port_is_not_believed() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = RendezvousAddress("127.0.0.1", server.getsockname()[1], new_secret())
-
-        def serve() -> None:
-            sock, _ = server.accept()
-            with sock:
-                sock.sendall(frame(b'{"nonce": "0", "silence_s": 20}') + frame(b'{"proof": "0"}'))
-                sock.recv(1000)
-
-        threading.Thread(target=serve, daemon=True).start()
-        with pytest.raises(ProtocolError, match="does not know this session's key"):
-            Rendezvous.join(address)
-
-
-def test_a_stranger_that_says_nothing_is_dismissed_when_another_one_comes(
-    rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(listener, "_PENDING_S", 0.0)
-    with socket.create_connection((rendezvous.address.host, rendezvous.address.port), HANG_S) as silent:
-        assert b"nonce" in silent.recv(1000)
-        Rendezvous.join(rendezvous.address).close()
-        assert silent.recv(1000) == b"", "the hub has hung up"
-
-
 def test_one_participant_too_many_is_told_so_and_the_others_stay(start: Any) -> None:
-    address = RendezvousAddress.from_plain(start(HubProcess, descriptors=40).call("host"))
+    address = RendezvousAddress.from_plain(start(HubProcess, descriptors=40).is_ready().call("host"))
     joined: deque[Rendezvous] = deque()
     with pytest.raises(ConnectionError, match=r"no file descriptor left.*ulimit"):
         joined.extend(iter(lambda: Rendezvous.join(address), None))
@@ -306,7 +279,7 @@ def acknowledged_after_ms(sock: socket.socket) -> int:
 
 
 def test_a_coordinator_that_is_only_busy_is_not_taken_for_a_dead_one(start: Any) -> None:
-    hub = start(HubProcess)
+    hub = start(HubProcess).is_ready()
     address = RendezvousAddress.from_plain(hub.call("host", "127.0.0.1", 1.0))
     with closing(Rendezvous.join(address)) as member:
         with hub.frozen():
@@ -326,8 +299,8 @@ def test_a_coordinator_whose_host_vanishes_without_a_word_is_noticed_by_everybod
     probe = subprocess.run(["unshare", "--net", "sh", "-c", PROBE], capture_output=True, text=True, check=False)
     if probe.returncode:
         pytest.skip(f"this system makes no links: {probe.stderr.strip()}")
-    hub = start(HubProcess, own_network=True)
-    members = start(RemoteMembers, host=hub.pid)
+    hub = start(HubProcess, own_network=True).is_ready()
+    members = start(RemoteMembers, host=hub.pid).is_ready()
     members.call("join", hub.call("host", RemoteMembers.THERE, 2.0))
     with hub.frozen():
         errors = members.call("lose_host")

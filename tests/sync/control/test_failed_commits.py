@@ -7,7 +7,8 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hop_run import MakeRun, Replica, expected
+from hop import Replica
+from hop_run import MakeRun, expected
 from hypothesis import given
 from hypothesis import strategies as st
 from waiting import HANG_S

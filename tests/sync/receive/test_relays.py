@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, LAYOUTS, TP2, MakeHop
-from hop_run import MakeRun, Replica, expected
+from direct_hop import MakeHop
+from hop import Replica
+from hop_run import MakeRun, expected
 from patience import PATIENT
+from slices import EVERYTHING, LAYOUTS, TP2
 from waiting import NEVER_S
 
 from weightlane.ckpt_engines import (
@@ -212,7 +214,7 @@ CHANGED = CorruptBucketError("changed bytes.", part="bucket check", peer="r1/0")
 def test_the_participant_at_the_end_of_a_chain_of_accusations_is_at_fault(
     told: list[tuple[str, WeightlaneError]], culprits: set[str], peer: str
 ) -> None:
-    roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)  # type: ignore[arg-type]
+    roster = Roster(["t0"], [Replica(f"r{number}", dict.fromkeys([f"r{number}/0"])) for number in range(4)], 0.5)
     roster.note_joined("t0", "t0#1")
     verdict = blame([Failed(name=name, session="s", version=1, error=error.to_wire()) for name, error in told], roster)
     assert verdict.culprits == culprits

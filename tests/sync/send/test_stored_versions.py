@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from bits import DTYPES, same
-from direct_hop import EVERYTHING, Hop, MakeHop, rows, values
+from direct_hop import Hop, MakeHop
 from hop import weights
 from hop_run import MakeRun
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
+from slices import EVERYTHING, rows, values
 from stores import newest
 from waiting import HANG_S, wait_until
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from bits import random_bits, same
-from direct_hop import columns, rows
 from hypothesis import given
 from hypothesis import strategies as st
+from slices import columns, rows
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
 from weightlane.sync.send.snapshot.progress import Progress
@@ -22,7 +22,6 @@ from weightlane.sync.version.packing import (
     stream_places,
 )
 from weightlane.sync.version.snapshot_slices import snapshot_slices
-from weightlane.sync.version.strided_copy import StridedCopy, StridedRows
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -90,29 +89,6 @@ def test_sharded_tensors_arrive_bit_for_bit_through_buckets_of_any_size_and_cut(
         assert entry.offset % (entry.spec.dtype.itemsize if whole_tensors else ALIGNMENT_BYTES) == 0
         received = staging[entry.offset : entry.end].view(entry.spec.dtype).view(entry.spec.shape)
         assert same(received, sources[entry.spec.name])
-
-
-@given(
-    st.integers(0, 50), st.integers(1, 8), st.integers(0, 6), st.integers(1, 9), st.integers(0, 90), st.integers(0, 90)
-)
-def test_a_window_takes_of_columns_what_lies_in_it(
-    first: int, nbytes: int, gap: int, count: int, start: int, length: int
-) -> None:
-    rows = StridedRows(first, nbytes + gap, nbytes, count)
-    piece = StridedCopy(rows, StridedRows(1000, nbytes, nbytes, count))
-    at = {
-        rows.start + row * rows.step + byte: 1000 + row * nbytes + byte
-        for row in range(count)
-        for byte in range(nbytes)
-    }
-    found = {}
-    for part in piece.within(start, start + length):
-        for row in range(part.stream.count):
-            for byte in range(part.stream.nbytes):
-                to = part.stream.start + row * part.stream.step + byte
-                assert to not in found
-                found[to] = part.snapshot.start + row * part.snapshot.step + byte
-    assert found == {to: come for to, come in at.items() if start <= to < start + length}
 
 
 # -- snapshots ----------------------------------------------------------------------------------------------------------

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any
 
 import memray
 import torch
-from direct_hop import Rollout, columns, of_rank
-from hop_run import Participant
+from hop import Replica, Rollout
 from patience import PATIENT
+from slices import columns, of_rank
 from traced_trainer import BUCKET_BYTES, SPECS, WORLD, TracedTrainer
 
 from weightlane.sync import Coordinator, Rendezvous, SyncConfig
@@ -20,24 +21,23 @@ PYTHON_BYTES = 4 << 20
 
 
 def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor(
-    tmp_path: Path, rendezvous: Rendezvous
+    tmp_path: Path, rendezvous: Rendezvous, start: Any
 ) -> None:
     records = [tmp_path / f"trainer-{rank}.bin" for rank in range(WORLD)]
-    plain = rendezvous.address.to_plain()
+    names = [f"trainer-{rank}" for rank in range(WORLD)]
     with ExitStack() as stack:
+        given = {"rendezvous": rendezvous.address.to_plain(), "backend": "gloo", "options": {}}
         trainers = [
-            Participant(TracedTrainer, rendezvous=plain, rank=rank, record=record)
-            for rank, record in enumerate(records)
+            start(TracedTrainer, name=name, rank=rank, world=WORLD, record=record, **given)
+            for rank, (name, record) in enumerate(zip(names, records, strict=True))
         ]
-        for trainer in trainers:
-            stack.callback(trainer.kill)
-        replicas = [
-            Rollout(f"rollout-{number}", rendezvous.address, "gloo", {}, needed, specs=SPECS)
+        rollouts = [
+            Rollout(f"rollout-{number}/0", rendezvous.address, "gloo", {}, needed, SPECS)
             for number, needed in enumerate((None, of_rank(columns, 0, WORLD, SPECS)))
         ]
-        for replica in replicas:
-            stack.enter_context(closing(replica.subscriber))
-        names = [f"trainer-{rank}" for rank in range(WORLD)]
+        for rollout in rollouts:
+            stack.enter_context(closing(rollout.end))
+        replicas = [Replica(f"rollout-{number}", {one.name: one}) for number, one in enumerate(rollouts)]
         coordinator = Coordinator(rendezvous, names, replicas, SyncConfig(quorum=1.0, **PATIENT))
         stack.enter_context(closing(coordinator))
         for trainer in trainers:
@@ -47,7 +47,7 @@ def test_a_trainer_rank_takes_its_share_and_two_buckets_and_never_a_whole_tensor
                 trainer.tell("publish", version)
             asyncio.run(coordinator.sync(version))
             published = {name: torch.full(spec.shape, float(version)) for name, spec in SPECS.items()}
-            assert all(replica.holds(published) for replica in replicas)
+            assert all(rollout.holds(published) for rollout in rollouts)
             for trainer in trainers:
                 trainer.answer()
         for trainer in trainers:

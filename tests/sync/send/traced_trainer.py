@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from direct_hop import rows
+from hop import Trainer
+from slices import rows
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry
-from weightlane.sync import LocalShard, Placement, Publisher, TensorSpec
-from weightlane.sync.send import snapshotter
+from weightlane.sync import Publisher, TensorSpec
 from weightlane.sync.version.box import Box
 
 BUCKET_BYTES = 2 << 20
@@ -23,42 +22,31 @@ SPECS = {
 WORLD = 2
 
 
-def interleaved(spec: TensorSpec, rank: int, world: int) -> list[Box]:
-    """Strips, as fused parameters of tensor-parallel ranks are."""
+def strips(spec: TensorSpec, rank: int, world: int) -> list[Box]:
+    """Several strips of rows, as ranks have of fused tensor-parallel parameters."""
     return [box for strip in range(rank, 16, world) for box in rows(spec, strip, 16)]
 
 
-class TracedTrainer:
-    """Publishes versions when told to; when it is closed, everything that was allocated meanwhile is in `record`."""
+class TracedTrainer(Trainer):
+    """Publishes versions when told to; when it is closed, everything that was allocated for them is in `record`."""
 
-    def __init__(self, rendezvous: dict[str, Any], rank: int, record: Path) -> None:
+    def __init__(self, record: Path, **more: Any) -> None:
         import memray
 
-        snapshotter._PATIENCE_S = HANG_S  # receivers that are slow would cost memory
-        held = [[(spec, interleaved(spec, other, WORLD)) for spec in SPECS.values()] for other in range(WORLD)]
-        self._shards = [
-            LocalShard(spec, box.starts, torch.zeros(box.shape)) for spec, boxes in held[rank] for box in boxes
-        ]
-        transport = CheckpointEngineRegistry().create("gloo", {})
         self._tracker = memray.Tracker(record)
+        more |= {"cut": strips, "specs": SPECS, "bucket_bytes": BUCKET_BYTES}
+        super().__init__(patience_s=HANG_S, **more)  # receivers that are slow would cost memory
+
+    def make_publisher(self, *arguments: Any, **more: Any) -> Publisher:
         self._tracker.__enter__()
-        self._publisher = Publisher(
-            f"trainer-{rank}",
-            rendezvous,
-            rank=rank,
-            placements=[Placement.of_boxes(each) for each in held],
-            shards=self._shards,
-            engine=transport,
-            bucket_bytes=BUCKET_BYTES,
-            deadline_s=HANG_S,
-        )
+        return super().make_publisher(*arguments, **more)
 
     def publish(self, version: int) -> None:
-        for shard in self._shards:
+        for shard in self.shards:
             shard.data.fill_(version)
-        self._publisher.publish(version)
-        self._publisher.fence()
+        self.end.publish(version)
+        self.end.fence()
 
     def close(self) -> None:
-        self._publisher.close()
+        self.end.close()
         self._tracker.__exit__(None, None, None)

@@ -1,37 +1,43 @@
-"""Trainer ranks and rollout ranks of a hop, in processes around a coordinator in the test's own process.
+"""Trainer ranks, rollout ranks and replicas of a hop, in the test's own process or in processes of their own.
 
 `serve` executes commands from a pipe, each a list of a method's name and its arguments, and answers each.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-from direct_hop import rows
+from bits import same
+from slices import Cut, Specs, rows
+from slices import values as values_of
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
 from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum
-from weightlane.plugins import hookimpl
+from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import (
+    CommitMode,
+    CommitReport,
     Expectation,
     ExpectedTensor,
     LiveStream,
     LocalShard,
+    Placement,
     Publisher,
+    SlicedTensors,
     StagedDelta,
     Subscriber,
     TensorSpec,
 )
 from weightlane.sync.send import snapshotter
-from weightlane.sync.version.placement import Placement
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed": (37, 24),
@@ -78,49 +84,58 @@ def nudged(first: int, versions: list[int], every: int) -> dict[str, torch.Tenso
 
 
 class Trainer:
-    """A trainer rank whose parameters are row shards of `weights(version)`."""
+    """A trainer rank whose parameters are its slices of `specs`; without, row shards of `weights(version)`."""
 
     def __init__(
-        self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], rank: int, world: int, **more: Any
+        self,
+        name: str,
+        rendezvous: Any,
+        backend: str,
+        options: dict[str, Any],
+        rank: int,
+        world: int,
+        cut: Cut = rows,
+        specs: Specs | None = None,
+        **more: Any,
     ) -> None:
         wire = getattr(torch, more.pop("wire_dtype", "float32"))
         self._big_mib = more.pop("big_mib", 0)
         # How long it waits for receivers that look at memory which it needs.
         snapshotter._PATIENCE_S = more.pop("patience_s", snapshotter._PATIENCE_S)
-        self._values = weights(0, torch.float32, self._big_mib)
-        specs = {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values.items()}
+        self._values = weights(0, torch.float32, self._big_mib) if specs is None else values_of(0, specs)
+        specs = specs or {key: TensorSpec(key, tuple(full.shape), wire) for key, full in self._values.items()}
         held = [
             [
-                LocalShard(specs[key], box.starts, full[box.index].clone())
-                for key, full in self._values.items()
-                for box in rows(specs[key], other, world)
+                LocalShard(spec, box.starts, self._values[key][box.index].clone())
+                for key, spec in specs.items()
+                for box in cut(spec, other, world)
             ]
             for other in range(world)
         ]
-        self._shards = held[rank]
-        self.end = Publisher(
+        self.shards = held[rank]
+        self.end = self.make_publisher(
             name,
             rendezvous,
             rank=rank,
             placements=[Placement.of_shards(shards) for shards in held],
-            shards=held[rank],
+            shards=self.shards,
             engine=CheckpointEngineRegistry().create(backend, options),
             bucket_bytes=more.pop("bucket_bytes", 1024),
             deadline_s=more.pop("deadline_s", HANG_S),
             **more,
         )
 
+    def make_publisher(self, *arguments: Any, **more: Any) -> Publisher:
+        return Publisher(*arguments, **more)
+
     def step(self, version: int) -> None:
         """Pass the fence, then change the parameters."""
-        self.end.fence()
-        self._values = weights(version, torch.float32, self._big_mib)
-        self._load()
+        self.train(weights(version, torch.float32, self._big_mib))
 
     def nudge(self, version: int, every: int) -> None:
         """Pass the fence, then change one element in `every` of each tensor; see `nudged`."""
-        self.end.fence()
         nudge(self._values, version, every)
-        self._load()
+        self.train(self._values)
 
     def hold_after(self, number: int) -> None:
         """When so many buckets are sent from now on, send no more but those that are under way by then."""
@@ -134,33 +149,64 @@ class Trainer:
 
         self.end.hooks.register(Observer())
 
-    def _load(self) -> None:
-        for shard in self._shards:
-            shard.data.copy_(self._values[shard.spec.name][shard.box.index])
+    def train(self, wanted: dict[str, torch.Tensor]) -> None:
+        """Pass the fence, then change the parameters to what they are in `wanted`."""
+        self.end.fence()
+        self._values = wanted
+        for shard in self.shards:
+            shard.data.copy_(wanted[shard.spec.name][shard.box.index])
 
 
 class Rollout:
-    """A rollout rank whose live weights are a dict."""
+    """A rollout rank whose live weights are a dict; it needs the slices `needed` of `specs`, or everything."""
 
-    def __init__(self, name: str, rendezvous: Any, backend: str, options: dict[str, Any], **more: Any) -> None:
-        self.live = weights(0, torch.float32, more.get("big_mib", 0))
-        wire = getattr(torch, more.get("wire_dtype", "float32"))
-        shapes = {key: tuple(tensor.shape) for key, tensor in self.live.items()}
-        shapes |= {key: tuple(shape) for key, shape in more.get("shapes", {}).items()}
-        expectation = Expectation({key: ExpectedTensor(shape, frozenset({wire})) for key, shape in shapes.items()})
+    def __init__(
+        self,
+        name: str,
+        rendezvous: Any,
+        backend: str,
+        options: dict[str, Any],
+        needed: Placement | None = None,
+        specs: Specs | None = None,
+        commit: CommitMode = "staged",
+        hooks: RunHooks | None = None,
+        **more: Any,
+    ) -> None:
+        self.name = name
+        if specs is None:
+            wire = getattr(torch, more.get("wire_dtype", "float32"))
+            self.live = weights(0, torch.float32, more.get("big_mib", 0))
+            shapes = {key: tuple(tensor.shape) for key, tensor in self.live.items()}
+            shapes |= {key: tuple(shape) for key, shape in more.get("shapes", {}).items()}
+            specs = {key: TensorSpec(key, shape, wire) for key, shape in shapes.items()}
+        else:
+            self.live = values_of(0, specs)
+        self._needed = needed or Placement.whole(specs.values())
         self.end = Subscriber(
             name,
             rendezvous,
             backend,
             options,
-            expectation,
+            Expectation({key: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for key, spec in specs.items()}),
+            needed=needed,
             staging_limit_bytes=more.get("staging_limit_bytes", 0),
-            commit=more.get("commit", "staged"),
+            commit=commit,
+            hooks=hooks,
         )
         self._trips_after, self._victim = -1, 0
         if more.get("scatters"):
             self.end.prepare_delta = StagedDelta.of
         self._undo: StagedDelta | None = None
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method as `Participant.call` does for a rank in a process of its own."""
+        return answer(self, method, *arguments)
+
+    def holds(self, wanted: Mapping[str, torch.Tensor]) -> bool:
+        """Whether its weights are, bit for bit, what it needs of `wanted`."""
+        return all(
+            same(self.live[spec.name][box.index], wanted[spec.name][box.index]) for spec, box in self._needed.slices
+        )
 
     def commit(self, version: int) -> None:
         """Load the staged version, or write the one that comes."""
@@ -171,8 +217,12 @@ class Rollout:
         if self._undo is not None:
             self._undo.swap(self.live)
             return
-        self.live = {name: tensor.clone() for name, tensor in self.end.take(version).items()}
+        self._load(self.end.take(version))
         self.end.release(version)
+
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        whole = tensors.partly if isinstance(tensors, SlicedTensors) else tensors.__getitem__
+        self.live = {spec.name: whole(spec.name).clone() for spec in self._needed.specs}
 
     def die_at(self, number: int) -> None:
         """Kill this process when so many buckets have come, before the last of them is handed on."""
@@ -230,7 +280,7 @@ class Rollout:
             self.end.restored()
             return
         previous, tensors = self.end.take_previous(version)
-        self.live = {name: tensor.clone() for name, tensor in tensors.items()}
+        self._load(tensors)
         self.end.release(previous)
 
     def take_only(self, version: int) -> None:
@@ -244,11 +294,72 @@ class Rollout:
         return digest(self.live)
 
 
-def serve(pipe: Connection, make: Callable[..., Any], arguments: dict[str, Any]) -> None:
-    """Make a participant and call its methods until told to close, or until the other end of the pipe is gone.
+class Held:
+    """A call that is held up in the middle, until the test lets it go on."""
 
-    What it has no method for is for its `end`, a publisher or a subscriber.
-    """
+    def __init__(self) -> None:
+        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.begun.set()
+        await self.go_on.wait()
+
+
+class Replica:
+    """One replica of `ranks`, each of which is a `Rollout` or the `Participant` that has one."""
+
+    def __init__(self, name: str, ranks: dict[str, Any]) -> None:
+        self.name = name
+        self.ranks = ranks
+        self.method = "commit"
+        self.fails_with: WeightlaneError | None = None
+        """Error that the next commit raises after the ranks have taken the version, if any."""
+        self.refuses_with: WeightlaneError | None = None
+        """Error that the next commit raises before it has touched anything, if any."""
+        self.quarantined_by: list[WeightlaneError] = []
+        self.serves = 0
+        """The version last reported as committed here."""
+        self._commit_held: Held | None = None
+
+    def holds_commits(self) -> Held:
+        """The next commit is held up once this replica has the version."""
+        self._commit_held = Held()
+        return self._commit_held
+
+    def subscriber_names(self) -> list[str]:
+        return list(self.ranks)
+
+    async def commit(self, version: int) -> CommitReport:
+        if self.refuses_with is not None:
+            refusal, self.refuses_with = self.refuses_with, None
+            raise refusal
+        calls = [asyncio.to_thread(rank.call, self.method, version) for rank in self.ranks.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
+            raise next((error for error in errors if isinstance(error, QuarantinedError)), errors[0])
+        if self._commit_held is not None:
+            held, self._commit_held = self._commit_held, None
+            await held()
+        if self.fails_with is not None:
+            failure, self.fails_with = self.fails_with, None
+            raise failure
+        return CommitReport(version, blocked_s=0.001)
+
+    async def rollback(self, version: int) -> None:
+        for rank in self.ranks.values():
+            await asyncio.to_thread(rank.call, "rollback", version)
+
+    async def quarantine(self, error: WeightlaneError) -> None:
+        self.quarantined_by.append(error)
+
+
+def answer(participant: Any, method: str, *arguments: Any) -> Any:
+    """Call a method of a participant, or else of its `end`, a publisher or a subscriber."""
+    return (getattr(participant, method, None) or getattr(participant.end, method))(*arguments)
+
+
+def serve(pipe: Connection, make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    """Make a participant and call its methods until told to close, or until the other end of the pipe is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends it to all; the test decides
     torch.set_num_threads(1)
     participant = make(**arguments)
@@ -259,11 +370,10 @@ def serve(pipe: Connection, make: Callable[..., Any], arguments: dict[str, Any])
         except EOFError:
             return
         try:
-            call = getattr(participant, method, None) or getattr(participant.end, method)
-            answer: dict[str, Any] = {"value": call(*values)}
+            said: dict[str, Any] = {"value": answer(participant, method, *values)}
         except WeightlaneError as error:
             reason = getattr(error, "reason", None)
-            answer = {"error": error.to_wire(), "reason": reason.to_wire() if reason else None}
-        pipe.send(answer)
+            said = {"error": error.to_wire(), "reason": reason.to_wire() if reason else None}
+        pipe.send(said)
         if method == "close":
             return

@@ -17,19 +17,18 @@ from typing import Any
 import hop
 import pytest
 import torch
+from hop import Replica
 from patience import PATIENT
 from waiting import HANG_S, MovableClock, wait_until
 
 from weightlane.ckpt_engines import (
     Deadline,
-    QuarantinedError,
     SyncAbortedError,
-    WeightlaneError,
     WorkerDiedError,
     error_from_wire,
 )
 from weightlane.plugins import RunHooks
-from weightlane.sync import CommitReport, Coordinator, Rendezvous, ReplicaState, SyncConfig, SyncReport
+from weightlane.sync import Coordinator, Rendezvous, ReplicaState, SyncConfig, SyncReport
 from weightlane.sync.control.messages import Message
 
 # A server that has everything imported forks the participants: each would need two seconds of CPU time for that.
@@ -78,9 +77,10 @@ class Participant:
             raise error
         return reply["value"]
 
-    def is_ready(self) -> None:
+    def is_ready(self) -> Participant:
         """Wait until it is made."""
         assert self.answer() == "ready"
+        return self
 
     def call(self, method: str, *arguments: Any) -> Any:
         self.tell(method, *arguments)
@@ -108,65 +108,6 @@ class Participant:
 
     def tell(self, method: str, *arguments: Any) -> None:
         self._pipe.send([method, *arguments])
-
-
-class Held:
-    """A call that is held up in the middle, until the test lets it go on."""
-
-    def __init__(self) -> None:
-        self.begun, self.go_on = asyncio.Event(), asyncio.Event()
-
-    async def __call__(self) -> None:
-        self.begun.set()
-        await self.go_on.wait()
-
-
-class Replica:
-    """One replica of `ranks` rollout processes."""
-
-    def __init__(self, name: str, ranks: dict[str, Participant]) -> None:
-        self.name = name
-        self.ranks = ranks
-        self.method = "commit"
-        self.fails_with: WeightlaneError | None = None
-        """Error that the next commit raises after the ranks have taken the version, if any."""
-        self.refuses_with: WeightlaneError | None = None
-        """Error that the next commit raises before it has touched anything, if any."""
-        self.quarantined_by: list[WeightlaneError] = []
-        self.serves = 0
-        """The version last reported as committed here."""
-        self._commit_held: Held | None = None
-
-    def holds_commits(self) -> Held:
-        """The next commit is held up once this replica has the version."""
-        self._commit_held = Held()
-        return self._commit_held
-
-    def subscriber_names(self) -> list[str]:
-        return list(self.ranks)
-
-    async def commit(self, version: int) -> CommitReport:
-        if self.refuses_with is not None:
-            refusal, self.refuses_with = self.refuses_with, None
-            raise refusal
-        calls = [asyncio.to_thread(rank.call, self.method, version) for rank in self.ranks.values()]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
-        if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
-            raise next((error for error in errors if isinstance(error, QuarantinedError)), errors[0])
-        if self._commit_held is not None:
-            held, self._commit_held = self._commit_held, None
-            await held()
-        if self.fails_with is not None:
-            failure, self.fails_with = self.fails_with, None
-            raise failure
-        return CommitReport(version, blocked_s=0.001)
-
-    async def rollback(self, version: int) -> None:
-        for rank in self.ranks.values():
-            await asyncio.to_thread(rank.call, "rollback", version)
-
-    async def quarantine(self, error: WeightlaneError) -> None:
-        self.quarantined_by.append(error)
 
 
 class Run:

@@ -7,9 +7,9 @@ from contextlib import closing
 
 import torch
 import torch.distributed as dist
-from direct_hop import rows
 from patience import PATIENT
 from shelf import SPEC, Shelf
+from slices import rows
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig

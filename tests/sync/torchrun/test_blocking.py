@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from collective_rank import Rank
-from hop_run import Participant
 from patience import PATIENT
 from shelf import SPEC, Shelf
 from waiting import wait_until
@@ -160,19 +159,17 @@ def test_what_keeps_it_from_connecting_is_named_and_leaves_nothing_running(
     wait_for_end_of_threads()
 
 
-def test_two_ranks_both_learn_what_kept_one_from_connecting_and_then_publish_together(free_port: int) -> None:
-    ranks = [Participant(Rank, rank=rank, port=free_port) for rank in range(2)]
-    try:
+def test_two_ranks_both_learn_what_kept_one_from_connecting_and_then_publish_together(
+    free_port: int, start: Any
+) -> None:
+    ranks = [start(Rank, rank=rank, port=free_port) for rank in range(2)]
+    for rank in ranks:
+        rank.is_ready()
+    for unwilling in (True, False):
         for rank in ranks:
-            rank.is_ready()
-        for unwilling in (True, False):
-            for rank in ranks:
-                rank.tell("publish", unwilling)
-            for rank in ranks:
-                with pytest.raises(ConfigError, match=r"rollout-0: not today\.") if unwilling else nullcontext():
-                    rank.answer()
+            rank.tell("publish", unwilling)
         for rank in ranks:
-            rank.call("close")
-    finally:
-        for rank in ranks:
-            rank.kill()
+            with pytest.raises(ConfigError, match=r"rollout-0: not today\.") if unwilling else nullcontext():
+                rank.answer()
+    for rank in ranks:
+        rank.call("close")

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 import pytest
 import torch
-from direct_hop import MakeHop, rows
+from direct_hop import MakeHop
+from slices import rows
 from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError, Topology

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, LAYOUTS, SPECS, TP2, MakeHop, copies, rows, values
+from direct_hop import MakeHop
+from slices import EVERYTHING, LAYOUTS, SPECS, TP2, copies, rows, values
 
 from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, QuorumError
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
@@ -48,7 +49,7 @@ def test_each_element_crosses_the_wire_once_to_whoever_needs_it_and_none_to_othe
     both = {name: TP2[0].boxes[index][0].intersect(TP2[1].boxes[index][0]) for index, name in enumerate(SPECS)}
     twice = sum(box.numel for box in both.values() if box is not None) * 4
     least = sum(needed.nbytes for needed in TP2) - twice
-    slices = 4 * sum(len(shards) for shards in run.shards)
+    slices = 4 * sum(len(trainer.shards) for trainer in run.trainers)
     assert least <= report.sent_bytes <= least + 64 * slices
 
 
@@ -57,7 +58,7 @@ def test_copies_that_have_drifted_apart_fail_the_version_and_are_named(hop: Make
     run.serve(1)
     for version in (2, 3):
         run.step(values(version))
-        next(shard for shard in run.shards[2] if shard.spec.name == "o").data[7, 9] += 1e-6
+        next(shard for shard in run.trainers[2].shards if shard.spec.name == "o").data[7, 9] += 1e-6
         run.publish(version)
         reason = run.fails(version, r"0 and .*2 hold different values of o|0 and trainer-2 hold")
         assert isinstance(reason, ManifestError)
@@ -101,18 +102,18 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_we
     reason = run.fails(1, r"q has shape \[24, 193\], expected \[24, 192\]")
     assert "rollout-" in str(reason), "nobody says which rank it does not fit"
     assert isinstance(reason, ManifestError | QuorumError)
-    assert all(replica.holds(values(0)) for replica in run.replicas)
+    assert run.all_hold(values(0))
 
 
 def test_a_rank_with_another_plan_is_named_before_a_byte_moves(hop: MakeHop, monkeypatch: pytest.MonkeyPatch) -> None:
     run = hop("gloo", rows, 2, [EVERYTHING, EVERYTHING])
-    connect = run.replicas[1].subscriber._connect_half
+    connect = run.rollouts[1].end._connect_half
 
     def other_plan(*given: Any) -> SimpleNamespace:
         plan = connect(*given)
         return SimpleNamespace(digest=f"{plan.digest}0", relays=plan.relays)
 
-    monkeypatch.setattr(run.replicas[1].subscriber, "_connect_half", other_plan)
+    monkeypatch.setattr(run.rollouts[1].end, "_connect_half", other_plan)
     run.publish(1)
     reason = run.fails(1, r"different transfer plans: trainer-0 \w+, rollout-1/0 \w+0\.")
     assert isinstance(reason, ProtocolError)

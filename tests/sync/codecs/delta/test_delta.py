@@ -78,9 +78,6 @@ def test_a_delta_turns_the_base_into_the_new_version_whatever_the_dtype(
     [
         (0.001, 1, 3.1),
         (0.01, 1, 2.1),
-        (0.01, 100, 2.9),
-        (0.1, 1, 2.05),
-        (0.5, 1, 1.3),
         (1.0, 1, 1.2),
         (0.01, 2**15 - 1, 3.2),
     ],
@@ -97,12 +94,6 @@ def test_a_changed_bf16_element_takes_about_two_bytes(density: float, steps: int
     assert encoded.nbytes <= most * encoded.changed
 
 
-def test_blocks_without_changes_take_next_to_nothing() -> None:
-    old = random_bits((2 * BLOCK + 5,), torch.bfloat16)
-    encoded, _ = check_round_trip(old, old)
-    assert encoded.nbytes == HEADER.size + 3 * BLOCK_HEADER.size
-
-
 def test_a_delta_over_its_capacity_is_given_up_early() -> None:
     old = random_bits((3 * BLOCK,), torch.uint8)
     new = flipped(old, torch.ones(old.numel(), dtype=torch.bool))
@@ -114,6 +105,7 @@ def test_a_delta_over_its_capacity_is_given_up_early() -> None:
     assert isinstance(encode(old, old, capacity_bytes=10), TooDense)
     exact = encode(old, old)
     assert isinstance(exact, Encoded)
+    assert exact.nbytes == HEADER.size + 3 * BLOCK_HEADER.size, "blocks without changes take more than their headers"
     assert isinstance(encode(old, old, capacity_bytes=exact.nbytes), Encoded)
     assert isinstance(encode(old[:0], old[:0], capacity_bytes=0), TooDense)
 

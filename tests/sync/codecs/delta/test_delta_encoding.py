@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import closing
 
-import pytest
 import torch
 
-from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, TensorSpec
 from weightlane.sync.codecs.delta.encoding import DeltaEncoder, RankDelta, delta_manifest
 from weightlane.sync.version.snapshot_slices import snapshot_slices
@@ -19,31 +17,17 @@ SPECS = (
 )
 LAYOUT = Manifest(1, SPECS, 16 << 20, identity="t/1")
 PLACES = [entry.offset for entry in LAYOUT.entries]
-
-
 SHARDS = [LocalShard.whole(spec, torch.zeros(spec.shape, dtype=spec.dtype)) for spec in SPECS]
 PARTS = snapshot_slices(SHARDS, PLACES, LAYOUT.regions)
 
 
-@pytest.fixture
-def encoder() -> Iterator[DeltaEncoder]:
-    made = DeltaEncoder(SHARDS, PLACES)
-    yield made
-    made.close()
-
-
-def snapshots(every: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two, of which every so many bytes differ."""
+def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version() -> None:
     base = torch.randint(0, 256, (LAYOUT.total_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     new = base.clone()
-    new[::every] ^= 1
-    return base, new
-
-
-def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(encoder: DeltaEncoder) -> None:
-    base, new = snapshots(100)
+    new[::100] ^= 1
     asked: list[int] = []
-    delta = encoder.encode(PARTS, base, new, base.numel(), asked.append)
+    with closing(DeltaEncoder(SHARDS, PLACES)) as encoder:
+        delta = encoder.encode(PARTS, base, new, base.numel(), asked.append)
     assert isinstance(delta, RankDelta)
     assert asked == sorted(asked), "later parts of the snapshot are waited for before earlier ones are encoded"
     assert [segment.tensor for segment in delta.segments] == [0, 0, 1, 2], "a large tensor goes in pieces"
@@ -53,17 +37,3 @@ def test_what_several_threads_have_encoded_in_pieces_leads_to_the_new_version(en
     StagedDelta.of(IncomingDelta(manifest, iter(wire.split(100_000)).__next__)).swap(LAYOUT.views(base))
     assert all(torch.equal(tensor, LAYOUT.views(new)[name]) for name, tensor in LAYOUT.views(base).items())
     assert delta.changed == 90_000 + 1  # one of the small tensors' bytes is a multiple of a hundred
-
-
-def test_nothing_looks_at_a_snapshot_that_has_failed(encoder: DeltaEncoder) -> None:
-    base, new = snapshots(100)
-
-    def ready(until_bytes: int) -> None:
-        if until_bytes > 8_500_000:
-            raise SyncAbortedError("given up.", part="a test")
-
-    with pytest.raises(SyncAbortedError):
-        encoder.encode(PARTS, base, new, base.numel(), ready)
-    new.fill_(0)
-    _, new = snapshots(50)
-    assert isinstance(encoder.encode(PARTS, base, new, base.numel(), [].append), RankDelta)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from direct_hop import EVERYTHING, LAYOUTS, Hop, MakeHop, columns, of_rank, rows, values
+from direct_hop import Hop, MakeHop
 from quantised_reference import left_of, reference_fp8
+from slices import EVERYTHING, LAYOUTS, columns, of_rank, rows, values
 from stores import newest
 from waiting import HANG_S, wait_until
 
@@ -74,7 +75,7 @@ def test_what_the_reference_leaves_is_what_rollouts_restore_relays_hand_on_and_a
         assert report.quantisation is not None
         assert 0.001 < report.quantisation.relative_rms < 0.03
         assert 0 < report.quantisation.max_abs < 0.5
-    subscriber = run.replicas[0].subscriber
+    subscriber = run.rollouts[0].end
     subscriber.wait(2, HANG_S)
     previous, kept = subscriber.take_previous(3)
     assert previous == 2
