@@ -33,20 +33,14 @@ class RankCommands:
     _world: int
     _api: TrainerRank | None = None
     _kept: Any = None
-    _first: Any
-    setup: Callable[[str, dict[str, Any]], None]
-
-    def own_the_group(self, model: str) -> None:
-        """Set up an engine, if there is none, whose process group is that of all that follow."""
-        if self._first is None:
-            self.setup(model, {})
+    close: Callable[[], None]
+    join: Callable[[], None]
 
     def open_rank(self, model: str, trainer: dict[str, Any], limit: int | None = None) -> tuple[int, int]:
         """Make the `TrainerRank` of this process; returns its data parallel share."""
-        if self._api is not None:
-            self._api.close()
+        self.close()
+        self.join()
         config = TrainerConfig(device="cpu", collective_timeout_s=HANG_S, **trainer)
-        self._kept = None
         self._api = TrainerRank(model, config, memory_limit_bytes=limit)
         return self._api.data_share
 

@@ -43,7 +43,6 @@ def opened(teams: Teams) -> Opened:
 
     def open_ranks(world: int = 2, settings: dict[str, Any] | None = None, limit: int | None = None) -> Ranks:
         ranks = teams.of(world)
-        ranks.all("own_the_group", model=teams.models[MODEL])
         ranks.all("open_rank", model=teams.models[MODEL], trainer=settings or {}, limit=limit)
         return ranks
 
