@@ -115,19 +115,12 @@ class Worker(LoraCommands, RankCommands):
             [(name, starts, data.numpy()) for name, starts, data in slices],
         )
 
-    def logprobs(self, rows: int = 6) -> dict[int, Any]:
-        """Log-probabilities of a batch by sequence, without gradient."""
-        return {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0, rows)).items()}
-
-    def values(self, rows: int) -> dict[int, dict[str, Any]]:
-        """Values and hidden states of a batch by sequence, without gradient."""
-        found = self._engine.forward(make_batch(0, rows), ("values", "hidden"))
-        return {index: {name: each.numpy() for name, each in outputs.items()} for index, outputs in found.items()}
-
-    def ask(self, outputs: tuple[Any, ...], top_k: int = 0) -> list[str]:
-        """The names of outputs of a forward pass."""
-        found = self._engine.forward(make_batch(0), outputs, top_k)
-        return sorted({name for each in found.values() for name in each})
+    def forward(
+        self, rows: int = 6, outputs: tuple[Any, ...] = ("logprobs",), top_k: int = 0, adapter: str | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Outputs of a batch by sequence, without gradient."""
+        found = self._engine.forward(make_batch(0, rows), outputs, top_k, adapter=adapter)
+        return {index: {name: each.numpy() for name, each in named.items()} for index, named in found.items()}
 
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:
         """Two losses of the same batch and parameters, and its log-probabilities."""

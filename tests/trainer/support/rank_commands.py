@@ -60,14 +60,6 @@ class RankCommands:
     def save_slot(self, name: str, directory: str) -> None:
         self._open_api.save(name, directory)
 
-    def slot_state(self, name: str) -> list[tuple[Any, ...]]:
-        """Every tensor of a slot's adapter on this rank, moments included."""
-        lora = self._open_api.engine._lora
-        assert lora is not None
-        adapter = lora.chosen(name)
-        assert adapter is not None
-        return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in adapter.slices()]
-
     def slot_logprobs(self, slots: list[Any], rows: int, limit: int | None = None) -> dict[Any, Any]:
         """Everything that a forward pass says about each row's completion by each slot, in mixed micro-batches."""
         api, samples = self._open_api, make_samples(0, rows)
