@@ -47,11 +47,8 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
     ranks, path, samples = teams.of(2), teams.models["qwen3-critic"], make_samples(0, ROWS)
     exact_steps = {"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20}
     ranks.setup("qwen3-critic", **VALUE, **exact_steps, **settings)
-    found = {
-        index: outputs
-        for answer in ranks.all("forward", rows=ROWS, outputs=("values", "hidden"))
-        for index, outputs in answer.items()
-    }
+    answers = ranks.all("forward", rows=ROWS, outputs=("values", "hidden"))
+    found = {index: outputs for answer in answers for index, outputs in answer.items()}
     assert sorted(found) == list(range(ROWS))
     model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64).eval()
     tokens = sum(len(sample.completion_ids) for sample in samples)
