@@ -255,10 +255,13 @@ class Worker(LoraCommands, RankCommands):
         return pickle.dumps(answer)
 
     def close(self) -> None:
-        """Close the engine, whose own process groups have threads that poll for as long as they live."""
+        """Close the engine, and its own process groups: their threads poll for as long as they live."""
         for open_one in filter(None, (self._engine, self._api)):
             open_one.close()
         self._engine = self._api = self._kept = None
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def serve(worker: Any, line: int) -> None:
