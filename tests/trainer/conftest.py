@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import closing
 from pathlib import Path
 
 import peft_oracle
@@ -17,11 +17,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make_models(tmp_path_factory.mktemp("models"))
 
 
+@pytest.fixture(scope="session")
+def all_teams(models: dict[str, Path]) -> Iterator[Teams]:
+    with closing(Teams(models)) as made:
+        yield made
+
+
 @pytest.fixture(scope="module")
-def teams(models: dict[str, Path]) -> Iterator[Teams]:
-    """Teams of ranks. The ones that tests share end with a module: threads of process groups poll for as long as they live."""
-    with ExitStack() as ends:
-        yield Teams(models, ends)
+def teams(request: pytest.FixtureRequest, all_teams: Teams) -> Iterator[Teams]:
+    """Teams of ranks, which modules share. One that a failed test may have left anywhere is not used again."""
+    failed = request.session.testsfailed
+    yield all_teams
+    if request.session.testsfailed > failed:
+        all_teams.close()
+    else:
+        all_teams.rest()
 
 
 @pytest.fixture(scope="session")

@@ -47,12 +47,11 @@ LAYOUTS = [
 
 
 class TeamRanks:
-    """The ranks of `team`, see `weightlane.trainer.dispatch.ranks.Ranks`; `model` is any that its engines can load."""
+    """The ranks of `team`, see `weightlane.trainer.dispatch.ranks.Ranks`."""
 
-    def __init__(self, team: Ranks, model: Path) -> None:
+    def __init__(self, team: Ranks) -> None:
         self._team, self.world = team, len(team)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="team-ranks")
-        team.all("own_the_group", model=model)
 
     async def rendezvous(self) -> tuple[str, int]:
         return "127.0.0.1", 0  # they have met
@@ -87,7 +86,7 @@ async def opened(teams: Teams, **trainer: Any) -> AsyncIterator[Role]:
     settings = {"frozen": True, "micro_batch_tokens": 40, **TRAINER, **trainer}
     config = TrainerConfig(device="cpu", ranks=2, collective_timeout_s=HANG_S, **settings)
     spec = RoleSpec("policy", config, model, {"loss": Objective(AlgorithmConfig())})
-    dispatch = WorkerDispatch([spec], {"trainer": TeamRanks(teams.of(2), model)})
+    dispatch = WorkerDispatch([spec], {"trainer": TeamRanks(teams.of(2))})
     try:
         await dispatch.start()
         yield dispatch["policy"]

@@ -47,7 +47,8 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
     ranks, path, samples = teams.of(2), teams.models["qwen3-critic"], make_samples(0, ROWS)
     exact_steps = {"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20}
     ranks.setup("qwen3-critic", **VALUE, **exact_steps, **settings)
-    found = {index: outputs for answer in ranks.all("values", rows=ROWS) for index, outputs in answer.items()}
+    answers = ranks.all("forward", rows=ROWS, outputs=("values", "hidden"))
+    found = {index: outputs for answer in answers for index, outputs in answer.items()}
     assert sorted(found) == list(range(ROWS))
     model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float64).eval()
     tokens = sum(len(sample.completion_ids) for sample in samples)
@@ -77,7 +78,7 @@ def test_a_critic_made_of_a_policy_begins_with_values_of_zero_and_is_written_as_
 ) -> None:
     ranks, start = teams.of(2), checkpoint(teams.models["qwen3-untied"])
     ranks.setup("qwen3-untied", **VALUE, **settings)
-    for answer in ranks.all("values", rows=3):
+    for answer in ranks.all("forward", rows=3, outputs=("values",)):
         assert not any(outputs["values"].any() for outputs in answer.values())
     body = {name: tensor for name, tensor in start.items() if name != "lm_head.weight"}
     head = {"score.weight": torch.zeros(1, 16), "score.bias": torch.zeros(1)}
@@ -111,17 +112,22 @@ def test_a_critic_made_of_a_policy_begins_with_values_of_zero_and_is_written_as_
 
 def test_an_output_that_a_head_does_not_have_is_refused(teams: Teams) -> None:
     ranks = teams.of(1)
+
+    def answered(**asked: Any) -> set[str]:
+        (found,) = ranks.all("forward", **asked)
+        return {name for each in found.values() for name in each}
+
     ranks.setup("qwen3-critic", **VALUE)
-    ranks.all_fail("ProtocolError", "trainer.head=value has no logprobs", "ask", outputs=("logprobs", "values"))
+    ranks.all_fail("ProtocolError", "trainer.head=value has no logprobs", "forward", outputs=("logprobs", "values"))
     ranks.all_fail("ProtocolError", "trainer.head=value has no logprobs", "train", first=0, count=1)
-    ranks.all_fail("ProtocolError", "top_k is 2; a model with trainer.head=value", "ask", outputs=(), top_k=2)
-    assert ranks.all("ask", outputs=("hidden",)) == [["hidden"]]
+    ranks.all_fail("ProtocolError", "top_k is 2; a model with trainer.head=value", "forward", outputs=(), top_k=2)
+    assert answered(outputs=("hidden",)) == {"hidden"}
     ranks.setup("qwen3-tied")
-    ranks.all_fail("ProtocolError", "trainer.head=tokens has no values", "ask", outputs=("values",))
-    assert ranks.all("ask", outputs=("hidden", "entropy")) == [["entropy", "hidden"]]
-    assert ranks.all("ask", outputs=(), top_k=61) == [["top_logprobs", "top_tokens"]]
+    ranks.all_fail("ProtocolError", "trainer.head=tokens has no values", "forward", outputs=("values",))
+    assert answered(outputs=("hidden", "entropy")) == {"entropy", "hidden"}
+    assert answered(outputs=(), top_k=61) == {"top_logprobs", "top_tokens"}
     ranks.all_fail(
-        "ProtocolError", "top_k is 62; a model with trainer.head=tokens of 61 tokens", "ask", outputs=(), top_k=62
+        "ProtocolError", "top_k is 62; a model with trainer.head=tokens of 61 tokens", "forward", outputs=(), top_k=62
     )
     wrong = {"model": teams.models["qwen3-critic"], "trainer": {}}
     ranks.all_fail("ConfigError", "Qwen3ForTokenClassification", "setup", **wrong)
@@ -170,15 +176,15 @@ def test_outputs_follow_the_parameters_and_leave_the_shards_as_they_are(teams: T
     ranks = teams.of(2)
     ranks.setup("qwen3-tied", reshard_after_forward=False)
     ranks.all("save", directory=tmp_path / "state")
-    before = ranks.all("logprobs")
+    before = ranks.all("forward")
     assert_same(gathered(ranks), checkpoint(teams.models["qwen3-tied"]))
     ranks.all("train", first=0, count=1)
-    trained = ranks.all("logprobs")
+    trained = ranks.all("forward")
     ranks.all("load", directory=tmp_path / "state")
-    for mine, first, other in zip(ranks.all("logprobs"), before, trained, strict=True):
+    for mine, first, other in zip(ranks.all("forward"), before, trained, strict=True):
         for index, values in mine.items():
-            np.testing.assert_array_equal(values, first[index])
-            assert (values != other[index]).any()
+            np.testing.assert_array_equal(values["logprobs"], first[index]["logprobs"])
+            assert (values["logprobs"] != other[index]["logprobs"]).any()
 
 
 def test_the_guides_way_without_a_run_trains(teams: Teams) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import peft_oracle
 import pytest
 import torch
+from engine_batches import make_samples
 from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, exhaustive, gathered, megatron, whole
 from safetensors.torch import load_file, save_file
 
@@ -70,8 +71,10 @@ def assert_close(found: dict[Any, Any], wanted: dict[Any, Any], limit: float) ->
 
 
 def logprobs(ranks: Ranks, adapter: str | None) -> dict[int, Any]:
-    answers = ranks.all("adapter_logprobs", adapter=adapter, rows=ROWS)
-    return {row: values for answer in answers for row, values in answer.items()}
+    """Log-probabilities of completions, by sample."""
+    answers = ranks.all("forward", adapter=adapter, rows=ROWS)
+    starts = [len(sample.prompt_ids) - 1 for sample in make_samples(0, ROWS)]
+    return {row: found["logprobs"][starts[row] :] for answer in answers for row, found in answer.items()}
 
 
 def state(ranks: Ranks, name: str) -> dict[str, torch.Tensor]:
@@ -104,25 +107,17 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
         assert_close({key: value.numpy() for key, value in gradient.items()}, wanted, 1e-6)
 
 
-@pytest.mark.parametrize(
-    ("model", "settings"),
-    [
-        LAYOUTS[0],
-        exhaustive("llama-untied", FSDP2_TP2, id="fsdp2-tp2"),
-        exhaustive("qwen2", SEQUENCES, id="megatron-sp2"),
-    ],
-)
 def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_nothing_else_changes(
-    teams: Teams, oracle: Ranks, model: str, settings: dict[str, Any], tmp_path: Path
+    teams: Teams, oracle: Ranks, tmp_path: Path
 ) -> None:
-    """Bit for bit, here with a mini-batch of the model's own weights; `test_adapters_of_a_role` has several adapters.
+    """Bit for bit, here with a mini-batch of the model's own weights; `test_adapters_of_a_role` has more adapters and layouts.
 
     An adapter that is exported then gives the same log-probabilities in PEFT, and is imported bit for bit.
     """
-    config = {"rank": 3, "seed": 1, "learning_rate": 0.02}
+    model, config = "qwen2", {"rank": 3, "seed": 1, "learning_rate": 0.02}
     own, steps = ([(do, name, number) for do, number in ONE_STEP] for name in ("", "a"))
     ranks = teams.of(2)
-    ranks.setup(model, micro_batch_tokens=40, **settings)
+    ranks.setup(model, micro_batch_tokens=40, **RECOMPUTED)
     start = gathered(ranks)
     ranks.all("adapter", name="a", **config)
     norms = ranks.all("adapter_steps", order=steps * 2)[0]
@@ -132,7 +127,7 @@ def test_adapters_whose_steps_are_interleaved_end_as_if_each_were_alone_and_noth
     ranks.all("adapter_steps", order=own)
     base = gathered(ranks)
 
-    ranks.setup(model, micro_batch_tokens=40, **settings)
+    ranks.setup(model, micro_batch_tokens=40, **RECOMPUTED)
     ranks.all("adapter", name="a", **config)
     assert ranks.all("adapter_steps", order=[own[0], *steps, own[1], *steps])[0] == norms
     assert_same(gathered(ranks), start)
@@ -210,7 +205,7 @@ def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_
     ranks.all_fail("ConfigError", "has no adapter_config.json", "adapter", name="a", source=tmp_path, **config)
     ranks.all_fail("ConfigError", "Did you mean 'q_proj'?", "adapter", name="a", targets=("qproj",))
     ranks.all_fail("ConfigError", "is no name for an adapter", "adapter", name="../a")
-    ranks.all_fail("ConfigError", "Known adapters: none", "adapter_logprobs", adapter="a", rows=1)
+    ranks.all_fail("ConfigError", "Known adapters: none", "forward", adapter="a")
     # As PEFT names a layer that something else wraps, too.
     shutil.copytree(source, tmp_path / "wrapped")
     wrapped = {key.replace(".lora_", ".base_layer.lora_"): tensor for key, tensor in tensors.items()}
@@ -218,7 +213,7 @@ def test_what_is_no_adapter_for_this_model_is_refused_by_the_name_of_the_key_or_
     for name, directory in (("plain", source), ("wrapped", tmp_path / "wrapped")):
         ranks.all("adapter", name=name, source=directory, **config)
     assert_same(state(ranks, "wrapped"), state(ranks, "plain"))
-    ranks.all_fail("ConfigError", "Known adapters: plain, wrapped", "adapter_logprobs", adapter="a", rows=1)
+    ranks.all_fail("ConfigError", "Known adapters: plain, wrapped", "forward", adapter="a")
     step = [("optim_step", "plain", 0)]
     ranks.all_fail("ProtocolError", "there is no gradient for step 1", "adapter_steps", order=step)
     ranks.all_fail("ConfigError", "there is an adapter 'plain' already", "adapter", name="plain")

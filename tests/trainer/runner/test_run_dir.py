@@ -42,7 +42,8 @@ def test_a_run_directory_has_one_owner_whose_death_frees_it(children: Any, tmp_p
         "import sys, pathlib; from weightlane.trainer.runner.run_dir import RunDir\n"
         "with RunDir(pathlib.Path(sys.argv[1]), resume=False).owned(): print('in', flush=True); sys.stdin.read()"
     )
-    owner = children.start(["-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    arguments = ["-c", program, str(tmp_path)]
+    owner = children.start(arguments, forked=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert owner.stdout.readline() == "in\n"
     run_dir = RunDir(tmp_path, resume=False)
     for _ in range(2):  # being refused takes nothing from the owner

@@ -6,7 +6,6 @@ import os
 import signal
 import time
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any, Self
@@ -126,10 +125,10 @@ class Ranks:
 
 
 class Teams:
-    """Teams of ranks."""
+    """Teams of ranks, and the tiny checkpoints by name that they train."""
 
-    def __init__(self, models: Mapping[str, Path], ends: ExitStack) -> None:
-        self.models, self._ends = models, ends
+    def __init__(self, models: Mapping[str, Path]) -> None:
+        self.models = models
         self._shared: dict[int, Ranks] = {}
 
     def new(self, world: int) -> Ranks:
@@ -139,8 +138,18 @@ class Teams:
     def of(self, world: int) -> Ranks:
         """The team of so many ranks that tests share."""
         if world not in self._shared:
-            self._shared[world] = self._ends.enter_context(self.new(world))
+            self._shared[world] = self.new(world)
         return self._shared[world]
+
+    def rest(self) -> None:
+        """Let the teams that tests share close their engines."""
+        for ranks in self._shared.values():
+            ranks.all("close")
+
+    def close(self) -> None:
+        """End the teams that tests share; the next test starts others."""
+        while self._shared:
+            self._shared.popitem()[1].__exit__()
 
 
 def make_models(root: Path) -> dict[str, Path]:

@@ -30,11 +30,10 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import as_weightlane_error
 from weightlane.sync import Placement
 from weightlane.trainer.config import TrainerConfig
-from weightlane.trainer.conformance.processes.rank_process import noted_step
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.dispatch.rank_worker import RankWorker
-from weightlane.trainer.engines.contract import TrainingEngine
+from weightlane.trainer.engines.rank_collectives import join_ranks
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
 from weightlane.trainer.objectives.supervised import sft
@@ -51,18 +50,18 @@ class Worker(LoraCommands, RankCommands):
     def __init__(self, rank: int, world: int, port: int) -> None:
         self._rank, self._world, self._port = rank, world, port
         self._engine: Any = None
-        self._first: TrainingEngine | None = None
         self._rank_worker: RankWorker | None = None
 
+    def join(self) -> None:
+        """Join the process group that all engines of this process share, unless it has been joined."""
+        join_ranks(self._rank, self._world, ("127.0.0.1", self._port), torch.device("cpu"), HANG_S)
+
     def setup(self, model: str, trainer: dict[str, Any]) -> None:
+        self.close()
+        self.join()
         config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=HANG_S, **trainer)
-        fresh = training_engine_class(config.engine)(config, self._rank, self._world, ("127.0.0.1", self._port))
-        # The first engine owns the process group and stays alive; later ones share the group.
-        if self._engine is not None and self._engine is not self._first:
-            self._engine.close()  # the process groups that it made end with it, and their threads
-        fresh.setup(Path(model), seed=0)
-        self._engine = fresh
-        self._first = self._first or fresh
+        self._engine = training_engine_class(config.engine)(config, self._rank, self._world, ("", 0))
+        self._engine.setup(Path(model), seed=0)
 
     def lose_first_connection(self) -> None:
         """Make the ranks' first try to connect go wrong as it does in gloo now and then: rank 0 waits for rank 1."""
@@ -116,19 +115,12 @@ class Worker(LoraCommands, RankCommands):
             [(name, starts, data.numpy()) for name, starts, data in slices],
         )
 
-    def logprobs(self, rows: int = 6) -> dict[int, Any]:
-        """Log-probabilities of a batch by sequence, without gradient."""
-        return {index: found["logprobs"].numpy() for index, found in self._engine.forward(make_batch(0, rows)).items()}
-
-    def values(self, rows: int) -> dict[int, dict[str, Any]]:
-        """Values and hidden states of a batch by sequence, without gradient."""
-        found = self._engine.forward(make_batch(0, rows), ("values", "hidden"))
-        return {index: {name: each.numpy() for name, each in outputs.items()} for index, outputs in found.items()}
-
-    def ask(self, outputs: tuple[Any, ...], top_k: int = 0) -> list[str]:
-        """The names of outputs of a forward pass."""
-        found = self._engine.forward(make_batch(0), outputs, top_k)
-        return sorted({name for each in found.values() for name in each})
+    def forward(
+        self, rows: int = 6, outputs: tuple[Any, ...] = ("logprobs",), top_k: int = 0, adapter: str | None = None
+    ) -> dict[int, dict[str, Any]]:
+        """Outputs of a batch by sequence, without gradient."""
+        found = self._engine.forward(make_batch(0, rows), outputs, top_k, adapter=adapter)
+        return {index: {name: each.numpy() for name, each in named.items()} for index, named in found.items()}
 
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:
         """Two losses of the same batch and parameters, and its log-probabilities."""
@@ -203,6 +195,8 @@ class Worker(LoraCommands, RankCommands):
 
         With `fail_at`, that call raises; with `overflow`, an advantage is so large that no gradient can hold it.
         """
+        from weightlane.trainer.conformance.processes.rank_process import noted_step  # imports pytest
+
         batch = batch_of([Sample((1,), (2, 3), (-4.0, -4.0), 3e38)] * 4) if overflow else make_batch(0)
         engine = self._engine
         published = [shard.spec.name for shard in engine.local_shards(torch.float32) if shard.data.numel()]
@@ -247,11 +241,12 @@ class Worker(LoraCommands, RankCommands):
         return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups]
 
     def rank_worker(self, method: str, args: bytes) -> bytes:
-        """Call a method of a `RankWorker`, which shares the process group of the first engine; of a new one after ``close``.
+        """Call a method of a `RankWorker`; of a new one after ``close``.
 
         Returns what it returned or raised, pickled, as it travels over Ray. See `TeamRanks`.
         """
         if self._rank_worker is None:
+            self.join()
             self._rank_worker = RankWorker(self._rank, self._world)
         try:
             answer = getattr(self._rank_worker, method)(*pickle.loads(args))
@@ -262,9 +257,13 @@ class Worker(LoraCommands, RankCommands):
         return pickle.dumps(answer)
 
     def close(self) -> None:
-        for engine in filter(None, (self._engine, self._first)):
-            engine.close()
-            engine.close()
+        """Close the engine, and its own process groups: their threads poll for as long as they live."""
+        for open_one in filter(None, (self._engine, self._api)):
+            open_one.close()
+        self._engine = self._api = self._kept = None
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
 
 
 def serve(worker: Any, line: int) -> None:

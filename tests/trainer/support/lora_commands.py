@@ -16,6 +16,7 @@ class LoraCommands:
     """A part of the worker."""
 
     _engine: Any
+    _api: Any
 
     def adapter(self, name: str, source: str | None = None, **config: Any) -> tuple[str, ...]:
         """Add an adapter; returns the names of all."""
@@ -28,12 +29,6 @@ class LoraCommands:
 
     def export_adapter(self, directory: str, name: str) -> None:
         self._engine.export_adapter(Path(directory), name)
-
-    def adapter_logprobs(self, adapter: str | None, rows: int) -> dict[int, Any]:
-        """Log-probabilities of completions, by sample."""
-        found = self._engine.forward(make_batch(0, rows), adapter=adapter)
-        starts = [len(sample.prompt_ids) - 1 for sample in make_samples(0, rows)]
-        return {row: values["logprobs"][starts[row] :].numpy() for row, values in found.items()}
 
     def adapter_gradient(self, name: str, rows: int, calls: list[list[int]]) -> tuple[Any, ...]:
         """The loss of `rows` samples that are split into `calls`, the gradient's norm, and this rank's slices of it.
@@ -83,8 +78,9 @@ class LoraCommands:
         engine.onload()
 
     def adapter_state(self, name: str) -> list[tuple[Any, ...]]:
-        """Every tensor of an adapter on this rank, moments included."""
-        pieces = self._engine._lora.chosen(name).slices()
+        """Every tensor on this rank of an adapter, or of the slot of this name, moments included."""
+        engine = self._engine if self._api is None else self._api.engine
+        pieces = engine._lora.chosen(name).slices()
         return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in pieces]
 
     def base_has_state(self) -> tuple[bool, int]:

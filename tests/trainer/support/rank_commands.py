@@ -33,20 +33,14 @@ class RankCommands:
     _world: int
     _api: TrainerRank | None = None
     _kept: Any = None
-    _first: Any
-    setup: Callable[[str, dict[str, Any]], None]
-
-    def own_the_group(self, model: str) -> None:
-        """Set up an engine, if there is none, whose process group is that of all that follow."""
-        if self._first is None:
-            self.setup(model, {})
+    close: Callable[[], None]
+    join: Callable[[], None]
 
     def open_rank(self, model: str, trainer: dict[str, Any], limit: int | None = None) -> tuple[int, int]:
         """Make the `TrainerRank` of this process; returns its data parallel share."""
-        if self._api is not None:
-            self._api.close()
+        self.close()
+        self.join()
         config = TrainerConfig(device="cpu", collective_timeout_s=HANG_S, **trainer)
-        self._kept = None
         self._api = TrainerRank(model, config, memory_limit_bytes=limit)
         return self._api.data_share
 
@@ -65,14 +59,6 @@ class RankCommands:
 
     def save_slot(self, name: str, directory: str) -> None:
         self._open_api.save(name, directory)
-
-    def slot_state(self, name: str) -> list[tuple[Any, ...]]:
-        """Every tensor of a slot's adapter on this rank, moments included."""
-        lora = self._open_api.engine._lora
-        assert lora is not None
-        adapter = lora.chosen(name)
-        assert adapter is not None
-        return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in adapter.slices()]
 
     def slot_logprobs(self, slots: list[Any], rows: int, limit: int | None = None) -> dict[Any, Any]:
         """Everything that a forward pass says about each row's completion by each slot, in mixed micro-batches."""

@@ -60,7 +60,7 @@ def test_the_example_trains_two_adapters_at_once_each_on_its_own_data(
 def test_the_program_of_the_guide_runs(teams: Teams) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     ranks, model = teams.of(2), teams.models["llama-untied"]
-    ranks.all("own_the_group", model=model)
+    ranks.all("join")
     first, second = ranks.all("run_program", code=block, model=model)
     assert first.keys() == {"french", "german"}
     assert first == second

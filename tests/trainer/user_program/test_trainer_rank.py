@@ -46,7 +46,6 @@ def opened(teams: Teams) -> Opened:
 
     def open_ranks(world: int = 2, settings: dict[str, Any] | None = None, limit: int | None = None) -> Ranks:
         ranks = teams.of(world)
-        ranks.all("own_the_group", model=teams.models[MODEL])
         ranks.all("open_rank", model=teams.models[MODEL], trainer=settings or {}, limit=limit)
         return ranks
 
@@ -113,7 +112,7 @@ def test_gradients_of_several_checkpoints_are_those_of_peft_however_micro_batche
             norm = sum(float(np.square(each).sum()) for each in gradient.values()) ** 0.5
             for answer in answers:
                 assert answer[0][name] == pytest.approx(norm, rel=1e-6)
-            held = whole(ranks.all("slot_state", name=name))
+            held = whole(ranks.all("adapter_state", name=name))
             moments = {key.removesuffix("|exp_avg"): each for key, each in held.items() if key.endswith("|exp_avg")}
             assert moments.keys() == gradient.keys()
             flat = [np.concatenate([np.ravel(each[key]) for key in gradient]) for each in (moments, gradient)]
@@ -151,13 +150,13 @@ def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened
     ranks.all_fail("ProtocolError", "there is no gradient.", "step_slots")
     ranks.all("keep_forward", rows=[0, 1], asked={"checkpoint": "one"})
     ranks.all("backward_kept")
-    before = whole(ranks.all("slot_state", name="one"))
+    before = whole(ranks.all("adapter_state", name="one"))
     ranks.all("keep_forward", rows=[2], asked={"checkpoint": "one"})
     ranks.all("drop_kept", ranks=[0])
     waits = ("ProtocolError", "a forward pass of 'one' waits for its backward pass")
     ranks.all_fail(*waits, "step_slots")
     ranks.all_fail(*waits, "load_slot", kind="checkpoint", name="one", source=made["one"])
-    assert_same(whole(ranks.all("slot_state", name="one")), before)
+    assert_same(whole(ranks.all("adapter_state", name="one")), before)
     ranks.all_fail("ProtocolError", "the ranks keep 0, 1 forward passes", "backward_kept")
     ranks.all_fail("ProtocolError", "there is no gradient of two", "step_slots", checkpoints=["two"])
     ranks.all("drop_kept", ranks=[1])
@@ -195,17 +194,17 @@ def test_a_saved_checkpoint_goes_on_bit_for_bit_and_a_gradient_that_is_no_number
     ranks.all("choose", calls=[("set_checkpoint", "one")])
     ranks.all("slot_steps", name="one", first=0, count=2)
     ranks.all("save_slot", name="one", directory=tmp_path / "one")
-    before = whole(ranks.all("slot_state", name="one"))
+    before = whole(ranks.all("adapter_state", name="one"))
     ranks.all_fail(
         "GradientError", "the gradient norm of 'one' is nan", "slot_steps", name="one", first=2, count=1, spoil=True
     )
-    assert_same(whole(ranks.all("slot_state", name="one")), before)
+    assert_same(whole(ranks.all("adapter_state", name="one")), before)
     ranks.all("slot_steps", name="one", first=2, count=2)
-    wanted = whole(ranks.all("slot_state", name="one"))
+    wanted = whole(ranks.all("adapter_state", name="one"))
     ranks.all("load_slot", kind="checkpoint", name="one", source=tmp_path / "one")
-    assert_same(whole(ranks.all("slot_state", name="one")), before)
+    assert_same(whole(ranks.all("adapter_state", name="one")), before)
     ranks.all("slot_steps", name="one", first=2, count=2)
-    assert_same(whole(ranks.all("slot_state", name="one")), wanted)
+    assert_same(whole(ranks.all("adapter_state", name="one")), wanted)
     ranks.all_fail("ConfigError", "there is no checkpoint 'x'", "save_slot", name="x", directory=tmp_path / "x")
 
 

@@ -144,6 +144,7 @@ def stack_bytes(code: bytes) -> int:
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # tensors are small, and threads that wait for work take CPU time
     if sys.argv[1] == "interpret":
         interpret()
     else:

@@ -43,11 +43,6 @@ def test_of_equally_probable_tokens_the_lower_comes_first() -> None:
     assert unpacked(keys)[0].tolist() == [[2, 4, 0, 6, 1, 3, 5], [1, 5, 0, 2, 4, 6, 3]]
 
 
-def test_more_tokens_than_the_vocabulary_has_cannot_be_asked_for() -> None:
-    with pytest.raises(ValueError, match="top_k is 8"):
-        head_outputs(torch.eye(2), torch.eye(7, 2), torch.zeros(2, dtype=torch.int64), top_k=8)
-
-
 SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": WIDTH,
