@@ -39,7 +39,7 @@ _MODULES = {
     "vllm.v1.pool.metadata": ("PoolingMetadata", "PoolingStates"),
     # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
-    "vllm.v1.engine.core": ("EngineCore",),
+    "vllm.v1.engine.core": ("EngineCore", "EngineCoreProc"),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
     # What a worker does between two decode steps.

@@ -28,7 +28,7 @@ from weightlane.ckpt_engines import ConfigError, Deadline, as_weightlane_error
 
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from ..commit.transfer_calls import EngineCommit, validated
-from ..vllm_surface import BACKEND, EngineCore, EngineCoreRequestType, check_attributes
+from ..vllm_surface import BACKEND, EngineCore, EngineCoreProc, EngineCoreRequestType, check_attributes
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."
@@ -60,8 +60,10 @@ def install() -> None:
 def check_core(core: Any) -> None:
     """Raise the `RemoteFailureError` of a `ConfigError` if `core` lacks something that a commit uses."""
     try:
-        for path in ("scheduler.requests", "input_queue", "model_executor.collective_rpc", "vllm_config.model_config"):
+        for path in ("scheduler.requests", "model_executor.collective_rpc", "vllm_config.model_config"):
             check_attributes(core, path, "the engine core")
+        if isinstance(core, EngineCoreProc):  # one in its client's process reads no messages
+            check_attributes(core, "input_queue", "the engine core")
     except ConfigError as error:
         raise _failure(error, intact=True) from error
 

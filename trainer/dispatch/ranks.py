@@ -51,7 +51,12 @@ class CallLimit:
         self._last_answer = 0.0
         """When the last call ended, in seconds of the event loop's clock."""
 
-    async def answer(self, call: Coroutine[Any, Any, list[Any]], what: str) -> list[Any]:
+    async def answer(
+        self,
+        call: Coroutine[Any, Any, list[Any]],
+        what: str,
+        hint: str = "Raise trainer.call_timeout_s, or look for a rank that hangs.",
+    ) -> list[Any]:
         """Return what `call` returns, or cancel it. Raises `DeadlineExceededError` if it takes too long, or its error."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -63,7 +68,7 @@ class CallLimit:
                     raise DeadlineExceededError(
                         f"{what} was not answered within {self._limit_s:.0f} s.",
                         part=self._part,
-                        hint="Raise trainer.call_timeout_s, or look for a rank that hangs.",
+                        hint=hint,
                     )
                 await asyncio.wait([answer], timeout=left)
             self._last_answer = loop.time()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -15,6 +16,7 @@ from ..config import TrainerConfig
 from .rank_worker import RankWorker
 from .ranks import CallLimit
 
+_log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 _DEATH_NOTICE_S = 5.0
 """Seconds to wait, after a rank's error, for the report that another rank died, which explains the error better."""
@@ -50,7 +52,7 @@ class _RankActor:
 class RayRanks:
     """A `Ranks` over Ray, which must be initialised.
 
-    The constructor requests the actors, and `rendezvous` waits for them. Each call raises a rank's error, or
+    `rendezvous` requests the actors, and waits for them. Each call raises a rank's error, or
     `WorkerDiedError`, which names the rank whose process died.
 
     Args:
@@ -59,8 +61,63 @@ class RayRanks:
     """
 
     def __init__(self, config: TrainerConfig, host: str | None) -> None:
-        import ray  # noqa: PLC0415 - optional, and slow to import
+        self.world = config.ranks
+        self._limit, self._host = CallLimit(config.call_timeout_s, "trainer ranks"), host
+        self._config = config
+        self._placement: Any = None
+        """Ray's placement group for the ranks; None before `rendezvous`, and if they reserve nothing."""
+        self._actors: list[Any] = []
+        self._started = asyncio.Event()
+        self._pids: list[int] = []
 
+    async def rendezvous(self) -> tuple[str, int]:
+        """See `Ranks.rendezvous`."""
+        hint = "The Ray cluster has to offer what all ranks reserve at once (`ray status` shows what it has)."
+        self._actors = self._start(await self._limit.answer(self._places(), "the reservation of resources", hint))
+        self._started.set()
+        self._pids = await self.call("pid")
+        address: tuple[str, int]
+        asked = self._answers([self._actors[0].free_address.remote(self._host)])
+        (address,) = await self._limit.answer(asked, "free_address")
+        return address
+
+    async def _places(self) -> list[Any]:
+        """Reserve resources, and return Ray's scheduling strategy for each rank.
+
+        Ranks that share matrices are on one node if one is large enough, and neighbours are on as few nodes as possible.
+        """
+        import ray  # noqa: PLC0415 - optional, and slow to import
+        from ray.util.placement_group import placement_group, placement_group_table  # noqa: PLC0415 - as above
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # noqa: PLC0415 - as above
+
+        config = self._config
+        each = {"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank or 0.0}
+        if not any(each.values()):
+            return [None] * self.world
+        together = _ranks_that_share_matrices(config)
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fits = any(all(node.get(name, 0.0) >= together * amount for name, amount in each.items()) for node in nodes)
+        if together > 1 and not fits:
+            _log.warning("no node has room for %d ranks, so those that share matrices are on several nodes", together)
+            together = 1
+        bundle = {name: together * amount for name, amount in each.items() if amount}
+        self._placement = placement_group([bundle] * (self.world // together), strategy="PACK")
+        await self._placement.ready()
+        node_of: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
+        first_of_node: dict[str, int] = {}
+        for number in sorted(node_of):
+            first_of_node.setdefault(node_of[number], number)
+        bundles = sorted(node_of, key=lambda number: (first_of_node[node_of[number]], number))
+        return [
+            PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundles[rank // together])
+            for rank in range(self.world)
+        ]
+
+    def _start(self, places: Sequence[Any]) -> list[Any]:
+        """Request an actor for each rank."""
+        import ray  # noqa: PLC0415 - as above
+
+        config = self._config
         actor_class = ray.remote(
             num_cpus=config.cpus_per_rank,
             num_gpus=config.gpus_per_rank or 0,
@@ -68,18 +125,9 @@ class RayRanks:
             concurrency_groups={"watch": 1, "close": 1},
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
         )(_with_concurrency_groups(_RankActor))
-        self.world = config.ranks
-        self._limit, self._host = CallLimit(config.call_timeout_s, "trainer ranks"), host
-        self._actors = [actor_class.remote(rank, config.ranks) for rank in range(config.ranks)]
-        self._pids: list[int] = []
-
-    async def rendezvous(self) -> tuple[str, int]:
-        """See `Ranks.rendezvous`."""
-        self._pids = await self.call("pid")
-        address: tuple[str, int]
-        asked = self._answers([self._actors[0].free_address.remote(self._host)])
-        (address,) = await self._limit.answer(asked, "free_address")
-        return address
+        return [
+            actor_class.options(scheduling_strategy=place).remote(rank, self.world) for rank, place in enumerate(places)
+        ]
 
     def put(self, value: Any) -> Any:
         """See `Ranks.put`. The value goes to Ray's object store, or for a single rank into each call, which is faster."""
@@ -93,6 +141,7 @@ class RayRanks:
 
     async def watch(self) -> NoReturn:
         """See `Ranks.watch`."""
+        await self._started.wait()
         await self._answers([actor.alive.remote() for actor in self._actors])
         await asyncio.Event().wait()  # the ranks were closed on purpose
         raise AssertionError
@@ -107,9 +156,14 @@ class RayRanks:
         for actor in self._actors:
             with suppress(Exception):  # Ray was shut down before, and the actor with it.
                 ray.kill(actor, no_restart=True)
+        if self._placement is not None:
+            with suppress(Exception):  # as above
+                ray.util.remove_placement_group(self._placement)
 
     async def _answers(self, calls: Sequence[Any]) -> list[Any]:
         tasks = [asyncio.ensure_future(self._one(call, rank)) for rank, call in enumerate(calls)]
+        if not tasks:
+            return []
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             errors = [task.exception() for task in tasks if task.done() and task.exception()]
@@ -140,6 +194,11 @@ class RayRanks:
             ) from cause
         except RayTaskError as cause:
             raise as_weightlane_error(cause.cause, f"trainer rank {rank}") from cause
+
+
+def _ranks_that_share_matrices(config: TrainerConfig) -> int:
+    """Number of neighbouring ranks that exchange activations in every layer; 1 for an engine that weightlane does not know."""
+    return int(getattr(getattr(config, config.engine, None), "tensor_parallel", 1))
 
 
 def _with_concurrency_groups(actor_class: type[_RankActor]) -> type[_RankActor]:

@@ -257,13 +257,10 @@ class Worker(LoraCommands, RankCommands):
         return pickle.dumps(answer)
 
     def close(self) -> None:
-        """Close the engine, and its own process groups: their threads poll for as long as they live."""
+        """Close the engine. Its process groups stay: torch keeps operations for meshes that equal one of an earlier engine."""
         for open_one in filter(None, (self._engine, self._api)):
             open_one.close()
         self._engine = self._api = self._kept = None
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
 
 
 def serve(worker: Any, line: int) -> None:

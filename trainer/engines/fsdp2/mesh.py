@@ -76,7 +76,11 @@ class RankMesh:
 
     @classmethod
     def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
-        """Make the mesh of `world` ranks on rank `rank`. Collective; collectives in it fail after `timeout_s` seconds."""
+        """Make the mesh of `world` ranks on rank `rank`. Collective; collectives in it fail after `timeout_s` seconds.
+
+        Its process groups live as long as torch's own: torch keeps compiled operations by meshes that compare equal, so those of
+        a later mesh with the same ranks may use the groups of this one.
+        """
         if tensor_parallel == 1:
             return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, rank, world)
         ranks = torch.arange(world).view(-1, tensor_parallel)
