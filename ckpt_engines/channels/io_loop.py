@@ -28,14 +28,18 @@ class _IoLoop:
     def _run(self) -> None:
         while not self._ends():
             for descriptor, events in self.epoll.poll():
-                if (watched := self.watched.get(descriptor)) is not None:
-                    sock, handler = watched
-                    try:
-                        handler(events)
-                    except Exception:  # noqa: BLE001 - the other sockets must be served, too
-                        _log.exception("events of a socket could not be handled")
-                        unwatch(sock)
-                        sock.close()
+                self._handle(descriptor, events)
+
+    def _handle(self, descriptor: int, events: int) -> None:
+        """Call a handler. A function of its own: no variable holds the handler, and memory behind it, until the next event."""
+        if (watched := self.watched.get(descriptor)) is not None:
+            sock, handler = watched
+            try:
+                handler(events)
+            except Exception:  # noqa: BLE001 - the other sockets must be served, too
+                _log.exception("events of a socket could not be handled")
+                unwatch(sock)
+                sock.close()
 
     def _ends(self) -> bool:
         global _loop  # noqa: PLW0603 - the next call of `watch` starts another loop

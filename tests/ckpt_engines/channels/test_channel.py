@@ -9,6 +9,7 @@ import socket
 import stat
 import struct
 import tracemalloc
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partialmethod
@@ -17,9 +18,10 @@ from typing import Any
 
 import pytest
 from sessions import KEYS, frame, signed, soon
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, ProtocolError, TransportError, toolkit
+from weightlane.ckpt_engines.channels import io_loop
 from weightlane.ckpt_engines.channels.admission import accept_receivers, welcome, welcomed
 from weightlane.ckpt_engines.channels.channel import Channel
 from weightlane.ckpt_engines.channels.dialer import dial
@@ -229,6 +231,24 @@ def test_a_sender_without_file_descriptors_says_so_at_its_deadline_and_lets_rece
     failed.clear()
     monkeypatch.setattr(socket.socket, "accept", partialmethod(try_to_accept, times=2))
     lobby(KEY).expect_everybody()
+
+
+def test_what_serves_a_socket_is_forgotten_with_it_though_others_are_served_and_nothing_happens() -> None:
+    class Server:
+        def handle(self, _: int) -> None:
+            io_loop.unwatch(sockets[0])
+
+    sockets, others = socket.socketpair(), socket.socketpair()
+    server = Server()
+    io_loop.watch(others[0], lambda _: io_loop.unwatch(others[0]))  # keeps the loop alive
+    io_loop.watch(sockets[0], server.handle)
+    forgotten = weakref.ref(server)
+    del server
+    sockets[1].send(b"event")
+    wait_until(lambda: forgotten() is None, "end of the server of the first socket")
+    others[1].send(b"end")
+    for each in (*sockets, *others):
+        each.close()
 
 
 def test_a_message_that_is_too_long_or_no_json_object_is_refused_before_it_takes_memory() -> None:
