@@ -197,8 +197,9 @@ StartRun = Callable[[Sequence[str]], RunProcess]
 
 
 def events_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    """Every event called `name` of a run, in order."""
-    events = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Every event called `name` of a run, in order, also while the run writes the next one."""
+    written, _, _ = (run_dir / "metrics.jsonl").read_text().rpartition("\n")
+    events = [json.loads(line) for line in written.splitlines()]
     return [event for event in events if event["event"] == name]
 
 

@@ -124,6 +124,7 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_an
     )
     latest = run_dir / "state" / "latest.json"
     run.wait_until(lambda: json.loads(latest.read_text())["step"] == 6, "state of step 6")
+    run.wait_until(lambda: events_of(run_dir, "version_committed")[-1]["version"] == 6, "commit of version 6")
     run.interrupt(signal.SIGINT, whole_group=True)  # as Ctrl-C in a terminal does
     ended = run.end()
     assert (ended.code, ended.err) == (130, "interrupted; everything this run started has ended\n"), ended.out
