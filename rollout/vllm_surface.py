@@ -64,7 +64,6 @@ _ON_CPU = {
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts", "is_zentorch_moe_supported"),
 }
 _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
-    # With "self" where a class is named that is no class method.
     ("BaseModelLoader.load_model", 1, ("vllm_config", "model_config")),
     ("EngineCore.collective_rpc", 2, ("timeout", "args", "kwargs")),
     ("EngineCore.pause_scheduler", 1, ("mode", "clear_cache")),
@@ -96,7 +95,10 @@ _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("set_forward_context", 2, ("num_tokens", "skip_compiled")),
     ("supports_lora", 1, ()),
 )
-"""Functions and methods, with the number of positional arguments and the names of the others that they are called with."""
+"""Functions and methods, with the number of positional arguments and the names of the others that they are called with.
+
+The object of a method counts as an argument, the class of a class method does not.
+"""
 _WHERE = {name: module for module, names in (_MODULES | _ON_CPU).items() for name in names}
 
 _HINT = "Install a vLLM that was tried: see the extra `vllm` of weightlane."

@@ -87,8 +87,6 @@ class LiveWeights:
             subscriber: The subscriber that has staged the version.
         """
         change = _Change()
-        if self._graph_memory is None and captures_graphs(self._rank.config):
-            self._graph_memory = GraphMemory(self._rank.model, self._part)
         error = self._run(lambda: self._prepare(change, validated(UpdateRequest, fields), subscriber))
         if change.stream is not None:
             error = self._write_arriving(change.stream, subscriber, error)
@@ -107,6 +105,8 @@ class LiveWeights:
 
     def _prepare(self, change: _Change, request: UpdateRequest, subscriber: Subscriber) -> None:
         """Fill in `change`. It stays empty if there is nothing to roll back."""
+        if self._graph_memory is None and captures_graphs(self._rank.config):
+            self._graph_memory = GraphMemory(self._rank.model, self._part)
         if request.version is None:
             assert request.rollback_of is not None, "one of the two is given"
             self._prepare_rollback(change, request.rollback_of, subscriber)

@@ -44,19 +44,16 @@ class CallLimit:
     Args:
         limit_s: Longest time of a call, in seconds.
         part: Who is called, for the error.
+        setting: The name of the limit, for the error.
     """
 
-    def __init__(self, limit_s: float, part: str) -> None:
+    def __init__(self, limit_s: float, part: str, setting: str) -> None:
         self._limit_s, self._part = limit_s, part
+        self._hint = f"Raise {setting}, or look for a rank that hangs."
         self._last_answer = 0.0
         """When the last call ended, in seconds of the event loop's clock."""
 
-    async def answer(
-        self,
-        call: Coroutine[Any, Any, list[Any]],
-        what: str,
-        hint: str = "Raise trainer.call_timeout_s, or look for a rank that hangs.",
-    ) -> list[Any]:
+    async def answer(self, call: Coroutine[Any, Any, list[Any]], what: str, hint: str = "") -> list[Any]:
         """Return what `call` returns, or cancel it. Raises `DeadlineExceededError` if it takes too long, or its error."""
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -68,7 +65,7 @@ class CallLimit:
                     raise DeadlineExceededError(
                         f"{what} was not answered within {self._limit_s:.0f} s.",
                         part=self._part,
-                        hint=hint,
+                        hint=hint or self._hint,
                     )
                 await asyncio.wait([answer], timeout=left)
             self._last_answer = loop.time()
@@ -90,7 +87,7 @@ class LocalRanks:
 
     def __init__(self, timeout_s: float = 1800.0) -> None:
         self._worker = RankWorker(0, 1)
-        self._limit, self._closed = CallLimit(timeout_s, "local rank"), False
+        self._limit, self._closed = CallLimit(timeout_s, "local rank", "timeout_s"), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-rank")
 
     async def rendezvous(self) -> tuple[str, int]:

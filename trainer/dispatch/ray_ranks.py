@@ -62,8 +62,8 @@ class RayRanks:
 
     def __init__(self, config: TrainerConfig, host: str | None) -> None:
         self.world = config.ranks
-        self._limit, self._host = CallLimit(config.call_timeout_s, "trainer ranks"), host
-        self._config = config
+        self._limit = CallLimit(config.call_timeout_s, "trainer ranks", "trainer.call_timeout_s")
+        self._config, self._host = config, host
         self._placement: Any = None
         """Ray's placement group for the ranks; None before `rendezvous`, and if they reserve nothing."""
         self._actors: list[Any] = []
@@ -101,13 +101,10 @@ class RayRanks:
             _log.warning("no node has room for %d ranks, so those that share matrices are on several nodes", together)
             together = 1
         bundle = {name: together * amount for name, amount in each.items() if amount}
-        self._placement = placement_group([bundle] * (self.world // together), strategy="PACK")
+        self._placement = placement_group([bundle] * -(-self.world // together), strategy="PACK")
         await self._placement.ready()
         node_of: dict[int, str] = placement_group_table(self._placement)["bundles_to_node_id"]
-        first_of_node: dict[str, int] = {}
-        for number in sorted(node_of):
-            first_of_node.setdefault(node_of[number], number)
-        bundles = sorted(node_of, key=lambda number: (first_of_node[node_of[number]], number))
+        bundles = sorted(node_of, key=lambda number: (node_of[number], number))
         return [
             PlacementGroupSchedulingStrategy(self._placement, placement_group_bundle_index=bundles[rank // together])
             for rank in range(self.world)

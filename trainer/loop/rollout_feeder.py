@@ -289,7 +289,10 @@ class RolloutFeeder:
     async def _judged(
         self, task: Task, answer: Completion | WeightlaneError, replica: str, drawn: Lengths
     ) -> tuple[Completion, str, float] | None:
-        """A completion, its text and its reward; None when the request or the reward failed, and counted in `drawn`."""
+        """A completion, its text and its reward; None when the request or the reward failed.
+
+        A completion that its time limit ended, or that could not be judged, is counted in `drawn`.
+        """
         facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
         if isinstance(answer, WeightlaneError):
             if isinstance(answer, DeadlineExceededError):

@@ -47,6 +47,8 @@ class MemoryEstimate:
         """Bytes of a pass of any length."""
         self._measured = {gradient: deque[tuple[int, int]](maxlen=_REMEMBERED) for gradient in (True, False)}
         """Tokens of the last measured passes, and their bytes without outputs."""
+        self._fitted = {True: (0, 0), False: (0, 0)}
+        """The longest measured pass in tokens, and the most bytes that one took: a shorter pass is not predicted to take more."""
 
     @property
     def most_fixed(self) -> int:
@@ -54,11 +56,12 @@ class MemoryEstimate:
         return round(max(self.fixed.values()))
 
     def of(self, each: ForwardInput, *, gradient: bool) -> int:
-        """Bytes that an input is predicted to take beside the fixed part, and no more than a measured pass of its length took."""
-        tokens, fixed = len(each.tokens), self.fixed[gradient]
-        enough = [nbytes - fixed for length, nbytes in self._measured[gradient] if length >= tokens]
-        predicted = min([_SAFETY * self.per_token[gradient] * tokens, *enough])
-        return round(max(0.0, predicted)) + self.outputs_of(each, gradient=gradient)
+        """Bytes that an input is predicted to take beside the fixed part."""
+        tokens, (longest, most) = len(each.tokens), self._fitted[gradient]
+        predicted = _SAFETY * self.per_token[gradient] * tokens
+        if tokens <= longest:
+            predicted = min(predicted, max(0.0, most - self.fixed[gradient]))
+        return round(predicted) + self.outputs_of(each, gradient=gradient)
 
     def outputs_of(self, each: ForwardInput, *, gradient: bool) -> int:
         """Bytes of the outputs of an input and, in a pass with gradient, of the gradients with respect to them."""
@@ -84,16 +87,18 @@ class MemoryEstimate:
         slope = (most - least) / (long - short) if told_apart else min(self._first_guess[gradient], most / long)
         self.per_token[gradient] = max(0.0, slope)
         self.fixed[gradient] = max(0.0, *(nbytes - slope * length for length, nbytes in passes))
+        self._fitted[gradient] = long, max(nbytes for _, nbytes in passes)
 
-    def to_plain(self) -> list[float]:
-        """Bytes for each token, and fixed ones, for another rank's `raise_to`."""
-        return [*self.per_token.values(), *self.fixed.values()]
+    def to_plain(self) -> list[list[float]]:
+        """All that predictions depend on, with and without gradient, for another rank's `raise_to`."""
+        return [[self.per_token[each], self.fixed[each], *self._fitted[each]] for each in (True, False)]
 
-    def raise_to(self, others: Sequence[Sequence[float]]) -> None:
-        """Adopt the highest estimate of all ranks, so that all ranks plan alike."""
-        highest = [max(numbers) for numbers in zip(*others, strict=True)]
-        self.per_token = dict(zip(self.per_token, highest[:2], strict=True))
-        self.fixed = dict(zip(self.fixed, highest[2:], strict=True))
+    def raise_to(self, others: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Adopt the highest estimate of all ranks, so that all ranks predict and plan alike."""
+        for number, gradient in enumerate((True, False)):
+            per_token, fixed, longest, most = zip(*(each[number] for each in others), strict=True)
+            self.per_token[gradient], self.fixed[gradient] = max(per_token), max(fixed)
+            self._fitted[gradient] = int(min(longest)), int(max(most))
 
 
 class Meter:

@@ -17,6 +17,7 @@ from weightlane.sync.version.tensor_spec import raw_bytes
 
 from ..rank_model import RankModel
 
+INPUT = "input of "
 _TOKENS = 4
 """Tokens of the forward pass: few, since every weight of a dense layer takes part for each."""
 _PATTERN = 13
@@ -33,10 +34,12 @@ _EMPTY = frozenset(
 )
 
 
-def output_checksums(rank: RankModel, left_out: Collection[str] = ()) -> dict[str, str]:
+def output_checksums(rank: RankModel, left_out: Collection[str] = (), *, inputs: bool = False) -> dict[str, str]:
     """Checksums of the outputs of each layer, and of the model, in order of computation. All ranks call this together.
 
-    Layers in `left_out` have none. Later layers compute with a fixed pattern in the place of their outputs.
+    Layers in `left_out` have none. Later layers compute with a fixed pattern in the place of their outputs. With `inputs`, there
+    are also checksums of each layer's inputs, as ``input of <layer>``, which can be left out, too: that layer then computes with
+    the pattern.
 
     One forward pass runs without attention over earlier tokens, as in vLLM's memory profiling. Attention and state-space kernels
     leave their outputs unfilled in it. A fixed pattern fills these, so that later layers still compute from different values.
@@ -53,6 +56,9 @@ def output_checksums(rank: RankModel, left_out: Collection[str] = ()) -> dict[st
         if not any(True for _ in module.children()):
             hook = _pattern_instead if name in left_out else _recorder(checksums, name)
             hooks.append(module.register_forward_hook(hook))
+            before = f"{INPUT}{name}"
+            if inputs or before in left_out:
+                hooks.append(module.register_forward_pre_hook(_before(checksums, before, left_out), with_kwargs=True))
     count = _token_count(rank.config)
     tokens = torch.arange(count, device=rank.device)
     try:
@@ -127,6 +133,17 @@ def _fill(memory: torch.Tensor) -> None:
         flat[repeated:].copy_(pattern[: flat.numel() - repeated])
     else:
         memory.zero_()
+
+
+def _before(checksums: dict[str, str], name: str, left_out: Collection[str]) -> Any:
+    def look(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        given = [*args, *kwargs.values()]
+        if name in left_out:
+            _pattern_instead(module, args, given)
+        else:
+            checksums[name] = _checksum(given)
+
+    return look
 
 
 def _pattern_instead(module: torch.nn.Module, inputs: Any, output: Any) -> None:  # noqa: ARG001 - torch's signature

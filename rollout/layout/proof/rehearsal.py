@@ -3,8 +3,8 @@
 Two made-up versions, which differ in every element, are each loaded into a fresh model by vLLM's ordinary loading. One of these
 models then gets the other version, and its own again, by the write method under test. Every parameter, buffer and other tensor
 must equal, bit for bit, the result of the ordinary load, and every layer must compute the same. A tensor that stays stale cannot
-pass, because the ordinary loads differ in everything that depends on a weight. A layer that does not compute the same twice in
-one model proves nothing: its output is left out, and replaced by a pattern for the layers after it.
+pass, because the ordinary loads differ in everything that depends on a weight. What is not computed the same twice in one model
+proves nothing: it is left out, and replaced by a pattern for the layers after it.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Rehearsal:
         self.stale_views: Sequence[StaleView] = ()
         """Views that a load of their layer leaves stale; known after `first_mismatch`."""
         self._unsteady: set[str] = set()
-        """Layers that do not compute the same twice."""
+        """Layers whose outputs, or whose inputs (``input of <layer>``), are not computed the same twice."""
 
     def first_mismatch(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
         """Compare models written by `method` with ordinary loads. Returns the first rank's mismatch, or None.
@@ -113,7 +113,7 @@ class Rehearsal:
         return mismatch
 
     def _find_unsteady(self, fresh: FreshModel) -> str | None:
-        """Find the layers that do not compute the same twice. Returns the first rank's mismatch, or None."""
+        """Find what is not computed the same twice. Returns the first rank's mismatch, or None."""
         while self._computes:
             runs: list[dict[str, str]] = []
             mismatch = self._on_all_ranks(partial(self._run_twice, fresh, runs))
@@ -124,16 +124,17 @@ class Rehearsal:
                 break
             self._unsteady |= found
         if self._unsteady:
-            layers = ", ".join(sorted(self._unsteady))
-            logger.warning("weightlane: %s does not compute the same twice, so it is not compared", layers)
+            logger.warning(
+                "weightlane: not computed the same twice, and so not compared: %s", ", ".join(sorted(self._unsteady))
+            )
         return None
 
     def _run_twice(self, fresh: FreshModel, runs: list[dict[str, str]]) -> None:
-        runs += [self._outputs(fresh), self._outputs(fresh)]
+        runs += [self._outputs(fresh, inputs=True), self._outputs(fresh, inputs=True)]
 
-    def _outputs(self, fresh: FreshModel) -> dict[str, str]:
+    def _outputs(self, fresh: FreshModel, *, inputs: bool = False) -> dict[str, str]:
         try:
-            return output_checksums(fresh.rank, self._unsteady)
+            return output_checksums(fresh.rank, self._unsteady, inputs=inputs)
         except Exception as cause:
             raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_described(cause)}") from cause
 

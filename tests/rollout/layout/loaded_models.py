@@ -132,9 +132,10 @@ def forced(way: str) -> Iterator[None]:
 def odd_layers(hidden: str, unsteady: str) -> Iterator[None]:
     """Inside, layers of one name compute from a copy of their weight that nobody sees, made when they are loaded.
 
-    Those of the other name never compute the same twice.
+    Those of the other name never compute the same twice; with ``between``, what lies before `down_proj` does not.
     """
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.models.llama import LlamaMLP
 
     process, compute = UnquantizedLinearMethod.process_weights_after_loading, UnquantizedLinearMethod.apply
     kernels: dict[int, torch.Tensor] = {}
@@ -150,7 +151,14 @@ def odd_layers(hidden: str, unsteady: str) -> Iterator[None]:
         computed = compute(self, layer, x, bias)
         return computed + next(calls) if unsteady and layer.prefix.endswith(unsteady) else computed
 
-    with mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply):
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        activated = self.act_fn(self.gate_up_proj(x)[0])
+        return self.down_proj(activated + next(calls) if unsteady == "between" else activated)[0]
+
+    with (
+        mock.patch.multiple(UnquantizedLinearMethod, process_weights_after_loading=pack, apply=apply),
+        mock.patch.object(LlamaMLP, "forward", forward),
+    ):
         yield
 
 

@@ -109,9 +109,9 @@ def test_versions_that_are_written_bucket_after_bucket_are_what_a_fresh_load_mak
 def test_a_layer_that_computes_from_a_hidden_copy_is_found_out_and_loaded_by_vllm_as_its_tensors_become_complete(
     process: Program, tmp_path: Path
 ) -> None:
-    """Also behind a layer that never computes the same twice, which is no reason for anything."""
+    """Also behind what is never computed the same twice, which is no reason for anything."""
     model = str(make_architecture("llama", tmp_path))
-    for unsteady in ("", "gate_up_proj"):
+    for unsteady in ("", "gate_up_proj", "between"):
         answer = process.call("in_place", model, "float32", 4096, "down_proj", unsteady)
         assert answer["way"] == "reload"
         assert "layers.0.mlp.down_proj does not compute what it computes after an ordinary load" in answer["why"]

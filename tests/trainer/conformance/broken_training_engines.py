@@ -132,12 +132,7 @@ class TakesAnyMiniBatch(TemplateTrainingEngine):
 class AddsEqualMiniBatches(TemplateTrainingEngine):
     """A batch that is a mini-batch of its own is taken for a part of one with the same counts."""
 
-    def _same_denominators(
-        self,
-        begun: toolkit.LossDenominators | None,
-        batch: toolkit.TokenBatch,
-        denominators: toolkit.LossDenominators | None,
-    ) -> toolkit.LossDenominators:
+    def _same_denominators(self, begun: Any, batch: toolkit.TokenBatch, denominators: Any) -> toolkit.LossDenominators:
         return super()._same_denominators(begun, batch, denominators or toolkit.LossDenominators.of(batch))
 
 

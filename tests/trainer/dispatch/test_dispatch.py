@@ -289,7 +289,7 @@ def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> 
 
 
 def test_a_call_that_waits_for_earlier_ones_has_its_whole_time_after_them() -> None:
-    limit = CallLimit(10.0, "trainer ranks")
+    limit = CallLimit(10.0, "trainer ranks", "trainer.call_timeout_s")
 
     async def answer(seconds: float) -> list[Any]:
         await asyncio.sleep(seconds)

@@ -243,6 +243,13 @@ def test_a_fixed_part_of_memory_is_not_taken_for_tokens_and_what_fitted_fits() -
     for _ in range(20):
         estimate.learn([item(4000)], (1 << 30) + 3000 * 4000, gradient=True)
     assert predicted(4000) <= (1 << 30) + 3000 * 4000, "that is what it took"
+    another = MemoryEstimate([512, 512], 2, vocabulary=1000, hidden=64)
+    another.learn([item(100)], 10**6, gradient=True)
+    told = [estimate.to_plain(), another.to_plain()]
+    for each in (estimate, another):
+        each.raise_to(told)
+    alike = [[each.of(item(tokens), gradient=True) for tokens in (10, 100, 4000)] for each in (estimate, another)]
+    assert alike[0] == alike[1], "or ranks would plan other micro-batches, and wait for each other"
     for _ in range(20):
         estimate.learn([item(2000)], 1000 * 2000, gradient=True)
         estimate.learn([item(500)], 1000 * 500, gradient=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,7 @@ from weightlane.ckpt_engines import (
     VersionFiles,
 )
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
+from weightlane.ckpt_engines.engines.filesystem.partial_file import PartialFile
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 
@@ -294,3 +296,32 @@ def uploads(place: Place) -> list[str]:
     name, _, prefix = place.root.partition("/")
     found = place.fs.call_s3("list_multipart_uploads", Bucket=name, Prefix=prefix)
     return [upload["Key"] for upload in found.get("Uploads", [])]
+
+
+def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(tmp_path: Path) -> None:
+    sender, _ = connect({"path": str(tmp_path)})
+    begin_parts(sender)
+    send_bucket(sender, part(1))
+    with pytest.raises(ProtocolError, match="bucket 1 of it is missing"):
+        sender.commit_version(1, {}, soon())
+    publish(sender, 2, 100)
+    begin_parts(sender)
+    send_bucket(sender, part(1))
+    sender.close()
+    assert place_of(tmp_path).files() == sorted(["latest.json", *version_files("session-1/sender-0/v2", 1)])
+
+
+def test_giving_up_a_file_takes_no_longer_than_the_deadline_where_the_store_does_not_answer() -> None:
+    answers, gone = threading.Event(), threading.Event()
+
+    class Stuck(PartialFile):
+        write = finish = None  # type: ignore[assignment]
+
+        def discard(self) -> None:
+            answers.wait(HANG_S)
+            gone.set()
+
+    StoreDirectory("memory://stuck").discard(Stuck("x"), "sender", Deadline.after(0.1))
+    assert not gone.is_set()
+    answers.set()
+    assert gone.wait(HANG_S)
