@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import difflib
 import re
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -26,6 +25,7 @@ from .errors import (
 )
 from .faulty.engine import PREFIX as FAULTY
 from .faulty.engine import faulty
+from .runtime.daemon_threads import within
 
 GROUP = "weightlane.ckpt_engines"
 LISTING_LIMIT_S = 30.0
@@ -35,7 +35,6 @@ _PART = "engine registry"
 NAME_RULE = "A name begins with a lower-case letter, followed by lower-case letters, digits, - and _."
 _AUTHOR = "Ask its author, or install a release made for this weightlane."
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +148,7 @@ class CheckpointEngineRegistry:
                 return f"its module raised {type(error).__name__}: {error}"
 
         try:
-            unavailable = _bounded(reason, LISTING_LIMIT_S)
+            unavailable = within(LISTING_LIMIT_S, reason)
         except TimeoutError:
             what = "its availability check" if capabilities else "the import of its module"
             unavailable = f"{what} had not ended after {LISTING_LIMIT_S:g} s"
@@ -198,20 +197,6 @@ def why_unavailable(cls: type[CheckpointEngine]) -> str | None:
             hint=_AUTHOR,
         )
     return reason
-
-
-def _bounded(function: Callable[[], _T], limit_s: float) -> _T:
-    """Run `function`, which never raises, in a thread of its own, and return its result.
-
-    Raises `TimeoutError` after `limit_s` seconds; the thread is then abandoned.
-    """
-    outcome: list[_T] = []
-    thread = threading.Thread(target=lambda: outcome.append(function()), daemon=True, name="weightlane engine listing")
-    thread.start()
-    thread.join(limit_s)
-    if not outcome:
-        raise TimeoutError
-    return outcome[0]
 
 
 def _distribution(entry_point: EntryPoint) -> str:

@@ -1,4 +1,4 @@
-"""`DaemonThreads`: a pool of threads that does not delay the end of the program."""
+"""Daemon threads: a pool that does not delay the end of the program, and `within`, a call into a library that may hang."""
 
 from __future__ import annotations
 
@@ -82,3 +82,32 @@ def _work(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
                 future.set_exception(error)
         del call, future, function  # keep no reference while waiting for the next call
         idle.release()
+
+
+def within(seconds: float, call: Callable[[], T]) -> T:
+    """Run `call` in a thread of its own. Return its result, or raise its exception.
+
+    ``SystemExit`` and other exceptions of `call` that are no `Exception` are raised as `RuntimeError`, so that callers can tell
+    them from Ctrl-C and SIGTERM, which end the wait.
+
+    Raises `TimeoutError` after `seconds`; the thread is then abandoned.
+    """
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    for error in errors:
+        if isinstance(error, Exception):
+            raise error
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    if not outcome:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+    return outcome[0]

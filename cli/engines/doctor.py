@@ -16,9 +16,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines.runtime.daemon_threads import within
 
 from ..extras import COMMANDS, extras_of_users, how_to_install_extra, library_of, listed_by, members
-from ..run.bounded_call import within
 
 _PROBE_S = 300.0
 """Longest time of one probe; that of engines includes the checks of all of them. A hanging library costs only its own row."""

@@ -12,9 +12,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError, registry
+from weightlane.ckpt_engines.runtime.daemon_threads import within
 
 from ..extras import how_to_install, library_of
-from ..run.bounded_call import within
 
 Listing = dict[str, Any]
 """An engine as JSON-representable data: ``name``, ``distribution``, ``unavailable`` (a reason, or None), and for a checkpoint

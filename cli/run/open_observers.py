@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
+from weightlane.ckpt_engines.runtime.daemon_threads import within
 from weightlane.plugins import RunHooks, make_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV, reported_in
 from weightlane.plugins.prometheus import PROMETHEUS_TOKEN_ENV, PrometheusObserver
@@ -20,7 +21,6 @@ from weightlane.plugins.trace.part import parts_dir
 from weightlane.plugins.trackers import TRACKERS, TrackerObserver
 
 from ..config.run_config import ObserversSection
-from .bounded_call import within
 
 _TRACKER_S = 120.0
 """Longest time that a tracker may take to begin its run, and to upload the rest of it at the end."""
