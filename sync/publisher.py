@@ -25,7 +25,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
-from .config import CodecPolicy, Integrity, Quantise, Relay
+from .config import CodecPolicy, Integrity, Quantise, Relay, check_settings
 from .control.messages import Connect, EngineTraits, Full, Go, Message
 from .control.participant import JOIN_THREAD_S, Participant
 from .control.rendezvous import RendezvousAddress
@@ -78,7 +78,8 @@ class Publisher(Participant):
     Raises:
         StorageError: There is no room for the snapshot in the engine's memory.
         ManifestError: The ranks together do not hold every element, or this rank's shards are not those of its placement.
-        ConfigError: Nothing can be quantised, the engine cannot send the parameters' memory, or its receivers cannot relay.
+        ConfigError: `SyncConfig` does not allow a setting's value, nothing can be quantised, the engine cannot send the
+            parameters' memory, or its receivers cannot relay.
     """
 
     def __init__(
@@ -99,6 +100,15 @@ class Publisher(Participant):
         relay: Relay = "off",
         hooks: RunHooks | None = None,
     ) -> None:
+        check_settings(
+            name,
+            deadline_s=deadline_s,
+            integrity=integrity,
+            quantise=quantise,
+            codec=codec,
+            full_every=full_every,
+            relay=relay,
+        )
         shards = without_aliases(shards)
         self._live = list({id(live): live for shard in shards for live in shard.live}.values())
         contribution = Contribution(

@@ -7,7 +7,7 @@ import queue
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
     ClosedError,
     CommitError,
+    ConfigError,
     Deadline,
     ManifestError,
     ReceiverLink,
@@ -95,6 +96,10 @@ class Subscriber(Participant):
         device: torch.device | None = None,
         hooks: RunHooks | None = None,
     ) -> None:
+        if commit not in get_args(CommitMode):
+            raise ConfigError(
+                f"commit is {commit!r}, and can be {' or '.join(map(repr, get_args(CommitMode)))}.", part=name
+            )
         engine = CheckpointEngineRegistry().create(backend, options)
         super().__init__(name, rendezvous, hooks)
         self._engine = engine

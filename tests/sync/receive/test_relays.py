@@ -136,9 +136,17 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(
     assert [run.rank(number).call("live_digest") for number in (0, 2, 3)] == [expected(4)] * 3
 
 
-def test_an_engine_whose_receivers_cannot_relay_is_refused(hop: MakeHop) -> None:
-    with pytest.raises(ConfigError, match="receivers of shm cannot relay"):
-        hop("shm", *LAYOUTS["one rank"], [EVERYTHING], relay="tree")
+def test_settings_that_could_not_hold_are_refused_before_anything_starts(hop: MakeHop) -> None:
+    for settings, says in (
+        ({"relay": "tree"}, "receivers of shm cannot relay"),
+        ({"relay": "Tree"}, "relay is 'Tree': Input should be 'off', 'chain' or 'tree'"),
+        ({"integrity": "on"}, "integrity is 'on'"),
+        ({"codec": "sparse", "full_every": 0}, "codec is 'sparse'.*; full_every is 0"),
+        ({"quantise": "FP8"}, "quantise is 'FP8'"),
+        ({"commit": "in-place"}, "commit is 'in-place', and can be 'staged' or 'in_place'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            hop("shm", *LAYOUTS["one rank"], [EVERYTHING], **settings)
 
 
 def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
