@@ -71,6 +71,9 @@ class BetweenRequestQueue:
         except WorkerDiedError as error:
             task.done.set_exception(error)
             raise
+        except asyncio.CancelledError:  # the service ends; the caller must not wait for ever
+            task.done.cancel()
+            raise
         except Exception as error:  # noqa: BLE001 - the caller gets it
             task.done.set_exception(error)
         else:
