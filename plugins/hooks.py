@@ -242,8 +242,8 @@ class RunHooks:
 
         Facts: ``seconds`` (from the call until running requests had their next token), ``waited_s`` (its first part, until the
         engine took the call), ``blocked_s`` (its next part, in which no decode step started), ``load_s`` (replacing weights, a
-        part of the blocked time), ``in_flight`` (running requests), ``max_token_gap_s`` (longest wait for a token across the
-        commit).
+        part of the blocked time), ``in_flight`` (running requests), ``recomputed_tokens`` (of theirs, which prefill again),
+        ``max_token_gap_s`` (longest wait for a token across the commit).
         """
         self._call("replica_committed", replica=replica, version=version, facts=facts)
 

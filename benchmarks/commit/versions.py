@@ -6,8 +6,8 @@
 A replica decodes for --requests requests that follow one another. A trainer's process beside it only changes 1 % of the weights,
 publishes them, and waits --between-s after every version. In every round each engine has its turn, and so has the *blocking*
 method of a program that has only vLLM: pause it, write all weights to a file in memory, load them by vLLM's layerwise reload,
-resume; trainer, rollout and latency lose the same time to it. Before each turn, tokens are counted for a while without versions.
-The first version of a turn is not counted.
+resume; trainer, rollout and latency lose the same time to it. Before each turn, tokens are counted for a while without versions,
+and how long each request waits for its next one. The first version of a turn is not counted.
 
 Without --layers the model has 0.6 M parameters, and nothing is limited by bytes. With --layers it has Qwen3-0.6B's width. --kv is
 `rollout.kv_on_commit`: with *recompute*, the default of a run, requests in flight prefill again after every version; *keep* shows
@@ -83,12 +83,26 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding:
+    """How vLLM decoded for a while: tokens per second, and the seconds that requests waited for each next token, sorted."""
+
+    tokens_per_s: float
+    gaps_s: Sequence[float]
+
+    def gap_s(self, share: float) -> float:
+        """The gap that so large a share of all gaps does not exceed."""
+        return self.gaps_s[round(share * (len(self.gaps_s) - 1))]
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
-    """Costs of each version of a turn, and decoded tokens per second before it and during it."""
+    """Costs of each version of a turn, and how vLLM decoded before it and during it."""
 
     costs: Sequence[Cost]
-    alone_per_s: float
-    meanwhile_per_s: float
+    alone: Decoding
+    meanwhile: Decoding
+    recomputed_tokens: float
+    """Tokens per version that requests in flight prefilled again."""
 
 
 class Measured:
@@ -97,8 +111,24 @@ class Measured:
     def __init__(self, worker: LocalReplica, sender: Worker, directory: Path, options: argparse.Namespace) -> None:
         self._worker, self._sender, self._directory, self._options = worker, sender, directory, options
         self._versions, self._rows = itertools.count(1), itertools.count()
+        self._gaps_s: list[float] = []
+        self._watch_tokens()
         self._left: Callable[[], Any] | None = None
         """Ends the connection measured last: when the replica has gone over to the next, or is gone itself."""
+
+    def _watch_tokens(self) -> None:
+        """Note how long every request waits for each next token."""
+        clock, last_s = self._worker.clock, dict[str, float]()
+        arrived = clock.arrived
+
+        def watched(request_id: str, tokens: int) -> None:
+            arrived(request_id, tokens)
+            now = time.monotonic()
+            if (before := last_s.get(request_id)) is not None:
+                self._gaps_s.append(now - before)
+            last_s[request_id] = now
+
+        clock.arrived = watched  # type: ignore[method-assign]
 
     @contextlib.asynccontextmanager
     async def decoding(self) -> AsyncIterator[None]:
@@ -124,7 +154,7 @@ class Measured:
 
     async def turn(self, method: str) -> Turn:
         """Count tokens without versions, then carry versions by `method`, one after the other."""
-        alone = await self._tokens_per_s(asyncio.sleep(ALONE_S))
+        alone = await self._decoded(asyncio.sleep(ALONE_S))
         carry = self.block if method == BLOCKING else await self.connected(method)
         await carry()  # not counted
         costs: list[Cost] = []
@@ -134,12 +164,16 @@ class Measured:
                 costs.append(await carry())
                 await asyncio.sleep(self._options.between_s)
 
-        return Turn(costs, alone, await self._tokens_per_s(versions()))
+        before = self._worker.stats().recomputed_tokens
+        meanwhile = await self._decoded(versions())
+        return Turn(costs, alone, meanwhile, (self._worker.stats().recomputed_tokens - before) / len(costs))
 
-    async def _tokens_per_s(self, meanwhile: Awaitable[None]) -> float:
+    async def _decoded(self, meanwhile: Awaitable[None]) -> Decoding:
         before, began = self._worker.stats().tokens, time.monotonic()
+        self._gaps_s.clear()
         await meanwhile
-        return (self._worker.stats().tokens - before) / (time.monotonic() - began)
+        per_s = (self._worker.stats().tokens - before) / (time.monotonic() - began)
+        return Decoding(per_s, sorted(self._gaps_s))
 
     async def connected(self, engine: str) -> Callable[[], Awaitable[Cost]]:
         """Connect the trainer's process to the replica by `engine`, in the place of what was before.
@@ -263,14 +297,21 @@ async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, l
 
 
 def row_of(method: str, turns: Sequence[Turn]) -> dict[str, Any]:
-    """A method's figures: median and 95th percentile of each cost in seconds, and the tokens per second that were kept."""
+    """A method's figures: median and 95th percentile of each cost in seconds, and how vLLM decoded before and meanwhile."""
     costs = [cost for turn in turns for cost in turn.costs]
     row: dict[str, Any] = {"method": method, "versions": len(costs)}
     for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s"):
         seconds = sorted(getattr(cost, name) for cost in costs)
         row[name] = {**spread(seconds), "p95": seconds[round(0.95 * (len(seconds) - 1))]}
-    row["alone_tokens_per_s"] = spread(turn.alone_per_s for turn in turns)
-    row["share"] = spread(turn.meanwhile_per_s / turn.alone_per_s for turn in turns)
+    row["alone_tokens_per_s"] = spread(turn.alone.tokens_per_s for turn in turns)
+    row["share"] = spread(turn.meanwhile.tokens_per_s / turn.alone.tokens_per_s for turn in turns)
+    if method != BLOCKING:  # a commit counts them, vLLM's own pause does not
+        row["recomputed_tokens"] = spread(turn.recomputed_tokens for turn in turns)
+    for name, share in (("median", 0.5), ("p99", 0.99), ("max", 1.0)):
+        row[f"gap_{name}_s"] = {
+            "alone": spread(turn.alone.gap_s(share) for turn in turns),
+            "meanwhile": spread(turn.meanwhile.gap_s(share) for turn in turns),
+        }
     return row
 
 
@@ -281,11 +322,22 @@ def text(report: Report) -> str:
         costs = [row[name] for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s")]
         times = [f"{1e3 * cost['median']:.1f} ({1e3 * cost['p95']:.1f})" for cost in costs]
         share = "{median:.2f} ({min:.2f} to {max:.2f})".format(**row["share"]) if "share" in row else ""
-        rows.append([row["method"], row["versions"], *times, share])
+        gaps = [
+            " / ".join(f"{1e3 * row[f'gap_{name}_s'][when]['median']:.0f}" for name in ("median", "p99", "max"))
+            if "gap_max_s" in row
+            else ""
+            for when in ("alone", "meanwhile")
+        ]
+        again = f"{row['recomputed_tokens']['median']:.0f}" if "recomputed_tokens" in row else ""
+        rows.append([row["method"], row["versions"], *times, share, *gaps, again])
     about = (
-        f"{report['payload_bytes'] / 1e6:.1f} MB, {report['requests']} requests in flight; milliseconds, median (p95):"
+        f"{report['payload_bytes'] / 1e6:.1f} MB, {report['requests']} requests in flight, caches:"
+        f" {report.get('kv', 'recompute')}; milliseconds, median (p95), next token: median / p99 / longest:"
     )
-    columns = ("method", "versions", "trainer blocked", "rollout blocked", "latency", "tokens/s, share of those before")
+    columns = (
+        "method", "versions", "trainer blocked", "rollout blocked", "latency", "tokens/s, share of those before",
+        "next token before", "next token meanwhile", "tokens prefilled again per version",
+    )  # fmt: skip
     return f"{about}\n\n{table(columns, rows)}"
 
 

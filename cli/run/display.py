@@ -164,6 +164,10 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
     table.add_row("versions committed", f"{summary.versions_committed}{aborted}")
     table.add_row("training and generation overlap", f"{summary.overlap_share:.0%} of wall time")
     table.add_row("largest token gap over a commit", f"{1e3 * summary.max_token_gap_s:.0f} ms")
+    table.add_row(
+        "tokens prefilled again after commits",
+        f"{summary.recomputed_tokens}, {summary.recomputed_tokens / max(1, summary.generated_tokens):.2f} per generated token",
+    )
     for name, figures in (
         ("trainer blocked per version", summary.trainer_blocked_s),
         ("rollout blocked per version", summary.rollout_blocked_s),

@@ -69,7 +69,9 @@ async def commit_version(
     figures = await _update(engine, config, {**(more or {}), "version": version}, version, trusted=trusted)
     clock.commit_ends(version)
     waited_s = time.monotonic() - began - figures["blocked_s"]
-    return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight)
+    recomputed = int(figures["recomputed_tokens"])
+    clock.recomputed_tokens += recomputed
+    return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight, recomputed)
 
 
 async def roll_back(

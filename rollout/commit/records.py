@@ -43,6 +43,8 @@ class CommitReport:
     """Seconds before `blocked_s`: until the call reached the engine and the engine began to handle it."""
     in_flight: int
     """Requests that were generating when the commit began. `RolloutStats.commit_gaps_s` has their longest wait for a token."""
+    recomputed_tokens: int
+    """Tokens of requests in flight, of prompts and completions, that prefill again because their caches were dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class RolloutStats:
     """Seconds in which at least one request was in flight."""
     blocked_s: float
     """Sum of `CommitReport.blocked_s`."""
+    recomputed_tokens: int
+    """Sum of `CommitReport.recomputed_tokens`."""
     max_token_gap_s: float
     """Longest wait for a next token that spans a commit, over all commits."""
     commit_gaps_s: dict[int, float] = field(default_factory=dict)

@@ -17,6 +17,8 @@ class TokenClock:
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self.tokens = 0
+        self.recomputed_tokens = 0
+        """Tokens that requests in flight prefilled again because of commits."""
         self.gaps_s: dict[int, float] = {}
         """Longest gap that spans the commit of each version."""
         self._last: dict[str, float | None] = {}

@@ -65,8 +65,7 @@ class LocalReplica:
         self._in_flight: dict[str, int] = {}
         """vLLM's id of the adapter that each request computes with, by the request's key; 0 for none."""
         self._serial = itertools.count()
-        self._requests = 0
-        self._commits = 0
+        self._requests, self._commits = 0, 0
         self._blocked_s = 0.0
         self._observed = Observed(name, self.clock)
 
@@ -343,6 +342,7 @@ class LocalReplica:
             commits=self._commits,
             busy_s=self.clock.busy_s,
             blocked_s=self._blocked_s,
+            recomputed_tokens=self.clock.recomputed_tokens,
             max_token_gap_s=max(self.clock.gaps_s.values(), default=0.0),
             commit_gaps_s=dict(self.clock.gaps_s),
         )

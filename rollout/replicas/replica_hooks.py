@@ -63,6 +63,7 @@ class Observed:
                 "blocked_s": report.blocked_s,
                 "load_s": report.load_s,
                 "in_flight": report.in_flight,
+                "recomputed_tokens": report.recomputed_tokens,
                 "max_token_gap_s": gap_s,
                 "seconds": time.perf_counter() - began,
             },

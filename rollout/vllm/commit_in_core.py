@@ -60,7 +60,12 @@ def install() -> None:
 def check_core(core: Any) -> None:
     """Raise the `RemoteFailureError` of a `ConfigError` if `core` lacks something that a commit uses."""
     try:
-        for path in ("scheduler.requests", "model_executor.collective_rpc", "vllm_config.model_config"):
+        for path in (
+            "scheduler.requests",
+            "scheduler.running",
+            "model_executor.collective_rpc",
+            "vllm_config.model_config",
+        ):
             check_attributes(core, path, "the engine core")
         if isinstance(core, EngineCoreProc):  # one in its client's process reads no messages
             check_attributes(core, "input_queue", "the engine core")
@@ -71,8 +76,8 @@ def check_core(core: Any) -> None:
 def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:
     """Make `update` on every rank of `core` between two decode steps. Called by the thread that runs the steps.
 
-    Returns a list with one dictionary of seconds, ``blocked_s`` and ``load_s``. While a step is in progress, returns a future
-    of that list, and vLLM answers its client when the future is done.
+    Returns a list with one dictionary: the seconds ``blocked_s`` and ``load_s``, and ``recomputed_tokens``; see `CommitReport`.
+    While a step is in progress, returns a future of that list, and vLLM answers its client when the future is done.
 
     Raises:
         RemoteFailureError: With the typed error, and whether the old weights are in place.
@@ -114,8 +119,7 @@ def _commit_paused(
     touched = False
     try:
         deadline.check("the decode step in progress to end", part=_PART, hint=_HINT)
-        if options.caches == "recompute":
-            _drop_caches(core)
+        recomputed = _drop_caches(core) if options.caches == "recompute" else 0
         loading = time.monotonic()
         touched = True
         core.model_executor.collective_rpc(update_rank, args=(update,))
@@ -130,7 +134,7 @@ def _commit_paused(
         late = deadline.error("all ranks to replace their weights", part=_PART, hint=_HINT)
         raise _failure(late, intact=False)
     core.resume_scheduler()
-    return [{"blocked_s": time.monotonic() - began, "load_s": loaded - loading}]
+    return [{"blocked_s": time.monotonic() - began, "load_s": loaded - loading, "recomputed_tokens": recomputed}]
 
 
 def update_rank(worker: Any, update: Mapping[str, Any]) -> None:
@@ -145,12 +149,14 @@ def update_rank(worker: Any, update: Mapping[str, Any]) -> None:
     worker.finish_weight_update()
 
 
-def _drop_caches(core: Any) -> None:
-    """Drop what the old weights computed: requests in flight prefill again. Preprocessed inputs stay."""
+def _drop_caches(core: Any) -> int:
+    """Drop what the old weights computed. Preprocessed inputs stay. Returns how many tokens requests in flight prefill again."""
+    dropped: int = sum(request.num_computed_tokens for request in core.scheduler.running)
     if not core.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
         raise RuntimeError("the cache of the KV connector could not be emptied.")
     if core.vllm_config.model_config.is_multimodal_model:
         core.reset_encoder_cache()
+    return dropped
 
 
 def _failure(error: Exception, *, intact: bool) -> RemoteFailureError:

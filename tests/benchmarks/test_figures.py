@@ -52,14 +52,23 @@ def test_a_changed_element_is_one_with_any_other_bit_on_the_wire_and_tied_weight
 def test_costs_of_versions_are_medians_and_the_share_is_of_the_time_just_before(versions: ModuleType) -> None:
     """A machine that slows down during the benchmark does not count."""
     costs = [versions.Cost(0.001 * turn, 0.002 * turn, 0.01 * turn) for turn in range(1, 22)]
-    turns = [versions.Turn(costs, alone, meanwhile) for alone, meanwhile in ((100.0, 90.0), (50.0, 45.0), (10.0, 8.0))]
+    gaps = [0.001 * number for number in range(1, 102)]
+    turns = [
+        versions.Turn(
+            costs, versions.Decoding(alone, gaps), versions.Decoding(meanwhile, [2 * gap for gap in gaps]), 5.0
+        )
+        for alone, meanwhile in ((100.0, 90.0), (50.0, 45.0), (10.0, 8.0))
+    ]
     row = versions.row_of("shm", turns)
     assert row["versions"] == 63
     assert row["trainer_blocked_s"] == {"median": 0.011, "min": 0.001, "max": 0.021, "p95": pytest.approx(0.02)}
     assert row["share"] == {"median": 0.9, "min": 0.8, "max": 0.9}
     settings = {"payload_bytes": 10**6, "requests": 64, "kv": "keep", "threads": 1, "between_s": 0.1}
     shown = versions.text({**settings, "machine": {"cores": 2}, "rows": [row]})
-    assert "| shm | 63 | 11.0 (20.0) | 22.0 (40.0) | 110.0 (200.0) | 0.90 (0.80 to 0.90) |" in shown
+    assert (
+        "| shm | 63 | 11.0 (20.0) | 22.0 (40.0) | 110.0 (200.0) | 0.90 (0.80 to 0.90) | 51 / 100 / 101 | 102 / 200 / 202 | 5 |"
+        in shown
+    )
 
 
 @pytest.mark.parametrize("wrong_turn", [None, 3])
@@ -68,7 +77,9 @@ def test_the_bits_of_every_turn_of_versions_are_compared(versions: ModuleType, w
 
     class Measured:
         async def turn(self, method: str) -> Any:
-            return versions.Turn([versions.Cost(1.0, 2.0, 3.0 if method == "shm" else 6.0)] * 3, 1.0, 1.0)
+            return versions.Turn(
+                [versions.Cost(1.0, 2.0, 3.0 if method == "shm" else 6.0)] * 3, *[versions.Decoding(1.0, [])] * 2, 0.0
+            )
 
         async def differing(self) -> list[str]:
             turns.append("turn")

@@ -212,6 +212,8 @@ class AsyncLoop:
             with suppress(WorkerDiedError):  # a death no longer matters here
                 stats = await rollout.stats()
                 self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
+                self._figures.generated_tokens += stats.tokens
+                self._figures.recomputed_tokens += stats.recomputed_tokens
         self._figures.replicas_lost, self._figures.replicas_replaced = self._fleet.losses, self._fleet.successions
         self._figures.drawn_tokens, self._figures.trained_tokens = self._feeder.drawn.mean, self._trained.mean
         self._figures.dropped_groups, self._figures.failures = self._feeder.dropped_groups, dict(self._failures.counts)

@@ -52,6 +52,14 @@ class RolloutFigures(Protocol):
     def max_token_gap_s(self) -> float:
         """Longest wait for a next token that spans a commit."""
 
+    @property
+    def tokens(self) -> int:
+        """Tokens generated."""
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that requests in flight prefilled again because of commits."""
+
 
 class Rollout(Protocol):
     """A rollout replica that generates."""

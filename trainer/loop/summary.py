@@ -45,6 +45,10 @@ class RunSummary:
     """Share of the training's wall time in which a trainer and a rollout were busy at once."""
     max_token_gap_s: float
     """Longest wait for a next token that spans a commit."""
+    generated_tokens: int
+    """Tokens that the replicas which live at the end have generated."""
+    recomputed_tokens: int
+    """Tokens that their requests in flight prefilled again because commits dropped their caches; 0 if caches are kept."""
     wall_s: float
     trainer_blocked_s: Quantiles
     """Publish plus fence, by version."""
@@ -79,6 +83,8 @@ class RunSummary:
             "versions_committed": self.versions_committed,
             "overlap_share": self.overlap_share,
             "max_token_gap_s": self.max_token_gap_s,
+            "generated_tokens": self.generated_tokens,
+            "recomputed_tokens": self.recomputed_tokens,
             "wall_s": self.wall_s,
             "replicas_lost": self.replicas_lost,
             "replicas_replaced": self.replicas_replaced,
@@ -112,6 +118,8 @@ class RunFigures:
     accuracy_after: float | None = None
     overlap_share: float = 0.0
     max_token_gap_s: float = 0.0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
     wall_s: float = 0.0
     synchronous_update_s: list[float] = field(default_factory=list)
     replicas_lost: int = 0
@@ -136,6 +144,8 @@ class RunFigures:
             versions_aborted=len(self.times.aborted),
             overlap_share=self.overlap_share,
             max_token_gap_s=self.max_token_gap_s,
+            generated_tokens=self.generated_tokens,
+            recomputed_tokens=self.recomputed_tokens,
             wall_s=self.wall_s,
             trainer_blocked_s=Quantiles.of(self.times.trainer_blocked_s()),
             rollout_blocked_s=Quantiles.of(self.times.rollout_blocked_s),

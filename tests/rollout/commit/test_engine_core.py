@@ -27,6 +27,7 @@ class Core:
         """A pause that waits for the step under way; None while there is none."""
         self.input_queue: queue.Queue[Any] = queue.Queue()
         self.model_executor = self
+        self.scheduler = SimpleNamespace(requests={}, running=[SimpleNamespace(num_computed_tokens=n) for n in (5, 2)])
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
         self._exchange = exchange
 
@@ -36,9 +37,9 @@ class Core:
         return self.under_way
 
     def reset_prefix_cache(self, reset_running_requests: bool, reset_connector: bool) -> bool:
-        assert reset_running_requests
-        assert reset_connector
+        assert (reset_running_requests, reset_connector) == (True, True)
         self.done.append("drop prefixes")
+        self.scheduler.running.clear()
         return True
 
     def reset_encoder_cache(self) -> None:
@@ -69,9 +70,10 @@ def test_caches_are_dropped_before_and_tokens_stamped_after_the_exchange(commit_
     [figures] = commit_in_core(core, UPDATE)
     assert core.done == ["pause", "drop prefixes", "drop encodings", "exchange", "stamp 7", "resume"]
     assert 0.0 <= figures["load_s"] <= figures["blocked_s"]
+    assert figures["recomputed_tokens"] == 7, "counted before the scheduler gives them up"
     kept = Core()
-    commit_in_core(kept, {"version": 7, "engine_commit": {"weight_version": "7", "caches": "keep"}})
-    assert kept.done == ["pause", "exchange", "stamp 7", "resume"]
+    [figures] = commit_in_core(kept, {"version": 7, "engine_commit": {"weight_version": "7", "caches": "keep"}})
+    assert (kept.done, figures["recomputed_tokens"]) == (["pause", "exchange", "stamp 7", "resume"], 0)
 
 
 def test_only_an_engine_that_names_weightlane_works_otherwise_and_it_is_looked_at_when_it_connects(
@@ -95,12 +97,12 @@ def test_only_an_engine_that_names_weightlane_works_otherwise_and_it_is_looked_a
         ("nccl", ("update_weights", None, (), update, 3)),
         ("weightlane", ["committed", UPDATE]),
     ):
-        transfer = None if backend is None else SimpleNamespace(backend=backend)
-        core.vllm_config.weight_transfer_config = transfer
+        core.vllm_config.weight_transfer_config = backend and SimpleNamespace(backend=backend)
         assert EngineCore.collective_rpc(core, "update_weights", kwargs=update, new=3) == answer
+    scheduler = core.__dict__.pop("scheduler")
     with pytest.raises(RemoteFailureError, match=r"the engine core of this vLLM.* has no scheduler\.requests"):
         EngineCore.collective_rpc(core, "init_weight_transfer_engine")
-    core.scheduler = SimpleNamespace(requests={})
+    core.scheduler = scheduler
     assert EngineCore.collective_rpc(core, "init_weight_transfer_engine")[0] == "init_weight_transfer_engine"
 
 
@@ -110,9 +112,8 @@ def test_a_step_under_way_ends_first_and_the_core_is_woken_after(commit_in_core:
     answer = commit_in_core(core, UPDATE)
     assert core.done == ["pause"]
     core.under_way.set_result(None)
-    assert answer.result(0)[0].keys() == {"blocked_s", "load_s"}
-    assert core.done[-1] == "resume"
-    assert core.input_queue.get_nowait()[0].name == "WAKEUP"
+    assert answer.result(0)[0].keys() == {"blocked_s", "load_s", "recomputed_tokens"}
+    assert (core.done[-1], core.input_queue.get_nowait()[0].name) == ("resume", "WAKEUP")
 
 
 def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_so(
@@ -122,8 +123,7 @@ def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_
     core.reset_prefix_cache = lambda **_: False  # type: ignore[method-assign]
     with pytest.raises(RemoteFailureError, match="KV connector") as raised:
         commit_in_core(core, UPDATE)
-    assert raised.value.failure.intact
-    assert core.done == ["pause", "resume"]
+    assert (raised.value.failure.intact, core.done) == (True, ["pause", "resume"])
     untouched = Core()
     with pytest.raises(RemoteFailureError, match="weight_version") as refused:
         commit_in_core(untouched, {"version": 7, "engine_commit": {}})
@@ -155,5 +155,4 @@ def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_a
     core.under_way.set_result(None)
     with pytest.raises(RemoteFailureError) as before:
         answer.result(0)
-    assert before.value.failure.intact
-    assert core.done == ["pause", "resume"]
+    assert (before.value.failure.intact, core.done) == (True, ["pause", "resume"])

@@ -42,6 +42,7 @@ def test_requests_in_flight_switch_models_exactly_where_their_version_stamps_say
     report = setup.replica.report
     assert report.in_flight == 4
     assert 0.0 < report.load_s < report.blocked_s
+    assert report.recomputed_tokens >= sum(len(prompt) for prompt, _ in completions)
     assert setup.replica.stats().commit_gaps_s[report.version] > 0.0
     for prompt, completion in completions:
         assert completion.versions[0] == old

@@ -219,7 +219,7 @@ class LiveRollout:
         return answers if bad is None else [bad, *answers[1:]]
 
     async def stats(self) -> Any:
-        return SimpleNamespace(max_token_gap_s=0.0)
+        return SimpleNamespace(max_token_gap_s=0.0, tokens=0, recomputed_tokens=0)
 
     async def watch(self) -> NoReturn:
         await self.gone.wait()
