@@ -30,6 +30,8 @@ def test_a_plan_is_reported_in_bytes_links_and_words() -> None:
     assert found["busiest_receiver"]["seconds"] == pytest.approx(found["busiest_receiver"]["bytes"] / 2e9)
     assert found["busiest_sender"]["seconds"] is None
     assert found["relayed_lanes"] == found["lanes"]
+    broadcast = report("plan-shape", *layouts[:5], "--engine", "nccl")
+    assert broadcast["busiest_sender"]["bytes"] < broadcast["payload_bytes"] / 8 * 1.1
     result = run("plan-shape", *layouts)
     assert result.exit_code == 0, result.stderr
     assert "8 trainer ranks to 4 rollout ranks in 2 replica" in result.stdout
@@ -42,6 +44,7 @@ def test_a_plan_is_reported_in_bytes_links_and_words() -> None:
         (["plan-shape", "7b"], "'7b' is no shape that is known. Known: 30b, 235b, 1t. The plan of a run"),
         (["plan", "nowhere.toml"], "there is no configuration file nowhere.toml"),
         (["plan-shape", "30b", "--trainer", "pp2 zz4"], "'zz4' is no part of a layout. Write it like pp8 ep32"),
+        (["plan-shape", "30b", "--engine", "shm"], "shm does not send lanes to rollout ranks. Leave out --engine"),
         (["plan-shape", "30b", "--trainer", "ep7"], "128 experts are not shared by 7 ranks. Change ep of --trainer."),
     ],
 )
