@@ -158,7 +158,8 @@ class DeviceGroup:
         NCCL and HCCL connect two ranks in the call that starts their first transfer. That call blocks the host thread until the
         other rank makes the same call, without a limit. An abort from another thread does not end it: torch then polls a
         communicator that is gone, for half an hour. Seen with NCCL 2.28 and torch 2.11 on an H200. So all pairs connect here,
-        where such a wait is bounded, and no later call of a half waits for a peer.
+        where such a wait is bounded, and no later call of a half waits for a peer. One byte is enough for later broadcasts: NCCL
+        has one algorithm for them, the ring (``ncclTopoTuneModel``). All-gathers would connect anew at another size.
         """
         try:
             self._finish([self._byte(0, None)], "the first collective of the group", deadline)
