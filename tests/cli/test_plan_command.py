@@ -68,8 +68,9 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     # Norms and, with one key and value head for two ranks, keys and values are needed by both; most is by one.
     assert payload < found["crossing_bytes"] / 2 < 1.2 * payload
     assert found["busiest_sender"]["seconds"] == pytest.approx(found["busiest_sender"]["bytes"] / 125e6)
-    (note,) = found["notes"]
-    assert "sync.codec = delta" in note
+    codec, broadcast = found["notes"]
+    assert "sync.codec = delta" in codec
+    assert "broadcast lane" in broadcast
     assert len(list(cache.iterdir())) == 1
     assert not (tmp_path / "run").exists()
     in_a_store = ["--set", "checkpoint_engine.backend=filesystem", "--set", "trainer.ranks=2"]
