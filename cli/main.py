@@ -199,6 +199,9 @@ def plan_shape(
     relay: Annotated[
         Literal["off", "chain", "tree"], typer.Option(help="How rollout ranks relay, as with sync.relay.")
     ] = "off",
+    engine: Annotated[
+        str, typer.Option(help="Checkpoint engine between hosts; by default one that sends to each receiver.")
+    ] = "",
     sender_gbps: SenderSpeedOption = 0.0,
     receiver_gbps: ReceiverSpeedOption = 0.0,
     links: LinksOption = 5,
@@ -208,7 +211,7 @@ def plan_shape(
     from .commands.plan import print_plan, shape_report
 
     report = shape_report(
-        shape, trainer, rollout, wire, relay, sender_gbps=sender_gbps, receiver_gbps=receiver_gbps, links=links
+        shape, trainer, rollout, wire, relay, engine, sender_gbps=sender_gbps, receiver_gbps=receiver_gbps, links=links
     )
     print_plan(report, as_json=as_json)
 

@@ -45,6 +45,12 @@ class Bucket:
     follows the writing of the bytes, on a receiver the last use of the memory. None on a CPU, where both have ended."""
     to_all: bool = True
     """Whether the bucket is sent to every receiver of the connection, so that one broadcast may carry it. Set on both sides."""
+    receiver_set: int | None = None
+    """Index in `Topology.receiver_sets` of the set whose members get the bucket; None if the bucket's receivers are no such set.
+    Set on both sides."""
+    turn: int | None = None
+    """For a receiver of a collective engine: number of the turn, in which each sender of the connection sends one bucket; None if
+    it is unknown. Senders follow their order in the topology within a turn."""
     lasting: bool = False
     """Whether receivers may read the bytes in the sender's memory, where they stay unchanged until `ViewableSender.reclaim` of
     the version has returned. Set on the sender's side, for engines that declare `Capabilities.views`."""

@@ -82,6 +82,9 @@ class Topology:
     key: bytes = b""
     """Secret that only members of the session know. The framework's channels authenticate with it. An engine that opens
     connections of its own must have its peers prove that they know the key, and never sends it."""
+    receiver_sets: tuple[tuple[str, ...], ...] = ()
+    """Sets of two or more receivers that get most of their bytes in common, the same on every side. A collective engine may form
+    a group of each set, whose members pass on what one of them receives. Empty for engines that are not collective."""
 
 
 class WeightSender(ABC):

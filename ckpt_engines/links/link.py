@@ -60,6 +60,7 @@ class Link(ABC, Generic[H]):
         self._control: dict[str, Channel] = {}
         self._channels: dict[str, Channel] = {}
         """The engine's connections, by peer."""
+        self._receiver_sets: tuple[frozenset[str], ...] = ()
         self._closed = False
         self._call_start: float | None = None
         """When the running call began, on the monotonic clock; None while none is running."""
@@ -91,6 +92,7 @@ class Link(ABC, Generic[H]):
 
         Raises `PeerLostError`, `ProtocolError`, `DeadlineExceededError`, `ClosedError`, or the half's errors.
         """
+        self._receiver_sets = tuple(map(frozenset, topology.receiver_sets))
         with self._call():
             if self._connects:
                 self._connect_peers(topology, deadline)

@@ -87,7 +87,7 @@ class ReceiverLink(Link[WeightReceiver]):
                 self.half.post(bucket, sender)
                 return ""
             header = self._expect(sender, bucket.version, bucket.index, bucket.nbytes, deadline)
-            self.half.post(replace(bucket, to_all=header.to_all), sender)
+            self.half.post(replace(bucket, to_all=header.to_all, receiver_set=header.receiver_set), sender)
             return header.checksum
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> tuple[torch.Tensor, str]:
@@ -108,6 +108,10 @@ class ReceiverLink(Link[WeightReceiver]):
         except KeyError:
             raise ProtocolError(f"not connected to {sender}.", part=self.part) from None
 
+    def _is_in(self, receiver_set: int | None) -> bool:
+        sets = self._receiver_sets
+        return receiver_set is None or (0 <= receiver_set < len(sets) and self._name in sets[receiver_set])
+
     def _expect(self, sender: str, version: int, index: int, nbytes: int, deadline: Deadline) -> BucketHeader:
         """Return the next header from `sender`, which must be the header of this bucket."""
         channel = self._channel(sender)
@@ -116,6 +120,8 @@ class ReceiverLink(Link[WeightReceiver]):
         header = BucketHeader.of(message.get("bucket"))
         if header is None:
             offer = repr(message.get("bucket"))
+        elif not self._is_in(header.receiver_set):
+            offer = f"a bucket for set {header.receiver_set} of the receivers"
         elif (header.version, header.index, header.nbytes) == (version, index, nbytes):
             return header
         else:

@@ -77,12 +77,18 @@ class SenderLink(Link[WeightSender]):
             if self._connects:
                 if unknown := sorted(set(receivers) - set(self._control)):
                     raise ProtocolError(f"not connected to {', '.join(unknown)}.", part=self.part)
-                bucket = replace(bucket, to_all=len(set(receivers)) == len(self._control))
-                header = BucketHeader(bucket.version, bucket.index, bucket.nbytes, bucket.to_all, checksum)
-                message = header.message()
+                to_all, receiver_set = len(set(receivers)) == len(self._control), self._set_of(receivers)
+                bucket = replace(bucket, to_all=to_all, receiver_set=receiver_set)
+                message = BucketHeader(
+                    bucket.version, bucket.index, bucket.nbytes, to_all, receiver_set, checksum
+                ).message()
                 for name in receivers:
                     self._control[name].send_json(message, deadline)
             self.half.post(bucket, receivers)
+
+    def _set_of(self, receivers: Sequence[str]) -> int | None:
+        names = frozenset(receivers)
+        return next((number for number, members in enumerate(self._receiver_sets) if members == names), None)
 
     def reclaim(self, version: int, deadline: Deadline) -> None:
         """See `ViewableSender.reclaim`."""

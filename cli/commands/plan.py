@@ -16,6 +16,7 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.sync.config import Relay
 from weightlane.sync.plan import assign_slices
 from weightlane.sync.plan.plan_report import Shown, configured_report, plan_report
+from weightlane.sync.plan.routes import check_relay
 from weightlane.sync.plan.shapes.model_shapes import Wire, shape_named, weights
 from weightlane.sync.plan.shapes.parallel_layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.publisher import publisher_name
@@ -82,19 +83,31 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
 
 
 def shape_report(
-    name: str, trainer: str, rollout: str, wire: Wire, relay: Relay, **shown: Unpack[Shown]
+    name: str, trainer: str, rollout: str, wire: Wire, relay: Relay, engine: str, **shown: Unpack[Shown]
 ) -> dict[str, Any]:
     """Return the `plan_report` of a known shape. An empty layout means the shape's usual one.
 
     Raises:
-        ConfigError: There is no such shape, or the layout does not fit the shape.
+        ConfigError: There is no such shape, the layout does not fit the shape, or the engine does not send lanes or cannot relay.
+        UnknownEngineError: There is no such engine.
     """
     shape = shape_named(name)
     usual = USUAL[name.lower()]
     holding, needing = TrainerLayout.parse(trainer or usual[0]), RolloutLayout.parse(rollout or usual[1])
     tensors = weights(shape, wire)
     shares = assign_slices(holding.placements(shape, tensors))
-    report = plan_report(shares, needing.placements(shape, tensors), relay=relay, **shown)
+    collective = False
+    if engine:
+        facts = CheckpointEngineRegistry().engine_class(engine).capabilities
+        check_relay(relay, engine, facts)
+        if facts.persistent or facts.views:
+            raise ConfigError(
+                f"{engine} does not send lanes to rollout ranks.",
+                part="plan",
+                hint="Leave out --engine, or name an engine between hosts, such as nccl.",
+            )
+        collective = facts.collective
+    report = plan_report(shares, needing.placements(shape, tensors), relay=relay, collective=collective, **shown)
     told = {"shape": shape.name, "trainer": trainer or usual[0], "rollout": rollout or usual[1], "wire": wire}
     return told | report
 
@@ -128,7 +141,7 @@ def _print_tables(console: Console, report: Mapping[str, Any]) -> None:
     if "digest" in report:
         console.print(
             f"plan {report['digest']}: {report['cells']} slices in {report['lanes']} lanes,"
-            f" {report['relayed_lanes']} of them relayed"
+            f" {report['relayed_lanes']} of them relayed, {report['broadcast_lanes']} broadcast"
         )
     table = Table("busiest", "rank", "bytes", "of the mean", "seconds at the stated speed")
     for side, does in _SIDES:

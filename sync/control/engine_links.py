@@ -95,7 +95,8 @@ class EngineLinks:
             return found
 
         senders, receivers = addresses(link.senders), addresses(link.receivers)
-        topology = Topology(link_session, senders, receivers, rendezvous.session_key(link_session))
+        key = rendezvous.session_key(link_session)
+        topology = Topology(link_session, senders, receivers, key, link.receiver_sets)
         half = self.senders.get(link.number) or self.receivers[link.number]
         half.connect(topology, deadline)
 

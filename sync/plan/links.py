@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from typing import NamedTuple
 from ..version.manifest import Manifest
 from .routes import Route
 from .transfer_plan import TransferPlan
+
+_LEAST_SHARE = 0.1
+"""Least share of a receiver's bytes for which a collective engine opens a communicator, which takes memory on the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,17 @@ class PlannedLink:
     receivers: tuple[str, ...]
     lanes: Mapping[str, tuple[int, ...]]
     """The lanes of each sender, in the order in which it sends them."""
+    receiver_sets: tuple[tuple[str, ...], ...] = ()
+    """Sets of receivers of which only one gets each bucket from its sender, and passes it on to the others."""
+
+    def is_broadcast(self, receivers: Sequence[str]) -> bool:
+        """Whether a collective engine broadcasts the buckets for these receivers, so that they leave their sender once.
+
+        They are all the receivers of a link with one sender, or a set.
+        """
+        return (len(self.senders) == 1 < len(self.receivers) == len(receivers)) or tuple(
+            receivers
+        ) in self.receiver_sets
 
     def session(self, session: str) -> str:
         """Name of the engine's session for this link."""
@@ -38,15 +53,17 @@ class PlannedLink:
         queues = [
             [(lane, index) for lane in self.lanes[sender] for index in sent.buckets_of(lane)] for sender in self.senders
         ]
-        for turn in itertools.zip_longest(*queues):
+        for number, turn in enumerate(itertools.zip_longest(*queues)):
             for sender, bucket in zip(self.senders, turn, strict=True):
                 if bucket is not None:
-                    yield Turn(sender, *bucket)
+                    yield Turn(number, sender, *bucket)
 
 
 class Turn(NamedTuple):
     """A bucket on a link."""
 
+    number: int
+    """Number of the turn."""
     sender: str
     lane: int
     sent_as: int
@@ -97,7 +114,7 @@ class _CollectiveGroup:
         return _CollectiveGroup(self.hops, self.lanes | other.lanes, self.receivers | other.receivers)
 
 
-def collective_links(routes: Sequence[Route]) -> list[PlannedLink]:
+def collective_links(plan: TransferPlan, routes: Sequence[Route]) -> list[PlannedLink]:
     """The links of a collective engine: one for each group of senders with common receivers, at each number of hops.
 
     A rank relays on another link than it receives on, because a link has one order of buckets and a bucket must arrive before it
@@ -117,10 +134,31 @@ def collective_links(routes: Sequence[Route]) -> list[PlannedLink]:
             if group.hops == new.hops and group.reached & reached and group.can_join(merged):
                 merged = groups.pop(index).joined(merged)
         groups.append(merged)
+    sets = () if any(route.relayed for route in routes) else _receiver_sets(plan)
     links = []
     for number, group in enumerate(sorted(groups, key=lambda group: group.first_lane)):
         senders = sorted(group.lanes, key=lambda sender: min(group.lanes[sender]))
         receivers = dict.fromkeys(name for sender in senders for name in group.receivers[sender])
         lanes = {sender: tuple(sorted(group.lanes[sender])) for sender in senders}
-        links.append(PlannedLink(number, tuple(lanes), tuple(receivers), lanes))
+        own = tuple(members for members in sets if receivers.keys() >= set(members))
+        if len(lanes) == 1:  # then those for all receivers are broadcast
+            own = tuple(members for members in own if len(members) < len(receivers))
+        links.append(PlannedLink(number, tuple(lanes), tuple(receivers), lanes, own))
     return links
+
+
+def _receiver_sets(plan: TransferPlan) -> tuple[tuple[str, ...], ...]:
+    """The sets of two or more receivers of lanes that carry at least a share of `_LEAST_SHARE` of a member's bytes.
+
+    The share limits the communicators of a receiver to ten.
+    """
+    together: Counter[tuple[str, ...]] = Counter()
+    received: Counter[str] = Counter()
+    for lane, nbytes in zip(plan.lanes, plan.lane_bytes, strict=True):
+        together[lane.receivers] += nbytes
+        received.update(dict.fromkeys(lane.receivers, nbytes))
+    return tuple(
+        members
+        for members, nbytes in together.items()
+        if len(members) > 1 and all(nbytes >= _LEAST_SHARE * received[name] > 0 for name in members)
+    )

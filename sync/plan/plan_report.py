@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, TypedDict, Unpack
 
 from weightlane.ckpt_engines import Capabilities
@@ -12,14 +13,21 @@ from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Relay, SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
+from .links import collective_links
 from .plan_exchange import Supply
 from .receiver_groups import replica_of
-from .routes import plan_routes
+from .routes import Route, plan_routes
 from .send_assignment import HolderMap
 from .transfer_plan import TransferPlan, plan_transfer
 
 STORE = "the store"
 """Name of the store in a report's links."""
+
+
+_BROADCAST_NOTE = (
+    "receivers of a broadcast lane pass it on among themselves, here in the order of their ranks; the engine's library may choose"
+    " another order"
+)
 
 
 class Shown(TypedDict, total=False):
@@ -77,7 +85,8 @@ def configured_report(
     if mismatch := _first_mismatch(needed, supply):
         notes.append(f"rollout ranks get whole tensors: they expect {mismatch}")
     cut: Literal["exact", "shares"] = "shares" if facts.views else "exact"
-    return plan_report(shares, on_the_wire, cut=cut, relay=sync.relay, **shown) | {"notes": notes}
+    report = plan_report(shares, on_the_wire, cut=cut, relay=sync.relay, collective=facts.collective, **shown)
+    return report | {"notes": notes + report["notes"]}
 
 
 def plan_report(
@@ -86,6 +95,7 @@ def plan_report(
     *,
     cut: Literal["exact", "shares"] = "exact",
     relay: Relay = "off",
+    collective: bool = False,
     **shown: Unpack[Shown],
 ) -> dict[str, Any]:
     """Plan a transfer, and report the plan.
@@ -95,20 +105,22 @@ def plan_report(
         needed: The slices that each rollout rank needs, on the wire.
         cut: See `plan_transfer`.
         relay: See `SyncConfig`.
+        collective: Whether the engine is collective, so that receivers pass on the lanes that many of them get.
         shown: See `traffic_report`.
 
     Returns:
-        Sizes of the plan, ``minimum_bytes`` (the bytes that rollout ranks need, each sent once to each rank), and the result of
-        `traffic_report`.
+        Sizes of the plan, ``minimum_bytes`` (the bytes that rollout ranks need, each sent once to each rank), the result of
+        `traffic_report`, and ``notes``.
 
     Raises:
         ManifestError: See `plan_transfer`.
     """
     plan = plan_transfer(shares, needed, cut=cut)
     routes = plan_routes(plan, relay)
+    broadcast = _broadcast_hops(plan, routes) if collective else {}
     links: Counter[tuple[str, str]] = Counter()
-    for route, nbytes in zip(routes, plan.lane_bytes, strict=True):
-        for hop in route.hops:
+    for number, (route, nbytes) in enumerate(zip(routes, plan.lane_bytes, strict=True)):
+        for hop in broadcast.get(number, route.hops):
             links[hop] += nbytes
     return {
         "digest": plan.digest,
@@ -118,10 +130,25 @@ def plan_report(
         "relay": relay,
         "lanes": len(plan.lanes),
         "relayed_lanes": sum(route.relayed for route in routes),
+        "broadcast_lanes": len(broadcast),
         "cells": sum(len(lane.cells) for lane in plan.lanes),
         "minimum_bytes": _needed_bytes(plan, needed),
         **traffic_report(links, shares, needed, **shown),
+        "notes": [_BROADCAST_NOTE] if broadcast else [],
     }
+
+
+def _broadcast_hops(plan: TransferPlan, routes: Sequence[Route]) -> dict[int, list[tuple[str, str]]]:
+    """The hops of each lane that a collective engine broadcasts: from its sender to a receiver, and from each to the next one."""
+    found: dict[int, list[tuple[str, str]]] = {}
+    for link in collective_links(plan, routes):
+        for index, sender in enumerate(link.senders):
+            for lane in link.lanes[sender]:
+                receivers = plan.lanes[lane].receivers
+                if link.is_broadcast(receivers) and not routes[lane].relayed:
+                    first = index * len(receivers) // len(link.senders)
+                    found[lane] = list(itertools.pairwise((sender, *receivers[first:], *receivers[:first])))
+    return found
 
 
 def store_report(shares: Mapping[str, Placement], receivers: Collection[str], **shown: Unpack[Shown]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class SessionPlan:
         self.routes: tuple[Route, ...] = plan_routes(self.plan, supply.relay)
         """The route of each lane."""
         if facts.collective:
-            self.links = collective_links(self.routes)
+            self.links = collective_links(self.plan, self.routes)
         else:
             self.links = links_of(self.plan, self.routes, apart=Delivery.POINT_TO_POINT not in facts.delivery)
 

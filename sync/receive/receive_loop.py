@@ -137,7 +137,8 @@ class _VersionTransfer:
 
     def _posted(self, expected: ExpectedBucket, memory: torch.Tensor) -> _ReceivedBucket:
         link, started, sent, index = expected.source.link, time.perf_counter(), self.request.sent, expected.sent_as
-        bucket = Bucket(sent.version, index, memory, self.runtime.record_event(), part=sent.part(index))
+        after = self.runtime.record_event()
+        bucket = Bucket(sent.version, index, memory, after, turn=expected.turn, part=sent.part(index))
         checksum = link.post(bucket, expected.sender, self.request.deadline_of(expected))
         return _ReceivedBucket(expected, memory, checksum, started)
 

@@ -47,6 +47,8 @@ class ExpectedBucket:
     """Index in this rank's own stream."""
     sent_as: int
     """Index in the version as sent."""
+    turn: int | None
+    """Number of its turn on the link; None for one stream from one sender."""
     offset: int
     """First byte in this rank's own stream, or in a delta's segments."""
     nbytes: int
@@ -109,7 +111,7 @@ class ReceiveSession:
         if source.planned is None:
             (sender,) = source.hops
             for index in range(own.bucket_count):
-                yield _expected(source, sender, own, index, index)
+                yield _expected(source, sender, own, index, index, None)
             return
         # The lanes for this rank are the sections of its own stream, bucket for bucket.
         own_index = {
@@ -119,9 +121,9 @@ class ReceiveSession:
         }
         for turn in source.planned.turns(sent):
             if turn.lane in source.lanes[turn.sender]:
-                yield _expected(source, turn.sender, own, own_index[turn.sent_as], turn.sent_as)
+                yield _expected(source, turn.sender, own, own_index[turn.sent_as], turn.sent_as, turn.number)
 
 
-def _expected(source: Source, sender: str, own: Manifest, index: int, sent_as: int) -> ExpectedBucket:
+def _expected(source: Source, sender: str, own: Manifest, index: int, sent_as: int, turn: int | None) -> ExpectedBucket:
     start, stop = own.window(index)
-    return ExpectedBucket(source, sender, index, sent_as, start, stop - start)
+    return ExpectedBucket(source, sender, index, sent_as, turn, start, stop - start)

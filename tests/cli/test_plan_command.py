@@ -30,6 +30,8 @@ def test_a_plan_is_reported_in_bytes_links_and_words() -> None:
     assert found["busiest_receiver"]["seconds"] == pytest.approx(found["busiest_receiver"]["bytes"] / 2e9)
     assert found["busiest_sender"]["seconds"] is None
     assert found["relayed_lanes"] == found["lanes"]
+    broadcast = report("plan-shape", *layouts[:5], "--engine", "nccl")
+    assert broadcast["busiest_sender"]["bytes"] < broadcast["payload_bytes"] / 8 * 1.1
     result = run("plan-shape", *layouts)
     assert result.exit_code == 0, result.stderr
     assert "8 trainer ranks to 4 rollout ranks in 2 replica" in result.stdout
@@ -42,6 +44,7 @@ def test_a_plan_is_reported_in_bytes_links_and_words() -> None:
         (["plan-shape", "7b"], "'7b' is no shape that is known. Known: 30b, 235b, 1t. The plan of a run"),
         (["plan", "nowhere.toml"], "there is no configuration file nowhere.toml"),
         (["plan-shape", "30b", "--trainer", "pp2 zz4"], "'zz4' is no part of a layout. Write it like pp8 ep32"),
+        (["plan-shape", "30b", "--engine", "shm"], "shm does not send lanes to rollout ranks. Leave out --engine"),
         (["plan-shape", "30b", "--trainer", "ep7"], "128 experts are not shared by 7 ranks. Change ep of --trainer."),
     ],
 )
@@ -65,8 +68,9 @@ def test_a_run_is_planned_from_its_configuration(material: Material, tmp_path: P
     # Norms and, with one key and value head for two ranks, keys and values are needed by both; most is by one.
     assert payload < found["crossing_bytes"] / 2 < 1.2 * payload
     assert found["busiest_sender"]["seconds"] == pytest.approx(found["busiest_sender"]["bytes"] / 125e6)
-    (note,) = found["notes"]
-    assert "sync.codec = delta" in note
+    codec, broadcast = found["notes"]
+    assert "sync.codec = delta" in codec
+    assert "broadcast lane" in broadcast
     assert len(list(cache.iterdir())) == 1
     assert not (tmp_path / "run").exists()
     in_a_store = ["--set", "checkpoint_engine.backend=filesystem", "--set", "trainer.ranks=2"]

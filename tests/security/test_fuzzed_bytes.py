@@ -119,7 +119,7 @@ def test_a_hostile_sender_of_shared_memory_gets_nothing_but_typed_errors(socket_
     wait_until_closed(before)
 
 
-HEADER = [1, 0, 4, True, "xxh3:0"]
+HEADER = [1, 0, 4, True, None, "xxh3:0"]
 
 
 @pytest.mark.property

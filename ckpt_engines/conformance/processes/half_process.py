@@ -112,9 +112,13 @@ class HalfProcess:
         return address
 
     def connect(self, topology: dict[str, Any], deadline_s: float) -> None:
-        """Connect the half, on another thread than the one that moves its data. `topology` has its key in hexadecimal."""
-        key = bytes.fromhex(topology["key"])
-        given = Topology(topology["session"], topology["senders"], topology["receivers"], key=key)
+        """Connect the half, on another thread than the one that moves its data. `topology` has its key in hexadecimal.
+
+        All receivers of a collective engine are one set of receivers.
+        """
+        key, receivers = bytes.fromhex(topology["key"]), topology["receivers"]
+        sets = (tuple(receivers),) if self.engine.capabilities.collective and len(receivers) > 1 else ()
+        given = Topology(topology["session"], topology["senders"], receivers, key, sets)
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.link.connect, given, Deadline.after(deadline_s)).result()
 

@@ -51,6 +51,11 @@ class Operation:
     source: int
     targets: tuple[int, ...] | None
 
+    @property
+    def moves(self) -> bool:
+        """Whether the rank sends or receives a byte."""
+        return self.bucket.nbytes > 0 and self.targets != ()
+
 
 class DeviceTransfer:
     """Operations on a device's stream, which must be polled for completion.
@@ -67,6 +72,11 @@ class DeviceTransfer:
         self._peers = peers
         self._completed: float | None = None
         """When the work was first seen to be completed."""
+
+    @property
+    def peers(self) -> str:
+        """Names of the other members of the group, for errors."""
+        return self._peers
 
     def done(self) -> bool:
         """Whether the operations are over. Raises `TransportError` if they failed."""
@@ -89,21 +99,26 @@ class DeviceGroup:
 
     Operations wait for the event of each bucket and for no other work. They do not wait for the training in the same process, and
     the training does not wait for them. All members start their operations in one order, so no two members wait for each other.
+    Groups beside each other use one stream, so the operations of all of them run one after the other.
 
     Args:
         backend: torch's group.
         runtime: Runtime of the device on which buckets live.
         part: Name of the half for error messages.
         peers: Names of the other members for error messages.
+        beside: Group of the same half and device whose stream this one uses, too.
     """
 
-    def __init__(self, backend: Group, runtime: DeviceRuntime, part: str, peers: str) -> None:
+    def __init__(
+        self, backend: Group, runtime: DeviceRuntime, part: str, peers: str, *, beside: DeviceGroup | None = None
+    ) -> None:
         self._backend = backend
         self._runtime = runtime
         self._part = part
         self._peers = peers
         self._aborter: threading.Thread | None = None
-        self._stream = runtime.stream_for(self)
+        self._beside = beside
+        self._stream: Any = runtime.stream_for(self) if beside is None else beside._stream
 
     def start(self, operations: Sequence[Operation]) -> DeviceTransfer:
         """Start operations together. A broadcast must be the only one. Waits for no peer."""
@@ -138,15 +153,18 @@ class DeviceGroup:
         return start_pairs(self._backend, pairs)
 
     def warm_up(self, senders: int, deadline: Deadline) -> None:
-        """Broadcast one byte, and send one from each sender to each receiver. The first `senders` ranks send, the others receive.
+        """Broadcast one byte, and send one from each of the first `senders` ranks to each of the other ranks.
 
         NCCL and HCCL connect two ranks in the call that starts their first transfer. That call blocks the host thread until the
         other rank makes the same call, without a limit. An abort from another thread does not end it: torch then polls a
         communicator that is gone, for half an hour. Seen with NCCL 2.28 and torch 2.11 on an H200. So all pairs connect here,
-        where such a wait is bounded, and no later call of a half waits for a peer.
+        where such a wait is bounded, and no later call of a half waits for a peer. One byte is enough for later broadcasts: NCCL
+        has one algorithm for them, the ring (``ncclTopoTuneModel``). All-gathers would connect anew at another size.
         """
         try:
             self._finish([self._byte(0, None)], "the first collective of the group", deadline)
+            if senders == 0:
+                return
             rank, receivers = self._backend.rank(), tuple(range(senders, self._backend.size()))
             if rank < senders:
                 pairs = [self._byte(rank, receivers)]
@@ -169,22 +187,18 @@ class DeviceGroup:
             time.sleep(_WARM_UP_POLL_S)
 
     def close(self) -> None:
-        """Abort the running operations and leave the group, within a second.
+        """Abort the running operations and leave the group, within a second. See `close_groups`."""
+        close_groups([self])
 
-        Without the abort, the kernels of a transfer whose peer is gone would occupy a part of the device for ever. An abort that
-        takes longer continues in its thread, which keeps the communicator alive until the abort is over.
-        """
+    def start_abort(self) -> threading.Thread | None:
+        """Begin to abort the running operations, and return the thread that does; None if the program ends."""
         if self._aborter is None:
             aborter = threading.Thread(target=self._abort, name="weightlane-group-abort", daemon=True)
             # From Python 3.12 on, a program that ends starts no threads, and its groups end with it.
             with suppress(RuntimeError):
                 aborter.start()
                 self._aborter = aborter
-        if self._aborter is None:
-            return
-        self._aborter.join(_ABORT_WAIT_S)
-        if self._aborter.is_alive():
-            _log.warning("the abort of a communicator on %s continues in the background", self._runtime.device)
+        return self._aborter
 
     def _abort(self) -> None:
         try:
@@ -192,6 +206,20 @@ class DeviceGroup:
                 abort_accelerator_group(self._backend)
         except RuntimeError as error:
             _log.warning("a communicator on %s could not be aborted: %s", self._runtime.device, error)
+
+
+def close_groups(groups: Sequence[DeviceGroup]) -> None:
+    """Abort the running operations of `groups` side by side and leave them, within a second for all of them.
+
+    Without the abort, the kernels of a transfer whose peer is gone would occupy a part of the device for ever. An abort that
+    takes longer continues in its thread, which keeps the communicator alive until the abort is over.
+    """
+    aborters = [aborter for group in groups if (aborter := group.start_abort()) is not None]
+    deadline = Deadline.after(_ABORT_WAIT_S)
+    for aborter in aborters:
+        aborter.join(deadline.remaining_s)
+    if late := sum(aborter.is_alive() for aborter in aborters):
+        _log.warning("the aborts of %d communicators continue in the background", late)
 
 
 def open_device_group(
@@ -206,10 +234,11 @@ def open_device_group(
     deadline: Deadline,
     life: Lifecycle,
     nccl: Mapping[str, int | str] | None = None,
+    beside: DeviceGroup | None = None,
 ) -> DeviceGroup:
     """Open a process group of the members `names` on `device`, within `deadline` and interruptible through `life`.
 
-    The first `senders` of the members send, all others receive.
+    The first `senders` of the members send to single others; with 0, members only broadcast. See `DeviceGroup` for `beside`.
 
     The C++ code that connects a group can be neither interrupted nor, for NCCL, bounded: it polls for completion every 2 ms, for
     up to ``TORCH_NCCL_NONBLOCKING_TIMEOUT`` (half an hour), and holds the lock that an abort would need. It runs on a thread of
@@ -227,7 +256,7 @@ def open_device_group(
             backend_group = open_process_group(
                 backend, store, rank, len(names), deadline, host=host, device=device, names=names, nccl=nccl
             )
-            group = DeviceGroup(backend_group, runtime, life.part, peers)
+            group = DeviceGroup(backend_group, runtime, life.part, peers, beside=beside)
             with translated(life.part, deadline, f"all {len(names)} members of the group", peers):
                 group.warm_up(senders, deadline)
         with lock:

@@ -1,4 +1,4 @@
-"""The engines of devices, on simulated ones: two senders and three receivers, none on device 0."""
+"""The engines of devices, on simulated ones: up to four senders and four receivers, none on device 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checked_device.driver import Driver
-from checked_device.group import open_group
+from checked_device.group import opens_groups
 from checked_device.streams import (
     FREED,
     NO_WAIT,
@@ -27,13 +27,14 @@ from checked_device.streams import (
 )
 from checked_device.tensors import CheckedTensor, installed
 from checked_device.world import World
-from waiting import HANG_S
+from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import (
     Bucket,
     CheckpointEngine,
     CheckpointEngineRegistry,
     Deadline,
+    PeerLostError,
     Topology,
     WeightlaneError,
 )
@@ -45,7 +46,12 @@ from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 KINDS = {"nccl": "cuda", "hccl": "privateuseone", "cuda_ipc": "cuda"}
 """Type of the simulated devices. torch knows that of NPUs by another name as long as torch_npu is not there."""
-SENDERS, RECEIVERS = ["t/0", "t/1"], ["r-0/0", "r-0/1", "r-1/0"]
+SENDERS, RECEIVERS = ["t/0", "t/1", "t/2", "t/3"], ["r-0/0", "r-0/1", "r-1/0", "r-1/1"]
+Sets = tuple[tuple[str, ...], ...]
+"""Sets of receivers that pass buckets on."""
+ALL: Sets = (tuple(RECEIVERS),)
+TP: Sets = (("r-0/0", "r-1/0"), ("r-0/1", "r-1/1"))
+"""The ranks of two replicas that need the same slices."""
 SIZES = [4096, 1, 0, 3000, 1 << 16, 17, 4096, 4096]
 
 
@@ -55,12 +61,7 @@ def devices_of(engine: str) -> Iterator[World]:
     world = World(devices=1 + len(SENDERS) + len(RECEIVERS))
     patch = pytest.MonkeyPatch()
 
-    def group(backend: str, store: Any, rank: int, size: int, *_: Any, device: torch.device, **__: Any) -> Any:
-        if world.current_device != device.index:
-            world.violate(WRONG_DEVICE, f"a communicator of {device} is opened while another device is current")
-        return open_group(world, store, rank, size, device.index, backend=backend)
-
-    patch.setattr(_device_group, "open_process_group", group)
+    patch.setattr(_device_group, "open_process_group", opens_groups(world))
     patch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(world))
     try:
         with installed(world, KINDS[engine]):
@@ -78,6 +79,19 @@ Turn = tuple[str, int, int]
 """A bucket's sender, index and size."""
 
 
+def everybody(_sender: str, _index: int) -> Sequence[str]:
+    return ALL[0]
+
+
+def ranks_of_replicas(sender: str, index: int) -> Sequence[str]:
+    """Two of three buckets are for one rank of each replica; another one for each sender."""
+    return (*TP, *ALL)[(SENDERS.index(sender) + index) % 3]
+
+
+Receivers = Callable[[str, int], Sequence[str]]
+"""Receivers of a sender's bucket with an index."""
+
+
 class Trainer:
     """One that sends: buckets are filled on a stream of the snapshot's, in few places, while the training goes on."""
 
@@ -89,7 +103,7 @@ class Trainer:
         self.allocate = engine.allocate
         self.free = engine.free
 
-    def send(self, receivers: Sequence[str], sizes: Sequence[int], at_once: int = 3) -> None:
+    def send(self, receivers: Receivers, sizes: Sequence[int], at_once: int = 3) -> None:
         deadline = Deadline.after(HANG_S)
         with self.world.training(self.device.index), self.runtime.on(self.stream):
             places = [self.allocate(max(sizes), self.device) for _ in range(at_once)]
@@ -101,7 +115,7 @@ class Trainer:
                 data = places[index % at_once][:nbytes]
                 data.copy_(payload(self.name, index, nbytes))
                 after = self.runtime.record_event(self.stream)
-                self.link.post(Bucket(1, index, data, after), receivers, deadline)
+                self.link.post(Bucket(1, index, data, after), receivers(self.name, index), deadline)
                 under_way.append(index)
             self.link.flush(deadline)
             for place in places:
@@ -134,7 +148,8 @@ class Rollout:
                 if len(under_way) == at_once:
                     end_oldest()
                 data: Any = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-                self.link.post(Bucket(1, index, data, self.runtime.record_event(self.stream)), sender, deadline)
+                after = self.runtime.record_event(self.stream)
+                self.link.post(Bucket(1, index, data, after, turn=index), sender, deadline)
                 under_way.append((sender, index, data))
                 del data
             while under_way:
@@ -154,39 +169,40 @@ def carry(
     *,
     order: Callable[[Sequence[str], int], Sequence[Turn]] = in_turns,
     at_once: int = 3,
+    to: Receivers = everybody,
+    sets: Sets = (),
 ) -> None:
-    """Connect, and send everything from everybody to everybody; receivers expect it in an `order`."""
+    """Connect, and send everything from everybody `to` whom that says; receivers expect it in an `order`."""
     options = {"socket_dir": str(tmp_path)} if name == "cuda_ipc" else {}
     kind = KINDS[name]
     registry = CheckpointEngineRegistry()
     made = registry.engine_class(name)(registry.validate_options(name, options))
-    engines = [made, *(registry.engine_class(name)(registry.validate_options(name, options)) for _ in range(4))]
+    engines = [made, *(registry.engine_class(name)(registry.validate_options(name, options)) for _ in range(7))]
     trainers = [Trainer(world, engines[place], kind, each, place + 1) for place, each in enumerate(SENDERS[:senders])]
-    rollouts = [Rollout(world, engines[2 + place], kind, each, place + 3) for place, each in enumerate(RECEIVERS)]
+    rollouts = [Rollout(world, engines[4 + place], kind, each, place + 5) for place, each in enumerate(RECEIVERS)]
     links: list[SenderLink | ReceiverLink] = [each.link for each in (*trainers, *rollouts)]
     topology = Topology(
         "s-1",
         {each.name: each.link.address() for each in trainers},
         {each.name: each.link.address() for each in rollouts},
         key=b"k",
+        receiver_sets=sets,
     )
-    everybody = [each.name for each in rollouts]
     names_of_senders = [each.name for each in trainers]
     with ThreadPoolExecutor(len(links)) as threads:
         for connecting in [threads.submit(link.connect, topology, Deadline.after(HANG_S)) for link in links]:
             connecting.result()
-        work: list[Callable[[], None]] = [
-            *(partial(each.send, everybody, SIZES, at_once) for each in trainers),
-            *(partial(each.receive, order(names_of_senders, place), at_once) for place, each in enumerate(rollouts)),
-        ]
+        world.sent.clear()
+        work: list[Callable[[], None]] = [partial(each.send, to, SIZES, at_once) for each in trainers]
+        for place, each in enumerate(rollouts):
+            turns = [turn for turn in order(names_of_senders, place) if each.name in to(*turn[:2])]
+            work.append(partial(each.receive, turns, at_once))
         running = [threads.submit(each) for each in work]
-        if wait(running, return_when=FIRST_EXCEPTION).not_done:  # they wait for who has failed
-            for link in links:
-                link.close()
-        for each in running:
-            each.result(HANG_S)
-    for link in links:
-        link.close()
+        first, _ = wait(running, return_when=FIRST_EXCEPTION)
+        for link in links:  # a call that is not over waits for who has failed
+            link.close()
+        for ended in (*first, *running):
+            ended.result(HANG_S)
 
 
 @pytest.mark.parametrize("rule", [None, NO_WAIT, REUSED, TRAINER, WRONG_DEVICE])
@@ -210,11 +226,49 @@ def test_the_simulation_finds_the_rule_that_a_program_breaks(rule: str | None) -
         assert rule in world.broken or not (rule or world.violations), names(world.violations)
 
 
-@pytest.mark.parametrize(("engine", "senders"), [("nccl", 2), ("nccl", 1), ("hccl", 2), ("hccl", 1), ("cuda_ipc", 2)])
-def test_engines_of_devices_break_no_rule(engine: str, senders: int, tmp_path: Path) -> None:
-    """Buckets that everybody gets from one sender are broadcast."""
+@pytest.mark.parametrize(
+    ("engine", "senders", "to", "sets"),
+    [
+        pytest.param("nccl", 1, everybody, (), id="nccl-1"),
+        pytest.param("nccl", 2, everybody, (), id="nccl-2"),
+        pytest.param("nccl", 2, everybody, ALL, id="nccl-2-all", marks=pytest.mark.exhaustive),
+        pytest.param("nccl", 4, everybody, ALL, id="nccl-4-all"),
+        pytest.param("nccl", 1, ranks_of_replicas, TP, id="nccl-1-tp"),
+        pytest.param("nccl", 4, ranks_of_replicas, TP, id="nccl-4-tp"),
+        pytest.param("hccl", 1, everybody, (), id="hccl-1"),
+        pytest.param("hccl", 4, ranks_of_replicas, (*TP, *ALL), id="hccl-4-tp"),
+        pytest.param("cuda_ipc", 2, everybody, (), id="cuda_ipc-2"),
+    ],
+)
+def test_engines_of_devices_break_no_rule(engine: str, senders: int, to: Receivers, sets: Sets, tmp_path: Path) -> None:
+    """A sender sends each byte once if it is broadcast, by one sender to all or by a set of receivers; else once to each."""
     with devices_of(engine) as world:
-        carry(world, engine, tmp_path, senders)
+        carry(world, engine, tmp_path, senders, to=to, sets=sets)
+        assert not world.violations, names(world.violations)
+        broadcast = {*sets, *(ALL if senders == 1 else ())}
+        for number, name in enumerate(SENDERS[:senders] if engine != "cuda_ipc" else (), 1):
+            sends = [1 if to(name, index) in broadcast else len(to(name, index)) for index in range(len(SIZES))]
+            assert world.sent[number] == sum(n * size for n, size in zip(sends, SIZES, strict=True))
+
+
+def test_a_receiver_that_dies_is_named_by_the_senders_and_all_communicators_are_aborted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    received = Rollout.receive
+
+    def die(self: Rollout, turns: Sequence[Turn], at_once: int) -> None:
+        dies = self.name == RECEIVERS[2]
+        received(self, turns[:5] if dies else turns, at_once)
+        if dies:
+            self.link.close()
+
+    monkeypatch.setattr(Rollout, "receive", die)
+    with devices_of("nccl") as world:
+        with pytest.raises(PeerLostError) as lost:
+            carry(world, "nccl", tmp_path, senders=4, sets=ALL)
+        assert lost.value.peer == RECEIVERS[2]
+        assert len(world.fleets) == 2
+        wait_until(lambda: all(fleet.let_go == fleet.parts.keys() for fleet in world.fleets), "the aborts")
         assert not world.violations, names(world.violations)
 
 
@@ -231,10 +285,23 @@ def one_after_the_other(senders: Sequence[str], place: int) -> list[Turn]:
     return [(sender, index, nbytes) for sender in ordered for index, nbytes in enumerate(SIZES)]
 
 
-def test_members_that_keep_different_orders_are_told_so_and_do_not_hang(tmp_path: Path) -> None:
+def sets_of_neighbours(sender: str, _index: int) -> Sequence[str]:
+    """Two sets with two receivers in common, one for each sender."""
+    first = SENDERS.index(sender)
+    return tuple(RECEIVERS[first : first + 3])
+
+
+@pytest.mark.parametrize(
+    ("to", "sets"),
+    [(everybody, ()), (sets_of_neighbours, (tuple(RECEIVERS[:3]), tuple(RECEIVERS[1:])))],
+    ids=["one communicator", "two communicators"],
+)
+def test_members_that_keep_different_orders_are_told_so_and_do_not_hang(
+    to: Receivers, sets: Sets, tmp_path: Path
+) -> None:
     with devices_of("nccl") as world:
         with contextlib.suppress(WeightlaneError):
-            carry(world, "nccl", tmp_path, order=one_after_the_other, at_once=2 * len(SIZES))
+            carry(world, "nccl", tmp_path, order=one_after_the_other, at_once=2 * len(SIZES), to=to, sets=sets)
         assert ORDER in world.broken, names(world.violations)
 
 

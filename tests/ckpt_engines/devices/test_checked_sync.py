@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from checked_device.driver import Driver
+from checked_device.group import opens_groups
 from checked_device.streams import NO_WAIT, names
 from checked_device.tensors import installed
 from checked_device.world import World
@@ -20,6 +21,8 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, WeightlaneError
 from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
+from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
+from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclEngine
 from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, CudaRuntime, runtime_of
 from weightlane.sync import (
     CommitReport,
@@ -28,6 +31,7 @@ from weightlane.sync import (
     ExpectedTensor,
     LiveStream,
     LocalShard,
+    Placement,
     Publisher,
     Rendezvous,
     Subscriber,
@@ -39,8 +43,8 @@ from weightlane.sync.codecs.delta.format import cuda_kernels
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 from weightlane.sync.version.manifest import Manifest
 
-TRAINER_DEVICE, ROLLOUT_DEVICE = torch.device("cuda", 2), torch.device("cuda", 3)
-"""Not number 0, which is current in every new thread."""
+ROLLOUT_DEVICE = torch.device("cuda", 2)
+"""The first replica's beside one trainer rank. None is on number 0, which is current in every new thread."""
 SHAPES = {"norm": (7,), "bias": (5,), "wide": (64, 96), "tall": (700, 3)}
 SPECS = {name: TensorSpec(name, shape, torch.bfloat16) for name, shape in SHAPES.items()}
 
@@ -61,7 +65,9 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[int, bool]]:
 
 @pytest.fixture
 def world(registered: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    made = World(devices=4)
+    made = World(devices=6)
+    monkeypatch.setattr(_device_group, "open_process_group", opens_groups(made))
+    monkeypatch.setattr(NcclEngine, "unavailable_reason", lambda: None)
     monkeypatch.setattr(_cuda_segments, "cuda_driver", lambda: Driver(made))
     monkeypatch.setattr(cuda_kernels, "_kernels", lambda: None)  # Triton's programs run on real tensors only
     with installed(made, "cuda"):
@@ -73,62 +79,24 @@ def values(version: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-class Run:
-    """One trainer rank and one rollout rank, in this process."""
+class Replica:
+    """A rollout rank whose model is on a device."""
 
-    name = "rollout-0"
-
-    def __init__(self, world: World, tmp_path: Path, engine: str, **more: Any) -> None:
-        self.world = world
+    def __init__(self, name: str, device: torch.device, *given: Any) -> None:
+        self.name, self.device = name, device
         self.look: Callable[[Iterable[torch.Tensor]], object] = list
-        options = {"socket_dir": str(tmp_path)}
-        self.rendezvous = Rendezvous.host()
-        self.live = self.on_device(TRAINER_DEVICE, 0)
         self.model: dict[str, Any] = {
-            name: torch.zeros(shape, dtype=torch.bfloat16, device=ROLLOUT_DEVICE) for name, shape in SHAPES.items()
+            name: torch.zeros(shape, dtype=torch.bfloat16, device=device) for name, shape in SHAPES.items()
         }
-        runtime_of(ROLLOUT_DEVICE).synchronize()
+        runtime_of(device).synchronize()
         expected = {name: ExpectedTensor(shape, frozenset({torch.bfloat16})) for name, shape in SHAPES.items()}
-        address = self.rendezvous.address
-        self.subscriber = Subscriber(
-            "rollout-0/0", address, engine, options, Expectation(expected), device=ROLLOUT_DEVICE
-        )
-        self.publisher = Publisher(
-            "trainer-0",
-            address,
-            shards=[LocalShard.whole(SPECS[name], tensor) for name, tensor in self.live.items()],
-            engine=CheckpointEngineRegistry().create(engine, options),
-            bucket_bytes=4096,
-            **more,
-        )
-        config = SyncConfig(codec=more.get("codec", "dense"), deadline_s=HANG_S, retries=0)
-        self.coordinator = Coordinator(self.rendezvous, ["trainer-0"], [self], config)
-
-    @staticmethod
-    def on_device(device: torch.device, version: int) -> dict[str, Any]:
-        made = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in SHAPES.items()}
-        for name, tensor in values(version).items():
-            made[name].copy_(tensor)
-        return made
-
-    def carry(self, version: int) -> SyncReport:
-        """Publish beside the next step, and serve beside a decode step."""
-        self.publisher.publish(version)
-        with self.world.training(TRAINER_DEVICE.index), self.world.training(ROLLOUT_DEVICE.index):
-            self.publisher.fence()
-            return asyncio.run(self.coordinator.sync(version))
-
-    def train(self, version: int, every: int = 1) -> None:
-        """An optimizer step, which changes every so-manieth element, on the trainer's default stream."""
-        new = values(version)
-        for name, tensor in self.live.items():
-            tensor.view(-1)[::every].copy_(new[name].view(-1)[::every])
+        self.subscriber = Subscriber(f"{name}/0", *given, Expectation(expected), device=device)
 
     def subscriber_names(self) -> list[str]:
-        return ["rollout-0/0"]
+        return [f"{self.name}/0"]
 
     async def commit(self, version: int) -> CommitReport:
-        runtime = runtime_of(ROLLOUT_DEVICE)
+        runtime = runtime_of(self.device)
         if (delta := self.subscriber.take_delta(version)) is not None:
             with runtime.on(runtime.stream_for(runtime)):
                 delta.swap(self.model)
@@ -149,16 +117,86 @@ class Run:
     async def quarantine(self, error: WeightlaneError) -> None:
         raise error
 
-    def agree(self) -> bool:
-        runtime = runtime_of(ROLLOUT_DEVICE)
+    def holds(self, expected: dict[str, torch.Tensor]) -> bool:
+        runtime = runtime_of(self.device)
         with runtime.on(runtime.stream_for(runtime)):
-            found = {name: tensor.cpu() for name, tensor in self.model.items()}
-        runtime = runtime_of(TRAINER_DEVICE)
-        expected = {name: tensor.cpu().bfloat16() for name, tensor in self.live.items()}
-        return all(torch.equal(found[name], expected[name]) for name in SHAPES)
+            return all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in self.model.items())
+
+
+def rows(rank: int, world: int) -> dict[str, slice]:
+    return {name: slice(*(shape[0] * each // world for each in (rank, rank + 1))) for name, shape in SHAPES.items()}
+
+
+class Run:
+    """Trainer ranks, each with its rows, and rollout ranks, in this process."""
+
+    def __init__(
+        self, world: World, tmp_path: Path, engine: str, trainers: int = 1, replicas: int = 1, **more: Any
+    ) -> None:
+        self.world = world
+        options = {"socket_dir": str(tmp_path)} if engine in ("shm", "cuda_ipc") else {}
+        rendezvous = Rendezvous.host()
+        self.live = [self.on_device(torch.device("cuda", 1 + rank), 0) for rank in range(trainers)]
+        first = 1 + trainers
+        self.replicas = [
+            Replica(f"rollout-{number}", torch.device("cuda", first + number), rendezvous.address, engine, options)
+            for number in range(replicas)
+        ]
+        held = [
+            [
+                LocalShard(SPECS[name], (part.start, *[0] * (len(SHAPES[name]) - 1)), live[name][part])
+                for name, part in rows(rank, trainers).items()
+            ]
+            for rank, live in enumerate(self.live)
+        ]
+        self.publishers = [
+            Publisher(
+                f"trainer-{rank}",
+                rendezvous.address,
+                shards=shards,
+                engine=CheckpointEngineRegistry().create(engine, options),
+                bucket_bytes=4096,
+                rank=rank,
+                placements=[Placement.of_shards(each) for each in held],
+                **more,
+            )
+            for rank, shards in enumerate(held)
+        ]
+        config = SyncConfig(codec=more.get("codec", "dense"), deadline_s=HANG_S, retries=0)
+        names = [publisher.name for publisher in self.publishers]
+        self.coordinator = Coordinator(rendezvous, names, self.replicas, config)
+
+    @staticmethod
+    def on_device(device: torch.device, version: int) -> dict[str, Any]:
+        made = {name: torch.zeros(shape, dtype=torch.float32, device=device) for name, shape in SHAPES.items()}
+        for name, tensor in values(version).items():
+            made[name].copy_(tensor)
+        return made
+
+    def carry(self, version: int) -> SyncReport:
+        """Publish beside the next step, and serve beside a decode step."""
+        for publisher in self.publishers:
+            publisher.publish(version)
+        with contextlib.ExitStack() as steps:
+            for number in range(1, 1 + len(self.publishers) + len(self.replicas)):
+                steps.enter_context(self.world.training(number))
+            for publisher in self.publishers:
+                publisher.fence()
+            return asyncio.run(self.coordinator.sync(version))
+
+    def train(self, version: int, every: int = 1) -> None:
+        """An optimizer step, which changes every so-manieth element, on each trainer's default stream."""
+        new = values(version)
+        for live in self.live:
+            for name, tensor in live.items():
+                tensor.view(-1)[::every].copy_(new[name].view(-1)[::every])
+
+    def agree(self) -> bool:
+        expected = {name: tensor.cpu().bfloat16() for name, tensor in self.live[0].items()}
+        return all(replica.holds(expected) for replica in self.replicas)
 
     def close(self) -> None:
-        for part in (self.coordinator, self.publisher, self.subscriber):
+        for part in (self.coordinator, *self.publishers, *(replica.subscriber for replica in self.replicas)):
             part.close()
 
 
@@ -203,7 +241,7 @@ def test_versions_and_deltas_go_from_device_to_device_and_wait_for_what_they_nee
     """With `prepared`, a delta is already on the live weights' device when it is taken."""
     run = Run(world, tmp_path, engine, codec="delta")
     if prepared:
-        run.subscriber.prepare_delta = lambda delta: StagedDelta.of(delta).to(ROLLOUT_DEVICE)
+        run.replicas[0].subscriber.prepare_delta = lambda delta: StagedDelta.of(delta).to(ROLLOUT_DEVICE)
     for version in (1, 2, 3):
         run.train(version, every=1 if version == 1 else 50)
         report = run.carry(version)
@@ -213,6 +251,21 @@ def test_versions_and_deltas_go_from_device_to_device_and_wait_for_what_they_nee
     run.close()
 
 
+def test_two_ranks_send_each_byte_once_to_three_replicas(world: World, tmp_path: Path) -> None:
+    """Over `nccl`, whose receivers broadcast among themselves what one of them gets."""
+    run = Run(world, tmp_path, "nccl", trainers=2, replicas=3)
+    run.train(1)
+    run.carry(1)
+    before = dict(world.sent)
+    run.train(2)
+    run.carry(2)
+    assert not world.violations, names(world.violations)
+    assert run.agree()
+    run.close()
+    payload = sum(spec.nbytes for spec in SPECS.values())
+    assert payload <= sum(world.sent[device] - before[device] for device in (1, 2)) < 1.1 * payload
+
+
 def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_device(
     world: World, registered: dict[int, tuple[int, bool]], tmp_path: Path
 ) -> None:
@@ -220,7 +273,7 @@ def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_
     run = Run(world, tmp_path, "shm")
     run.train(1)
     loaded: list[torch.Tensor] = []
-    run.look = loaded.extend
+    run.replicas[0].look = loaded.extend
     run.carry(1)
     spans = [(start, stop, read_only) for start, (stop, read_only) in registered.copy().items()]
     of_them = [

@@ -247,14 +247,14 @@ def test_a_receiver_that_waits_for_another_bucket_ends_the_call_of_both_sides_an
 def test_a_header_that_the_sender_has_not_made_or_that_is_none_is_refused() -> None:
     def repeat(channel: Channel) -> None:
         for channel._sent in (1, 1):  # the welcome was message 0
-            channel.send_json({"bucket": [1, 0, NBYTES, True, "xxh3:1"]}, soon())
+            channel.send_json({"bucket": [1, 0, NBYTES, True, None, "xxh3:1"]}, soon())
 
     with told_by(repeat) as link:
         assert link.post(bucket(), "s", soon()) == "xxh3:1"
         with pytest.raises(ProtocolError, match="not signed"):
             link.post(bucket(), "s", soon())
         assert len(cast("StillReceiver", link.half).posted) == 1
-    with told_by(lambda channel: channel.send_json({"bucket": [1, 0, NBYTES, True, None]}, soon())) as link:
+    with told_by(lambda channel: channel.send_json({"bucket": [1, 0, NBYTES, True, None, None]}, soon())) as link:
         with pytest.raises(ProtocolError, match="the sender offers"):
             link.post(bucket(), "s", soon())
         assert cast("StillReceiver", link.half).posted == []

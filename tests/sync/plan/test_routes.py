@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightlane.sync.config import Relay
 from weightlane.sync.plan import assign_slices, plan_transfer
-from weightlane.sync.plan.plan_report import plan_report
+from weightlane.sync.plan.plan_report import Shown, plan_report
 from weightlane.sync.plan.routes import plan_routes
 from weightlane.sync.plan.shapes.model_shapes import SHAPES, ModelShape, weights
 from weightlane.sync.plan.shapes.parallel_layouts import RolloutLayout, TrainerLayout
@@ -44,24 +44,35 @@ def test_every_receiver_gets_a_lane_once_from_somebody_who_has_it(problem: tuple
 
 
 def test_lanes_with_the_same_receivers_take_turns_so_that_all_relay_as_much() -> None:
-    """Sixteen replicas need a version of 128 MiB each, over network cards of 1 GB/s."""
+    """Sixteen replicas of eight ranks need a version of 128 MiB each, over network cards of 1 GB/s.
+
+    Over a collective engine receivers broadcast what one of them gets.
+    """
     spec = TensorSpec("w", (1 << 20, 64), torch.bfloat16)
     columns = [Placement.of([(spec, Box((0, 8 * each), (1 << 20, 8)))]) for each in range(8)]
     needed = {f"rollout-{replica}/{rank}": columns[rank] for replica in range(16) for rank in range(8)}
     shares = assign_slices({f"trainer-{rank}": Placement.whole([spec]) for rank in range(4)})
     plan = plan_transfer(shares, needed)
-    relaying: list[tuple[Relay, int]] = [("off", 16), ("chain", 1), ("tree", 2)]
-    for relay, sends in relaying:
+    relaying: list[tuple[Relay, bool, int]] = [
+        ("off", False, 16),
+        ("off", True, 1),
+        ("chain", True, 1),
+        ("tree", True, 2),
+    ]
+    for relay, collective, sends in relaying:
         assert len({route.hops[0] for route in plan_routes(plan, relay)}) == len(plan.lanes) == 32
-        report = plan_report(shares, needed, relay=relay, sender_gbps=8, receiver_gbps=8)
+        speeds: Shown = {"sender_gbps": 8, "receiver_gbps": 8}
+        report = plan_report(shares, needed, relay=relay, collective=collective, **speeds)
+        broadcast = collective and relay == "off"
+        assert report["broadcast_lanes"] == 32 * broadcast
         assert report["busiest_sender"]["bytes"] == sends * spec.nbytes / 4
         assert report["busiest_sender"]["seconds"] == sends * spec.nbytes / 4e9
         assert report["busiest_receiver"]["seconds"] == pytest.approx(spec.nbytes / 8e9)
-        if relay == "off":
-            assert (report["relayed_lanes"], report["busiest_relay"]) == (0, None)
-        else:
-            assert report["relayed_lanes"] == 32
+        assert report["relayed_lanes"] == (0 if relay == "off" else 32)
+        if relay != "off" or broadcast:
             assert report["busiest_relay"]["over_mean"] < 1.15
+        else:
+            assert report["busiest_relay"] is None
 
 
 def small(name: str, layers: int = 4, experts: int = 32) -> ModelShape:

@@ -1,13 +1,15 @@
-"""Fakes of process groups of NCCL and HCCL: operations of one communicator run in order, and meet those of its other ranks."""
+"""Fakes of process groups of NCCL and HCCL: operations of a communicator, or a stream, run in order, and meet other ranks'."""
 
 from __future__ import annotations
 
 import itertools
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from .streams import ORDER, UNBOUNDED, WRONG_DEVICE, Block, Event, Stream
 from .tensors import CheckedTensor, _range
@@ -30,17 +32,37 @@ class Part:
         rank: The rank.
         places: The memory for each need: block, first byte, and one past the last. Nobody is kept from giving it back. A need is
             what has to meet: (source, target, number among those of the two), or (root, -1, number among broadcasts).
+        behind: What its stream waits for first, of whatever communicator.
         unmet: The needs whose bytes have not moved yet.
     """
 
     fleet: Fleet
     rank: int
     places: dict[Need, Place]
+    behind: set[Part]
     unmet: set[Need]
 
     @property
     def over(self) -> bool:
-        return not self.unmet or self.fleet.let_go
+        return not self.unmet or self.rank in self.fleet.let_go
+
+    @property
+    def runs(self) -> bool:
+        first = self.fleet.parts[self.rank][0]
+        return self is first and not self.over and all(part.over for part in self.behind)
+
+    def waits_for(self) -> set[Part]:
+        """The parts that must end before this one can."""
+        if not self.runs:
+            queue = self.fleet.parts[self.rank]
+            return {part for part in self.behind if not part.over} | set(itertools.islice(queue, queue.index(self)))
+        found = set()
+        for need in self.unmet:
+            for rank in self.fleet.ranks_of(need):
+                queue = self.fleet.parts.get(rank, deque())
+                found |= set(itertools.takewhile(lambda part, need=need: need not in part.places, queue))
+                found |= {part for part in queue if need in part.places and not part.runs}
+        return found
 
 
 class Fleet:
@@ -53,10 +75,12 @@ class Fleet:
 
     def __init__(self, world: World, size: int) -> None:
         self.world, self.size = world, size
+        world.fleets.append(self)
         self.streams: dict[int, Stream] = {}
         self.parts: dict[int, deque[Part]] = {}
         """Unfinished parts of each rank, in order."""
-        self.let_go = False
+        self.let_go: set[int] = set()
+        """Ranks that have aborted it; all of them once some wait in a circle."""
         self.connected: set[tuple[int, int, int]] = set()
         """Ranks that have made their first transfer with another one: (source, target, rank)."""
 
@@ -75,7 +99,7 @@ class Fleet:
                 world.violate(UNBOUNDED, f"the first transfers {new} were started by a call of rank {rank}")
             self.connected |= new
             stream.wait_stream(world.current_stream(stream.device))
-            part = Part(self, rank, places, set(places))
+            part = Part(self, rank, places, {each for each in stream.transfers if isinstance(each, Part)}, set(places))
             self.parts[rank].append(part)
             stream.transfers.add(part)
             operation = stream.put("transfer")
@@ -83,26 +107,19 @@ class Fleet:
                 if place[0].device != stream.device:
                     world.violate(WRONG_DEVICE, f"device {stream.device} transfers memory of {place[0].device}")
                 world.access(operation, *place, writes=need[0] != rank)
-            self._move()
+            _move(world)
 
-    def _move(self) -> None:
-        """Move the bytes of everything that all its ranks have begun, and look for members that wait in a circle."""
-        while any(self._meet(need) for part in self._heads().values() for need in tuple(part.unmet)):
-            pass
-        self._look_for_circles()
-        self.world.changed.notify_all()
+    def ranks_of(self, need: Need) -> Sequence[int]:
+        return range(self.size) if need[1] < 0 else need[:2]
 
-    def _heads(self) -> dict[int, Part]:
-        """The parts that run."""
-        return {rank: parts[0] for rank, parts in self.parts.items() if parts}
-
-    def _meet(self, need: Need) -> bool:
+    def meet(self, need: Need) -> bool:
         """Move the bytes of `need` if every rank that takes part in it is there."""
-        heads, (source, target, _) = self._heads(), need
-        ranks = range(self.size) if target < 0 else (source, target)
+        heads = {rank: parts[0] for rank, parts in self.parts.items() if parts and parts[0].runs}
+        source, ranks = need[0], self.ranks_of(need)
         if not all(rank in heads and need in heads[rank].unmet for rank in ranks):
             return False
         block, start, stop = heads[source].places[need]
+        self.world.sent[self.streams[source].device] += stop - start
         for rank in ranks:
             into, to, end = heads[rank].places[need]
             if end - to != stop - start:
@@ -114,27 +131,29 @@ class Fleet:
                 self.parts[rank].popleft()
         return True
 
-    def _look_for_circles(self) -> None:
-        heads = self._heads()
-        waits = {
-            rank: {
-                other
-                for need in part.unmet
-                for other in (range(self.size) if need[1] < 0 else need[:2])
-                if other in heads and need not in heads[other].places
-            }
-            for rank, part in heads.items()
-        }
-        for first in waits if not self.let_go else ():
-            reached, left = set[int](), [first]
-            while left:
-                new = waits.get(left.pop(), set()) - reached
-                reached |= new
-                left += new
-            if first in reached:
-                self.world.violate(ORDER, f"ranks {sorted(reached)} wait for each other")
-                self.let_go = True
-                return
+
+def _move(world: World) -> None:
+    """Move the bytes of everything that all its ranks have begun, and look for members that wait in a circle."""
+
+    def parts() -> list[Part]:
+        return [part for fleet in world.fleets for queue in fleet.parts.values() for part in queue if not part.over]
+
+    while any(part.fleet.meet(need) for part in parts() if part.runs for need in tuple(part.unmet)):
+        pass
+    waits = {part: part.waits_for() for part in parts()}
+    for first in waits:
+        reached, left = set[Part](), [first]
+        while left:
+            new = waits.get(left.pop(), set()) - reached
+            reached |= new
+            left += new
+        if first in reached:
+            on = sorted({part.fleet.streams[part.rank].device for part in reached})
+            world.violate(ORDER, f"transfers on the devices {on} wait for each other")
+            for part in reached:
+                part.fleet.let_go |= part.fleet.parts.keys()
+            break
+    world.changed.notify_all()
 
 
 class Work:
@@ -199,7 +218,7 @@ class Group:
 
     def abort(self) -> None:
         with self._fleet.world.changed:
-            self._fleet.let_go = True
+            self._fleet.let_go.add(self._rank)
             self._fleet.world.changed.notify_all()
 
 
@@ -217,11 +236,18 @@ class HcclGroup(Group):
         self.abort()
 
 
-def open_group(world: World, store: Any, rank: int, size: int, device: int, *, backend: str) -> Group:
-    if rank == 0:
-        key = f"fleet-{next(_numbers)}"
-        _fleets[key] = Fleet(world, size)
-        store.set("fleet", key)
-    store.wait(["fleet"])
-    fleet = _fleets[store.get("fleet").decode()]
-    return (HcclGroup if backend == "hccl" else Group)(fleet, rank, device)
+def opens_groups(world: World) -> Callable[..., Group]:
+    """Fake of `open_process_group`."""
+
+    def open_group(backend: str, store: Any, rank: int, size: int, *_: Any, device: torch.device, **__: Any) -> Group:
+        if world.current_device != device.index:
+            world.violate(WRONG_DEVICE, f"a communicator of {device} is opened while another device is current")
+        if rank == 0:
+            key = f"fleet-{next(_numbers)}"
+            _fleets[key] = Fleet(world, size)
+            store.set("fleet", key)
+        store.wait(["fleet"])
+        fleet = _fleets[store.get("fleet").decode()]
+        return (HcclGroup if backend == "hccl" else Group)(fleet, rank, device.index)
+
+    return open_group

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,10 @@ class World:
         self.host: Clock = {}
         """The operations of which the host has seen the end."""
         self.streams: list[Stream] = []
+        self.fleets: list[Any] = []
+        """Communicators of these devices."""
+        self.sent: Counter[int] = Counter()
+        """Bytes that transfers of a device have sent, once for each receiver; a broadcast's once."""
         self._next_address = 1 << 40
         self._blocks: dict[int, Block] = {}
         self._handles: list[Any] = []
