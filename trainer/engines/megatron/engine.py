@@ -19,7 +19,6 @@ from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
-from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, is_model_dir, kept_types
 from ..lora.engine import AdaptedEngine
 from ..lora.pass_query import PassQuery
@@ -43,7 +42,7 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora, frozen
     from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
     from .schedule import Part, run_chunk, run_schedule
-    from .state import check_files, export_model, export_saved, load_model, load_state, save_state
+    from .state import check_files, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
         WeightSlice,
@@ -206,11 +205,14 @@ class MegatronEngine(AdaptedEngine):
         optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
         """
         self._require_whole()
-        if self.config.publishes_adapter:
-            return self._open_adapters().shards(wire_dtype)
+        alone = self.config.publishes_adapter
+        return self._open_adapters().shards(wire_dtype) if alone else self._weight_shards(wire_dtype)
+
+    def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
+        """List this rank's slices of the weights, empty ones for tensors on other ranks."""
         kept = self._kept
         specs = {
-            name: TensorSpec(name, shape, torch.float32 if name in kept else wire_dtype)
+            name: TensorSpec(name, shape, torch.float32 if name in kept else dtype)
             for name, shape in self._shapes.items()
         }
         held: dict[str, list[LocalShard]] = {name: [] for name in specs}
@@ -249,9 +251,7 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.export_hf`."""
         self._require_whole()
         self._require_here("parameters")
-        about = ExportedModel(self._model_dir, self.config.head, dtype, self._kept)
-        with self._collective("the trainer ranks to export the model"), self._open_adapters().merged():
-            export_model(directory, about, self._shapes, self._published, self.rank, self._device)
+        self._export(directory, dtype, self._weight_shards(dtype))
 
     @classmethod
     def export_saved(
