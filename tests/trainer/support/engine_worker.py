@@ -163,7 +163,9 @@ class Worker(LoraCommands, RankCommands):
     def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
         """Return the shards that this rank publishes: name, shape, dtype, starts and values of each."""
         shards = self._engine.local_shards(getattr(torch, wire_dtype))
-        return [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().numpy()) for s in shards]
+        return [
+            (s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().float().numpy()) for s in shards
+        ]
 
     def placement(self, wire_dtype: str) -> list[Any]:
         """Return this rank's placement as plain data."""

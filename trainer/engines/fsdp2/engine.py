@@ -31,7 +31,7 @@ from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
 from .checked_model import checked_model, decoder_layers
-from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
+from .loading import can_read_slices, hold_as_stored, materialise, model_without_weights, read_slices, whole_model
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
@@ -43,8 +43,9 @@ class Fsdp2Engine(AdaptedEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     With tensor parallelism (``TrainerConfig.fsdp2``), neighbouring ranks share every matrix, and ``fully_shard`` shards over the
-    ranks that hold the same part. Master weights, gradients and AdamW's moments are float32 ``DTensor``s; forward and backward
-    run in ``TrainerConfig.compute_dtype``.
+    ranks that hold the same part. Master weights, gradients and AdamW's moments are float32 ``DTensor``s; with ``trainer.lora``,
+    the model's own weights have the half precision of the checkpoint, if it has one. Forward and backward run in
+    ``TrainerConfig.compute_dtype``.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
@@ -81,6 +82,8 @@ class Fsdp2Engine(AdaptedEngine):
         else:
             self._vocabulary = replace_head(model)
         model.requires_grad_(self.config.trains_weights)
+        if sliced and self.config.lora is not None:
+            hold_as_stored(model, model_dir)
         self._shard(model, model_dir)
         if sliced:
             materialise(model, self._device)

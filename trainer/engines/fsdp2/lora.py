@@ -67,7 +67,7 @@ class Fsdp2Adapted:
         slices = []
         for name, module in sources.items():
             weight = self._linears[module].weight
-            self.published[name] = weight.detach().clone()
+            self.published[name] = weight.detach().to(torch.float32, copy=True)
             box, base = local_slice(name, weight)
             slices.append(MergedSlice(module, box, base, local_slice(name, self.published[name])[1]))
         return MergedWeights(slices, [run.name for run in self._runs if run.source in sources])

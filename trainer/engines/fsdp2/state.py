@@ -26,10 +26,11 @@ from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..hf.saved_shapes import refuse_other_state
+from ..hf.stored_slices import copy_exactly
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
 from .loading import weights_reader
-from .shards import local_shards
+from .shards import local_shards, local_slice
 
 _MODEL = "model."
 """Prefix of the names of weights in a saved state."""
@@ -155,9 +156,16 @@ def load_state(
     try:
         # A state saved with fewer ranks has no random state for this one, which then keeps the seed's.
         state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
-        load(state, checkpoint_id=directory)
+        wider = {
+            name: torch.empty_like(tensor, dtype=known[f"{_MODEL}{name}"].properties.dtype)
+            for name, tensor in state["model"].items()
+            if known[f"{_MODEL}{name}"].properties.dtype != tensor.dtype
+        }
+        load({**state, "model": {**state["model"], **wider}}, checkpoint_id=directory)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", directory, cause) from cause
+    for name, tensor in wider.items():
+        copy_exactly(local_slice(name, tensor)[1], local_slice(name, tensors[name])[1], name)
     if f"cpu_{rank}" in state["random"]:
         torch.set_rng_state(state["random"][f"cpu_{rank}"])
     if device.type == "cuda" and f"cuda_{rank}" in state["random"]:

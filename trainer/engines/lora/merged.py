@@ -20,7 +20,7 @@ class MergedSlice:
     box: Box
     """The rectangle of the full weight [rows, columns]."""
     base: torch.Tensor
-    """float32, the model's own weight."""
+    """The model's own weight, in its dtype."""
     merged: torch.Tensor
     """float32, the published weight; its storage never moves."""
 
@@ -47,7 +47,7 @@ class MergedWeights:
 
 @torch.no_grad()
 def merge_slice(pair: LoraPair, box: Box, base: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute ``W + scale * B A`` for `base`, float32 [rows, columns], the rectangle `box` of a layer's weight."""
+    """Compute ``W + scale * B A``, float32 [rows, columns], for `base`, the rectangle `box` of a layer's weight in any dtype."""
     first_row, first_column = pair.site.held_rows[0], pair.site.held_columns[0]
     rows = slice(box.starts[0] - first_row, box.stops[0] - first_row)
     columns = slice(box.starts[1] - first_column, box.stops[1] - first_column)

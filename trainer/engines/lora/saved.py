@@ -104,12 +104,12 @@ class SavedAdapters:
             )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Add the published adapter to the full float32 weight `name`, in place; does nothing to one that it is not beside."""
+        """Return the full weight `name` with the published adapter added, in float32; as it is without one."""
         layer = f"{self.published}|{name.removesuffix('.weight')}"
         up, down = (self.tensors.get(f"{layer}|{matrix}|weight") for matrix in "BA")
         if not self.published or up is None or down is None:
             return weight
-        return weight.add_(up @ down, alpha=self.about[self.published][0].scale)
+        return torch.add(weight, up @ down, alpha=self.about[self.published][0].scale)
 
 
 def check_adapters(state: Path, config: TrainerConfig) -> None:

@@ -108,7 +108,7 @@ class MegatronAdapted:
         found = []
         for number, piece in enumerate(self._slices):
             if piece.name in sources:
-                merged = piece.weight.clone(memory_format=torch.contiguous_format)
+                merged = piece.weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 self.published[number] = replace(piece, weight=merged)
                 found.append(MergedSlice(sources[piece.name], piece.box, piece.weight, merged))
         return MergedWeights(found, list(sources))
