@@ -13,8 +13,8 @@ from .data.sequences import IGNORED, MicroBatch
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
 from .engines.fsdp2.shards import checkpoint_tensors, local_shards
-from .engines.fsdp2.state import export_model, init_optimizer_state, resume, save_state
-from .engines.hf.export import ExportedModel
+from .engines.fsdp2.state import init_optimizer_state, resume, save_state
+from .engines.hf.export import ExportedModel, export_model
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.names import CheckpointRun, checkpoint_runs
 from .engines.optimizer_settings import AdamParams

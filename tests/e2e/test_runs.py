@@ -12,6 +12,7 @@ import pytest
 import torch
 from run_process import FinishedRun, StartRun, events_of
 from safetensors.torch import load_file
+from tiny_models import load_tensors
 from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -101,7 +102,7 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_an
         exported = load_file(out / "model.safetensors")
         weights = saved_state(run_dir, step, tmp_path)["model"]
         assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
-    last = load_file(run_dir / "model" / "model.safetensors")
+    last = load_tensors(run_dir / "model")
     assert last.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
     for arguments, says in (
@@ -163,7 +164,7 @@ def test_a_run_of_an_adapter_with_a_critic_and_a_reference_that_take_turns_publi
     assert [event["step"] for event in events] == [1, 2, 3, 4]
     assert all({"critic/value", "reference_kl", "critic/loss"} <= event.keys() for event in events)
     assert sorted(path.name for path in (run_dir / "state" / "step-4").iterdir()) == ["critic", "loop.json", "trainer"]
-    before, after = (load_file(path / "model.safetensors") for path in (material.model, run_dir / "model"))
+    before, after = load_tensors(material.model), load_tensors(run_dir / "model")
     changed = {name for name, tensor in after.items() if not torch.equal(tensor, before[name])}
     adapted = {f"{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")}
     assert {name.split(".")[-2] for name in changed} == adapted

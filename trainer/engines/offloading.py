@@ -7,6 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import DTensor
 
+from weightlane.ckpt_engines.runtime.devices import runtime_of
+
 
 class HostCopies:
     """Copies, in the host's memory, of tensors whose own memory is freed.
@@ -16,27 +18,29 @@ class HostCopies:
 
     Args:
         tensors: Tensors whose storages are copied and freed, each storage once. Tensors on the meta device are left out.
+        pinned: Pinned memory by device, 1-D uint8, in which to put the copies. Memory of another size than needed is replaced.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor], pinned: dict[torch.device, torch.Tensor]) -> None:
         locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
         storages = {
             tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in locals_ if not tensor.is_meta
         }
-        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
-        devices = set()
+        by_device: dict[torch.device, list[torch.UntypedStorage]] = {}
         for storage in storages.values():
-            if not storage.nbytes() or not storage.resizable():  # a mapped file's storage is not resizable
-                continue
-            there = _bytes_of(storage)
-            here = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=there.is_cuda)
-            here.copy_(there, non_blocking=True)
-            self._away.append((storage, here))
-            devices.add(storage.device)
-        _finish(devices)
+            if storage.nbytes() and storage.resizable():  # a mapped file's storage is not resizable
+                by_device.setdefault(storage.device, []).append(storage)
+        self._away: list[tuple[torch.UntypedStorage, torch.Tensor]] = []
+        for device, moved in by_device.items():
+            sizes = [storage.nbytes() for storage in moved]
+            here = torch.split(_memory(device, sum(sizes), pinned), sizes)
+            self._away += zip(moved, here, strict=True)
+        for storage, copy in self._away:
+            copy.copy_(_bytes_of(storage), non_blocking=True)
+        _finish(by_device)
         for storage, _ in self._away:
             storage.resize_(0)
-        if any(device.type == "cuda" for device in devices):
+        if any(device.type == "cuda" for device in by_device):
             torch.cuda.empty_cache()  # for other processes on this device
 
     def restore(self) -> None:
@@ -46,6 +50,21 @@ class HostCopies:
             _bytes_of(storage).copy_(here, non_blocking=True)
         _finish({storage.device for storage, _ in self._away})
         self._away = []
+
+
+def _memory(device: torch.device, nbytes: int, pinned: dict[torch.device, torch.Tensor]) -> torch.Tensor:
+    """Return host memory for copies from `device`: uint8 [nbytes]; that in `pinned` if it has the size.
+
+    It has exactly the bytes that are needed, where torch's own pinned memory is rounded up, tensor by tensor, to powers of two
+    (`CachingHostAllocator`). Like torch's it is kept, since to pin it takes longer than to copy.
+    """
+    runtime = runtime_of(device)
+    if not runtime.has_streams:
+        return runtime.host_memory(nbytes)
+    if device not in pinned or len(pinned[device]) != nbytes:
+        pinned.pop(device, None)  # freed before there is other memory
+        pinned[device] = runtime.host_memory(nbytes)
+    return pinned[device]
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

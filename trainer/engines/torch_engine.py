@@ -56,6 +56,8 @@ class TorchEngine(TrainingEngine):
         """Names of checkpoint tensors that stay float32, whatever dtype the others are sent or exported in."""
         self._away: dict[StatePart, HostCopies] = {}
         """Host copies of the parts of the state that are offloaded."""
+        self._pinned: dict[StatePart, dict[torch.device, torch.Tensor]] = {}
+        """Pinned host memory for each part of the state, by device, since it was first offloaded."""
         self._dropout = False
 
     @property
@@ -82,7 +84,7 @@ class TorchEngine(TrainingEngine):
         self._check_parts(parts)
         for part in parts:
             if part not in self._away:
-                self._away[part] = HostCopies(self._memory_of(part))
+                self._away[part] = HostCopies(self._memory_of(part), self._pinned.setdefault(part, {}))
 
     def onload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
         """See `TrainingEngine.onload`."""

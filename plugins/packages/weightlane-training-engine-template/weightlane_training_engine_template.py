@@ -132,10 +132,10 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         """See `TrainingEngine.export_hf`."""
         self._open()
         self._require_here("parameters")
-        kept = {run.source for run in self._runs if run.name in self._kept}
-        about = toolkit.ExportedModel(self._model_dir, self.config.head, dtype, kept)
+        shards, timeout_s = self.local_shards(dtype), self.config.collective_timeout_s
+        about = toolkit.ExportedModel(self._model_dir, self.config.head, dtype)
         with self._collective("the trainer ranks to export the model"):
-            toolkit.export_model(directory, about, self._tensors, self.rank, self._device)
+            toolkit.export_model(directory, about, shards, self.rank, self._device, timeout_s)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""

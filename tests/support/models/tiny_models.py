@@ -127,9 +127,9 @@ def add_tokenizer(path: Path, vocab: int = VOCAB) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint that is in one file, by its name on disk."""
-    tensors: dict[str, torch.Tensor] = load_file(path / "model.safetensors")
-    return tensors
+    """Every tensor of a checkpoint, by its name on disk."""
+    files = [load_file(file) for file in sorted(path.glob("*.safetensors"))]
+    return {name: tensor for tensors in files for name, tensor in tensors.items()}
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from engine_ranks import (
 )
 from transformers import AutoModelForTokenClassification
 
+from weightlane.trainer.engines import offloading
 from weightlane.trainer.engines.registry import training_engine_class
 
 VALUE = {"head": "value"}
@@ -194,3 +196,26 @@ def test_the_guides_way_without_a_run_trains(teams: Teams) -> None:
     ranks.setup("qwen3-tied")
     first, second = ranks.all("run_code", code=block)[0], ranks.all("run_code", code=block)[0]
     assert (first["tokens"], second["loss"] < first["loss"]) == (3.0, True)
+
+
+def test_offloaded_state_takes_exactly_its_bytes_of_pinned_memory_which_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where torch pins memory itself, each tensor takes the next power of two of bytes, also while it is not offloaded."""
+    asked: list[int] = []
+
+    def pinned_memory(nbytes: int) -> torch.Tensor:
+        asked.append(nbytes)
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    runtime = SimpleNamespace(has_streams=True, host_memory=pinned_memory)
+    monkeypatch.setattr(offloading, "runtime_of", lambda _: runtime)
+    tensors = [torch.arange(5.0), torch.arange(3, dtype=torch.int16)]
+    pinned: dict[torch.device, torch.Tensor] = {}
+    values = [tensor.clone() for tensor in tensors]
+    for moved in ([*tensors, tensors[0][1:]], tensors, tensors[:1]):
+        copies = offloading.HostCopies(moved, pinned)
+        assert not tensors[0].untyped_storage().nbytes()
+        copies.restore()
+        assert all(map(torch.equal, tensors, values))
+    assert asked == [5 * 4 + 3 * 2, 5 * 4]

@@ -1,4 +1,4 @@
-"""Model directories are judged before anything is started for them."""
+"""Model directories are judged before anything is started for them, and written by all ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import memray
 import pytest
-from engine_ranks import VOCAB
-from transformers import AutoModelForCausalLM, AutoTokenizer
+import torch
+import torch.distributed as dist
+from engine_ranks import TRAINER, VOCAB, Teams
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from waiting import NEVER_S
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.data.tokenizer import HfTokenizer
+from weightlane.trainer.engines.hf import rank_exchange
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 
 
@@ -149,3 +154,50 @@ def test_the_tokenizers_chat_template_makes_the_prompt(models: dict[str, Path], 
     template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[answer]{% endif %}"
     (chat / "chat_template.jinja").write_text(template)
     assert HfTokenizer(chat).as_chat([{"role": "user", "content": "1+1="}]) == "[user]1+1=[answer]"
+
+
+def test_ranks_export_files_of_their_own_and_need_no_more_memory_than_a_round(
+    teams: Teams, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Every allocation is on record, where a round has 1 MiB, the largest tensors 2 MiB, and the model 24."""
+    wide, out, left = tmp_path / "wide", tmp_path / "out", tmp_path / ".out.partial"
+    shutil.copytree(models["qwen3-tied"], wide)
+    config = AutoConfig.from_pretrained(wide, intermediate_size=1 << 15)
+    AutoModelForCausalLM.from_config(config).save_pretrained(wide)
+    left.mkdir()
+    (left / "model-00001-of-00001.safetensors").write_text("left by an export that was killed")
+    ranks = teams.of(2)
+    ranks.all("setup", model=wide, trainer=TRAINER)
+    ranks.all("export", directory=out, record=tmp_path / "RANK.bin")
+    assert [path.name for path in shards(out)] == [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    assert not left.exists()
+    for rank in range(2):
+        with memray.FileReader(tmp_path / f"{rank}.bin") as reader:
+            assert 1 << 19 <= reader.metadata.peak_memory <= (2 << 20) + (4 << 20), "two rounds, and Python's objects"
+
+
+def test_an_export_in_which_a_rank_dies_or_sees_another_directory_names_it_and_leaves_nothing(
+    teams: Teams, tmp_path: Path
+) -> None:
+    apart, new = tmp_path / "of-RANK" / "new", tmp_path / "new"
+    with teams.new(3) as ranks:
+        ranks.setup("qwen3-tied")
+        for says in ("does not see the directory", "/.new.partial, which trainer rank 0 made on node-0"):
+            ranks.all_fail("ConfigError", says, "export", directory=apart, host="node-RANK")
+        for rank in range(3):
+            ranks.tell(rank, "export", directory=new, dies_in=3 if rank == 2 else -1)
+        for answer in (ranks.answer(0), ranks.answer(1)):
+            assert answer["error"] == "PeerLostError", answer
+            assert "trainer rank 2" in answer["message"]
+    assert not [path for path in tmp_path.rglob("*") if path.name not in {"of-0", "of-1", "of-2"}]
+
+
+def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(rank_exchange, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rank_exchange, "share_json", lambda value, _: [value, value])
+    for rank, deadline_s in ((0, 0.1), (1, NEVER_S)):
+        with rank_exchange.RankExchange(rank, 2, torch.device("cpu"), deadline_s, "write its part") as ranks:
+            ranks.begin("export", None)
+            with pytest.raises(DeadlineExceededError, match=r"no answer of trainer rank 1 within 0\.1 s"):
+                ranks.enter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from engine_ranks import (
     FSDP2_TP2,
+    TRAINER,
     Ranks,
     Teams,
     assert_fence_tells_of_changes,
@@ -22,7 +24,7 @@ from engine_ranks import (
     megatron,
     whole,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from weightlane.trainer.engines.registry import training_engine_class
@@ -104,6 +106,43 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
         assert [name for call in report["calls"] for name in call["named"]] == list(published)
         assert report["calls"][0]["changed"] == []
         assert set(report["changed"]) == set(report["published"]) != set()
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved_bytes"),
+    [
+        case({}, 2, id="fsdp2"),
+        exhaustive({**FSDP2_TP2, "compute_dtype": "bfloat16"}, 2, id="fsdp2-tp2"),
+        case(megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16"), 4, id="megatron-pp2"),
+    ],
+)
+def test_a_base_in_half_precision_stays_so_and_trains_and_publishes_the_bits_that_its_float32_copy_does(
+    teams: Teams, tmp_path: Path, settings: dict[str, Any], saved_bytes: int
+) -> None:
+    """A state of the copy, as older versions wrote it, is loaded; one with values that would be rounded is not."""
+    ranks, found, held = teams.of(2), {}, {}
+    rounded = {name: tensor.bfloat16() for name, tensor in checkpoint(teams.models["qwen3-untied"]).items()}
+    for dtype in (torch.float32, torch.bfloat16):
+        base = tmp_path / str(dtype)
+        shutil.copytree(teams.models["qwen3-untied"], base)
+        save_file(
+            {name: each.to(dtype) for name, each in rounded.items()}, base / "model.safetensors", {"format": "pt"}
+        )
+        ranks.all("setup", model=base, trainer={**TRAINER, "lora": LORA, **settings})
+        held[dtype] = sum(ranks.all("parameter_bytes"))
+        ranks.all("train", first=0, count=2)
+        ranks.all("export", directory=tmp_path / f"{dtype} exported")
+        found[dtype] = gathered(ranks), state(ranks), checkpoint(tmp_path / f"{dtype} exported")
+        ranks.all("save", directory=tmp_path / f"{dtype} state")
+    for full, half in zip(found[torch.float32], found[torch.bfloat16], strict=True):
+        assert_same(half, full)
+    assert held[torch.float32] - held[torch.bfloat16] >= saved_bytes * sum(each.numel() for each in rounded.values())
+    assert ranks.all("load", directory=tmp_path / "torch.float32 state") == [2, 2]
+    assert_same(gathered(ranks), found[torch.float32][0])
+    ranks.setup("qwen3-untied", lora=LORA, **settings)
+    ranks.all("save", directory=tmp_path / "finer")
+    ranks.all("setup", model=base, trainer={**TRAINER, "lora": LORA, **settings})
+    ranks.all_fail("StorageError", "bfloat16 would round", "load", directory=tmp_path / "finer")
 
 
 def test_the_fence_names_exactly_what_changes_and_a_step_that_fails_before_changes_nothing(

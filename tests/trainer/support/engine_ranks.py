@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from collections.abc import Collection, Mapping
@@ -15,7 +16,8 @@ import torch
 from engine_batches import VOCAB
 from fork_server import fork_python
 from ports import free_port
-from safetensors.torch import load_file
+from safetensors.torch import save_file
+from tiny_models import load_tensors as checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -249,10 +251,6 @@ def gathered(ranks: Ranks, wire_dtype: str = "float32") -> dict[str, torch.Tenso
     return whole([[(name, shape, starts, array) for name, shape, _, starts, array in slices] for slices in held])
 
 
-def checkpoint(path: Path) -> dict[str, torch.Tensor]:
-    return load_file(path / "model.safetensors")
-
-
 def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
@@ -306,3 +304,7 @@ def assert_steps_are_those_of_one_rank(teams: Teams, world: int, name: str, dire
     ]
     ranks.all("export", directory=directory / "exported")
     assert_same(checkpoint(directory / "exported"), trained)
+    shutil.copytree(teams.models[name], directory / "ordinary")
+    save_file(trained, directory / "ordinary" / "model.safetensors", {"format": "pt"})
+    loaded = [AutoModelForCausalLM.from_pretrained(directory / each) for each in ("exported", "ordinary")]
+    assert_same(*(model.state_dict() for model in loaded))

@@ -9,15 +9,18 @@ The real engine runs here: nothing is replaced.
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import pickle
 import signal
 import sys
 from collections.abc import Collection
+from contextlib import nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -33,6 +36,7 @@ from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.dispatch.rank_worker import RankWorker
+from weightlane.trainer.engines.hf import export, rank_exchange
 from weightlane.trainer.engines.rank_collectives import join_ranks
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -159,7 +163,9 @@ class Worker(LoraCommands, RankCommands):
     def shards(self, wire_dtype: str = "float32") -> list[tuple[Any, ...]]:
         """Return the shards that this rank publishes: name, shape, dtype, starts and values of each."""
         shards = self._engine.local_shards(getattr(torch, wire_dtype))
-        return [(s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().numpy()) for s in shards]
+        return [
+            (s.spec.name, s.spec.shape, str(s.spec.dtype), s.starts, s.data.detach().float().numpy()) for s in shards
+        ]
 
     def placement(self, wire_dtype: str) -> list[Any]:
         """Return this rank's placement as plain data."""
@@ -183,8 +189,33 @@ class Worker(LoraCommands, RankCommands):
         self._engine.load(Path(str(directory).replace("RANK", str(self._rank))))
         return self._engine.step
 
-    def export(self, directory: str, dtype: str = "float32") -> None:
-        self._engine.export_hf(Path(directory), getattr(torch, dtype))
+    def export(
+        self, directory: str, dtype: str = "float32", host: str = "", record: str = "", dies_in: int = -1
+    ) -> None:
+        """Export to `directory`, on a machine called `host`, with all allocations on `record`; may die in a round.
+
+        RANK stands for this rank.
+        """
+        import memray
+
+        write, rounds = export._write_round, itertools.count()
+
+        def write_round(*arguments: Any) -> None:
+            if next(rounds) == dies_in:
+                os.kill(os.getpid(), signal.SIGKILL)
+            write(*arguments)
+
+        directory, host, record = (str(each).replace("RANK", str(self._rank)) for each in (directory, host, record))
+        round_bytes, file_bytes = (1 << 20, 1 << 30) if record else (4096, 16384)  # many rounds for a tiny model
+        sizes = patch.multiple(export, ROUND_BYTES=round_bytes, FILE_BYTES=file_bytes, _write_round=write_round)
+        hosts = patch.object(export.socket, "gethostname", lambda: host or "localhost")
+        with (
+            sizes,
+            hosts,
+            patch.object(rank_exchange, "_GRACE_S", 0.5),
+            memray.Tracker(record) if record else nullcontext(),
+        ):
+            self._engine.export_hf(Path(directory), getattr(torch, dtype))
 
     def addresses(self) -> list[int]:
         """Where the storage behind each shard is."""

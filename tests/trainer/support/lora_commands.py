@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from engine_batches import LOSSES, batch_of, make_batch, make_samples, mixed
+from torch.distributed.tensor import DTensor
 
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.data.batch import LossDenominators
@@ -82,6 +83,14 @@ class LoraCommands:
         engine = self._engine if self._api is None else self._api.engine
         pieces = engine._lora.chosen(name).slices()
         return [(piece.key, piece.shape, piece.box.starts, piece.data.clone().numpy()) for piece in pieces]
+
+    def parameter_bytes(self) -> int:
+        """Bytes of this rank's parameters, those of adapters and merged weights included."""
+        held = (
+            each.to_local() if isinstance(each, DTensor) else each for each in self._engine._memory_of("parameters")
+        )
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in held}
+        return sum(storages.values())
 
     def base_has_state(self) -> tuple[bool, int]:
         """Whether any of the model's own weights asks for gradients, and how many moments of theirs there are."""

@@ -274,7 +274,8 @@ class TrainingEngine(ABC):
         Args:
             wire_dtype: dtype of floating-point tensors on the wire, except those that a narrower model keeps in float32
                 (`weightlane.sync.version.tensor_spec.kept_in_float32`); others keep theirs. `data` is the float32 master weight,
-                with the adapter of ``trainer.lora`` added where that is set.
+                with the adapter of ``trainer.lora`` added where that is set; weights that it leaves unchanged may have the
+                checkpoint's half precision.
 
         Where ``trainer.lora.publish`` is ``adapter``, the tensors are A and B of every layer of that adapter instead, whose names
         are PEFT's.

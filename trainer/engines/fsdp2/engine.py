@@ -20,7 +20,7 @@ from ..contract import STATE_PARTS, BackwardResult, Fence, ForwardBackward, Sequ
 from ..hf.causal_head import HeadQuery, replace_head
 from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, kept_types
-from ..hf.names import CheckpointRun, checkpoint_runs
+from ..hf.names import checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.value_head import read_values, value_head
 from ..lora.engine import AdaptedEngine
@@ -31,20 +31,21 @@ from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
 from .checked_model import checked_model, decoder_layers
-from .loading import can_read_slices, materialise, model_without_weights, read_slices, whole_model
+from .loading import can_read_slices, hold_as_stored, materialise, model_without_weights, read_slices, whole_model
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
 from .shards import checkpoint_tensors, local_shards
-from .state import check_saved, export_model, export_saved, resume, save_state
+from .state import check_saved, export_saved, resume, save_state
 
 
 class Fsdp2Engine(AdaptedEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     With tensor parallelism (``TrainerConfig.fsdp2``), neighbouring ranks share every matrix, and ``fully_shard`` shards over the
-    ranks that hold the same part. Master weights, gradients and AdamW's moments are float32 ``DTensor``s; forward and backward
-    run in ``TrainerConfig.compute_dtype``.
+    ranks that hold the same part. Master weights, gradients and AdamW's moments are float32 ``DTensor``s; with ``trainer.lora``,
+    the model's own weights have the half precision of the checkpoint, if it has one. Forward and backward run in
+    ``TrainerConfig.compute_dtype``.
     """
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
@@ -81,6 +82,8 @@ class Fsdp2Engine(AdaptedEngine):
         else:
             self._vocabulary = replace_head(model)
         model.requires_grad_(self.config.trains_weights)
+        if sliced and self.config.lora is not None:
+            hold_as_stored(model, model_dir)
         self._shard(model, model_dir)
         if sliced:
             materialise(model, self._device)
@@ -258,11 +261,8 @@ class Fsdp2Engine(AdaptedEngine):
         """See `TrainingEngine.export_hf`."""
         own = checkpoint_tensors(self._open_model())
         self._require_here("parameters")
-        with self._collective("the trainer ranks to export the model"), self._open_adapters().merged():
-            tensors = {**own, **self._published}
-            kept = _sources(self._runs, self._kept)
-            about = ExportedModel(self._model_dir, self.config.head, dtype, kept)
-            export_model(directory, about, tensors, self.rank, self._device)
+        shards = local_shards(self._runs, {**own, **self._published}, self.rank, dtype, self._kept)
+        self._export(directory, dtype, shards)
 
     @classmethod
     def export_saved(
@@ -272,7 +272,7 @@ class Fsdp2Engine(AdaptedEngine):
         model = model_without_weights(model_dir, head)
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         kept = kept_types(model_dir, (run.name for run in runs))
-        export_saved(state, ExportedModel(model_dir, head, dtype, _sources(runs, kept)), _shapes(model), directory)
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, _shapes(model), kept, directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -384,11 +384,6 @@ class Fsdp2Engine(AdaptedEngine):
             for name, parameter in self._loaded_model().named_parameters()
             if parameter.requires_grad
         }
-
-
-def _sources(runs: Sequence[CheckpointRun], kept: Collection[str]) -> set[str]:
-    """Return the names of the parameters and buffers that are saved as the checkpoint tensors `kept`."""
-    return {run.source for run in runs if run.name in kept}
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +14,9 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
+from ..hf.model_dir import half_precision, stored_types
 from ..hf.names import CheckpointRun, checkpoint_runs
-from ..hf.stored_slices import SliceReader, hf_tensors
+from ..hf.stored_slices import SliceReader, copy_exactly, hf_tensors
 from ..hf.value_head import unused_heads, value_head
 from .shards import checkpoint_tensors, local_shards
 
@@ -148,9 +150,25 @@ def weights_reader(
     def copy() -> None:
         with torch.no_grad():
             for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
-                shard.data.copy_(by_name[shard.spec.name][shard.box.index])
+                copy_exactly(by_name[shard.spec.name][shard.box.index], shard.data, shard.spec.name)
 
     return copy
+
+
+def hold_as_stored(model: torch.nn.Module, model_dir: Path) -> None:
+    """Give the parameters of a model that is not trained the half-precision dtype in which `model_dir` has them.
+
+    Layers compute as with float32 copies: FSDP converts a parameter, exactly or with one rounding, when it is gathered.
+
+    Args:
+        model: With parameters on the meta device, before they are sharded.
+        model_dir: The directory whose weights are read into it.
+    """
+    stored, found = stored_types(model_dir), defaultdict[str, list[torch.dtype | None]](list)
+    for run in checkpoint_runs(model, checkpoint_tensors(model)):
+        found[run.source].append(stored.get(run.name))
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(half_precision(found[name]))
 
 
 def materialise(model: torch.nn.Module, device: torch.device) -> None:

@@ -39,6 +39,12 @@ class Fsdp2Adapted:
     ) -> None:
         self._linears = _linears(model, layers)
         self._runs = runs
+        modules = {run.name: run.source.removesuffix(".weight") for run in runs}
+        self._weights = {
+            run.name: (module, run.offset // self._linears[module].in_features)
+            for run in runs
+            if (module := modules[run.name]) in self._linears and run.source == f"{module}.weight"
+        }
         tensor = None if mesh.tensor is None else mesh.tensor.get_group()
         self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.answers)
         self.published: dict[str, torch.Tensor] = {}
@@ -61,14 +67,14 @@ class Fsdp2Adapted:
         slices = []
         for name, module in sources.items():
             weight = self._linears[module].weight
-            self.published[name] = weight.detach().clone()
+            self.published[name] = weight.detach().to(torch.float32, copy=True)
             box, base = local_slice(name, weight)
             slices.append(MergedSlice(module, box, base, local_slice(name, self.published[name])[1]))
         return MergedWeights(slices, [run.name for run in self._runs if run.source in sources])
 
-    def drop_merged(self) -> None:
-        """See `AdaptedModel.drop_merged`."""
-        self.published.clear()
+    def layer_of(self, name: str) -> tuple[str, int] | None:
+        """See `AdaptedModel.layer_of`."""
+        return self._weights.get(name)
 
 
 def check_adapter(model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: LoraConfig) -> None:

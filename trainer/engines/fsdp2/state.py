@@ -1,9 +1,13 @@
-"""Save, load and export the state of an `Fsdp2Engine`. Functions are collective unless their docstring says otherwise."""
+"""Save and load the state of an `Fsdp2Engine`, and export a saved one.
+
+Functions are collective unless their docstring says otherwise.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +17,20 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.sync.version.tensor_spec import LocalShard
 
-from ..hf.export import ExportedModel, write_model_dir
+from ..hf.export import ExportedModel, export_alone
 from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..hf.saved_shapes import refuse_other_state
+from ..hf.stored_slices import copy_exactly
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
-from .loading import model_class, weights_reader
+from .loading import weights_reader
+from .shards import local_shards, local_slice
 
 _MODEL = "model."
 """Prefix of the names of weights in a saved state."""
@@ -150,9 +156,16 @@ def load_state(
     try:
         # A state saved with fewer ranks has no random state for this one, which then keeps the seed's.
         state["random"] = {key: value for key, value in state["random"].items() if f"random.{key}" in known}
-        load(state, checkpoint_id=directory)
+        wider = {
+            name: torch.empty_like(tensor, dtype=known[f"{_MODEL}{name}"].properties.dtype)
+            for name, tensor in state["model"].items()
+            if known[f"{_MODEL}{name}"].properties.dtype != tensor.dtype
+        }
+        load({**state, "model": {**state["model"], **wider}}, checkpoint_id=directory)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", directory, cause) from cause
+    for name, tensor in wider.items():
+        copy_exactly(local_slice(name, tensor)[1], local_slice(name, tensors[name])[1], name)
     if f"cpu_{rank}" in state["random"]:
         torch.set_rng_state(state["random"][f"cpu_{rank}"])
     if device.type == "cuda" and f"cuda_{rank}" in state["random"]:
@@ -160,38 +173,47 @@ def load_state(
     return int(state["step"])
 
 
-def export_model(
-    directory: Path, about: ExportedModel, tensors: Mapping[str, torch.Tensor], rank: int, device: torch.device
+def export_saved(
+    state: Path,
+    about: ExportedModel,
+    runs: Sequence[CheckpointRun],
+    shapes: Mapping[str, tuple[int, ...]],
+    kept: Collection[str],
+    directory: Path,
 ) -> None:
-    """Gather `tensors`, by in-memory name, on rank 0 and write them as a Hugging Face directory."""
-    full: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if rank == 0:
-                cast = whole.is_floating_point() and name not in about.kept
-                full[name] = whole.detach().to("cpu", about.dtype if cast else whole.dtype, copy=True)
-    write_on_rank_zero(lambda: _write_hf(directory, about, full), directory, rank, device)
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process.
 
+    Args:
+        state: The saved state.
+        about: The model.
+        runs: The checkpoint tensors of the model.
+        shapes: Full shapes of the tensors in the state, by in-memory name.
+        kept: Names of the checkpoint tensors that keep their own dtype.
+        directory: Must not exist.
 
-def export_saved(state: Path, about: ExportedModel, shapes: Mapping[str, tuple[int, ...]], directory: Path) -> None:
-    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. Raises as `check_saved`."""
-    saved = check_saved(state, shapes)
-    try:
-        tensors = {
-            name: torch.empty(shape, dtype=saved[f"{_MODEL}{name}"].properties.dtype) for name, shape in shapes.items()
-        }
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-            load({_MODEL.rstrip("."): tensors}, checkpoint_id=state, no_dist=True)
-    except (CheckpointException, OSError) as cause:
-        raise _storage_error("read", state, cause) from cause
-    SavedAdapters.read(state).merge_into(tensors)
-    full = {
-        name: tensor.to(about.dtype) if tensor.is_floating_point() and name not in about.kept else tensor
-        for name, tensor in tensors.items()
-    }
-    _write_hf(directory, about, full)
+    Raises as `check_saved`. In memory at a time: one tensor of the state, and what is written of it.
+    """
+    saved, adapters = check_saved(state, shapes), SavedAdapters.read(state)
+    dtypes = {name: saved[f"{_MODEL}{name}"].properties.dtype for name in shapes}
+    own = {run.name: run for run in runs}
+
+    @lru_cache(maxsize=1)
+    def stored(name: str) -> torch.Tensor:
+        tensor = torch.empty(shapes[name], dtype=dtypes[name])
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
+                load({_MODEL.rstrip("."): {name: tensor}}, checkpoint_id=state, no_dist=True)
+        except (CheckpointException, OSError) as cause:
+            raise _storage_error("read", state, cause) from cause
+        return adapters.merged(name, tensor)
+
+    def values_of(shard: LocalShard) -> torch.Tensor:
+        run = own[shard.spec.name]
+        return stored(run.source).flatten()[run.offset : run.offset + shard.spec.numel].view(run.shape)
+
+    outlines = {name: torch.empty(shape, dtype=dtypes[name], device="meta") for name, shape in shapes.items()}
+    export_alone(directory, about, local_shards(runs, outlines, 0, about.dtype, kept), values_of)
 
 
 def _state(
@@ -205,15 +227,6 @@ def _state(
         "optimizer": {f"{name}/{key}": value for name, state in optimizer.items() for key, value in state.items()},
         "random": random_state,
     }
-
-
-def _write_hf(directory: Path, about: ExportedModel, full: dict[str, torch.Tensor]) -> None:
-    def write_weights(partial: Path, config: Any) -> None:
-        with torch.device("meta"):
-            skeleton = model_class(about.head).from_config(config, dtype=about.dtype)
-        skeleton.save_pretrained(partial, state_dict=full)
-
-    write_model_dir(directory, about, write_weights)
 
 
 def _storage_error(verb: str, directory: Path, cause: BaseException) -> StorageError:

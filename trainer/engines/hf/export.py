@@ -1,19 +1,44 @@
-"""Write a Hugging Face model directory that appears complete or not at all."""
+"""Write a Hugging Face model directory, which appears complete or not at all; every rank writes files of its own.
+
+No rank ever holds more than its own part of the model and one round's bytes: each file is put together bucket by bucket, from
+slices that the other ranks send. torch's own writer of such files, `torch.distributed.checkpoint.HuggingFaceStorageWriter`, would
+not do: every rank writes its slices under their names in memory, and rank 0 then reads all of them and writes them again, while
+the others wait in one collective.
+"""
 
 from __future__ import annotations
 
-import copy
+import json
 import shutil
-from collections.abc import Callable, Collection
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from .partial_dir import discard_partial, make_partial, storage_error
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.placement import Placement
+from weightlane.sync.version.tensor_spec import LocalShard
 
+from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error
+from .rank_exchange import RankExchange
+from .weight_files import FILE_BYTES, Bucket, Part, WeightFile, buckets_of, plan_files
+
+ROUND_BYTES = 256 * 2**20
+"""Bytes that all ranks together write in a round. A rank holds at most this much for others, and twice its share for its own.
+A round takes seconds on a slow disk, well below its deadline."""
+_INDEX = "model.safetensors.index.json"
 _COPIED_SUFFIXES = frozenset({".json", ".jinja", ".model", ".tiktoken", ".txt"})
+
+ValuesOf = Callable[[LocalShard], torch.Tensor]
+"""Function that returns the values of a slice, in its shape and any dtype."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,42 +50,207 @@ class ExportedModel:
     head: str
     """See ``TrainerConfig.head``."""
     dtype: torch.dtype
-    """Dtype of floating-point weights."""
-    kept: Collection[str] = ()
-    """Names of weights that keep their own dtype."""
+    """Dtype that the configuration declares."""
 
 
-def write_model_dir(directory: Path, about: ExportedModel, write_weights: Callable[[Path, Any], None]) -> None:
-    """Write config, tokenizer and weights under a temporary name next to `directory`, then rename it.
+def live_values(shard: LocalShard) -> torch.Tensor:
+    """Return the data of a slice as they are."""
+    return shard.data
+
+
+def export_model(
+    directory: Path,
+    about: ExportedModel,
+    shards: Sequence[LocalShard],
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    values_of: ValuesOf = live_values,
+) -> None:
+    """Write the model as a Hugging Face directory. Collective.
 
     Args:
-        directory: must not exist.
-        about: the model.
-        write_weights: called with the temporary directory and the configuration; writes the safetensors files.
+        directory: Must not exist, on a file system of all ranks.
+        about: The model.
+        shards: This rank's slices. The dtypes of their specs are those of the files.
+        rank: This rank.
+        device: Where collectives work.
+        timeout_s: Seconds that the slowest rank may take for a round of at most `ROUND_BYTES` bytes.
+        values_of: The values to write for a slice.
+
+    Raises:
+        ConfigError: A rank does not see the directory that rank 0 made.
+        StorageError: The directory exists or cannot be written.
+        DeadlineExceededError: A rank, which is named, did not come in time.
+        PeerLostError: A rank, which is named, is gone.
     """
-    from safetensors import SafetensorError  # noqa: PLC0415 - optional
+    with RankExchange(rank, dist.get_world_size(), device, timeout_s, "write its part of an export") as ranks:
+        _write(directory, about, shards, ranks, values_of)
+
+
+def export_alone(directory: Path, about: ExportedModel, shards: Sequence[LocalShard], values_of: ValuesOf) -> None:
+    """Write a model whose slices are all here, as `export_model` does, without other ranks."""
+    with RankExchange.alone() as ranks:
+        _write(directory, about, shards, ranks, values_of)
+
+
+def _write(
+    directory: Path, about: ExportedModel, shards: Sequence[LocalShard], ranks: RankExchange, values_of: ValuesOf
+) -> None:
+    held = {(shard.spec.name, shard.box): shard for shard in shards if shard.data.numel() or not shard.spec.numel}
+    mine = Placement.of((shard.spec, shard.box) for shard in held.values())
+    token = uuid.uuid4().hex
+    told = ranks.begin(token, [token, socket.gethostname(), mine.to_plain()])
+    (name, host, _), partial = told[0], partial_name(directory)
+    mark, complete = partial / name, False
+    try:
+        with ranks.telling(), _typed(directory):
+            if ranks.rank == 0:
+                make_partial(directory)
+                mark.touch()
+            ranks.enter()
+            _require_shared(mark, host, ranks.rank)
+            placements = [Placement.from_plain(plain) for *_, plain in told]
+            # Parts of a slice follow one another: its values are computed once for them.
+            values = lru_cache(maxsize=1)(lambda name, box: values_of(held[name, box]))
+            files = _write_files(partial, placements, ranks, values)
+            ranks.enter()
+            complete = True
+            if ranks.rank == 0:
+                _write_beside(partial, about, files)
+                mark.unlink()
+                partial.rename(directory)
+            ranks.enter()
+    except BaseException:
+        # On every rank, so that nothing is left when the last one has stopped to write; but rank 0 may be about to rename files
+        # that are complete, even if others are tired of waiting for it.
+        if ranks.rank == 0 or not complete:
+            discard_partial(directory)
+        raise
+
+
+@contextmanager
+def _typed(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as cause:
+        if isinstance(cause, WeightlaneError):
+            raise
+        raise storage_error("written", directory, cause) from cause
+
+
+def _require_shared(mark: Path, host: str, rank: int) -> None:
+    """Raise `ConfigError` unless this rank sees the file that rank 0 made on `host`."""
+    if not mark.is_file():
+        raise ConfigError(
+            f"trainer rank {rank} on {socket.gethostname()} does not see the directory {mark.parent}, which trainer rank 0 made"
+            f" on {host}: they share no file system there.",
+            part=PART,
+            peer=f"trainer rank {rank}",
+            hint="Export to a directory of a file system that all trainer ranks share.",
+        )
+
+
+def _write_files(
+    partial: Path, held: Sequence[Placement], ranks: RankExchange, values: Callable[[str, Box], torch.Tensor]
+) -> list[WeightFile]:
+    """Write this rank's files, and send to the others what they need. Returns the files of all ranks.
+
+    Args:
+        partial: The directory.
+        held: The slices of each rank.
+        ranks: The ranks.
+        values: Returns the values of one of this rank's slices, by tensor and box.
+    """
+    files = plan_files(held, FILE_BYTES)
+    share = ROUND_BYTES // ranks.world
+    for buckets in zip_longest(*(buckets_of(files, held, writer, share) for writer in range(ranks.world))):
+        ranks.enter()
+        _write_round(partial, buckets, ranks, values)
+    return files
+
+
+def _write_round(
+    partial: Path,
+    buckets: Sequence[Bucket | None],
+    ranks: RankExchange,
+    values: Callable[[str, Box], torch.Tensor],
+) -> None:
+    """Write this rank's bucket, and send to the others the parts of theirs that are here.
+
+    Args:
+        partial: The directory.
+        buckets: By the rank that writes them; None for a rank that has no more.
+        ranks: The ranks.
+        values: See `_write_files`.
+    """
+
+    def parts(writer: int, sender: int) -> list[Part]:
+        bucket = buckets[writer]
+        return [] if bucket is None else [part for part in bucket.parts if part.rank == sender]
+
+    def held(part: Part) -> torch.Tensor:
+        return values(part.spec.name, part.held)[part.box.within(part.held).index]
+
+    own, others = ranks.rank, [rank for rank in range(ranks.world) if rank != ranks.rank]
+    outgoing = {writer: _packed(sent, held) for writer in others if (sent := parts(writer, own))}
+    incoming = {sender: sum(part.nbytes for part in sent) for sender in others if (sent := parts(own, sender))}
+    received = ranks.swap(outgoing, incoming)
+    bucket = buckets[own]
+    if bucket is None:
+        return
+    whole = torch.empty(bucket.nbytes, dtype=torch.uint8)
+    for sender in (own, *received):
+        start = 0
+        for part in parts(own, sender):
+            at = whole[part.at : part.at + part.outer.numel * part.spec.dtype.itemsize]
+            into = at.view(part.spec.dtype).view(part.outer.shape)[part.box.within(part.outer).index]
+            into.copy_(held(part) if sender == own else _unpacked(received[sender], start, part))
+            start += part.nbytes
+    with (partial / bucket.file.name).open("ab") as file:
+        if bucket.first:
+            file.write(bucket.file.header)
+        file.write(whole.numpy().data)
+
+
+def _packed(parts: Sequence[Part], held: Callable[[Part], torch.Tensor]) -> torch.Tensor:
+    """Return the values of `parts`, in the dtypes of the files, one after the other: uint8 [bytes] on the CPU."""
+    message = torch.empty(sum(part.nbytes for part in parts), dtype=torch.uint8)
+    start = 0
+    for part in parts:
+        _unpacked(message, start, part).copy_(held(part))
+        start += part.nbytes
+    return message
+
+
+def _unpacked(message: torch.Tensor, start: int, part: Part) -> torch.Tensor:
+    """Return the view of `part` in a message, from byte `start` on."""
+    return message[start : start + part.nbytes].view(part.spec.dtype).view(part.box.shape)
+
+
+def _write_beside(partial: Path, about: ExportedModel, files: Sequence[WeightFile]) -> None:
+    """Write everything but the weights."""
     from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
     from transformers.models.auto.modeling_auto import (  # noqa: PLC0415 - as above
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     )
 
-    partial = make_partial(directory)
-    try:
-        for path in about.model_dir.iterdir():
-            if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
-                shutil.copyfile(path, partial / path.name)
-        config = copy.deepcopy(AutoConfig.from_pretrained(about.model_dir, local_files_only=True))
-        config.dtype = about.dtype
-        if about.head == "value":
-            config.num_labels = 1
-            config.architectures = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
-        try:
-            write_weights(partial, config)
-        except SafetensorError as cause:  # safetensors raises this when the disk is full
-            raise storage_error("written", directory, cause) from cause
-        if (about.model_dir / "generation_config.json").is_file():
-            shutil.copyfile(about.model_dir / "generation_config.json", partial / "generation_config.json")
-        partial.rename(directory)
-    except BaseException:
-        discard_partial(directory)
-        raise
+    for path in about.model_dir.iterdir():
+        if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, partial / path.name)
+    config = AutoConfig.from_pretrained(about.model_dir, local_files_only=True)
+    config.dtype = about.dtype
+    if about.head == "value":
+        config.num_labels = 1
+        config.architectures = [MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES[config.model_type]]
+    elif not config.architectures:
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    config.save_pretrained(partial)
+    if len(files) > 1:
+        tensors = [(spec, file.name) for file in files for spec in file.tensors]
+        index = {
+            "metadata": {"total_size": sum(spec.nbytes for spec, _ in tensors)},
+            "weight_map": {spec.name: name for spec, name in sorted(tensors, key=lambda each: each[0].name)},
+        }
+        (partial / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

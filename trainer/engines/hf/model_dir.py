@@ -25,6 +25,7 @@ _FETCHED = ("*.json", "*.jinja", "*.safetensors", "*.model", "*.tiktoken", "*.tx
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+_HALF = {torch.bfloat16, torch.float16}
 _MAX_HEADER_BYTES = 100_000_000
 """The safetensors format's own limit."""
 
@@ -129,11 +130,24 @@ def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
         path: The model directory. If it holds no weights, all tensors count as stored in float32.
         names: Names of all tensors of the checkpoint.
     """
-    stored = dict.fromkeys(names, torch.float32)
-    if has_weights(path):
-        items = (item for header in _headers(path) for item in header.items())
-        stored |= {key: SAFETENSORS_DTYPES[item["dtype"]] for key, item in items if key != "__metadata__"}
-    return kept_in_float32(stored)
+    return kept_in_float32(dict.fromkeys(names, torch.float32) | stored_types(path))
+
+
+def stored_types(path: Path) -> dict[str, torch.dtype]:
+    """Return the dtype of every tensor of the checkpoint in `path`; empty if it holds no weights."""
+    items = (item for header in (_headers(path) if has_weights(path) else ()) for item in header.items())
+    return {key: SAFETENSORS_DTYPES[item["dtype"]] for key, item in items if key != "__metadata__"}
+
+
+def half_precision(dtypes: Iterable[torch.dtype | None]) -> torch.dtype:
+    """Return the dtype in which to hold a parameter that never changes: the half precision of all its tensors, else float32.
+
+    Args:
+        dtypes: Dtypes in which the checkpoint has the parameter's tensors; None for one that it does not have.
+    """
+    found = set(dtypes)
+    (only,) = found if len(found) == 1 else (None,)
+    return only if only in _HALF else torch.float32
 
 
 def _headers(path: Path) -> list[dict[str, Any]]:

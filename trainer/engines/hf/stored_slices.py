@@ -11,9 +11,11 @@ from typing import Any, Self
 
 import torch
 
+from weightlane.ckpt_engines import StorageError
 from weightlane.sync.version.box import Box
+from weightlane.sync.version.tensor_spec import dtype_name
 
-from .partial_dir import storage_error
+from .partial_dir import PART, storage_error
 
 _MAPPED_BYTES = 64 * 2**20
 """Bytes read after which files are closed and mapped again, so that pages already read do not stay in memory."""
@@ -55,7 +57,7 @@ class SliceReader:
                     left.append(part)
                     continue
                 tensor = self._open(stored.file).get_slice(stored.key)[common.within(stored.box).index]
-                into[common.within(box).index].copy_(tensor)
+                copy_exactly(tensor, into[common.within(box).index], name)
                 self._mapped += tensor.nbytes
                 left += part.minus(common)
             missing = left
@@ -79,6 +81,22 @@ class SliceReader:
             except (SafetensorError, OSError) as cause:
                 raise storage_error("read", file, cause) from cause
         return self._opened[file]
+
+
+def copy_exactly(values: torch.Tensor, into: torch.Tensor, name: str) -> None:
+    """Copy `values` of weight `name`.
+
+    Raises `StorageError` if `into`, held in half precision since it is not trained, would round them: they are of another model.
+    """
+    into.copy_(values)
+    if torch.promote_types(values.dtype, into.dtype) != into.dtype and not torch.equal(
+        into.to(values.device, values.dtype), values
+    ):
+        raise StorageError(
+            f"{name} has values that {dtype_name(into.dtype)} would round, in which this model, not trained, is held.",
+            part=PART,
+            hint="Load weights of the model that the engine was set up with, or set it up with these.",
+        )
 
 
 def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:

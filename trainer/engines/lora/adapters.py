@@ -17,7 +17,7 @@ from ..contract import Fence, StatePart
 from .adapter import Adapter, LoraGroups
 from .gathered import gathered
 from .joint import JointPairs, LayerPair
-from .merged import MergedWeights
+from .merged import MergedWeights, merge_slice
 from .peft_files import read_peft
 from .published import adapter_names, adapter_shards, check_carries, copy_padded
 from .saved import SavedAdapters
@@ -43,10 +43,10 @@ class AdaptedModel(Protocol):
         """
 
     def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
-        """Make tensors for the weights of `sites` with an adapter added, which replace these weights in exports."""
+        """Make tensors for the weights of `sites` with an adapter added, which are published instead of these weights."""
 
-    def drop_merged(self) -> None:
-        """Free the tensors that `merged` made."""
+    def layer_of(self, name: str) -> tuple[str, int] | None:
+        """Return the layer whose weight checkpoint tensor `name` is, and the tensor's first row there; None for no layer."""
 
 
 class Adapters:
@@ -189,18 +189,16 @@ class Adapters:
         """The parts of the published adapter that this rank holds; see `TrainingEngine.local_shards`."""
         return adapter_shards(self._adapters[DEFAULT], self._all_layers, wire_dtype)
 
-    @contextmanager
-    def merged(self) -> Iterator[None]:
-        """Wrap an export: merge the published adapter into the weights for it, unless it is always merged."""
-        if not self._own or self._merged is not None:
-            yield
-            return
-        try:
-            self._merge()
-            yield
-        finally:
-            self._merged = None
-            self._model.drop_merged()
+    def exported(self, shard: LocalShard) -> torch.Tensor:
+        """Return the values with which a slice of the weights is exported: with the adapter of ``trainer.lora`` added."""
+        layer = self._model.layer_of(shard.spec.name)
+        if not self._own or self._merged is not None or layer is None:
+            return shard.data  # which has it already, or never has it
+        module, row = layer
+        pair = self._adapters[DEFAULT].pairs.get(module)
+        if pair is None:
+            return shard.data
+        return merge_slice(pair, shard.box.with_axis(0, row + shard.starts[0], len(shard.data)), shard.data)
 
     def _merge(self) -> None:
         adapter = self._adapters[DEFAULT]

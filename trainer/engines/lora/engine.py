@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ..contract import AdapterEngine, Fence
+from ..hf.export import ExportedModel, export_model
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
 from ..optimizer_settings import AdamParams
@@ -173,6 +175,13 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         """
         chosen = [adapter for name in names if (adapter := self._trained(name)) is not None]
         return self._change(chosen, _nothing_waits, params, scale)
+
+    def _export(self, directory: Path, dtype: torch.dtype, shards: Sequence[LocalShard]) -> None:
+        """Implement `TrainingEngine.export_hf` for this rank's slices of the weights. Collective."""
+        about, adapters = ExportedModel(self._model_dir, self.config.head, dtype), self._open_adapters()
+        timeout_s = self.config.collective_timeout_s
+        with self._collective("the trainer ranks to export the model"):
+            export_model(directory, about, shards, self.rank, self._device, timeout_s, adapters.exported)
 
     @property
     @abstractmethod

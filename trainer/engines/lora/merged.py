@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from weightlane.sync.version.box import Box
 
-from .adapter import Adapter
+from .adapter import Adapter, LoraPair
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class MergedSlice:
     box: Box
     """The rectangle of the full weight [rows, columns]."""
     base: torch.Tensor
-    """float32, the model's own weight."""
+    """The model's own weight, in its dtype."""
     merged: torch.Tensor
     """float32, the published weight; its storage never moves."""
 
@@ -37,23 +37,18 @@ class MergedWeights:
         self.slices = slices
         self.names = names
 
-    @torch.no_grad()
     def refresh(self, adapter: Adapter) -> None:
         """Recompute the merged weights from the model's own and from `adapter`, so that no error accumulates over steps."""
         for piece in self.slices:
             if not piece.box.numel:
                 continue
-            pair = adapter.pairs[piece.module]
-            first_row, first_column = pair.site.held_rows[0], pair.site.held_columns[0]
-            rows = slice(piece.box.starts[0] - first_row, piece.box.stops[0] - first_row)
-            columns = slice(piece.box.starts[1] - first_column, piece.box.stops[1] - first_column)
-            product = pair.up[rows] @ pair.down[:, columns]
-            torch.add(piece.base, product, alpha=pair.scale, out=piece.merged)
+            merge_slice(adapter.pairs[piece.module], piece.box, piece.base, piece.merged)
 
 
-def merge_whole(weights: Mapping[str, torch.Tensor], adapter: Mapping[str, torch.Tensor], scale: float) -> None:
-    """Add an adapter, full A and B by ``module|A|weight``, to full float32 `weights` by checkpoint name, in place."""
-    for key, up in adapter.items():
-        module, matrix, kind = key.split("|")
-        if (matrix, kind) == ("B", "weight"):
-            weights[f"{module}.weight"].add_(up @ adapter[f"{module}|A|weight"], alpha=scale)
+@torch.no_grad()
+def merge_slice(pair: LoraPair, box: Box, base: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``W + scale * B A``, float32 [rows, columns], for `base`, the rectangle `box` of a layer's weight in any dtype."""
+    first_row, first_column = pair.site.held_rows[0], pair.site.held_columns[0]
+    rows = slice(box.starts[0] - first_row, box.stops[0] - first_row)
+    columns = slice(box.starts[1] - first_column, box.stops[1] - first_column)
+    return torch.add(base, pair.up[rows] @ pair.down[:, columns], alpha=pair.scale, out=out)

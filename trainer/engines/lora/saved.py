@@ -17,7 +17,6 @@ from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
 from ..hf.partial_dir import storage_error
-from .merged import merge_whole
 from .sites import DEFAULT, PART
 
 _ABOUT, _TENSORS = "adapters.json", "adapters.safetensors"
@@ -104,18 +103,13 @@ class SavedAdapters:
                 hint="Set trainer.lora as it was.",
             )
 
-    @property
-    def merged_names(self) -> set[str]:
-        """Names of the checkpoint tensors that `merge_into` changes."""
-        keys = (key.split("|") for key in self.tensors)
-        return {f"{module}.weight" for name, module, *_ in keys if name == self.published}
-
-    def merge_into(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Add the published adapter to full float32 weights, by name, in place."""
-        if self.published:
-            prefix = f"{self.published}|"
-            mine = {key.removeprefix(prefix): each for key, each in self.tensors.items() if key.startswith(prefix)}
-            merge_whole(weights, mine, self.about[self.published][0].scale)
+    def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Return the full weight `name` with the published adapter added, in float32; as it is without one."""
+        layer = f"{self.published}|{name.removesuffix('.weight')}"
+        up, down = (self.tensors.get(f"{layer}|{matrix}|weight") for matrix in "BA")
+        if not self.published or up is None or down is None:
+            return weight
+        return torch.add(weight, up @ down, alpha=self.about[self.published][0].scale)
 
 
 def check_adapters(state: Path, config: TrainerConfig) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
-from ..hf.export import ExportedModel
-from ..hf.model_dir import check_model_dir, is_model_dir, kept_types
+from ..hf.model_dir import check_model_dir, is_model_dir, kept_types, stored_types
 from ..lora.engine import AdaptedEngine
 from ..lora.pass_query import PassQuery
 from ..optimizer_settings import AdamParams
@@ -43,7 +42,7 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora, frozen
     from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
     from .schedule import Part, run_chunk, run_schedule
-    from .state import check_files, export_model, export_saved, load_model, load_state, save_state
+    from .state import check_files, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
         WeightSlice,
@@ -94,7 +93,7 @@ class MegatronEngine(AdaptedEngine):
         self._read(model_dir)
         self._join(model_dir, seed)
         with self._computing("the trainer ranks to build the model"):
-            self._build(seed)
+            self._build(seed, {} if self.config.lora is None else stored_types(model_dir))
             load_model(model_dir, self._facts.shape, self._shapes, self._slices, self._device)
             copy_masters_to_model(self._chunks, self._optimizer)
             self._published = self._adapt().published
@@ -104,7 +103,7 @@ class MegatronEngine(AdaptedEngine):
         self._read(model_dir)
         self._device = torch.device("meta")
         with self._computing("the trainer ranks to build the model"):
-            self._build(seed=0)
+            self._build(seed=0, stored={})
             if self.config.publishes_adapter:
                 self._adapt(torch.device("cpu"))
 
@@ -206,11 +205,14 @@ class MegatronEngine(AdaptedEngine):
         optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
         """
         self._require_whole()
-        if self.config.publishes_adapter:
-            return self._open_adapters().shards(wire_dtype)
+        alone = self.config.publishes_adapter
+        return self._open_adapters().shards(wire_dtype) if alone else self._weight_shards(wire_dtype)
+
+    def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
+        """List this rank's slices of the weights, empty ones for tensors on other ranks."""
         kept = self._kept
         specs = {
-            name: TensorSpec(name, shape, torch.float32 if name in kept else wire_dtype)
+            name: TensorSpec(name, shape, torch.float32 if name in kept else dtype)
             for name, shape in self._shapes.items()
         }
         held: dict[str, list[LocalShard]] = {name: [] for name in specs}
@@ -249,9 +251,7 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.export_hf`."""
         self._require_whole()
         self._require_here("parameters")
-        about = ExportedModel(self._model_dir, self.config.head, dtype, self._kept)
-        with self._collective("the trainer ranks to export the model"), self._open_adapters().merged():
-            export_model(directory, about, self._shapes, self._published, self.rank, self._device)
+        self._export(directory, dtype, self._weight_shards(dtype))
 
     @classmethod
     def export_saved(
@@ -314,7 +314,7 @@ class MegatronEngine(AdaptedEngine):
         self._shapes = checkpoint_shapes(self._facts.shape)
         self._kept = kept_types(model_dir, self._shapes)
 
-    def _build(self, seed: int) -> None:
+    def _build(self, seed: int, stored: Mapping[str, torch.dtype]) -> None:
         """Join megatron-core's groups, and create the model's chunks, gradient buffers and optimizer, without loading weights."""
         self._groups, self._coordinates = join_parallel_groups(self.config)
         model_parallel_cuda_manual_seed(seed)
@@ -328,10 +328,10 @@ class MegatronEngine(AdaptedEngine):
             keep_expert_bias(wrapped)
             wrapped.requires_grad_(settings.trains_weights)
             chunks.append(DistributedDataParallel(config, buffers, wrapped))
-        trained = settings.trains_weights
-        self._optimizer = megatron_optimizer(settings, config, chunks) if trained else FrozenWeights(chunks)
-        self._slices = self._published = weight_slices(chunks, self._optimizer, self._facts.shape, self._coordinates)
-        self._chunks = chunks
+        where, trained = (self._facts.shape, self._coordinates), settings.trains_weights
+        made = megatron_optimizer(settings, config, chunks) if trained else FrozenWeights(chunks, *where, stored)
+        self._slices = self._published = weight_slices(chunks, made, *where)
+        self._optimizer, self._chunks = made, chunks
         self._clear_gradients()
 
     train = TrainingEngine.train  # this engine has no dropout

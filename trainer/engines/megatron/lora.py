@@ -76,6 +76,7 @@ class MegatronAdapted:
     ) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
         self._slices, self._model, self._sequence_parallel = slices, model, sequence_parallel
+        self._weights = {f"{name}.weight": (name, 0) for name in _linear_layers(model)}
         self.groups = LoraGroups(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_tensor_model_parallel_group(),
@@ -107,14 +108,14 @@ class MegatronAdapted:
         found = []
         for number, piece in enumerate(self._slices):
             if piece.name in sources:
-                merged = piece.weight.clone(memory_format=torch.contiguous_format)
+                merged = piece.weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
                 self.published[number] = replace(piece, weight=merged)
                 found.append(MergedSlice(sources[piece.name], piece.box, piece.weight, merged))
         return MergedWeights(found, list(sources))
 
-    def drop_merged(self) -> None:
-        """See `AdaptedModel.drop_merged`."""
-        self.published[:] = self._slices
+    def layer_of(self, name: str) -> tuple[str, int] | None:
+        """See `AdaptedModel.layer_of`."""
+        return self._weights.get(name)
 
     def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
         """Yield the linear layers of one decoder layer."""

@@ -1,4 +1,4 @@
-"""Load, save and export the slices of a model that a rank of the megatron engine holds.
+"""Load and save the slices of a model that a rank of the megatron engine holds, and export saved ones.
 
 A saved state is a directory with ``state.json`` and one safetensors file per rank. Tensors in it are named by checkpoint tensor
 and position, not by rank: ``weight|model.norm.weight|0`` is the slice of that checkpoint tensor that begins at index 0. Any
@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.version.box import Box
+from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import Head, TrainerConfig
-from ..hf.export import ExportedModel, write_model_dir
+from ..hf.export import ExportedModel, export_alone
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
 from ..hf.saved_shapes import misfit, refuse_other_state
@@ -199,57 +199,22 @@ def load_state(
     return step
 
 
-def export_model(
-    directory: Path,
-    about: ExportedModel,
-    shapes: Mapping[str, tuple[int, ...]],
-    slices: Sequence[WeightSlice],
-    rank: int,
-    device: torch.device,
-) -> None:
-    """Gather the weights on rank 0 and write them as a Hugging Face directory. Collective."""
-    full: dict[str, torch.Tensor] = {}
-    if rank == 0:
-        full = {
-            name: torch.empty(shape, dtype=torch.float32 if name in about.kept else about.dtype)
-            for name, shape in shapes.items()
-        }
-    held = share_json(_described(slices), device)
-    taken: set[str] = set()
-    mine = iter(slices)
-    for owner, described in enumerate(held):
-        for name, plain in described:
-            piece = next(mine) if owner == rank else None
-            if (key := f"{name} {plain}") in taken:
-                continue
-            taken.add(key)
-            box = Box.from_plain(plain)
-            if owner == 0 and piece is not None:
-                full[name][box.index] = piece.weight.to("cpu")
-            elif piece is not None:
-                dist.send(piece.weight.contiguous(), 0)
-            elif rank == 0:
-                buffer = torch.empty(box.shape, device=device)
-                dist.recv(buffer, owner)
-                full[name][box.index] = buffer.to("cpu")
-
-    write_on_rank_zero(lambda: _write_hf(directory, about, full), directory, rank, device)
-
-
 def export_saved(state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head) -> None:
-    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process."""
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process, tensor by tensor."""
     _, stored = _state_tensors(state)
-    refuse_other_state(state, _saved_shapes(stored), checkpoint_shapes(read_model(model_dir, head).shape))
-    kept, adapters = kept_types(model_dir, (key.split("|")[1] for key in stored)), SavedAdapters.read(state)
-    full: dict[str, torch.Tensor] = {}
+    shapes = _saved_shapes(stored)
+    refuse_other_state(state, shapes, checkpoint_shapes(read_model(model_dir, head).shape))
+    kept, adapters = kept_types(model_dir, shapes), SavedAdapters.read(state)
+    specs = [TensorSpec(name, shape, torch.float32 if name in kept else dtype) for name, shape in shapes.items()]
+    shards = [LocalShard.whole(spec, torch.empty(spec.shape, device="meta")) for spec in specs]
     with SliceReader(stored) as reader:
-        for name, shape in _saved_shapes(stored).items():
-            exact = name in kept or name in adapters.merged_names
-            full[name] = torch.empty(shape, dtype=torch.float32 if exact else dtype)
-            reader.read(f"{WEIGHT}|{name}", Box.whole(shape), full[name])
-    adapters.merge_into(full)
-    full |= {name: full[name].to(dtype) for name in adapters.merged_names if name not in kept}
-    _write_hf(directory, ExportedModel(model_dir, head, dtype, kept), full)
+
+        def values_of(shard: LocalShard) -> torch.Tensor:
+            full = torch.empty(shard.spec.shape)
+            reader.read(f"{WEIGHT}|{shard.spec.name}", shard.box, full)
+            return adapters.merged(shard.spec.name, full)
+
+        export_alone(directory, ExportedModel(model_dir, head, dtype), shards, values_of)
 
 
 def _saved_shapes(stored: Mapping[str, Sequence[StoredSlice]]) -> dict[str, tuple[int, ...]]:
@@ -264,16 +229,6 @@ def _saved_shapes(stored: Mapping[str, Sequence[StoredSlice]]) -> dict[str, tupl
 
 def _end(box: Box) -> tuple[int, ...]:
     return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
-
-
-def _write_hf(directory: Path, about: ExportedModel, full: dict[str, torch.Tensor]) -> None:
-    def write_weights(partial: Path, config: Any) -> None:
-        from huggingface_hub import save_torch_state_dict  # noqa: PLC0415 - optional
-
-        save_torch_state_dict(full, partial, metadata={"format": "pt"})
-        config.save_pretrained(partial)
-
-    write_model_dir(directory, about, write_weights)
 
 
 def _described(slices: Iterable[WeightSlice]) -> list[Any]:

@@ -22,6 +22,7 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box, boxes_of_run
 
 from ...config import TrainerConfig
+from ..hf.model_dir import half_precision
 from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
 WEIGHT = "weight"
@@ -37,7 +38,7 @@ class WeightSlice:
     name: str
     box: Box
     weight: torch.Tensor
-    """float32 view of the master weight, with the rectangle's shape and any strides."""
+    """View of the master weight, float32 if it is trained, with the rectangle's shape and any strides."""
     moments: tuple[torch.Tensor, ...]
     """float32 views of AdamW's `MOMENTS`, likewise; empty for weights that are not trained."""
 
@@ -53,11 +54,24 @@ class FrozenWeights:
 
     Args:
         chunks: This rank's parts of the model.
+        model: The model.
+        at: This rank's part of it.
+        stored: Dtype of each tensor of the checkpoint in which to hold it; empty for float32.
     """
 
-    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
-        self.masters = [(parameter, parameter.detach().float()) for each in chunks for parameter in each.parameters()]
-        """Pairs of a parameter and its float32 master, which share memory if the parameter is float32."""
+    def __init__(
+        self,
+        chunks: Sequence[torch.nn.Module],
+        model: CheckpointShape,
+        at: Coordinates,
+        stored: Mapping[str, torch.dtype],
+    ) -> None:
+        pieces = _pieces(chunks, model, at)
+        self.masters = []
+        """Pairs of a parameter and its master, which is the parameter itself if its dtype has the checkpoint's values."""
+        for parameter in (each for chunk in chunks for each in chunk.parameters()):
+            exact = half_precision(stored.get(piece.name) for piece in pieces[parameter])
+            self.masters.append((parameter, parameter.detach().to(torch.promote_types(exact, parameter.dtype))))
 
     def zero_grad(self) -> None:
         """Do nothing: there are no gradients."""
