@@ -19,7 +19,7 @@ from waiting import NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.data.tokenizer import HfTokenizer
-from weightlane.trainer.engines.hf import rank_exchange
+from weightlane.trainer.engines.hf import rank_rounds
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 
 
@@ -194,10 +194,10 @@ def test_an_export_in_which_a_rank_dies_or_sees_another_directory_names_it_and_l
 
 def test_a_rank_that_does_not_come_in_time_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
-    monkeypatch.setattr(rank_exchange, "_get_default_store", lambda: store)
-    monkeypatch.setattr(rank_exchange, "share_json", lambda value, _: [value, value])
+    monkeypatch.setattr(rank_rounds, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rank_rounds, "share_json", lambda value, _: [value, value])
     for rank, deadline_s in ((0, 0.1), (1, NEVER_S)):
-        with rank_exchange.RankExchange(rank, 2, torch.device("cpu"), deadline_s, "write its part") as ranks:
+        with rank_rounds.RankRounds(rank, 2, torch.device("cpu"), deadline_s, "write its part") as ranks:
             ranks.begin("export", None)
             with pytest.raises(DeadlineExceededError, match=r"no answer of trainer rank 1 within 0\.1 s"):
                 ranks.enter()

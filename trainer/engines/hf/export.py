@@ -28,7 +28,7 @@ from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error
-from .rank_exchange import RankExchange
+from .rank_rounds import RankRounds
 from .weight_files import FILE_BYTES, Bucket, Part, WeightFile, buckets_of, plan_files
 
 ROUND_BYTES = 256 * 2**20
@@ -84,18 +84,18 @@ def export_model(
         DeadlineExceededError: A rank, which is named, did not come in time.
         PeerLostError: A rank, which is named, is gone.
     """
-    with RankExchange(rank, dist.get_world_size(), device, timeout_s, "write its part of an export") as ranks:
+    with RankRounds(rank, dist.get_world_size(), device, timeout_s, "write its part of an export") as ranks:
         _write(directory, about, shards, ranks, values_of)
 
 
 def export_alone(directory: Path, about: ExportedModel, shards: Sequence[LocalShard], values_of: ValuesOf) -> None:
     """Write a model whose slices are all here, as `export_model` does, without other ranks."""
-    with RankExchange.alone() as ranks:
+    with RankRounds.alone() as ranks:
         _write(directory, about, shards, ranks, values_of)
 
 
 def _write(
-    directory: Path, about: ExportedModel, shards: Sequence[LocalShard], ranks: RankExchange, values_of: ValuesOf
+    directory: Path, about: ExportedModel, shards: Sequence[LocalShard], ranks: RankRounds, values_of: ValuesOf
 ) -> None:
     held = {(shard.spec.name, shard.box): shard for shard in shards if shard.data.numel() or not shard.spec.numel}
     mine = Placement.of((shard.spec, shard.box) for shard in held.values())
@@ -152,7 +152,7 @@ def _require_shared(mark: Path, host: str, rank: int) -> None:
 
 
 def _write_files(
-    partial: Path, held: Sequence[Placement], ranks: RankExchange, values: Callable[[str, Box], torch.Tensor]
+    partial: Path, held: Sequence[Placement], ranks: RankRounds, values: Callable[[str, Box], torch.Tensor]
 ) -> list[WeightFile]:
     """Write this rank's files, and send to the others what they need. Returns the files of all ranks.
 
@@ -173,7 +173,7 @@ def _write_files(
 def _write_round(
     partial: Path,
     buckets: Sequence[Bucket | None],
-    ranks: RankExchange,
+    ranks: RankRounds,
     values: Callable[[str, Box], torch.Tensor],
 ) -> None:
     """Write this rank's bucket, and send to the others the parts of theirs that are here.

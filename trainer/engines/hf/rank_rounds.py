@@ -35,7 +35,7 @@ _GRACE_S = 5.0
 _STORE = "an answer of the store of the trainer ranks"
 
 
-class RankExchange:
+class RankRounds:
     """This rank's end of the rounds. A context manager.
 
     Args:
@@ -55,7 +55,7 @@ class RankExchange:
         """Number of the next gate."""
 
     @classmethod
-    def alone(cls) -> RankExchange:
+    def alone(cls) -> RankRounds:
         """Return the end of a rank without others."""
         return cls(0, 1, torch.device("cpu"), 0.0, "")
 
