@@ -48,15 +48,11 @@ def main() -> None:
         training = service.create_lora_training_client(model.model_name, args.rank, args.seed).result()
     tokenizer = training.get_tokenizer()
 
-    def adam(step: int) -> types.AdamParams:
-        rate = args.learning_rate * min(1.0, (step + 1) / WARM_UP)
-        return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip_norm=1.0)
-
     print(f"accuracy before: {accuracy(training, tokenizer, heldout):.3f}", flush=True)
     for step in range(args.supervised):
         batch = [train[(step * 32 + index) % len(train)] for index in range(32)]
         training.forward_backward([supervised(tokenizer, task, len(batch)) for task in batch], "cross_entropy")
-        training.optim_step(adam(step)).result()
+        training.optim_step(adam(args.learning_rate, step)).result()
     if args.supervised:
         print(
             f"accuracy after {args.supervised} supervised steps: {accuracy(training, tokenizer, heldout):.3f}",
@@ -67,12 +63,18 @@ def main() -> None:
         data, reward = rollouts(training, tokenizer, batch, seed=1000 * args.seed + step)
         if data:
             training.forward_backward(data, args.loss)
-            training.optim_step(adam(step)).result()
+            training.optim_step(adam(args.learning_rate, step)).result()
         if step % 10 == 0:
             print(f"step {step}: reward {reward:.3f}", flush=True)
     if args.reinforce:
         print(f"accuracy after {args.reinforce} steps of RL: {accuracy(training, tokenizer, heldout):.3f}", flush=True)
     print("saved:", training.save_state("final", overwrite=True).result().path)
+
+
+def adam(learning_rate: float, step: int) -> types.AdamParams:
+    """The optimizer of the step that follows `step` steps: that of ``examples/arithmetic/arithmetic.toml``."""
+    rate = learning_rate * (step + 1) / WARM_UP if step < WARM_UP else learning_rate
+    return types.AdamParams(learning_rate=rate, beta1=0.9, beta2=0.98, eps=1e-8, grad_clip_norm=1.0)
 
 
 def read(path: Path) -> list[Task]:
@@ -99,13 +101,14 @@ def datum(prompt: list[int], completion: list[int], **inputs: list[float]) -> ty
 def rollouts(training: Any, tokenizer: Any, batch: list[Task], seed: int) -> tuple[list[types.Datum], float]:
     """Completions of each task by the weights as they are now, where some are right; and their mean reward.
 
-    Losses are sums. Advantages are divided by the number of tokens, so that clipping means what it does in ``weightlane train``.
+    Losses are sums, and ``weightlane train`` takes the mean over tokens. Advantages are therefore divided by the number of tokens
+    of all completions, of those without an advantage too.
     """
     sampler = training.save_weights_and_get_sampling_client(kind="inflight").result()
     asked = [(task, tokenizer.encode(task["prompt"])) for task in batch]
     answers = []
     for number, (_, prompt) in enumerate(asked):
-        # Sample n of a request has the seed + n: no two samples of a step may share one, or they would explore alike.
+        # The samples of a request may have the seeds after its own. Equal seeds would explore alike.
         params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=SAMPLES * (len(batch) * seed + number))
         answers.append(sampler.sample(types.ModelInput.from_ints(prompt), SAMPLES, params))
     data, total = [], 0.0
@@ -118,7 +121,7 @@ def rollouts(training: Any, tokenizer: Any, batch: list[Task], seed: int) -> tup
         if spread:
             pad = [0.0] * (len(prompt) - 1)
             for each, reward in zip(sequences, rewards, strict=True):
-                advantages = pad + [(reward - mean) / spread / tokens] * len(each.tokens)
+                advantages = pad + [(reward - mean) / (spread + 1e-6) / tokens] * len(each.tokens)
                 data.append(datum(prompt, each.tokens, logprobs=pad + each.logprobs, advantages=advantages))
     return data, total / len(batch)
 

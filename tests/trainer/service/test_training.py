@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from both_paths import steps_of_the_example, weights_of_train
 from float64_reference import VOCAB, Float64Model
 from service_process import SDK, TOKENS, ServiceProcess
 from tiny_models import load_tensors
@@ -28,6 +29,8 @@ from waiting import HANG_S
 
 pytestmark = pytest.mark.skipif(not SDK.is_dir(), reason="the tinker SDK is not installed: make setup installs it")
 
+CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.28}
+"""The clips of `weightlane train`, as the API names them."""
 BODY_BYTES = 1 << 20
 """The largest body that the service takes."""
 
@@ -60,18 +63,12 @@ def all_weights(running: Services) -> Iterator[ServiceProcess]:
     yield from running(trains="all_weights")
 
 
-@pytest.mark.parametrize("kind", ["service", "all_weights"])
-def test_log_probabilities_and_steps_are_those_of_float64(
-    kind: str, request: pytest.FixtureRequest, model: Path
-) -> None:
+def test_log_probabilities_and_steps_are_those_of_float64(service: ServiceProcess, model: Path) -> None:
     """The first step is not clipped, so that the size of its gradient counts; another model resumes from there."""
-    service: ServiceProcess = request.getfixturevalue(kind)
-    client, is_lora = service.client(), kind == "service"
+    client = service.client()
     begun = client.create_lora_training_client("tiny", 4, 7).result(HANG_S)
-    info = begun.get_info()
-    assert (info.is_lora, info.lora_rank) == ((True, 4) if is_lora else (False, None))
+    assert (begun.get_info().is_lora, begun.get_info().lora_rank) == (True, 4)
     before = saved(service, begun, "begun")
-    assert is_lora or not differing(before, load_tensors(model))
     step(begun, 1, grad_clip_norm=0.0)
     state = begun.save_state("one").result(HANG_S).path
     training = client.create_training_client_from_state_with_optimizer(state).result(HANG_S)
@@ -94,6 +91,26 @@ def test_log_probabilities_and_steps_are_those_of_float64(
     moved_norm, off_norm = (torch.cat([each.flatten() for each in all_of.values()]).norm() for all_of in (moved, off))
     assert moved_norm > 0.1
     assert off_norm / moved_norm < 1e-5
+
+
+def test_the_example_takes_the_steps_of_weightlane_train_on_the_same_samples(
+    all_weights: ServiceProcess, model: Path, tmp_path: Path
+) -> None:
+    """Bit for bit; but for rounding where a prompt has targets, which only the service computes."""
+    for prompt, far, objective, loss in (
+        ([7], 0.1, "dual_clip", ("importance_sampling",)),  # as in the examples; nothing is clipped of so new samples
+        ([7], 0.6, "grpo", ("ppo", CLIPS)),
+        ([7], 0.6, "cispo", ("cispo", CLIPS)),
+        ([5, 17, 200], 0.1, "dual_clip", ("importance_sampling",)),
+    ):
+        training = all_weights.client().create_lora_training_client("tiny", 4).result(HANG_S)
+        assert (training.get_info().is_lora, training.get_info().lora_rank) == (False, None)
+        steps = steps_of_the_example(training, prompt, far, *loss)
+        before, found = load_tensors(model), saved(all_weights, training, "example")
+        expected = weights_of_train(model, steps, objective, tmp_path / f"{objective}-{len(prompt)}")
+        assert len(prompt) > 1 or not differing(found, expected), objective
+        both = [torch.cat([(each[name] - expected[name]).flatten() for name in expected]) for each in (before, found)]
+        assert both[1].norm() < 1e-4 * both[0].norm()
 
 
 @pytest.mark.parametrize(

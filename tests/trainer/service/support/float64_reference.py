@@ -1,4 +1,4 @@
-"""Batches of clients, and a model that plain torch trains on them in float64."""
+"""Batches of clients, and a model whose adapter plain torch trains on them in float64."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def sequences(seed: int, count: int = 4) -> list[tuple[list[int], list[float]]]:
 
 
 class Float64Model:
-    """A model that plain torch trains in float64, as a client should train it through the service.
+    """A model whose adapter plain torch trains in float64, as a client should train it through the service.
 
     Args:
         model: Checkpoint.
-        begun: What is trained: all weights by the model's names, or an adapter's matrices by PEFT's names.
+        begun: The adapter's matrices by PEFT's names.
         rank: The adapter's rank.
         adam: Settings of the optimizer, as the SDK names them.
     """
@@ -54,9 +54,7 @@ class Float64Model:
         weights = dict(self._plain.named_parameters())
         for name, weight in weights.items():
             lora = f"base_model.model.{name.removesuffix('.weight')}.lora_"
-            if name in self.trained:
-                weights[name] = self.trained[name]
-            elif f"{lora}A.weight" in self.trained:
+            if f"{lora}A.weight" in self.trained:
                 a, b = self.trained[f"{lora}A.weight"], self.trained[f"{lora}B.weight"]
                 weights[name] = weight.detach() + self._scale * b @ a
         inputs = (torch.tensor([tokens[:-1]]),)
