@@ -23,6 +23,7 @@ from weightlane.rollout.vllm.shared_memory import segments_of_trees, unlink
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "torchrun" / "train_and_publish.py"
+NCCL_PROGRAM = Path(__file__).with_name("nccl_program.py")
 PROMPT = [5, 6, 7]
 LONG = 1000
 """Tokens that take longer than whatever happens while they are decoded."""
@@ -36,6 +37,7 @@ def server(session_children: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     add_tokenizer(model)
     started = StockServer(session_children, model, free_port(), 2, folder / "server.log")
     started.wait_ready()
+    started.fresh = started.checksums()
     yield started
     segments = segments_of_trees([started.process.pid])
     started.process.terminate()
@@ -151,6 +153,23 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         other.subscriber.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
+
+
+def test_a_program_for_vllms_nccl_backend_needs_another_name_only(
+    server: StockServer, children: Any, tmp_path: Path
+) -> None:
+    other, program = make_qwen3(tmp_path / "model", seed=6, tied=True), tmp_path / "program.py"
+    text = NCCL_PROGRAM.read_text().replace(
+        "vllm.distributed.weight_transfer.nccl_engine", "weightlane.rollout.vllm_trainer"
+    )
+    program.write_text(text.replace("NCCLTrainerInitInfo", "WeightlaneTrainerInitInfo"))
+    for models in ([server.model, other], [other, server.model]):
+        arguments = [str(program), server.url, *map(str, models)]
+        status, _, errors = children.run(arguments, forked=True)
+        assert status == 0, errors
+        assert server.version() == "2"
+        assert server.greedy(PROMPT) == greedy_tokens(models[-1], PROMPT, 16)
+        assert (server.checksums() == server.fresh) == (models[-1] == server.model)
 
 
 def test_a_server_has_one_publisher(server: StockServer, tmp_path: Path) -> None:
