@@ -197,7 +197,7 @@ def update_rank(worker: Any, update: Mapping[str, Any]) -> None:
         return
     start_on_rank(worker)
     worker.update_weights(update)
-    worker.finish_weight_update()
+    _end_session(worker)
 
 
 def start_on_rank(worker: Any) -> None:
@@ -215,8 +215,17 @@ def has_update(worker: Any) -> bool:
 
 def finish_on_rank(worker: Any) -> int | None:
     """End the update session, which commits its update. Returns the version of the rank's weights."""
-    worker.finish_weight_update()
+    _end_session(worker)
     return worker.weight_transfer_engine.version  # type: ignore[no-any-return]  # the worker is vLLM's
+
+
+def _end_session(worker: Any) -> None:
+    """Commit the update of the session, and end the session also if that fails: vLLM would leave it open."""
+    try:
+        worker.finish_weight_update()
+    except Exception:
+        worker.finish_weight_update()  # the update is dropped by now
+        raise
 
 
 def _drop_caches(core: Any) -> None:
