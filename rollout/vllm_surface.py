@@ -66,6 +66,7 @@ _ON_CPU = {
 _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("BaseModelLoader.load_model", 1, ("vllm_config", "model_config")),
     ("EngineCore.collective_rpc", 2, ("timeout", "args", "kwargs")),
+    ("EngineCore.is_scheduler_paused", 1, ()),
     ("EngineCore.pause_scheduler", 1, ("mode", "clear_cache")),
     ("EngineCore.reset_encoder_cache", 1, ()),
     ("EngineCore.reset_prefix_cache", 1, ("reset_running_requests", "reset_connector")),

@@ -13,6 +13,13 @@ from weightlane.sync import CommitMode
 from ..config import AdapterConfig
 
 _Request = TypeVar("_Request", bound=BaseModel)
+RANKS = "ranks"
+"""Key in the mailbox of `replica_scope` of the number of the replica's ranks."""
+
+
+def replica_scope(replica: str) -> str:
+    """The scope of the mailbox in which a connected replica says how many ranks it has. vLLM's calls return nothing."""
+    return f"replica/{replica}"
 
 
 class ConnectRequest(BaseModel):

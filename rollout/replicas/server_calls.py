@@ -105,27 +105,8 @@ class ServerCalls:
             )
             raise CallFailedError(RemoteFailure(gone, intact=False)) from cause
         if status != _OK:
-            raise CallFailedError(self._refusal(method, path, status, text))
+            raise CallFailedError(refusal(f"{method} /{path}", status, text, part=self._part, peer=self._url))
         return self._parsed(path, text)
-
-    def _refusal(self, method: str, path: str, status: int, text: str) -> RemoteFailure:
-        call = f"{method} /{path}"
-        refusals = {
-            _UNAUTHORIZED: (f"{call} was refused with status {status}.", "Check the token."),
-            _NOT_FOUND: (
-                f"the server has no {call}.",
-                "Start vLLM with VLLM_SERVER_DEV_MODE=1, which turns its weight-transfer endpoints on.",
-            ),
-        }
-        for statuses, (message, hint) in refusals.items():
-            if status in statuses:
-                return RemoteFailure(ConfigError(message, part=self._part, peer=self._url, hint=hint), intact=True)
-        said = _message_of(text)
-        failure = failure_from_text(said, part=self._part)
-        if failure.error.message == said:
-            failure.error.message = f"{call} was answered with status {status}: {said[:_MAX_QUOTED]}"
-        failure.error.peer = failure.error.peer or self._url
-        return failure
 
     def _parsed(self, path: str, text: str) -> dict[str, Any]:
         with suppress(ValueError, RecursionError):
@@ -138,6 +119,26 @@ class ServerCalls:
             hint="Check the address.",
         )
         raise CallFailedError(RemoteFailure(error, intact=False))
+
+
+def refusal(call: str, status: int, text: str, *, part: str, peer: str) -> RemoteFailure:
+    """The failure that a server `peer` has answered a `call` with, such as ``POST /update_weights``."""
+    refusals = {
+        _UNAUTHORIZED: (f"{call} was refused with status {status}.", "Check the token."),
+        _NOT_FOUND: (
+            f"the server has no {call}.",
+            "Start vLLM with VLLM_SERVER_DEV_MODE=1, which turns its weight-transfer endpoints on.",
+        ),
+    }
+    for statuses, (message, hint) in refusals.items():
+        if status in statuses:
+            return RemoteFailure(ConfigError(message, part=part, peer=peer, hint=hint), intact=True)
+    said = _message_of(text)
+    failure = failure_from_text(said, part=part)
+    if failure.error.message == said:
+        failure.error.message = f"{call} was answered with status {status}: {said[:_MAX_QUOTED]}"
+    failure.error.peer = failure.error.peer or peer
+    return failure
 
 
 def _message_of(text: str) -> str:

@@ -71,7 +71,7 @@ class ServerReplica:
         commit: CommitMode = "staged",
         take_over: bool = False,
     ) -> None:
-        self.url, default_name = _checked(url)
+        self.url, default_name = checked_address(url)
         self.name = name or default_name
         self.version: int | None = None
         """The version that this object has put into service; None before the first one."""
@@ -138,7 +138,7 @@ class ServerReplica:
                 if isinstance(cause.failure.error, QuarantinedError):
                     self.serving = False
                     await _stop(server)
-                raise _with_hint(cause.failure.error) from cause
+                raise with_hint(cause.failure.error) from cause
 
     async def commit(self, version: int) -> CommitReport:
         """Put `version`, which every rank has staged, into service between two decode steps.
@@ -227,7 +227,7 @@ async def _stop(server: ServerCalls) -> bool:
     return True
 
 
-def _with_hint(error: WeightlaneError) -> WeightlaneError:
+def with_hint(error: WeightlaneError) -> WeightlaneError:
     """`error`, or a `ConfigError` with a hint if vLLM runs without weightlane's engine."""
     if "weight transfer not configured" in error.message.lower():
         return ConfigError(
@@ -239,7 +239,7 @@ def _with_hint(error: WeightlaneError) -> WeightlaneError:
     return error
 
 
-def _checked(url: str) -> tuple[str, str]:
+def checked_address(url: str) -> tuple[str, str]:
     """`url` without a trailing slash, and a replica name made of its host and port."""
     try:
         parts = urlsplit(url)

@@ -12,6 +12,13 @@ call waits. A client that dies in the middle does not leave the engine paused.
 After a failure the engine resumes if the old weights are in place on every rank and ``trusted`` is set. Otherwise
 it stays paused until a version has been committed. It also stays paused if the update took longer than ``within_s``, because the
 client has given up by then.
+
+Other clients of vLLM's protocol make three calls, and the last one is a complete commit in the same way::
+
+    start_weight_update(); update_weights({"version": 7}); finish_weight_update()
+
+It has no ``within_s``: a client that gives up leaves one complete version, and later tokens say which one. An engine that the
+client paused itself stays paused.
 """
 
 from __future__ import annotations
@@ -19,10 +26,11 @@ from __future__ import annotations
 import functools
 import inspect
 import time
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import ConfigError, Deadline, as_weightlane_error
 
@@ -32,10 +40,14 @@ from ..vllm_surface import BACKEND, EngineCore, EngineCoreProc, EngineCoreReques
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."
+_untrusted: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Engine cores that a failed commit has left paused, and no client: the next commit resumes them."""
+
+T = TypeVar("T")
 
 
 def install() -> None:
-    """Make vLLM's engine core in this process, if there will be one, understand ``update_weights`` with ``engine_commit``.
+    """Make vLLM's engine core in this process, if there will be one, commit versions between two decode steps.
 
     An engine core whose configuration does not name weightlane's transfer engine works as before.
     """
@@ -52,6 +64,10 @@ def install() -> None:
                 check_core(core)
             elif call["method"] == "update_weights" and isinstance(update, Mapping) and "engine_commit" in update:
                 return commit_in_core(core, update)
+            elif call["method"] == "start_weight_update":
+                return core.model_executor.collective_rpc(start_on_rank)
+            elif call["method"] == "finish_weight_update" and all(core.model_executor.collective_rpc(has_update)):
+                return finish_in_core(core)
         return plain(core, *args, **kwargs)
 
     EngineCore.collective_rpc = collective_rpc
@@ -94,21 +110,38 @@ def commit_in_core(core: Any, update: Mapping[str, Any]) -> Any:
         used = {lora.lora_int_id for lora in begun if lora is not None}
         ranks_update["in_use"] = sorted(used.union(ranks_update.get("in_use", ())))
     deadline = Deadline.after(options.within_s)
+    return _between_steps(core, lambda: _commit_paused(core, ranks_update, options, deadline, began))
+
+
+def finish_in_core(core: Any) -> Any:
+    """End an update session of vLLM's between two decode steps, which commits the update that every rank has accepted.
+
+    Returns None, or a future while a step is in progress.
+
+    Raises:
+        RemoteFailureError: As `commit_in_core`.
+    """
+    resumes = not core.is_scheduler_paused() or core in _untrusted
+    return _between_steps(core, lambda: _finish_paused(core, resumes=resumes))
+
+
+def _between_steps(core: Any, commit: Callable[[], T]) -> T | Future[T]:
+    """The result of `commit`, which is called once `core` is paused, or a future of it while a step is in progress."""
     paused = core.pause_scheduler(mode="keep", clear_cache=False)
     if paused is None:
-        return _commit_paused(core, ranks_update, options, deadline, began)
-    answer: Future[list[dict[str, float]]] = Future()
+        return commit()
+    answer: Future[T] = Future()
 
-    def commit(done: Future[None]) -> None:
+    def step_ended(done: Future[None]) -> None:
         try:
             done.result()
-            answer.set_result(_commit_paused(core, ranks_update, options, deadline, began))
+            answer.set_result(commit())
         except Exception as error:  # noqa: BLE001 - the error is the answer
             answer.set_exception(error)
         # The core would now wait for a client's message, although its requests can continue.
         core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
-    paused.add_done_callback(commit)
+    paused.add_done_callback(step_ended)
     return answer
 
 
@@ -123,30 +156,80 @@ def _commit_paused(
         loading = time.monotonic()
         touched = True
         core.model_executor.collective_rpc(update_rank, args=(update,))
-    except Exception as error:
-        intact = not touched or failure_from_text(str(error), part=_PART).intact
-        if intact and options.trusted:
-            core.resume_scheduler()
-        raise error if touched else _failure(error, intact=True) from error
+    except Exception as error:  # noqa: BLE001 - raised again
+        _resume_after(core, error, touched=touched, resumes=options.trusted)
     loaded = time.monotonic()
     core.set_weight_version(options.weight_version)
     if deadline.expired:
+        _untrusted.add(core)
         late = deadline.error("all ranks to replace their weights", part=_PART, hint=_HINT)
         raise _failure(late, intact=False)
+    _untrusted.discard(core)
     core.resume_scheduler()
     return [{"blocked_s": time.monotonic() - began, "load_s": loaded - loading, "recomputed_tokens": recomputed}]
+
+
+def _finish_paused(core: Any, *, resumes: bool) -> None:
+    """Let every rank make the update that it has accepted, while the engine is paused, and resume if it `resumes`."""
+    touched = False
+    try:
+        _drop_caches(core)
+        touched = True
+        versions = core.model_executor.collective_rpc(finish_on_rank)
+    except Exception as error:  # noqa: BLE001 - raised again
+        _resume_after(core, error, touched=touched, resumes=resumes and core not in _untrusted)
+    core.set_weight_version(str(versions[0]))
+    _untrusted.discard(core)
+    if resumes:
+        core.resume_scheduler()
+
+
+def _resume_after(core: Any, error: Exception, *, touched: bool, resumes: bool) -> NoReturn:
+    """Resume if the old weights are in place and the engine `resumes` with them. Raises `error` in any case."""
+    intact = not touched or failure_from_text(str(error), part=_PART).intact
+    if intact and resumes:
+        core.resume_scheduler()
+    elif not intact:
+        _untrusted.add(core)
+    raise error if touched else _failure(error, intact=True) from error
 
 
 def update_rank(worker: Any, update: Mapping[str, Any]) -> None:
     """Make `update` on one rank, in an update session of vLLM's that this call opens and closes. Runs in every worker process."""
     if "adapter" in update:  # no weight changes: at the end of such a session vLLM would drop all adapters
-        worker.weight_transfer_engine.update_weights(update)
+        worker.weight_transfer_engine.commit_update(update)
         return
-    with suppress(RuntimeError):  # vLLM raises this unless a client died and left a session open.
+    start_on_rank(worker)
+    worker.update_weights(update)
+    _end_session(worker)
+
+
+def start_on_rank(worker: Any) -> None:
+    """Open an update session of vLLM's on one rank. A session that a client left open is ended, and its update dropped."""
+    worker.weight_transfer_engine.start_weight_update()
+    with suppress(RuntimeError):  # vLLM raises this if no session is open
         worker.finish_weight_update()
     worker.start_weight_update()
-    worker.update_weights(update)
-    worker.finish_weight_update()
+
+
+def has_update(worker: Any) -> bool:
+    """Whether the end of the update session would change the weights of this rank."""
+    return bool(worker.weight_transfer_engine.has_update)
+
+
+def finish_on_rank(worker: Any) -> int | None:
+    """End the update session, which commits its update. Returns the version of the rank's weights."""
+    _end_session(worker)
+    return worker.weight_transfer_engine.version  # type: ignore[no-any-return]  # the worker is vLLM's
+
+
+def _end_session(worker: Any) -> None:
+    """Commit the update of the session, and end the session also if that fails: vLLM would leave it open."""
+    try:
+        worker.finish_weight_update()
+    except Exception:
+        worker.finish_weight_update()  # the update is dropped by now
+        raise
 
 
 def _drop_caches(core: Any) -> int:

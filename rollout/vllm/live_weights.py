@@ -71,6 +71,11 @@ class LiveWeights:
         """None until the first update, and for an engine that captures no graphs."""
 
     @property
+    def version(self) -> int | None:
+        """The version of the weights; None if they are the checkpoint's, or not intact."""
+        return self._version
+
+    @property
     def expectation(self) -> Expectation:
         """The tensors that a version has to have."""
         return self.loader.expectation

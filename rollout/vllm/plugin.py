@@ -5,12 +5,14 @@ vLLM calls `register` in every vLLM process before the model is built, in some p
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from .. import vllm_cpu, vllm_surface
 from .watchdog import watch_parent
 
 
 def register() -> None:
-    """Register the weight-transfer engine ``weightlane`` by name; its module is imported when a config asks for it.
+    """Register the weight-transfer engines ``weightlane`` of rollout and trainer by name; each is imported on demand.
 
     Never raises, since a vLLM that does not use weightlane must start anyway. A vLLM that does use it is refused when it
     connects; see `weightlane.rollout.vllm_surface`.
@@ -23,17 +25,21 @@ def register() -> None:
 
 
 def _register() -> None:
-    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415 - vLLM is here
+    from vllm.distributed.weight_transfer import factory  # noqa: PLC0415 - vLLM is here
     from vllm.platforms import current_platform  # noqa: PLC0415
 
     from . import commit_in_core, start_failures  # noqa: PLC0415 - these import vLLM's engine
 
     try:
-        WeightTransferEngineFactory.register_engine(
+        factory.WeightTransferEngineFactory.register_engine(
             vllm_surface.BACKEND, "weightlane.rollout.vllm.transfer_engine", "WeightlaneTransferEngine"
         )
     except ValueError:  # Registered by an earlier call in this process.
         return
+    with suppress(ValueError):  # Registered by an import of that package.
+        factory.WeightTransferTrainerFactory.register_engine(
+            vllm_surface.BACKEND, "weightlane.rollout.vllm_trainer", "WeightlaneTrainerWeightTransferEngine"
+        )
     commit_in_core.install()
     start_failures.install()
     if current_platform.is_cpu():

@@ -7,21 +7,18 @@ therefore carry only control messages, and one call makes a complete commit::
     update_weights({"version": 7, "engine_commit": {"weight_version": "7"}})
 
 vLLM's engine core reads ``engine_commit``, pauses, passes the rest to the ranks, and resumes: see `commit_in_core`.
-A client can also make these steps itself::
+A client of vLLM's own sequence gets the same commit, in its last call. Nothing changes before it::
 
-    pause_generation(mode="keep", clear_cache=True)
-    start_weight_update(); update_weights({"version": 7}); finish_weight_update(weight_version="7")
-    resume_generation()
+    start_weight_update(); update_weights({"version": 7}); finish_weight_update()
 
-``update_weights({"rollback_of": 7, ...})`` rolls version 7 back in the same way; the client then names the version before it.
+An update that is never finished is dropped at the next ``start_weight_update``. ``update_weights({"rollback_of": 7, ...})`` rolls
+version 7 back in the same way.
 
-With ``"commit": "in_place"`` nothing is staged: ``update_weights`` itself receives the version, and writes one bucket after the
+With ``"commit": "in_place"`` nothing is staged: the commit itself receives the version, and writes one bucket after the
 other into the parameters. A failure before the first write leaves the old weights in place, a later one leaves a mixture.
 
-Any client can make these calls, including an HTTP client of a stock server. A failed ``update_weights`` raises; its text says
-whether the old weights are in place, bit for bit, on every rank. After a failure without ``engine_commit`` the client calls
-``finish_weight_update`` once, without a version, and ignores the result: vLLM keeps the session open in the ranks that did not
-raise.
+Any client can make these calls, including an HTTP client of a stock server. A failed commit raises; its text says
+whether the old weights are in place, bit for bit, on every rank.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, Weightlane
 from weightlane.sync import Subscriber
 
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError
-from ..commit.transfer_calls import ConnectRequest, UpdateRequest, validated
+from ..commit.transfer_calls import RANKS, ConnectRequest, UpdateRequest, replica_scope, validated
 from ..layout import SourceSpec
 from ..layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
@@ -86,6 +83,18 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         connection, and keep what is known of the model."""
         self._refusal = self._learn()
         """The reason why this model takes no versions; None if it takes them."""
+        self._update: Mapping[str, Any] | None = None
+        """The update that `finish_weight_update` makes. All ranks have one, or none."""
+
+    @property
+    def has_update(self) -> bool:
+        """Whether `finish_weight_update` would change the weights."""
+        return self._update is not None
+
+    @property
+    def version(self) -> int | None:
+        """The version of the weights; None for a checkpoint's, for a mixture, and where versions are adapters."""
+        return self._weights.version if isinstance(self._weights, LiveWeights) else None
 
     def parse_init_info(self, init_dict: dict[str, Any]) -> InitInfo:
         """Accept any fields: vLLM calls this where ranks cannot agree on an outcome, so it must not raise."""
@@ -115,31 +124,49 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             self._raise(error)
 
     def start_weight_update(self) -> None:
-        """Do nothing: vLLM calls this before an update."""
+        """Drop an update that was never finished."""
+        self._update = None
 
     def finish_weight_update(self) -> None:
-        """Do nothing: vLLM calls this after an update."""
+        """Commit the update that `receive_weights` has accepted, if there is one. Raises as `commit_update`."""
+        update, self._update = self._update, None
+        if update is not None:
+            self.commit_update(update)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Commit the version ``update_info["version"]``, or roll back ``update_info["rollback_of"]``, as `receive_weights`."""
+        """Accept an update, as `receive_weights`."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Commit or roll back a version. No rank begins before every rank has everything that it needs.
+        """Accept the update that `finish_weight_update` is to make: a version to commit, or one to roll back.
+
+        Raises:
+            RemoteFailureError: The update is invalid, or no publisher is connected. The old weights are in place.
+        """
+        error = self._group.run(lambda: self._check_update(update_info.fields), self._part)
+        self._update = update_info.fields if error is None else None
+        if error is not None:
+            self._raise(error)
+
+    def commit_update(self, fields: Mapping[str, Any]) -> None:
+        """Commit the version ``fields["version"]``, or roll back ``fields["rollback_of"]``.
+
+        No rank begins before every rank has everything that it needs.
 
         Raises:
             RemoteFailureError: With the first rank's typed error, and whether the old weights are in place.
         """
         weights, subscriber = self._weights, self._subscriber
         if weights is None or subscriber is None:  # True on all ranks or on none, since ranks connect together.
-            error = self._group.run(lambda: self._refuse_update(update_info.fields), self._part)
+            error = self._group.run(lambda: self._check_update(fields), self._part)
         else:
-            error = weights.update(update_info.fields, subscriber)
+            error = weights.update(fields, subscriber)
         if error is not None:
             self._raise(error)
 
     def shutdown(self) -> None:
         """Leave the publisher. The model keeps its weights. Idempotent."""
+        self._update = None
         subscriber, self._subscriber = self._subscriber, None
         if subscriber is not None:
             subscriber.close()
@@ -219,15 +246,20 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
             commit=request.commit,
             device=self.device,
         )
+        if self.parallel_config.rank == 0:
+            mailbox = self._subscriber.rendezvous.mailbox(replica_scope(request.replica))
+            mailbox.put(RANKS, self.parallel_config.tensor_parallel_size)
 
-    def _refuse_update(self, fields: Mapping[str, Any]) -> None:
+    def _check_update(self, fields: Mapping[str, Any]) -> None:
+        """Raise `ConfigError` unless `fields` are an `UpdateRequest`, and `ProtocolError` before this rank was connected."""
         request = validated(UpdateRequest, fields)
-        version = request.rollback_of if request.version is None else request.version
-        raise ProtocolError(
-            f"version {version} was to be committed before this rank was connected.",
-            part=self._part,
-            hint="Call init_weight_transfer_engine first.",
-        )
+        if self._weights is None or self._subscriber is None:
+            version = request.rollback_of if request.version is None else request.version
+            raise ProtocolError(
+                f"version {version} was to be committed before this rank was connected.",
+                part=self._part,
+                hint="Call init_weight_transfer_engine first.",
+            )
 
     def _raise(self, error: WeightlaneError) -> None:
         """Raise `error` on the rank that reports failures."""

@@ -51,6 +51,7 @@ class CollectivePublisher:
         options: Options of that engine.
         config: Deadlines, bucket size, and the address on which rank 0 hosts the rendezvous.
         max_failed: Number of failed versions in a row after which `publish` raises instead of logging a warning.
+        ranks: The trainer ranks; by default torch.distributed's default group, which gathers tensors on the shards' device.
 
     Raises:
         WeightlaneError: The error that kept any rank or replica from connecting, on every rank.
@@ -65,8 +66,9 @@ class CollectivePublisher:
         options: Mapping[str, Any] | None = None,
         config: SyncConfig | None = None,
         max_failed: int = 3,
+        ranks: RankExchange | None = None,
     ) -> None:
-        ranks = RankExchange(next((shard.data.device for shard in shards), torch.device("cpu")))
+        ranks = ranks or RankExchange(next((shard.data.device for shard in shards), torch.device("cpu")))
         self._config = config = config or SyncConfig()
         self._max_failed = max_failed
         self._failed = 0

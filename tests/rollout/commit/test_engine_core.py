@@ -5,13 +5,14 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError
-from weightlane.rollout.commit.remote_failure import RemoteFailureError
+from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError
 
 pytestmark = pytest.mark.vllm
 
@@ -29,7 +30,12 @@ class Core:
         self.model_executor = self
         self.scheduler = SimpleNamespace(requests={}, running=[SimpleNamespace(num_computed_tokens=n) for n in (5, 2)])
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
+        self.paused = False
+        """Whether a client has paused the engine."""
         self._exchange = exchange
+
+    def is_scheduler_paused(self) -> bool:
+        return self.paused
 
     def pause_scheduler(self, mode: str, clear_cache: bool) -> Future[None] | None:
         assert (mode, clear_cache) == ("keep", False)
@@ -45,11 +51,16 @@ class Core:
     def reset_encoder_cache(self) -> None:
         self.done.append("drop encodings")
 
-    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> None:
-        assert method.__name__ == "update_rank"
-        assert args == ({"version": 7},), "what is the core's own business goes to no rank"
+    def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> Any:
+        if method.__name__ in ("has_update", "start_on_rank"):
+            return [True]
+        if method.__name__ == "update_rank":
+            assert args == ({"version": 7},), "what is the core's own business goes to no rank"
+        else:
+            assert method.__name__ == "finish_on_rank"
         self.done.append("exchange")
         self._exchange()
+        return [8]
 
     def set_weight_version(self, version: str) -> None:
         self.done.append(f"stamp {version}")
@@ -156,3 +167,41 @@ def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_a
     with pytest.raises(RemoteFailureError) as before:
         answer.result(0)
     assert (before.value.failure.intact, core.done) == (True, ["pause", "resume"])
+
+
+def test_the_last_of_vllms_own_calls_is_a_complete_commit_which_leaves_an_engine_paused_that_a_client_has_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from weightlane.rollout.vllm import commit_in_core
+
+    monkeypatch.setattr(EngineCore, "collective_rpc", EngineCore.collective_rpc)
+    commit_in_core.install()
+    whole = ["pause", "drop prefixes", "drop encodings", "exchange", "stamp 8"]
+    failure: list[Exception] = []
+
+    def exchange() -> None:
+        if failure:
+            raise failure[0]
+
+    core = Core(exchange)
+    core.vllm_config.weight_transfer_config = SimpleNamespace(backend="weightlane")
+
+    def finish() -> list[str]:
+        core.done.clear()
+        with suppress(RemoteFailureError):
+            EngineCore.collective_rpc(core, "finish_weight_update")
+        return core.done
+
+    assert finish() == [*whole, "resume"]
+    core.paused = True
+    assert finish() == whole
+    core.paused = False
+    for intact, end in ((True, ["resume"]), (False, [])):
+        failure[:] = [RemoteFailureError(RemoteFailure(ConfigError("no"), intact=intact))]
+        assert finish() == [*whole[:-1], *end]
+    core.paused = True  # by that failure, and not by a client
+    failure.clear()
+    assert finish() == [*whole, "resume"]
+    assert finish() == whole

@@ -9,7 +9,7 @@ from json_program import serve
 from tiny_models import described
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.distributed.weight_transfer.base import WeightTransferInitRequest, WeightTransferUpdateRequest
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
 
 class Offline:
@@ -33,20 +33,20 @@ class Offline:
             weight_transfer_config={"backend": backend} if backend else None,
         )
 
-    def connect(self, rendezvous: dict[str, Any], backend: str, options: dict[str, Any]) -> str:
-        """The error's text, or nothing."""
-        info = {"rendezvous": rendezvous, "replica": "stock", "backend": backend, "options": options}
+    def attempt(self, method: str, arguments: list[object]) -> str:
+        """The text of the error of one of vLLM's calls, or nothing."""
         try:
-            self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+            getattr(self._llm, method)(*arguments)
         except Exception as error:  # noqa: BLE001 - the test judges it
             return str(error)
         return ""
 
-    def commit(self, version: int) -> None:
-        self._llm.start_weight_update()
-        self._llm.update_weights(WeightTransferUpdateRequest(update_info={"version": version}))
-        self._llm.finish_weight_update()
-        self._llm.reset_prefix_cache()
+    def trainer_engine(self) -> str:
+        """The class that vLLM's plugins have registered for trainers."""
+        return WeightTransferTrainerFactory._registry["weightlane"]().__name__
+
+    def weight_version(self) -> str:
+        return str(self._llm.get_weight_version())
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)

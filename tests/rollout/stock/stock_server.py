@@ -25,6 +25,8 @@ class StockServer:
 
     def __init__(self, children: Any, model: Path, port: int, tensor_parallel: int, log: Path) -> None:
         self.model, self.port, self.tensor_parallel, self.log = model, port, tensor_parallel, log
+        self.fresh: dict[str, str] = {}
+        """The checksums before the first version."""
         arguments = [
             *("-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--served-model-name", "tiny"),
             *("--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(tensor_parallel)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from json_program import Program
 from ports import free_port
 from publishing import OneRankTrainer, OtherReplica, served_by
 from stock_server import StockServer
@@ -23,6 +24,8 @@ from weightlane.rollout.vllm.shared_memory import segments_of_trees, unlink
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "torchrun" / "train_and_publish.py"
+HTTP_TRAINER = Path(__file__).with_name("http_trainer.py")
+NCCL_PROGRAM = Path(__file__).with_name("nccl_program.py")
 PROMPT = [5, 6, 7]
 LONG = 1000
 """Tokens that take longer than whatever happens while they are decoded."""
@@ -36,6 +39,7 @@ def server(session_children: Any, tmp_path_factory: pytest.TempPathFactory) -> I
     add_tokenizer(model)
     started = StockServer(session_children, model, free_port(), 2, folder / "server.log")
     started.wait_ready()
+    started.fresh = started.checksums()
     yield started
     segments = segments_of_trees([started.process.pid])
     started.process.terminate()
@@ -151,6 +155,79 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         other.subscriber.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
+
+
+def test_a_program_for_vllms_nccl_backend_needs_another_name_only(
+    server: StockServer, children: Any, tmp_path: Path
+) -> None:
+    other, program = make_qwen3(tmp_path / "model", seed=6, tied=True), tmp_path / "program.py"
+    text = NCCL_PROGRAM.read_text().replace(
+        "vllm.distributed.weight_transfer.nccl_engine", "weightlane.rollout.vllm_trainer"
+    )
+    program.write_text(text.replace("NCCLTrainerInitInfo", "WeightlaneTrainerInitInfo"))
+    for models in ([server.model, other], [other, server.model]):
+        arguments = [str(program), server.url, *map(str, models)]
+        status, _, errors = children.run(arguments, forked=True)
+        assert status == 0, errors
+        assert server.version() == "2"
+        assert server.greedy(PROMPT) == greedy_tokens(models[-1], PROMPT, 16)
+        assert (server.checksums() == server.fresh) == (models[-1] == server.model)
+
+
+@pytest.mark.exhaustive
+def test_two_servers_get_every_version_or_none_also_when_a_trainer_or_a_server_is_killed(
+    session_children: Any, tmp_path: Path
+) -> None:
+    """Nothing is left behind, but for the shared memory of the killed server, which vLLM leaves."""
+    models = [make_qwen3(tmp_path / f"model{seed}", seed=seed, tied=True) for seed in range(3)]
+    add_tokenizer(models[0])
+    servers = [
+        StockServer(session_children, models[0], free_port(), 1, tmp_path / f"server{number}.log")
+        for number in range(2)
+    ]
+    for each in servers:
+        each.wait_ready()
+    shared, urls = set(Path("/dev/shm").iterdir()), [each.url for each in servers]
+
+    def trainer(**settings: object) -> Program:
+        started = Program(HTTP_TRAINER)
+        started.call("connect", str(models[0]), urls, settings)
+        return started
+
+    def all_serve(model: Path, version: str, some: Sequence[StockServer] = servers) -> None:
+        for each in some:
+            assert each.version() == version
+            assert each.greedy(PROMPT) == greedy_tokens(model, PROMPT, 16)
+
+    store = tmp_path / "versions"
+    first = trainer(engine="filesystem", options={"path": str(store), "fsync": True}, sync={"bucket_mib": 0.001})
+    assert first.call("send", str(models[1])) == ""
+    all_serve(models[1], "1")
+    begun = len(list(store.rglob("bucket-*")))
+    first.ask("send", str(models[2]))
+    wait_until(lambda: len(list(store.rglob("bucket-*"))) > begun + 2, "bucket of the version", poll_s=0.01)
+    first.kill()
+    all_serve(models[1], "1")
+
+    second = trainer()
+    assert second.call("send", str(models[2])) == ""
+    all_serve(models[2], "1")
+    segments = segments_of_trees([servers[1].process.pid])
+    servers[1].process.kill()
+    servers[1].process.wait(HANG_S)
+    error = second.call("send", str(models[1]))
+    assert error.startswith("SyncAbortedError"), error
+    assert str(servers[1].port) in error
+    all_serve(models[2], "1", servers[:1])
+    second.kill()
+    unlink(segments)
+    assert set(Path("/dev/shm").iterdir()) <= shared
+    third = Program(HTTP_TRAINER)
+    third.call("connect", str(models[0]), urls[:1], {})
+    assert third.call("send", str(models[1])) == ""
+    all_serve(models[1], "1", servers[:1])
+    third.call("close")
+    third.kill()
 
 
 def test_a_server_has_one_publisher(server: StockServer, tmp_path: Path) -> None:

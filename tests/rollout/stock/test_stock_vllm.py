@@ -14,6 +14,7 @@ import torch
 import transformers
 from hub_forms import HUB_FORMS
 from json_program import Program
+from patience import PATIENT
 from publishing import OneRankTrainer, PlainReplica
 from tiny_models import (
     add_tokenizer,
@@ -56,8 +57,16 @@ def take_versions(
     offline: Program, trainer: OneRankTrainer, models: Sequence[Path], looks: Callable[[Program], Any] = looks
 ) -> list[Any]:
     """Let vLLM take each version by its own calls; return its parameters and greedy tokens after each."""
-    replica = PlainReplica("stock", lambda version: offline.call("commit", version))
-    held = []
+    from sync_clients import OfflineClient
+
+    client, held = OfflineClient(offline), []
+
+    def commit(version: int) -> None:
+        client.start_weight_update()
+        client.update_weights({"version": version})
+        client.finish_weight_update()
+
+    replica = PlainReplica("stock", commit)
 
     async def life() -> None:
         await trainer.connect([replica])
@@ -66,21 +75,59 @@ def take_versions(
             held.append(looks(offline))
 
     with closing(trainer):
-        assert offline.call("connect", trainer.address, trainer.backend, trainer.options) == ""
+        engine = {"backend": trainer.backend, "options": trainer.options}
+        client.init_weight_transfer_engine({"rendezvous": trainer.address, "replica": "stock", **engine})
         asyncio.run(asyncio.wait_for(life(), HANG_S))
     return held
 
 
-def test_offline_vllm_takes_a_version_through_its_own_weight_transfer_calls(offline: Program, tmp_path: Path) -> None:
-    """A mixture of experts over a wire."""
-    models = [make_qwen3_moe(tmp_path / f"model{seed}", seed=seed, normalised=False) for seed in range(2)]
+def test_vllms_trainer_factory_sends_versions_to_offline_vllm_which_change_nothing_before_the_last_call(
+    offline: Program, tmp_path: Path
+) -> None:
+    """A mixture of experts over a wire, with a client that a user has written. Calls in a wrong order change nothing."""
+    from sync_clients import DictSource, OfflineClient
+    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+
+    from weightlane.rollout.vllm_trainer import WeightlaneTrainerInitInfo
+
+    models = [make_qwen3_moe(tmp_path / f"model{seed}", seed=seed, normalised=False) for seed in range(3)]
     offline.call("start", str(models[0]), "float32", "weightlane")
-    before = looks(offline)
-    after = take_versions(offline, OneRankTrainer(models[0], "gloo"), models[1:])
-    for model, (parameters, tokens) in zip(models, [before, *after], strict=True):
-        wanted = vllm_parameters(load_tensors(model))
+    client, source, seen = OfflineClient(offline), DictSource(load_tensors(models[0])), [looks(offline)]
+    finish = client.finish_weight_update
+    client.finish_weight_update = lambda: (seen.append(looks(offline)), finish())  # type: ignore[method-assign]
+    for calls, error in (
+        ([finish], "without a matching start_weight_update"),
+        ([lambda: client.update_weights({"version": 1})], "start_weight_update must be called before"),
+        ([client.start_weight_update, lambda: client.update_weights({"version": 1})], "before this rank was connected"),
+    ):
+        *fine, wrong = calls
+        for call in fine:
+            call()
+        with pytest.raises(RuntimeError, match=error):
+            wrong()
+    engine = WeightTransferTrainerFactory.trainer_init(
+        WeightlaneTrainerInitInfo(rank=0, engine="gloo", sync=PATIENT), client=client, source=source
+    )
+    assert offline.call("trainer_engine") == type(engine).__name__
+    for model in models[1:]:
+        source.tensors = load_tensors(model)
+        engine.send_weights()
+        seen.append(looks(offline))
+    client.start_weight_update()
+    client.update_weights({"version": 777})
+    client.start_weight_update()  # an update that was never finished is dropped
+    client.finish_weight_update()
+    client.start_weight_update()
+    client.update_weights({"version": 777})
+    with pytest.raises(RuntimeError, match="version 777 is not staged"):
+        finish()
+    engine.send_weights()
+    assert offline.call("weight_version") == "3"
+    for number, (parameters, tokens) in zip([0, 0, 1, 1, 2, 2, 2], seen, strict=True):
+        wanted = vllm_parameters(load_tensors(models[number]))
         assert parameters == {name: described(tensor) for name, tensor in wanted.items()}
-        assert tokens == greedy_tokens(model, PROMPT, 12)
+        assert tokens == greedy_tokens(models[number], PROMPT, 12)
+    engine.shutdown()
 
 
 @torch.no_grad()
