@@ -51,6 +51,8 @@ class CollectivePublisher:
         options: Options of that engine.
         config: Deadlines, bucket size, and the address on which rank 0 hosts the rendezvous.
         max_failed: Number of failed versions in a row after which `publish` raises instead of logging a warning.
+        alone: Whether this rank holds all tensors and publishes without the other ranks of the process group, which make no
+            publisher.
 
     Raises:
         WeightlaneError: The error that kept any rank or replica from connecting, on every rank.
@@ -65,8 +67,9 @@ class CollectivePublisher:
         options: Mapping[str, Any] | None = None,
         config: SyncConfig | None = None,
         max_failed: int = 3,
+        alone: bool = False,
     ) -> None:
-        ranks = RankExchange(next((shard.data.device for shard in shards), torch.device("cpu")))
+        ranks = RankExchange(next((shard.data.device for shard in shards), torch.device("cpu")), alone=alone)
         self._config = config = config or SyncConfig()
         self._max_failed = max_failed
         self._failed = 0

@@ -39,5 +39,15 @@ class Rank:
         with closing(replica), CollectivePublisher([shard], [replica], backend="shm", config=config) as weights:
             weights.publish(1)
 
+    def publish_alone(self) -> bool:
+        """Publish one version of the full tensor on rank 0, without the other one. Returns whether the replica shows it."""
+        with closing(Shelf()) as replica:
+            shard = LocalShard.whole(SPEC, torch.full(SPEC.shape, 3.0))
+            with CollectivePublisher(
+                [shard], [replica], backend="shm", config=SyncConfig(**PATIENT), alone=True
+            ) as weights:
+                weights.publish(1)
+            return replica.shows(3.0)
+
     def close(self) -> None:
         dist.destroy_process_group()
