@@ -8,11 +8,12 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all fuzz installs test-zoo coverage lint types docs gpu
+.PHONY: help setup demo test test-all test-integrations fuzz installs test-zoo coverage lint types docs gpu
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
 	@echo "make test   set up, then run the tests that hold every promise;  make test-all   further cases of these, too"
+	@echo "make test-integrations   TRL and other frameworks, unmodified, with weightlane, each in an environment of its own"
 	@echo "make fuzz   properties with other examples than make test draws, for MINUTES=10"
 	@echo "make test-zoo   84 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
 	@echo "make installs   installs the wheel by pip and from the network, without extras and with those in EXTRAS, and runs every command"
@@ -41,6 +42,13 @@ test: setup
 test-all: setup
 	@echo "== tests: all of them (about half an hour on two cores)"
 	@$(PYTEST)
+
+# Other frameworks, which pin what they need: each folder has a requirements.txt, and tests that `make test` does not collect.
+INTEGRATIONS ?= $(wildcard plugins/packages/*/integration)
+test-integrations: setup
+	@for folder in $(INTEGRATIONS); do \
+		echo "== $$folder" && python=$$(.ci/setup-integration $$folder) && $$python -m pytest $$folder || exit 1; \
+	done
 
 # Properties with other examples than `make test` draws, over and over: make fuzz MINUTES=60. What is found is printed with its seed.
 MINUTES ?= 10

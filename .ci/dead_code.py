@@ -31,13 +31,16 @@ USED_ELSEWHERE = {
     "allow_metadata_only": "a field of the Tinker API",
     "available_bytes": "MicroBatchStats, which programs of one's own read",
     "capture_signals": "uvicorn.Server",
+    "close_communicator": "TRL's VLLMClient",
     "commit_gaps_s": "RolloutStats, which programs of one's own read",
     "daemon_threads": "socketserver",
     "do_GET": "http.server",
     "download_model": "vLLM's loader",
     "handle_error": "socketserver",
+    "init_communicator": "TRL's VLLMClient",
     "init_info_cls": "vLLM's weight transfer",
     "init_transfer_engine": "vLLM's weight transfer",
+    "init_weight_transfer": "TRL's WeightTransferProtocol",
     "log_message": "http.server",
     "measured_bytes": "MicroBatchStats, which programs of one's own read",
     "optimizer_config": "a field of the Tinker API",
@@ -53,6 +56,7 @@ USED_ELSEWHERE = {
     "sdk_version": "a field of the Tinker API",
     "supports_draft_weight_update": "vLLM's weight transfer",
     "update_info_cls": "vLLM's weight transfer",
+    "update_named_params": "TRL's VLLMClient",
     "wait_stream": "torch.cuda.Stream's method, in megatron-core without a GPU",
 }
 """Names that others than this repository use, and who does."""
@@ -63,7 +67,9 @@ def files(*places: str) -> Iterator[Path]:
     for place in places:
         path = ROOT / place
         for each in [path] if path.is_file() else sorted(path.rglob("*")):
-            if each.is_file() and not {"tests", "build", "__pycache__"} & set(each.relative_to(ROOT).parts):
+            if each.is_file() and not {"tests", "integration", "build", "__pycache__"} & set(
+                each.relative_to(ROOT).parts
+            ):
                 yield each
 
 

@@ -43,6 +43,7 @@ from .receive.live_stream import LivePart, LiveStream
 from .receive.read_version import read_version
 from .subscriber import CommitMode, Subscriber
 from .torchrun.collective_publisher import CollectivePublisher
+from .torchrun.rank_exchange import RankExchange
 from .version.expectation import Expectation, ExpectedTensor, check_coverage
 from .version.manifest import Manifest
 from .version.placement import Placement
@@ -67,6 +68,7 @@ __all__ = [
     "Outcome",
     "Placement",
     "Publisher",
+    "RankExchange",
     "Rendezvous",
     "RendezvousAddress",
     "Replica",

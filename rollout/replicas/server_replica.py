@@ -228,10 +228,12 @@ async def _stop(server: ServerCalls) -> bool:
 
 
 def with_hint(error: WeightlaneError) -> WeightlaneError:
-    """`error`, or a `ConfigError` with a hint if vLLM runs without weightlane's engine."""
-    if "weight transfer not configured" in error.message.lower():
+    """`error`, or a `ConfigError` with a hint if vLLM runs without weightlane's engine, or with another one."""
+    said = error.message.lower()
+    if "weight transfer not configured" in said or "invalid init_info for" in said:
+        which = "with another" if "invalid" in said else "without a"
         return ConfigError(
-            "the server was started without a weight-transfer engine.",
+            f"the server was started {which} weight-transfer engine.",
             part=error.part,
             peer=error.peer,
             hint="""Start it with --weight-transfer-config '{"backend": "weightlane"}'.""",

@@ -17,10 +17,11 @@ class RankExchange:
 
     Args:
         device: A device on which the group can gather tensors.
+        alone: Whether the other ranks of that group, if there are any, take no part.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        joined = dist.is_initialized()
+    def __init__(self, device: torch.device, *, alone: bool = False) -> None:
+        joined = dist.is_initialized() and not alone
         self.rank = dist.get_rank() if joined else 0
         self.world = dist.get_world_size() if joined else 1
         self._device = device

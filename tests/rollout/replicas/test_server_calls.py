@@ -96,6 +96,7 @@ def refusal(url: str, **settings: Any) -> WeightlaneError:
         (500, b'{"error":{"message":"out of paper"}}', WeightlaneError, "out of paper"),
         (500, b"\xff\xfe", WeightlaneError, "GET /get_world_size was answered with status 500"),
         (500, b'{"error":{"message":"Weight transfer not configured."}}', ConfigError, "--weight-transfer-config"),
+        (500, b'{"error":{"message":"Invalid init_info for NCCL"}}', ConfigError, "with another weight-transfer"),
     ],
 )
 def test_an_answer_that_is_not_the_one_wanted_is_a_typed_error_that_says_what_to_do(
@@ -121,13 +122,8 @@ def test_a_data_parallel_server_is_refused_whatever_the_number_of_ranks(answerin
 
 
 def test_a_rank_s_own_error_comes_through_with_its_type_and_hint(answering: Answering) -> None:
-    inner = {
-        "type": "StagingMemoryError",
-        "message": "no room.",
-        "part": "rollout rank 1",
-        "peer": "",
-        "hint": "Get more.",
-    }
+    inner = {"type": "StagingMemoryError", "message": "no room.", "part": "rollout rank 1", "peer": ""}
+    inner["hint"] = "Get more."
     said = f"Call failed: [weightlane-error:{json.dumps({'error': inner, 'intact': True})}]', see above"
     answering.status, answering.body = 500, json.dumps({"error": {"message": said}}).encode()
     error = refusal(answering.url)

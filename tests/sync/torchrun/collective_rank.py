@@ -12,7 +12,7 @@ from shelf import SPEC, Shelf
 from slices import rows
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.sync import CollectivePublisher, LocalShard, SyncConfig
+from weightlane.sync import CollectivePublisher, LocalShard, RankExchange, SyncConfig
 
 
 class Unwilling(Shelf):
@@ -38,6 +38,15 @@ class Rank:
         config = SyncConfig(**PATIENT)
         with closing(replica), CollectivePublisher([shard], [replica], backend="shm", config=config) as weights:
             weights.publish(1)
+
+    def publish_alone(self) -> bool:
+        """Publish one version of the full tensor on rank 0, without the other one. Returns whether the replica shows it."""
+        with closing(Shelf()) as replica:
+            shard = LocalShard.whole(SPEC, torch.full(SPEC.shape, 3.0))
+            config, ranks = SyncConfig(**PATIENT), RankExchange(shard.data.device, alone=True)
+            with CollectivePublisher([shard], [replica], backend="shm", config=config, ranks=ranks) as weights:
+                weights.publish(1)
+            return replica.shows(3.0)
 
     def close(self) -> None:
         dist.destroy_process_group()

@@ -159,7 +159,7 @@ def test_what_keeps_it_from_connecting_is_named_and_leaves_nothing_running(
     wait_for_end_of_threads()
 
 
-def test_two_ranks_both_learn_what_kept_one_from_connecting_and_then_publish_together(
+def test_two_ranks_both_learn_what_kept_one_from_connecting_and_then_publish_together_or_one_of_them_alone(
     free_port: int, start: Any
 ) -> None:
     ranks = [start(Rank, rank=rank, port=free_port) for rank in range(2)]
@@ -171,5 +171,6 @@ def test_two_ranks_both_learn_what_kept_one_from_connecting_and_then_publish_tog
         for rank in ranks:
             with pytest.raises(ConfigError, match=r"rollout-0: not today\.") if unwilling else nullcontext():
                 rank.answer()
+    assert ranks[0].call("publish_alone")
     for rank in ranks:
         rank.call("close")

@@ -1,0 +1,47 @@
+"""`use_weightlane`: TRL's trainers with ``vllm_mode="server"`` send their weights through weightlane.
+
+They offer no argument for it: ``trl.generation.vllm_generation.VLLMGeneration`` makes a ``VLLMClient``, by that name. Within the
+block the name is a client that is TRL's own but for the four methods that carry weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+
+from weightlane.sync import SyncConfig
+
+from .transfer import WeightlaneTransfer
+
+
+@contextmanager
+def use_weightlane(
+    *,
+    tensor_parallel: int = 1,
+    dtype: torch.dtype | None = None,
+    engine: str = "shm",
+    options: Mapping[str, Any] | None = None,
+    config: SyncConfig | None = None,
+) -> Iterator[None]:
+    """Let the trainers that are made in this block publish through weightlane, also after it. Every rank enters it.
+
+    The server is the one of the trainer's own arguments. For the arguments here see `WeightlaneTransfer`; a trainer's own one is
+    ``trainer.vllm_generation.vllm_client.transfer`` on rank 0.
+    """
+    from trl.generation import vllm_generation  # noqa: PLC0415 - TRL imports vLLM
+
+    from .client import WeightlaneClient  # noqa: PLC0415 - as above
+
+    make = partial(
+        WeightlaneTransfer, tensor_parallel=tensor_parallel, dtype=dtype, engine=engine, options=options, config=config
+    )
+    before = vllm_generation.VLLMClient
+    vllm_generation.VLLMClient = partial(WeightlaneClient, make)
+    try:
+        yield
+    finally:
+        vllm_generation.VLLMClient = before
