@@ -33,10 +33,10 @@ def package(request: pytest.FixtureRequest) -> Path:
 def test_a_package_is_installed_and_its_engine_found_by_entry_point(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     rows = {row.name: row for row in CheckpointEngineRegistry().list()}
-    for name, value in project["entry-points"].get("weightlane.training_engines", {}).items():
+    for name, value in project.get("entry-points", {}).get("weightlane.training_engines", {}).items():
         engine = training_engine_class(name)
         assert f"{engine.__module__}:{engine.__qualname__}" == value
-    for name in project["entry-points"].get("weightlane.ckpt_engines", ()):
+    for name in project.get("entry-points", {}).get("weightlane.ckpt_engines", ()):
         assert name in rows, f"{package.name} is not installed: run make setup"
         assert rows[name].distribution == f"{project['name']} {project['version']}"
         assert rows[name].capabilities is not None, rows[name].unavailable
