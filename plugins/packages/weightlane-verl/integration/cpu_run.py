@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,11 +76,9 @@ def sent(step: int) -> dict[str, torch.Tensor]:
     return {name: laid_out(name, tensor) for name, tensor in gathered(step).items()}
 
 
-def same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    def content(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-    return ours.dtype == theirs.dtype and ours.shape == theirs.shape and torch.equal(content(ours), content(theirs))
+def content_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The bits of a tensor."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 class ModelEngine:
@@ -98,7 +96,7 @@ class ModelEngine:
                 os.kill(os.getpid(), signal.SIGKILL)
             if name == self.raises_at:
                 raise ArithmeticError("no such weight")
-            tensor = mine if rank == index % world_size else torch.zeros_like(mine)
+            tensor = mine if rank == index % world_size else torch.empty_like(mine)
             content = tensor.reshape(-1).view(torch.uint8)
             if content.numel():
                 dist.broadcast(content, index % world_size)
@@ -147,7 +145,7 @@ class Replica(RolloutReplica):
     async def launch_servers(self) -> None:
         pass
 
-    async def abort_all_requests(self) -> None:
+    async def abort_all_requests(self, **options: Any) -> None:
         if self.on_abort is not None:
             self.on_abort()
 
@@ -198,7 +196,11 @@ class Run:
     def manager(
         self, replicas: list[Replica], kind: type[CheckpointEngineManager] = CheckpointEngineManager, **options: Any
     ) -> CheckpointEngineManager:
-        """A manager of the replicas, all of whose workers use an engine with these options."""
+        """A manager of the replicas, all of whose workers use an engine with these options and are to fail nowhere."""
+        self.set(raises_at="", dies_at="")
+        for replica in replicas:
+            set_rollout(replica, freezes_at="", dies_at="")
+            replica.on_abort = None
         config = engine_config(**options)
         workers = [*self.trainers.workers, *(worker for replica in replicas for worker in replica.workers)]
         ray.get([worker.__ray_call__.remote(use_engine, config) for worker in workers])
@@ -244,9 +246,21 @@ def outcomes(run: Run, manager: CheckpointEngineManager, step: int) -> tuple[lis
     return [outcome(call) for call in sends], [outcome(call) for call in receives]
 
 
-def received_by(replica: Replica) -> dict[str, torch.Tensor]:
+def facts(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[torch.dtype, list[int], bytes]]:
+    """Dtype, shape and bits of each tensor by its name, in the given order."""
+    return {name: (tensor.dtype, list(tensor.shape), content_of(tensor).numpy().tobytes()) for name, tensor in tensors}
+
+
+def received_by(replica: Replica) -> dict[str, Any]:
+    """The facts of the tensors that the replica was given last."""
     (worker,) = replica.workers
-    return ray.get(worker.__ray_call__.remote(lambda self: self.server_adapter.received))
+    return ray.get(worker.__ray_call__.remote(lambda self: facts(self.server_adapter.received.items())))
+
+
+def cached_by(replica: Replica) -> dict[str, Any]:
+    """The facts of the tensors that the replica's checkpoint engine has in its cache."""
+    (worker,) = replica.workers
+    return ray.get(worker.__ray_call__.remote(lambda self: facts(self.checkpoint_engine._cached)))
 
 
 def set_rollout(replica: Replica, **values: Any) -> None:

@@ -85,7 +85,8 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
                 part=self._part,
                 hint="Set engine_kwargs.weightlane.engine to shm, gloo or filesystem, or take verl's own nccl.",
             )
-        self._engine.check(Deadline.after(timeout_s))
+        if is_master:  # one process checks, as in weightlane's own runs
+            self._engine.check(Deadline.after(timeout_s))
         self._link: SenderLink | ReceiverLink | None = None
         self._sender: TensorSender | None = None
         self._receiver: TensorReceiver | None = None
@@ -170,7 +171,7 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             TransportError: The engine failed; as do `StorageError` and `ProtocolError`.
         """
         each = ensure_async_iterator(weights)
-        sender = self._sender
+        link, sender = self._link, self._sender
         if sender is None:
             if self._is_master:
                 raise ClosedError("it is not connected.", part=self._part, hint=_CONNECT)
@@ -179,10 +180,11 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             return {}
         try:
             await sender.send(each, global_steps or 0)
-        except WeightlaneError:
-            self.finalize()
-            async for _ in each:
-                pass
+        except BaseException as error:
+            self._drop(link)
+            if isinstance(error, WeightlaneError):
+                async for _ in each:
+                    pass
             raise
         return {"checkpoint_engine/sent_bytes": float(sender.sent_bytes)}
 
@@ -204,7 +206,7 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             async for name, tensor in self.get_weights():
                 yield name, tensor
             return
-        receiver, loop = self._connected(), asyncio.get_running_loop()
+        receiver, link, loop = self._connected(), self._link, asyncio.get_running_loop()
         ahead = loop.run_in_executor(None, receiver.next_block, global_steps or 0)
         try:
             while (block := await ahead) is not None:
@@ -212,7 +214,7 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
                 for name, tensor in block:
                     yield name, tensor
         except BaseException:  # also when the consumer stops early: the trainer must not wait for this worker
-            self.finalize()
+            self._drop(link)
             await asyncio.gather(ahead, return_exceptions=True)
             raise
 
@@ -222,12 +224,14 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
         A manager calls this on rollout workers by ``execute_checkpoint_engine``, while requests go on, instead of
         ``update_weights``, which puts the version into service. Raises as `receive_weights`.
         """
-        receiver, received = self._connected(), list[tuple[str, torch.Tensor]]()
+        if not self._cache:
+            raise ConfigError("cache is off.", part=self._part, hint="Set engine_kwargs.weightlane.cache to true.")
+        receiver, link, received = self._connected(), self._link, list[tuple[str, torch.Tensor]]()
         try:
             while (block := receiver.next_block(global_steps or 0)) is not None:
                 received += block
         except BaseException:
-            self.finalize()
+            self._drop(link)
             raise
         self._cached, self._caching = received, False
 
@@ -250,6 +254,11 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             link.close()
         if sender is not None:
             sender.free()
+
+    def _drop(self, link: SenderLink | ReceiverLink | None) -> None:
+        """Close the connection of a call that failed, and not that of the next update, which may have begun."""
+        if self._link is link:
+            self.finalize()
 
     def _connected(self) -> TensorReceiver:
         if self._receiver is None:
