@@ -51,8 +51,8 @@ class CollectivePublisher:
         options: Options of that engine.
         config: Deadlines, bucket size, and the address on which rank 0 hosts the rendezvous.
         max_failed: Number of failed versions in a row after which `publish` raises instead of logging a warning.
-        ranks: The trainer ranks; by default torch.distributed's default group, which gathers tensors on the shards' device. A rank
-            that holds all tensors publishes without the others, which make no publisher, with ``RankExchange(device, alone=True)``.
+        ranks: The trainer ranks; by default torch.distributed's default group, which gathers tensors on the shards' device. With
+            ``RankExchange(device, alone=True)`` this rank holds all tensors and publishes without the others, which make none.
 
     Raises:
         WeightlaneError: The error that kept any rank or replica from connecting, on every rank.
