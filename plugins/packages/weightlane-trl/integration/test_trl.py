@@ -23,7 +23,7 @@ from tiny_models import add_tokenizer, greedy_tokens, is_greedy, load_tensors, m
 from waiting import HANG_S, wait_until
 from weightlane_trl import WeightlaneTransfer
 
-from weightlane.ckpt_engines import ManifestError, SyncAbortedError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, ManifestError, SyncAbortedError, WorkerDiedError
 
 TRAIN = Path(__file__).with_name("train.py")
 PROMPT = [5, 6, 7]
@@ -175,3 +175,12 @@ def test_a_server_that_dies_while_trl_trains_ends_the_run_with_a_typed_error(
         WeightlaneTransfer(server.url).send_weights(load_tensors(server.model).items())
     for segment in left:  # vLLM cannot remove its own when it is killed
         segment.unlink(missing_ok=True)
+
+
+def test_a_server_that_was_started_as_trl_says_is_named_with_the_option_that_it_needs(
+    programs: Programs, model: Path
+) -> None:
+    other = serve(programs, model, "--weight-transfer-config", '{"backend": "nccl"}')
+    with pytest.raises(ConfigError, match=r"another weight-transfer engine.*weightlane"):
+        WeightlaneTransfer(other.url).send_weights(load_tensors(model).items())
+    stop(other)
