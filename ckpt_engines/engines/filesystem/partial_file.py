@@ -13,6 +13,8 @@ from .payload_file import LOCAL_STEP_BYTES
 
 Check = Callable[[], None]
 """Raises an error when it is time to stop."""
+_TRIES = 10
+"""How often a directory that vanishes is made."""
 
 
 class PartialFile(ABC):
@@ -43,8 +45,15 @@ class LocalPartialFile(PartialFile):
         self._fsync = fsync
         self._folder = os.path.dirname(final)  # noqa: PTH120
         self._unfinished = _unfinished(final)
-        os.makedirs(self._folder, exist_ok=True)  # noqa: PTH103
-        self._file: BinaryIO = open(self._unfinished, "wb", buffering=0)  # noqa: SIM115, PTH123 - closed by finish and discard
+        self._file = self._opened()
+
+    def _opened(self) -> BinaryIO:
+        """Open the file, and make its directory, which the check of another process may be removing as it is empty."""
+        for _ in range(_TRIES):
+            with contextlib.suppress(FileExistsError, FileNotFoundError):
+                os.makedirs(self._folder, exist_ok=True)  # noqa: PTH103
+                return open(self._unfinished, "wb", buffering=0)  # noqa: PTH123
+        return open(self._unfinished, "wb", buffering=0)  # noqa: PTH123 - closed by finish and discard
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
         """See `PartialFile.write`. Calls `check` every few MiB."""

@@ -42,7 +42,7 @@ from weightlane.ckpt_engines import (
     VersionFiles,
 )
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
-from weightlane.ckpt_engines.engines.filesystem.partial_file import PartialFile
+from weightlane.ckpt_engines.engines.filesystem.partial_file import LocalPartialFile, PartialFile
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 
@@ -115,6 +115,21 @@ def test_nobody_needs_a_directory_listing(tmp_path: Path, monkeypatch: pytest.Mo
         receiver.close()
     assert place_of(tmp_path).files() == sorted(["latest.json", *version_files("session-2/sender-0/v2", 1)])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest.json", "session-2"]
+
+
+def test_a_directory_that_the_check_of_another_process_removes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    removed, makedirs, file = [], os.makedirs, tmp_path / "store" / "file"
+
+    def vanishing(path: str, *, exist_ok: bool) -> None:
+        makedirs(path, exist_ok=exist_ok)
+        if not removed:
+            removed.append(os.rmdir(path))  # noqa: PTH106
+
+    monkeypatch.setattr(os, "makedirs", vanishing)
+    LocalPartialFile(str(file), fsync=False).finish()
+    assert file.is_file()
 
 
 def test_a_file_that_another_host_has_replaced_under_our_hands_is_read_again(
