@@ -55,7 +55,6 @@ def _ms(seconds: float) -> str:
 
 
 TABLES: dict[str, Callable[[Report], str]] = {
-    "versions": versions.text,
     "density": density.text,
     "control-plane": control_plane.text,
     "peers": peers.text,
@@ -67,6 +66,7 @@ TABLES: dict[str, Callable[[Report], str]] = {
 def page(text: str) -> str:
     """The page `text` with the tables of the committed results. Raises ValueError for a name without lines in the page."""
     made = {"bench": bench(results("bench-*"))}
+    made["versions"] = "\n\n".join(map(versions.text, results("versions*")))
     for name, write in TABLES.items():
         made[name] = write(results(name.removeprefix("make "))[-1])
     for name, lines in made.items():

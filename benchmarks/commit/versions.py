@@ -275,7 +275,7 @@ async def measure(model: Path, options: argparse.Namespace) -> tuple[dict[str, l
         max_model_len=256,
         max_num_seqs=options.requests,
         threads_per_rank=options.threads,
-        kv_cache_memory_bytes=64 << 20,
+        kv_cache_memory_bytes=(512 if options.layers else 64) << 20,
         kv_on_commit=options.kv,
         extra_engine_args={"worker_extension_cls": "benchmarks.commit.versions.Checks"},
     )

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_the_page_is_what_the_committed_results_give(figures: ModuleType) -> None:
     text = figures.PAGE.read_text()
     assert text == figures.page(text), "run python -m benchmarks.figures"
-    names = ["bench-*", *(name.removeprefix("make ") for name in figures.TABLES)]
+    names = ["bench-*", "versions*", *(name.removeprefix("make ") for name in figures.TABLES)]
     assert sum(len(figures.results(name)) for name in names) == len([*figures.RESULTS.glob("*/*")]), "one is not shown"
 
 
