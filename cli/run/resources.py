@@ -30,8 +30,8 @@ _KV_BYTES = 1 << 30
 _STATE_BYTES = 16
 """Bytes per parameter, over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
 _ADAPTED_BYTES = 8
-"""Bytes per parameter with ``trainer.lora``: float32 weight, and float32 weight with the adapter added, which is published.
-Versions that are adapters do not need the latter."""
+"""Most bytes per parameter with ``trainer.lora``: the weight, float32 unless the checkpoint has half precision, and the float32
+weight with the adapter added, which is published. Versions that are adapters do not need the latter."""
 _FROZEN_BYTES = 4
 """Bytes per parameter of a frozen model: float32 weight."""
 
