@@ -36,7 +36,7 @@ from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch
 from weightlane.trainer.dispatch.rank_worker import RankWorker
-from weightlane.trainer.engines.hf import export, rank_exchange
+from weightlane.trainer.engines.hf import export, rank_rounds
 from weightlane.trainer.engines.rank_collectives import join_ranks
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
@@ -212,7 +212,7 @@ class Worker(LoraCommands, RankCommands):
         with (
             sizes,
             hosts,
-            patch.object(rank_exchange, "_GRACE_S", 0.5),
+            patch.object(rank_rounds, "_GRACE_S", 0.5),
             memray.Tracker(record) if record else nullcontext(),
         ):
             self._engine.export_hf(Path(directory), getattr(torch, dtype))
