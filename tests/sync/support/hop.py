@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -21,6 +22,7 @@ from slices import values as values_of
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, CommitError, QuarantinedError, WeightlaneError
+from weightlane.ckpt_engines.links.bounded_calls import start_call
 from weightlane.ckpt_engines.runtime.device_checksum import mixed_sum
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import (
@@ -333,7 +335,10 @@ class Replica:
         if self.refuses_with is not None:
             refusal, self.refuses_with = self.refuses_with, None
             raise refusal
-        calls = [asyncio.to_thread(rank.call, self.method, version) for rank in self.ranks.values()]
+        # On threads that a program may start while it ends, unlike those of asyncio's executor.
+        calls = [
+            asyncio.wrap_future(start_call(partial(rank.call, self.method, version))) for rank in self.ranks.values()
+        ]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         if errors := [answer for answer in answers if isinstance(answer, BaseException)]:
             raise next((error for error in errors if isinstance(error, QuarantinedError)), errors[0])
@@ -347,7 +352,7 @@ class Replica:
 
     async def rollback(self, version: int) -> None:
         for rank in self.ranks.values():
-            await asyncio.to_thread(rank.call, "rollback", version)
+            await asyncio.wrap_future(start_call(partial(rank.call, "rollback", version)))
 
     async def quarantine(self, error: WeightlaneError) -> None:
         self.quarantined_by.append(error)
