@@ -44,7 +44,8 @@ class CommitReport:
     in_flight: int
     """Requests that were generating when the commit began. `RolloutStats.commit_gaps_s` has their longest wait for a token."""
     recomputed_tokens: int
-    """Tokens of requests in flight, of prompts and completions, that prefill again because their caches were dropped."""
+    """Tokens of requests in flight, of prompts and completions, that prefill again because their caches were dropped. A prefix
+    that several requests share counts for each of them, although vLLM computes it once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,12 @@ import functools
 import inspect
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
-from weightlane.ckpt_engines import ConfigError, Deadline, as_weightlane_error
+from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, as_weightlane_error
 
 from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
 from ..commit.transfer_calls import EngineCommit, validated
@@ -40,6 +40,9 @@ from ..vllm_surface import BACKEND, EngineCore, EngineCoreProc, EngineCoreReques
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."
+_ONE_CLIENT = "Let one client at a time update a vLLM."
+_REFUSED_BY_ALL = frozenset({"update_weights", "finish_weight_update", "start_draft_weight_update"})
+"""Calls that vLLM refuses on every rank if a client makes them out of order."""
 _untrusted: weakref.WeakSet[Any] = weakref.WeakSet()
 """Engine cores that a failed commit has left paused, and no client: the next commit resumes them."""
 
@@ -68,6 +71,8 @@ def install() -> None:
                 return core.model_executor.collective_rpc(start_on_rank)
             elif call["method"] == "finish_weight_update" and all(core.model_executor.collective_rpc(has_update)):
                 return finish_in_core(core)
+            elif call["method"] in _REFUSED_BY_ALL:
+                return _call_all(core, call)
         return plain(core, *args, **kwargs)
 
     EngineCore.collective_rpc = collective_rpc
@@ -171,27 +176,56 @@ def _commit_paused(
 
 def _finish_paused(core: Any, *, resumes: bool) -> None:
     """Let every rank make the update that it has accepted, while the engine is paused, and resume if it `resumes`."""
+    if not all(core.model_executor.collective_rpc(has_update)):  # another client's call was handled since
+        if resumes and core not in _untrusted:
+            core.resume_scheduler()
+        lost = "another client has ended the update session, or begun its own."
+        raise _failure(CommitError(lost, part=_PART, hint=_ONE_CLIENT), intact=False)
     touched = False
     try:
         _drop_caches(core)
         touched = True
         versions = core.model_executor.collective_rpc(finish_on_rank)
     except Exception as error:  # noqa: BLE001 - raised again
-        _resume_after(core, error, touched=touched, resumes=resumes and core not in _untrusted)
+        trusted = core not in _untrusted
+        _resume_after(core, error, touched=touched, resumes=resumes and trusted, paused_by_client=not resumes)
     core.set_weight_version(str(versions[0]))
     _untrusted.discard(core)
     if resumes:
         core.resume_scheduler()
 
 
-def _resume_after(core: Any, error: Exception, *, touched: bool, resumes: bool) -> NoReturn:
+def _resume_after(
+    core: Any, error: Exception, *, touched: bool, resumes: bool, paused_by_client: bool = False
+) -> NoReturn:
     """Resume if the old weights are in place and the engine `resumes` with them. Raises `error` in any case."""
     intact = not touched or failure_from_text(str(error), part=_PART).intact
     if intact and resumes:
         core.resume_scheduler()
-    elif not intact:
+    elif not intact and not paused_by_client:
         _untrusted.add(core)
     raise error if touched else _failure(error, intact=True) from error
+
+
+def _call_all(core: Any, call: Mapping[str, Any]) -> list[Any]:
+    """Make a client's call on every rank. Raises the first rank's error once all have answered.
+
+    vLLM's own executor stops at the first error, and takes the answers of the other ranks for answers to the next call.
+    """
+    arguments = call["method"], call.get("args") or (), call.get("kwargs") or {}
+    answers = core.model_executor.collective_rpc(try_on_rank, timeout=call.get("timeout"), args=arguments)
+    for _, error in answers:
+        if error is not None:
+            raise RuntimeError(error)
+    return [answer for answer, _ in answers]
+
+
+def try_on_rank(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str | None]:
+    """Call a method of a rank's worker. Returns its result, or the text of its error."""
+    try:
+        return getattr(worker, method)(*args, **kwargs), None
+    except Exception as error:  # noqa: BLE001 - the engine core raises it
+        return None, str(error)
 
 
 def update_rank(worker: Any, update: Mapping[str, Any]) -> None:

@@ -10,6 +10,8 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
 
 from vllm.distributed.weight_transfer.clients import RayVLLMWeightSyncClient
 
@@ -132,9 +134,9 @@ class ClientReplica:
         """The typed error of a failed call, and whether the old weights are certainly in place."""
         answer = getattr(cause, "response", None)  # of an HTTP client
         if answer is not None:
-            call = f"POST {answer.request.path_url}"
+            call = f"POST {urlsplit(str(answer.url)).path}"
             return refusal(call, answer.status_code, answer.text, part=self.name, peer=self._url)
-        if isinstance(cause, OSError):
+        if isinstance(cause, OSError) and not isinstance(cause, HTTPError):  # that is urllib's for an answer
             gone = WorkerDiedError(
                 f"vLLM does not answer: {cause}.",
                 part=self.name,

@@ -105,12 +105,17 @@ class _CopiedShards:
         Raises:
             ManifestError: The source yields other tensors than it has declared.
         """
-        if not self._copies:
-            for _ in self._yielded():
+        yielded = self._yielded()
+        try:
+            if self._copies:
+                self._copy(yielded)
+        finally:
+            for _ in yielded:
                 pass  # other ranks gather their tensors with this one
-            return
+
+    def _copy(self, yielded: Iterator[tuple[str, torch.Tensor | None]]) -> None:
         declared = self._groups() if self._grouped else iter(self._declared)
-        for name, tensor in self._yielded():
+        for name, tensor in yielded:
             expected = next(declared, None)
             if expected is None or name != expected[0]:
                 wanted = "nothing more" if expected is None else expected[0]

@@ -30,8 +30,8 @@ class Core:
         self.model_executor = self
         self.scheduler = SimpleNamespace(requests={}, running=[SimpleNamespace(num_computed_tokens=n) for n in (5, 2)])
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(is_multimodal_model=True))
-        self.paused = False
-        """Whether a client has paused the engine."""
+        self.paused, self.updated = False, True
+        """Whether a client has paused the engine, and whether one has sent it an update."""
         self._exchange = exchange
 
     def is_scheduler_paused(self) -> bool:
@@ -53,7 +53,7 @@ class Core:
 
     def collective_rpc(self, method: Any, args: tuple[Any, ...] = ()) -> Any:
         if method.__name__ in ("has_update", "start_on_rank"):
-            return [True]
+            return [self.updated]
         if method.__name__ == "update_rank":
             assert args == ({"version": 7},), "what is the core's own business goes to no rank"
         else:
@@ -179,29 +179,28 @@ def test_the_last_of_vllms_own_calls_is_a_complete_commit_which_leaves_an_engine
     monkeypatch.setattr(EngineCore, "collective_rpc", EngineCore.collective_rpc)
     commit_in_core.install()
     whole = ["pause", "drop prefixes", "drop encodings", "exchange", "stamp 8"]
-    failure: list[Exception] = []
-
-    def exchange() -> None:
-        if failure:
-            raise failure[0]
-
-    core = Core(exchange)
+    failures: list[Exception] = []
+    core = Core(lambda: None if not failures else (_ for _ in ()).throw(failures.pop()))
     core.vllm_config.weight_transfer_config = SimpleNamespace(backend="weightlane")
 
-    def finish() -> list[str]:
+    def finish(paused: bool, intact: bool | None = None) -> list[str]:
+        core.paused = paused
         core.done.clear()
+        failures[:] = [] if intact is None else [RemoteFailureError(RemoteFailure(ConfigError("no"), intact=intact))]
         with suppress(RemoteFailureError):
             EngineCore.collective_rpc(core, "finish_weight_update")
-        return core.done
+        return [*core.done]
 
-    assert finish() == [*whole, "resume"]
-    core.paused = True
-    assert finish() == whole
-    core.paused = False
-    for intact, end in ((True, ["resume"]), (False, [])):
-        failure[:] = [RemoteFailureError(RemoteFailure(ConfigError("no"), intact=intact))]
-        assert finish() == [*whole[:-1], *end]
-    core.paused = True  # by that failure, and not by a client
-    failure.clear()
-    assert finish() == [*whole, "resume"]
-    assert finish() == whole
+    assert finish(paused=False) == [*whole, "resume"]
+    assert finish(paused=True) == whole
+    assert finish(paused=False, intact=True) == [*whole[:-1], "resume"]
+    assert finish(paused=False, intact=False) == whole[:-1]
+    assert finish(paused=True) == [*whole, "resume"], "paused by that failure, and not by a client"
+    assert finish(paused=True, intact=False) == finish(paused=True)[:-1] == whole[:-1]
+    core.under_way, core.paused = Future(), False
+    answer = EngineCore.collective_rpc(core, "finish_weight_update")
+    core.updated = False
+    core.under_way.set_result(None)
+    with pytest.raises(RemoteFailureError, match="another client has ended"):
+        answer.result(0)
+    assert core.done[-2:] == ["pause", "resume"]

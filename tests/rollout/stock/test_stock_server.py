@@ -75,6 +75,9 @@ def test_a_plain_torchrun_script_publishes_to_a_stock_server_also_after_one_that
     server: StockServer, children: Any, tmp_path: Path
 ) -> None:
     before, tokens, version = server.checksums(), server.greedy(PROMPT), server.version()
+    for call in ("update_weights", "finish_weight_update"):  # out of order: every rank refuses, every answer is read
+        assert server.ask("POST", f"/{call}", {"update_info": {"version": 7}})[0] != 200
+    assert server.checksums() == before
     log, store, trained = tmp_path / "example.log", tmp_path / "half", tmp_path / "trained"
     # A bucket per tensor, each of which has to reach the disk.
     slow = {"options": json.dumps({"path": str(store), "fsync": True}), "sync": json.dumps({"bucket_mib": 0.001})}
