@@ -164,8 +164,12 @@ def load_state(
         load({**state, "model": {**state["model"], **wider}}, checkpoint_id=directory)
     except (CheckpointException, OSError) as cause:
         raise _storage_error("read", directory, cause) from cause
-    for name, tensor in wider.items():
-        copy_exactly(local_slice(name, tensor)[1], local_slice(name, tensors[name])[1], name)
+
+    def take() -> None:
+        for name, tensor in wider.items():
+            copy_exactly(local_slice(name, tensor)[1], local_slice(name, tensors[name])[1], name)
+
+    on_every_rank(take, device, PART)  # or only the ranks would fail whose own slices are of another model
     if f"cpu_{rank}" in state["random"]:
         torch.set_rng_state(state["random"][f"cpu_{rank}"])
     if device.type == "cuda" and f"cuda_{rank}" in state["random"]:
@@ -196,6 +200,9 @@ def export_saved(
     saved, adapters = check_saved(state, shapes), SavedAdapters.read(state)
     dtypes = {name: saved[f"{_MODEL}{name}"].properties.dtype for name in shapes}
     own = {run.name: run for run in runs}
+    reader = FileSystemReader(state)
+    # Each load reads the description of everything in the state, which takes seconds if many ranks saved it.
+    reader.read_metadata = lru_cache(reader.read_metadata)  # type: ignore[method-assign]
 
     @lru_cache(maxsize=1)
     def stored(name: str) -> torch.Tensor:
@@ -203,7 +210,7 @@ def export_saved(
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as intended
-                load({_MODEL.rstrip("."): {name: tensor}}, checkpoint_id=state, no_dist=True)
+                load({_MODEL.rstrip("."): {name: tensor}}, storage_reader=reader, no_dist=True)
         except (CheckpointException, OSError) as cause:
             raise _storage_error("read", state, cause) from cause
         return adapters.merged(name, tensor)

@@ -114,16 +114,16 @@ def _write(
             # Parts of a slice follow one another: its values are computed once for them.
             values = lru_cache(maxsize=1)(lambda name, box: values_of(held[name, box]))
             files = _write_files(partial, placements, ranks, values)
-            ranks.enter()
             complete = True
+            ranks.enter()
             if ranks.rank == 0:
                 _write_beside(partial, about, files)
                 mark.unlink()
                 partial.rename(directory)
             ranks.enter()
     except BaseException:
-        # On every rank, so that nothing is left when the last one has stopped to write; but rank 0 may be about to rename files
-        # that are complete, even if others are tired of waiting for it.
+        # On every rank, so that nothing is left when the last one has stopped writing. But once a rank's own files are complete,
+        # rank 0 may be about to rename the directory, even if this rank waited too long to see that.
         if ranks.rank == 0 or not complete:
             discard_partial(directory)
         raise

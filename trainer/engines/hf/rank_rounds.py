@@ -77,7 +77,7 @@ class RankRounds:
         Raises the error that a rank failed with, or `DeadlineExceededError` naming the ranks that do not come in time.
         """
         if self._store is not None:
-            self._bounded(self._pass, self._timeout_s)
+            self._bounded(self._pass, self._timeout_s + _GRACE_S)  # after the deadline it finds out who is late
             self._round += 1
 
     @contextmanager
@@ -102,21 +102,22 @@ class RankRounds:
         Returns:
             What was received, by rank, on the CPU.
         """
-        place = self._message_device()
+        if not outgoing and not incoming:
+            return {}
+        # Messages end in files, so they are on the CPU, unless the group, made by the user, has no backend for it.
+        place = torch.device("cpu") if "cpu:" in dist.get_backend_config() else self._device
         received = {rank: torch.empty(nbytes, dtype=torch.uint8, device=place) for rank, nbytes in incoming.items()}
         pairs = [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received.items()]
         pairs += [dist.P2POp(dist.isend, tensor.to(place), rank) for rank, tensor in outgoing.items()]
-        if not pairs:
-            return {}
-        deadline = Deadline.after(self._timeout_s)
-        peer = ""
+        deadline, peer = Deadline.after(self._timeout_s), "the other trainer ranks"
         try:
             works = dist.batch_isend_irecv(pairs)
             for number, work in enumerate(works):
                 peer = f"trainer rank {pairs[number].peer}" if len(works) == len(pairs) else "another trainer rank"
                 work.wait(deadline.timedelta())
         except RuntimeError as cause:
-            raise self._explained(translate(cause, self._life.part, deadline, self._task, peer)) from cause
+            task = f"{peer} to {self._task}"
+            raise self._explained(translate(cause, self._life.part, deadline, task, peer)) from cause
         return {rank: tensor.cpu() for rank, tensor in received.items()}
 
     def __enter__(self) -> Self:
@@ -125,17 +126,12 @@ class RankRounds:
     def __exit__(self, *_: object) -> None:
         self._life.close()
 
-    def _message_device(self) -> torch.device:
-        """Where messages are: they end in files, so on the CPU, unless the group, made by the user, has no backend for it."""
-        in_memory = self.world == 1 or "cpu:" in dist.get_backend_config()
-        return torch.device("cpu") if in_memory else self._device
-
     def _pass(self) -> None:
         store, here = self._store, self._round
         assert store is not None
         store.set(f"at|{self.rank}", str(here))
         if store.add(f"count|{here}", 1) == self.world:
-            store.compare_set(f"gate|{here}", "", _OPEN)  # an error that is there stays
+            self._decide(_OPEN)  # an error that is there stays
             for key in (f"count|{here - 1}", f"gate|{here - 1}"):  # every rank has passed that gate
                 store.delete_key(key)
         with suppress(dist.DistStoreError):
@@ -149,7 +145,7 @@ class RankRounds:
                 peer=names,
                 hint="Check that this rank is alive and its disk answers, or raise trainer.collective_timeout_s.",
             )
-            store.compare_set(f"gate|{here}", "", json.dumps(error.to_wire()))
+            self._decide(json.dumps(error.to_wire()))
         verdict = store.get(f"gate|{here}").decode()
         if verdict != _OPEN:
             raise error_from_wire(json.loads(verdict))
@@ -159,11 +155,18 @@ class RankRounds:
         assert self._store is not None
         return bool(self._store.check([key])) and int(self._store.get(key)) >= self._round
 
+    def _decide(self, verdict: str) -> str:
+        """Put `verdict` at the next gate unless one is there; returns the one that is."""
+        assert self._store is not None
+        gate = f"gate|{self._round}"
+        decided = self._store.compare_set(gate, "", verdict).decode()
+        self._store.set(gate, decided)  # the same again: not every store tells those that wait of a `compare_set`
+        return decided
+
     def _first_told(self, error: WeightlaneError) -> WeightlaneError:
         """Put `error` at the next gate unless one is there; returns the one that is."""
-        assert self._store is not None
         mine = json.dumps(error.to_wire())
-        told = self._store.compare_set(f"gate|{self._round}", "", mine).decode()
+        told = self._decide(mine)
         return error if told in (mine, _OPEN) else error_from_wire(json.loads(told))
 
     def _tell(self, error: WeightlaneError) -> WeightlaneError:

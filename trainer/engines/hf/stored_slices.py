@@ -89,9 +89,8 @@ def copy_exactly(values: torch.Tensor, into: torch.Tensor, name: str) -> None:
     Raises `StorageError` if `into`, held in half precision since it is not trained, would round them: they are of another model.
     """
     into.copy_(values)
-    if torch.promote_types(values.dtype, into.dtype) != into.dtype and not torch.equal(
-        into.to(values.device, values.dtype), values
-    ):
+    in_half = into.itemsize < torch.float32.itemsize and into.dtype != values.dtype
+    if in_half and not torch.equal(into.to(values.device, values.dtype), values):
         raise StorageError(
             f"{name} has values that {dtype_name(into.dtype)} would round, in which this model, not trained, is held.",
             part=PART,
