@@ -201,8 +201,7 @@ def main() -> None:
     except WeightlaneError as raised:
         error = {"type": type(raised).__name__, "text": str(raised)}
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    log = [{key: value for key, value in entry.items() if "weight_sync" in key} for entry in trainer.state.log_history]
-    record = {"versions": recording.versions, "rewards": rewards, "error": error, "log": log}
+    record = {"versions": recording.versions, "rewards": rewards, "error": error}
     (args.out / "record.json").write_text(json.dumps(record, indent=1))
 
 

@@ -1,7 +1,7 @@
 """`use_weightlane`: TRL's trainers with ``vllm_mode="server"`` send their weights through weightlane.
 
 They offer no argument for it: ``trl.generation.vllm_generation.VLLMGeneration`` makes a ``VLLMClient``, by that name. Within the
-block the name is a client that is TRL's own but for the four methods that carry weights.
+block the name is a client that is TRL's own but for the three methods that carry weights.
 """
 
 from __future__ import annotations

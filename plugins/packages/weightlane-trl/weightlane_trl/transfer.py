@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, ManifestError
+from weightlane.ckpt_engines import CheckpointEngineRegistry, ManifestError, WeightlaneError
 from weightlane.rollout import ServerReplica
 from weightlane.sync import CollectivePublisher, LocalShard, RankExchange, SyncConfig, SyncReport, TensorSpec
 
@@ -89,8 +89,13 @@ class WeightlaneTransfer:
             SyncAbortedError: Too few servers have committed the version; they serve the one before. The reason is in its text.
             WeightlaneError: Another reason, with the part that failed.
         """
-        if self._weights is not None:
-            self._weights.fence()  # a version that failed may still be read
+        try:
+            if self._weights is not None:
+                self._weights.fence()  # a version that failed may still be read
+        except WeightlaneError:
+            for _ in iterator:
+                pass
+            raise
         self._copy(iterator)
         if self._weights is None:
             self._weights = CollectivePublisher(
