@@ -32,7 +32,12 @@ def machine_of_an_author(tmp_path: Path) -> dict[str, str]:
     )
     commands = tmp_path / "venv/bin"
     command = commands / "weightlane"
-    command.write_text(f"#!{commands}/python\nfrom weightlane.cli.main import main\nmain()\n")
+    # A call that outlives its deadline is noticed late on a busy machine.
+    patient = f"EngineConformance.prompt_s = EngineConformance.grace_s = {HANG_S}"
+    command.write_text(
+        f"#!{commands}/python\nfrom weightlane.ckpt_engines.conformance import EngineConformance\n{patient}\n"
+        "from weightlane.cli.main import main\nmain()\n"
+    )
     command.chmod(0o755)
     return {
         **os.environ,
