@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from checked_device.driver import Driver
-from checked_device.group import opens_groups
+from checked_device.group import Fleet, opens_groups
 from checked_device.streams import (
     FREED,
     NO_WAIT,
@@ -56,9 +57,9 @@ SIZES = [4096, 1, 0, 3000, 1 << 16, 17, 4096, 4096]
 
 
 @contextlib.contextmanager
-def devices_of(engine: str) -> Iterator[World]:
+def devices_of(engine: str, queues: int = 8) -> Iterator[World]:
     """A world in which `engine` finds its devices."""
-    world = World(devices=1 + len(SENDERS) + len(RECEIVERS))
+    world = World(1 + len(SENDERS) + len(RECEIVERS), queues)
     patch = pytest.MonkeyPatch()
 
     patch.setattr(_device_group, "open_process_group", opens_groups(world))
@@ -103,6 +104,9 @@ class Trainer:
         self.allocate = engine.allocate
         self.free = engine.free
 
+    def train(self, _index: int) -> None:
+        """What the training starts before the bucket of this index is posted."""
+
     def send(self, receivers: Receivers, sizes: Sequence[int], at_once: int = 3) -> None:
         deadline = Deadline.after(HANG_S)
         with self.world.training(self.device.index), self.runtime.on(self.stream):
@@ -115,6 +119,7 @@ class Trainer:
                 data = places[index % at_once][:nbytes]
                 data.copy_(payload(self.name, index, nbytes))
                 after = self.runtime.record_event(self.stream)
+                self.train(index)
                 self.link.post(Bucket(1, index, data, after), receivers(self.name, index), deadline)
                 under_way.append(index)
             self.link.flush(deadline)
@@ -303,6 +308,41 @@ def test_members_that_keep_different_orders_are_told_so_and_do_not_hang(
         with contextlib.suppress(WeightlaneError):
             carry(world, "nccl", tmp_path, order=one_after_the_other, at_once=2 * len(SIZES), to=to, sets=sets)
         assert ORDER in world.broken, names(world.violations)
+
+
+@pytest.mark.parametrize(
+    ("queues", "seeds"),
+    [(8, range(4)), (1, range(4)), pytest.param(8, range(4, 20), marks=pytest.mark.exhaustive)],
+    ids=["8 queues", "1 queue", "8 queues, more seeds"],
+)
+def test_collectives_of_the_training_come_in_any_order_unless_one_hardware_queue_orders_everything(
+    queues: int, seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks start them before other buckets. `nccl` refuses a process that has one queue; here it is not asked."""
+    circles = 0
+    for seed in seeds:
+        random, steps = Random(seed), 4
+        at = {name: sorted(random.choices(range(len(SIZES)), k=steps)) for name in SENDERS}
+        with devices_of("nccl", queues) as world:
+            training, computing = Fleet(world, len(SENDERS)), [world.stream(n + 1) for n in range(len(SENDERS))]
+            memory: list[Any] = [torch.empty(8, device=torch.device("cuda", each.device)) for each in computing]
+            for rank, stream in enumerate(computing):
+                training.join(rank, stream.device)
+
+            def train(
+                trainer: Trainer, index: int, at=at, training=training, computing=computing, memory=memory
+            ) -> None:
+                rank = SENDERS.index(trainer.name)
+                for step in (step for step, before in enumerate(at[trainer.name]) if before == index):
+                    with trainer.world.on_stream(computing[rank]):
+                        training.start(rank, {(0, -1, step): (memory[rank].block, 0, 8)})
+
+            monkeypatch.setattr(Trainer, "train", train)
+            with contextlib.suppress(WeightlaneError):
+                carry(world, "nccl", tmp_path, senders=len(SENDERS))
+            assert queues == 1 or not world.violations, names(world.violations)
+            circles += ORDER in world.broken
+    assert queues > 1 or circles, "nobody waits in a circle"
 
 
 def test_memory_that_its_owner_drops_stays_until_the_transfer_is_over(

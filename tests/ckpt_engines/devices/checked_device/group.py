@@ -32,7 +32,7 @@ class Part:
         rank: The rank.
         places: The memory for each need: block, first byte, and one past the last. Nobody is kept from giving it back. A need is
             what has to meet: (source, target, number among those of the two), or (root, -1, number among broadcasts).
-        behind: What its stream waits for first, of whatever communicator.
+        behind: What its stream and its hardware queue wait for first, of whatever communicator.
         unmet: The needs whose bytes have not moved yet.
     """
 
@@ -99,7 +99,8 @@ class Fleet:
                 world.violate(UNBOUNDED, f"the first transfers {new} were started by a call of rank {rank}")
             self.connected |= new
             stream.wait_stream(world.current_stream(stream.device))
-            part = Part(self, rank, places, {each for each in stream.transfers if isinstance(each, Part)}, set(places))
+            behind = {each for each in stream.transfers if isinstance(each, Part)} | self._queued(stream)
+            part = Part(self, rank, places, behind, set(places))
             self.parts[rank].append(part)
             stream.transfers.add(part)
             operation = stream.put("transfer")
@@ -108,6 +109,18 @@ class Fleet:
                     world.violate(WRONG_DEVICE, f"device {stream.device} transfers memory of {place[0].device}")
                 world.access(operation, *place, writes=need[0] != rank)
             _move(world)
+
+    def _queued(self, stream: Stream) -> set[Part]:
+        """Return the unfinished transfers of all communicators that are on the hardware queue of `stream`."""
+        place = stream.device, stream.queue
+        return {
+            part
+            for fleet in self.world.fleets
+            for rank, other in fleet.streams.items()
+            if (other.device, other.queue) == place
+            for part in fleet.parts[rank]
+            if not part.over
+        }
 
     def ranks_of(self, need: Need) -> Sequence[int]:
         return range(self.size) if need[1] < 0 else need[:2]

@@ -85,6 +85,8 @@ class Stream:
 
     def __init__(self, world: World, device: int, name: str, number: int) -> None:
         self.world, self.device, self.name, self.number = world, device, name, number
+        self.queue = 0
+        """Number of the hardware queue that it shares with other streams of its device."""
         self.clock: Clock = {}
         self.count = 0
         self.transfers: set[Transfer] = set()

@@ -28,10 +28,12 @@ class World:
 
     Args:
         devices: The number of devices.
+        queues: The number of hardware queues of each, which streams take in turns: a transfer begins after all those that were
+            started before it on its queue. CUDA has 8, or ``CUDA_DEVICE_MAX_CONNECTIONS``.
     """
 
-    def __init__(self, devices: int) -> None:
-        self.devices = devices
+    def __init__(self, devices: int, queues: int = 8) -> None:
+        self.devices, self.queues = devices, queues
         self.changed = threading.Condition(threading.RLock())
         self.violations: list[Violation] = []
         self.host: Clock = {}
@@ -77,8 +79,10 @@ class World:
 
     def stream(self, device: int, name: str = "a stream") -> Stream:
         with self.changed:
-            self.streams.append(Stream(self, device, name, len(self.streams)))
-            return self.streams[-1]
+            made = Stream(self, device, name, len(self.streams))
+            made.queue = sum(each.device == device for each in self.streams) % self.queues
+            self.streams.append(made)
+            return made
 
     # -- rules ---------------------------------------------------------------------------------------------------------------
 
