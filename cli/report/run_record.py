@@ -186,7 +186,10 @@ def _syncs(events: Sequence[Event]) -> list[dict[str, Any]]:
             "time": each["time"],
             "outcome": each["event"].removeprefix("version_"),
             "latency_s": each.get("latency_s", each.get("seconds")),
-            "rollout_blocked_s": each.get("rollout_blocked_s"),
+            **{
+                key: each.get(key)
+                for key in ("export_s", "transfer_s", "install_s", "rollout_blocked_s", "recomputed_tokens")
+            },
             "sent_bytes": each.get("sent_bytes"),
             "replicas": len(each.get("replicas", ())),
             "retries": len(each.get("failures", ())),

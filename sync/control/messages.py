@@ -191,6 +191,8 @@ class Sent(_VersionReply):
     type: Literal["sent"] = "sent"
     nbytes: int
     seconds: float
+    export_s: float = 0.0
+    """Seconds in which its shards were copied to the snapshot, partly while that was sent."""
     error: tuple[int, float, float, float] | None = None
     """Quantisation error of a sample of the elements: the fields of `QuantisationReport`."""
 

@@ -36,6 +36,7 @@ class Snapshotter:
         slot = rank.slots.free()
         self._wait_for_receivers(slot)
         base, began = rank.slots.base, time.perf_counter()
+        publication.progress.begin()
         publication.choice = rank.chooser.choose(has_base=base is not None)
         if contribution.replicated:  # while no parameter changes
             with snapshot.reading(publication.mark):

@@ -96,6 +96,7 @@ class VersionSender:
             version=go.version,
             nbytes=nbytes,
             seconds=seconds,
+            export_s=publication.progress.seconds,
             error=publication.pending_blocks.error.to_plain() if self._ours.scheme else None,
         )
 

@@ -31,6 +31,7 @@ def commit(version: int, at: float) -> str:
     replicas = {"rollout-0": {"outcome": "committed"}}
     facts = {
         "latency_s": 0.5,
+        "export_s": 0.0625,
         "rollout_blocked_s": 0.125,
         "sent_bytes": 2_000_000,
         "failures": [],
@@ -99,6 +100,7 @@ def test_figures_stalls_and_time_line_are_those_that_one_reckons_from_the_events
     assert spans["generation", "serves odd versions", 1] == (2.5, 6.375)
     assert spans["generation", "blocked by the commit", 3] == (6.375, 6.5)
     assert spans["generation", "serves odd versions", 3] == (6.5, 8.0)
+    assert {(each["export_s"], each["install_s"]) for each in record["syncs"][:2]} == {(0.0625, None)}, "older: none"
     assert [(each["version"], each["outcome"], each["retries"]) for each in record["syncs"]] == [
         (0, "committed", 0),
         (1, "committed", 0),

@@ -47,7 +47,7 @@ def check_files(run_dir: Path, steps: int) -> None:
     """Check the files that every finished run must leave."""
     summary = json.loads((run_dir / "summary.json").read_text())
     sync = summary["sync"]
-    for name in ("trainer_blocked_s", "rollout_blocked_s", "latency_s"):
+    for name in ("trainer_blocked_s", "export_s", "transfer_s", "install_s", "rollout_blocked_s", "latency_s"):
         assert 0.0 < sync[name]["p50"] <= sync[name]["p95"] <= sync[name]["max"]
     assert sync["lost_per_step_s"].keys() == {"trainer", "rollout", "synchronous_update"}
     assert all(seconds > 0.0 for seconds in sync["lost_per_step_s"].values())

@@ -52,7 +52,14 @@ class RunSummary:
     wall_s: float
     trainer_blocked_s: Quantiles
     """Publish plus fence, by version."""
+    export_s: Quantiles
+    """The slowest trainer rank's copy of its shards into the snapshot, by version."""
+    transfer_s: Quantiles
+    """From the first byte until the slowest replica had verified the last one."""
+    install_s: Quantiles
+    """The longest commit of a replica."""
     rollout_blocked_s: Quantiles
+    """The part of it in which that replica generated nothing."""
     latency_s: Quantiles
     """From the start of a sync until the last replica served the version."""
     trainer_lost_per_step_s: float
@@ -96,6 +103,9 @@ class RunSummary:
             },
             "sync": {
                 "trainer_blocked_s": self.trainer_blocked_s.to_plain(),
+                "export_s": self.export_s.to_plain(),
+                "transfer_s": self.transfer_s.to_plain(),
+                "install_s": self.install_s.to_plain(),
                 "rollout_blocked_s": self.rollout_blocked_s.to_plain(),
                 "latency_s": self.latency_s.to_plain(),
                 "lost_per_step_s": {
@@ -148,6 +158,9 @@ class RunFigures:
             recomputed_tokens=self.recomputed_tokens,
             wall_s=self.wall_s,
             trainer_blocked_s=Quantiles.of(self.times.trainer_blocked_s()),
+            export_s=Quantiles.of(self.times.export_s),
+            transfer_s=Quantiles.of(self.times.transfer_s),
+            install_s=Quantiles.of(self.times.install_s),
             rollout_blocked_s=Quantiles.of(self.times.rollout_blocked_s),
             latency_s=Quantiles.of(self.times.latency_s),
             trainer_lost_per_step_s=sum(self.times.trainer_blocked_s()) / steps,

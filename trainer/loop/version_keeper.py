@@ -26,6 +26,9 @@ class SyncTimes:
     """Times of versions in seconds, and numbers of committed and aborted versions, for the closing summary."""
 
     latency_s: list[float] = field(default_factory=list)
+    export_s: list[float] = field(default_factory=list)
+    transfer_s: list[float] = field(default_factory=list)
+    install_s: list[float] = field(default_factory=list)
     rollout_blocked_s: list[float] = field(default_factory=list)
     publish_s: dict[int, float] = field(default_factory=dict)
     """Time `publish` blocked the trainer, by version."""
@@ -252,6 +255,9 @@ class VersionKeeper:
         self._served = version
         self.times.committed.append(version)
         self.times.latency_s.append(report.latency_s)
+        self.times.export_s.append(report.export_s)
+        self.times.transfer_s.append(report.transfer_s)
+        self.times.install_s.append(report.install_s)
         self.times.rollout_blocked_s.append(report.rollout_blocked_s)
         await self._committed(report)
         return True

@@ -181,7 +181,9 @@ function tables(parent) {
   ]);
   const syncs = [
     ["version", (row) => row.version], ["time, UTC", (row) => clock(row.time)], ["outcome", (row) => row.outcome],
-    ["latency, ms", (row) => milliseconds(row.latency_s)], ["rollouts blocked, ms", (row) => milliseconds(row.rollout_blocked_s)],
+    ["latency, ms", (row) => milliseconds(row.latency_s)], ["export, ms", (row) => milliseconds(row.export_s)],
+    ["transfer, ms", (row) => milliseconds(row.transfer_s)], ["install, ms", (row) => milliseconds(row.install_s)],
+    ["rollouts blocked, ms", (row) => milliseconds(row.rollout_blocked_s)], ["tokens prefilled again", (row) => row.recomputed_tokens],
     ["sent, MB", (row) => megabytes(row.sent_bytes)], ["replicas", (row) => row.replicas], ["retries", (row) => row.retries], ["error", (row) => row.error],
   ];
   table(parent, "Aborted syncs", record.aborted, syncs);

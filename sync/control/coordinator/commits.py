@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 
@@ -58,6 +59,8 @@ class Commits:
         self._queue = queue
         self._hooks = hooks
         self._running: dict[str, tuple[RosterEntry, Future[CommitOutcome | WeightlaneError]]] = {}
+        self._install_s: dict[str, float] = {}
+        """Seconds that each commit took."""
         self._before: dict[str, int] = {}
         """The version that each committed replica served before."""
         self.reports: dict[str, ReplicaReport] = {}
@@ -114,7 +117,12 @@ class Commits:
                 continue
             self._before[name] = entry.version
             entry.state, entry.version, entry.error = ReplicaState.SERVING, self._version, None
-            self.reports[name] = ReplicaReport(Outcome.COMMITTED, blocked_s=result.blocked_s)
+            self.reports[name] = ReplicaReport(
+                Outcome.COMMITTED,
+                blocked_s=result.blocked_s,
+                install_s=self._install_s[name],
+                recomputed_tokens=result.recomputed_tokens,
+            )
         return failed
 
     def report_without(self, name: str, error: WeightlaneError | None) -> ReplicaReport:
@@ -141,7 +149,7 @@ class Commits:
         )
 
     async def _commit(self, entry: RosterEntry) -> CommitOutcome | WeightlaneError:
-        limit = asyncio.timeout(self._deadline.remaining_s)
+        limit, began = asyncio.timeout(self._deadline.remaining_s), time.perf_counter()
         try:
             async with limit:
                 return await entry.replica.commit(self._version)
@@ -152,6 +160,8 @@ class Commits:
                 what = f"version {self._version} to be committed"
                 return self._deadline.error(what, part=COORDINATOR, peer=entry.name)
             return as_weightlane_error(error, entry.name)
+        finally:
+            self._install_s[entry.name] = time.perf_counter() - began
 
     async def _fail(self, entry: RosterEntry, error: WeightlaneError) -> None:
         """Update the state of a replica whose commit has failed."""

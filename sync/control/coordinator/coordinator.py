@@ -156,6 +156,7 @@ class Coordinator:
             version=attempts.version,
             latency_s=time.perf_counter() - attempts.started,
             sent_bytes=sum(message.nbytes for message in streamed.sent),
+            export_s=max((message.export_s for message in streamed.sent), default=0.0),
             codec=str(streamed.offer.manifest.get("codec", "")),
             codec_reason=streamed.offer.reason,
             quantisation=streamed.quantisation,

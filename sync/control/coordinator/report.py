@@ -23,6 +23,10 @@ class CommitOutcome(Protocol):
     def blocked_s(self) -> float:
         """Seconds during which the replica generated nothing because of the commit."""
 
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that requests in flight prefill again because the commit dropped their caches."""
+
 
 @dataclass(frozen=True, slots=True)
 class CommitReport:
@@ -30,6 +34,7 @@ class CommitReport:
 
     version: int
     blocked_s: float
+    recomputed_tokens: int = 0
 
 
 class Outcome(StrEnum):
@@ -58,6 +63,10 @@ class ReplicaReport:
     """Seconds from the request for the first byte to the verification of the last one, on the replica's slowest rank."""
     nbytes: int = 0
     """Bytes staged, over all ranks of the replica."""
+    install_s: float = 0.0
+    """Seconds that its commit took, of which it generated nothing for `blocked_s`. A commit in place begins with the transfer."""
+    recomputed_tokens: int = 0
+    """Tokens that its requests in flight prefill again because the commit dropped their caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +94,8 @@ class SyncReport:
     """Seconds from the start of the sync until the last replica served the version."""
     sent_bytes: int
     """Payload bytes that the trainer ranks handed to the engine, or to rank 0 if it gathers."""
+    export_s: float = 0.0
+    """Seconds in which the slowest trainer rank copied its shards into its snapshot. The transfer begins meanwhile."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     session: str = ""
     """The session in which the version was sent."""
@@ -103,13 +114,32 @@ class SyncReport:
         """The longest time any replica generated nothing."""
         return max((report.blocked_s for report in self.replicas.values()), default=0.0)
 
+    @property
+    def transfer_s(self) -> float:
+        """Seconds in which the slowest replica received and verified the version."""
+        return max((report.staged_s for report in self.replicas.values()), default=0.0)
+
+    @property
+    def install_s(self) -> float:
+        """Seconds of the longest commit."""
+        return max((report.install_s for report in self.replicas.values()), default=0.0)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that requests in flight prefill again, on all replicas."""
+        return sum(report.recomputed_tokens for report in self.replicas.values())
+
     def facts(self) -> dict[str, Any]:
         """The report as JSON-representable data, for observers."""
         quantised = {"quantisation_error": self.quantisation.relative_rms} if self.quantisation else {}
         return {
             "seconds": self.latency_s,
             "latency_s": self.latency_s,
+            "export_s": self.export_s,
+            "transfer_s": self.transfer_s,
+            "install_s": self.install_s,
             "rollout_blocked_s": self.rollout_blocked_s,
+            "recomputed_tokens": self.recomputed_tokens,
             "sent_bytes": self.sent_bytes,
             **quantised,
             "failures": [failure.to_plain() for failure in self.failures],
@@ -119,6 +149,8 @@ class SyncReport:
                     "blocked_s": part.blocked_s,
                     "staged_s": part.staged_s,
                     "nbytes": part.nbytes,
+                    "install_s": part.install_s,
+                    "recomputed_tokens": part.recomputed_tokens,
                 }
                 for name, part in self.replicas.items()
             },

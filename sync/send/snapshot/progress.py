@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -25,13 +26,23 @@ class Progress:
         self._changed = threading.Condition()
         self.done_bytes = 0
         self._read = 0
+        self._began = self._moved = 0.0
         self.error: WeightlaneError | None = None
         """Why the snapshot has failed; None unless it has."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning of the snapshot until the newest report."""
+        return self._moved - self._began
+
+    def begin(self) -> None:
+        """Report that the snapshot begins."""
+        self._began = self._moved = time.perf_counter()
 
     def advance(self, done_bytes: int, read: int) -> None:
         """Report that every byte before `done_bytes` is final, and that shards have been read up to `read`."""
         with self._changed:
-            self.done_bytes, self._read = done_bytes, read
+            self.done_bytes, self._read, self._moved = done_bytes, read, time.perf_counter()
             self._changed.notify_all()
 
     def fail(self, error: WeightlaneError) -> None:

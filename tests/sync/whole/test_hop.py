@@ -29,6 +29,7 @@ def test_every_rank_gets_exactly_what_was_published(
         report = run.sync(version)
         assert report.version == version
         assert outcomes_of(report) == {replica.name: "committed" for replica in run.replicas}
+        assert report.export_s > 0 < min(report.transfer_s, report.install_s)
         for digest in run.live():
             assert digest == expected(version, getattr(torch, wire))
         for participant in run.participants():
