@@ -132,7 +132,11 @@ def test_a_base_in_half_precision_stays_so_and_trains_and_publishes_the_bits_tha
         held[dtype] = sum(ranks.all("parameter_bytes"))
         ranks.all("train", first=0, count=2)
         ranks.all("export", directory=tmp_path / f"{dtype} exported")
+        sent = gathered(ranks, "bfloat16")
+        grown = sum(ranks.all("parameter_bytes")) - held[dtype]
+        assert grown == 2 * sum(sent[name].numel() for name in changing(sent)), "merged as they are sent"
         found[dtype] = gathered(ranks), state(ranks), checkpoint(tmp_path / f"{dtype} exported")
+        assert_same(*({name: each.bfloat16() for name, each in some.items()} for some in (sent, found[dtype][0])))
         ranks.all("save", directory=tmp_path / f"{dtype} state")
     for full, half in zip(found[torch.float32], found[torch.bfloat16], strict=True):
         assert_same(half, full)

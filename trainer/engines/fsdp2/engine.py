@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -51,8 +51,6 @@ class Fsdp2Engine(AdaptedEngine):
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._model: torch.nn.Module | None = None
-        self._published: Mapping[str, torch.Tensor] = {}
-        """Weights merged with the adapter of ``trainer.lora``, by in-memory name, published instead of the model's own."""
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
@@ -94,7 +92,7 @@ class Fsdp2Engine(AdaptedEngine):
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
         self._optimizer = PartwiseAdamW(split_into_parts(trained, self._runs))
-        self._published = self._adapt(model).published
+        self._adapt(model)
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
@@ -232,10 +230,10 @@ class Fsdp2Engine(AdaptedEngine):
 
     def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
         """See `TrainingEngine.local_shards`."""
-        tensors = {**checkpoint_tensors(self._open_model()), **self._published}
+        tensors = checkpoint_tensors(self._open_model())
         if self.config.publishes_adapter:
             return self._open_adapters().shards(wire_dtype)
-        return local_shards(self._runs, tensors, self.rank, wire_dtype, self._kept)
+        return self._with_adapter(local_shards(self._runs, tensors, self.rank, wire_dtype, self._kept))
 
     def save(self, directory: Path) -> None:
         """See `TrainingEngine.save`."""
@@ -261,8 +259,7 @@ class Fsdp2Engine(AdaptedEngine):
         """See `TrainingEngine.export_hf`."""
         own = checkpoint_tensors(self._open_model())
         self._require_here("parameters")
-        shards = local_shards(self._runs, {**own, **self._published}, self.rank, dtype, self._kept)
-        self._export(directory, dtype, shards)
+        self._export(directory, dtype, local_shards(self._runs, own, self.rank, dtype, self._kept))
 
     @classmethod
     def export_saved(
@@ -278,16 +275,13 @@ class Fsdp2Engine(AdaptedEngine):
         """See `TrainingEngine.close`."""
         self._model = None
         self._lora = None
-        self._published = {}
         self._parameters = []
         self._optimizer = None  # type: ignore[assignment]  # nothing uses it once the model is gone
         self._leave()
 
-    def _adapt(self, model: torch.nn.Module, device: torch.device | None = None) -> Fsdp2Adapted:
+    def _adapt(self, model: torch.nn.Module, device: torch.device | None = None) -> None:
         """Prepare the sharded `model` for adapters."""
-        adapted = Fsdp2Adapted(model, decoder_layers(model), self._mesh, self._runs)
-        self._make_adapters(adapted, device)
-        return adapted
+        self._make_adapters(Fsdp2Adapted(model, decoder_layers(model), self._mesh, self._runs), device)
 
     def _shard(self, model: torch.nn.Module, model_dir: Path) -> None:
         """Shard `model` over the ranks, in place, and set the checkpoint tensors of its parameters. Collective."""

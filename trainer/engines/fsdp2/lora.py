@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +13,9 @@ from ...config import LoraConfig
 from ..hf.names import CheckpointRun
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
-from ..lora.merged import MergedSlice, MergedWeights
 from ..lora.sites import LoraSite, chosen_sites
 from ..lora.tensor_parallel import copied, summed
 from .mesh import RankMesh
-from .shards import local_slice
 
 
 class Fsdp2Adapted:
@@ -38,17 +36,14 @@ class Fsdp2Adapted:
         runs: Sequence[CheckpointRun],
     ) -> None:
         self._linears = _linears(model, layers)
-        self._runs = runs
         modules = {run.name: run.source.removesuffix(".weight") for run in runs}
-        self._weights = {
+        self.weights = {
             run.name: (module, run.offset // self._linears[module].in_features)
             for run in runs
             if (module := modules[run.name]) in self._linears and run.source == f"{module}.weight"
         }
         tensor = None if mesh.tensor is None else mesh.tensor.get_group()
         self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.answers)
-        self.published: dict[str, torch.Tensor] = {}
-        """Tensors published instead of parameters, by in-memory name; `merged` fills it."""
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
@@ -60,21 +55,6 @@ class Fsdp2Adapted:
             linear.register_forward_pre_hook(beside.keep_input, prepend=True)
             linear.register_forward_hook(beside.add_output)
         return sites, {site.module: (site.rows, site.columns) for site in sites}
-
-    def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
-        """See `AdaptedModel.merged`."""
-        sources = {f"{site.module}.weight": site.module for site in sites}
-        slices = []
-        for name, module in sources.items():
-            weight = self._linears[module].weight
-            self.published[name] = weight.detach().to(torch.float32, copy=True)
-            box, base = local_slice(name, weight)
-            slices.append(MergedSlice(module, box, base, local_slice(name, self.published[name])[1]))
-        return MergedWeights(slices, [run.name for run in self._runs if run.source in sources])
-
-    def layer_of(self, name: str) -> tuple[str, int] | None:
-        """See `AdaptedModel.layer_of`."""
-        return self._weights.get(name)
 
 
 def check_adapter(model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: LoraConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -10,16 +10,17 @@ from typing import Protocol
 import torch
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import LoraConfig, TrainerConfig
 from ..contract import Fence, StatePart
-from .adapter import Adapter, LoraGroups
+from .adapter import Adapter, LoraGroups, LoraPair
 from .gathered import gathered
 from .joint import JointPairs, LayerPair
 from .merged import MergedWeights, merge_slice
 from .peft_files import read_peft
-from .published import adapter_names, adapter_shards, check_carries, copy_padded
+from .published import adapter_names, adapter_shards, check_carries, copy_padded, is_target
 from .saved import SavedAdapters
 from .sites import DEFAULT, PART, LoraSite, check_name, chosen_sites
 
@@ -42,11 +43,9 @@ class AdaptedModel(Protocol):
             name, in the order of the checkpoint.
         """
 
-    def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
-        """Make tensors for the weights of `sites` with an adapter added, which are published instead of these weights."""
-
-    def layer_of(self, name: str) -> tuple[str, int] | None:
-        """Return the layer whose weight checkpoint tensor `name` is, and the tensor's first row there; None for no layer."""
+    @property
+    def weights(self) -> Mapping[str, tuple[str, int]]:
+        """The layer whose weight each checkpoint tensor is, and the tensor's first row there; on all ranks, in order."""
 
 
 class Adapters:
@@ -66,11 +65,9 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._active: Sequence[tuple[Adapter, int]] = ()
         """The adapters that the model computes with now; if there are several, each with its number of tokens."""
-        self._merged: MergedWeights | None = None
+        self._merged = MergedWeights()
         if trainer.lora is not None:
             self.keep(self.make(DEFAULT, trainer.lora, None, trained=not trainer.frozen))
-            if not trainer.publishes_adapter:
-                self._merge()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -159,7 +156,9 @@ class Adapters:
         """List the published tensors that steps of `adapter` change, on any rank; empty unless it is that of ``trainer.lora``."""
         if self._trainer.lora is None or adapter.name != DEFAULT:
             return []
-        return adapter_names(self._all_layers, adapter.config) if self._merged is None else list(self._merged.names)
+        if self._trainer.publishes_adapter:
+            return adapter_names(self._all_layers, adapter.config)
+        return [name for name, (module, _) in self._model.weights.items() if is_target(module, adapter.config)]
 
     def load_published(self, name: str, before_change: Fence) -> None:
         """See `AdapterEngine.load_published`."""
@@ -189,21 +188,25 @@ class Adapters:
         """The parts of the published adapter that this rank holds; see `TrainingEngine.local_shards`."""
         return adapter_shards(self._adapters[DEFAULT], self._all_layers, wire_dtype)
 
+    def merged(self, own: Sequence[LocalShard]) -> list[LocalShard]:
+        """This rank's shards of the model's own weights, with the adapter of ``trainer.lora`` added, as they are published."""
+        if self._trainer.lora is None:
+            return list(own)
+        placed = ((shard, self._place(shard)) for shard in own)
+        return [shard if place is None else self._merged.shard(*place, shard) for shard, place in placed]
+
     def exported(self, shard: LocalShard) -> torch.Tensor:
         """Return the values with which a slice of the weights is exported: with the adapter of ``trainer.lora`` added."""
-        layer = self._model.layer_of(shard.spec.name)
-        if not self._own or self._merged is not None or layer is None:
-            return shard.data  # which has it already, or never has it
-        module, row = layer
-        pair = self._adapters[DEFAULT].pairs.get(module)
-        if pair is None:
-            return shard.data
-        return merge_slice(pair, shard.box.with_axis(0, row + shard.starts[0], len(shard.data)), shard.data)
+        place = self._place(shard) if self._own else None
+        return shard.data if place is None else merge_slice(*place, shard.data)
 
-    def _merge(self) -> None:
-        adapter = self._adapters[DEFAULT]
-        self._merged = self._model.merged([pair.site for pair in adapter.pairs.values()])
-        self.refresh()
+    def _place(self, shard: LocalShard) -> tuple[LoraPair, Box] | None:
+        """The A and B of ``trainer.lora`` beside the weight of which `shard` is a slice, and which; None if it has none."""
+        module, row = self._model.weights.get(shard.spec.name, ("", 0))
+        pair = self._adapters[DEFAULT].pairs.get(module)
+        if pair is None or not shard.box.numel:
+            return None
+        return pair, shard.box.with_axis(0, row + shard.starts[0], len(shard.data))
 
     @property
     def _all_layers(self) -> dict[str, tuple[int, int]]:
@@ -213,8 +216,7 @@ class Adapters:
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
         """List the tensors of `part` of the state of all adapters, merged weights included."""
         found = [tensor for adapter in self._adapters.values() for tensor in adapter.memory_of(part)]
-        published = self._merged.slices if self._merged is not None and part == "parameters" else ()
-        return [*found, *(piece.merged for piece in published)]
+        return [*found, *(self._merged.tensors if part == "parameters" else ())]
 
     def complete_gradients(self, adapter: Adapter, scale: float = 1.0) -> float:
         """See `Adapter.complete_gradients`."""
@@ -222,8 +224,7 @@ class Adapters:
 
     def refresh(self) -> None:
         """Recompute the merged weights, if there are any, after the adapter or the model's weights changed."""
-        if self._merged is not None:
-            self._merged.refresh(self._adapters[DEFAULT])
+        self._merged.refresh()
 
     def targets(self, name: str) -> list[str]:
         """List the last parts of the names of the layers that adapter `name` has."""

@@ -176,6 +176,13 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         chosen = [adapter for name in names if (adapter := self._trained(name)) is not None]
         return self._change(chosen, _nothing_waits, params, scale)
 
+    def _with_adapter(self, own: Sequence[LocalShard]) -> list[LocalShard]:
+        """The shards of the model's own weights, with the adapter of ``trainer.lora`` added, if there is one."""
+        if self._lora is None or self.config.lora is None:
+            return list(own)
+        self._require_here("parameters")
+        return self._lora.merged(own)
+
     def _export(self, directory: Path, dtype: torch.dtype, shards: Sequence[LocalShard]) -> None:
         """Implement `TrainingEngine.export_hf` for this rank's slices of the weights. Collective."""
         about, adapters = ExportedModel(self._model_dir, self.config.head, dtype), self._open_adapters()

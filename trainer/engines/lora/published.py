@@ -17,7 +17,7 @@ from .sites import MATRICES, PART
 
 def adapter_names(layers: Mapping[str, tuple[int, int]], config: LoraConfig) -> list[str]:
     """List the names of all tensors of an adapter on all ranks, in the order of `layers`."""
-    return [peft_name(module, matrix) for module in layers if _is_target(module, config) for matrix in MATRICES]
+    return [peft_name(module, matrix) for module in layers if is_target(module, config) for matrix in MATRICES]
 
 
 def adapter_shards(
@@ -34,7 +34,7 @@ def adapter_shards(
     nothing = torch.empty(0, device=device)
     shards = []
     for module, (rows, columns) in layers.items():
-        if not _is_target(module, adapter.config):
+        if not is_target(module, adapter.config):
             continue
         pair = adapter.pairs.get(module)
         for matrix, shape in zip(MATRICES, ((rank, columns), (rows, rank)), strict=True):
@@ -62,9 +62,7 @@ def check_carries(published: LoraConfig, wanted: LoraConfig, layers: Mapping[str
             part=PART,
             hint="Set trainer.lora.rank to the highest rank of all adapters.",
         )
-    lacking = {
-        each.rpartition(".")[2] for each in layers if _is_target(each, wanted) and not _is_target(each, published)
-    }
+    lacking = {each.rpartition(".")[2] for each in layers if is_target(each, wanted) and not is_target(each, published)}
     if lacking:
         raise ConfigError(
             f"adapter {name!r} is beside {', '.join(sorted(lacking))}, which what is published is not.",
@@ -88,5 +86,6 @@ def copy_padded(source: Adapter, target: Adapter) -> None:
                 mine[: values.shape[0], : values.shape[1]] = values
 
 
-def _is_target(module: str, config: LoraConfig) -> bool:
+def is_target(module: str, config: LoraConfig) -> bool:
+    """Whether an adapter of `config` is beside the layer `module`, if that can have one."""
     return not config.targets or module.rpartition(".")[2] in config.targets

@@ -69,8 +69,6 @@ class MegatronEngine(AdaptedEngine):
         super().__init__(config, rank, world, rendezvous)
         self._chunks: list[Any] = []
         self._slices: list[WeightSlice] = []
-        self._published: list[WeightSlice] = []
-        """The slices as they are published, with the adapter of ``trainer.lora`` added."""
         self._optimizer: Any = None
         self._groups: list[Any] | None = None
         layout = config.megatron
@@ -96,7 +94,7 @@ class MegatronEngine(AdaptedEngine):
             self._build(seed, {} if self.config.lora is None else stored_types(model_dir))
             load_model(model_dir, self._facts.shape, self._shapes, self._slices, self._device)
             copy_masters_to_model(self._chunks, self._optimizer)
-            self._published = self._adapt().published
+            self._adapt()
 
     def outline(self, model_dir: Path) -> None:
         """See `TrainingEngine.outline`."""
@@ -206,7 +204,9 @@ class MegatronEngine(AdaptedEngine):
         """
         self._require_whole()
         alone = self.config.publishes_adapter
-        return self._open_adapters().shards(wire_dtype) if alone else self._weight_shards(wire_dtype)
+        return (
+            self._open_adapters().shards(wire_dtype) if alone else self._with_adapter(self._weight_shards(wire_dtype))
+        )
 
     def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
         """List this rank's slices of the weights, empty ones for tensors on other ranks."""
@@ -216,7 +216,7 @@ class MegatronEngine(AdaptedEngine):
             for name, shape in self._shapes.items()
         }
         held: dict[str, list[LocalShard]] = {name: [] for name in specs}
-        for piece in self._published:
+        for piece in self._slices:
             held[piece.name].append(LocalShard(specs[piece.name], piece.box.starts, piece.weight))
         nothing = torch.empty(0, device=self._device)
         return [each for name, shards in held.items() for each in shards or [LocalShard.nothing(specs[name], nothing)]]
@@ -262,7 +262,7 @@ class MegatronEngine(AdaptedEngine):
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
-        self._chunks, self._slices, self._published = [], [], []
+        self._chunks, self._slices = [], []
         self._optimizer = self._lora = None
         if self._groups is not None and self._groups is parallel_groups():
             destroy_parallel_groups()
@@ -330,18 +330,16 @@ class MegatronEngine(AdaptedEngine):
             chunks.append(DistributedDataParallel(config, buffers, wrapped))
         where, trained = (self._facts.shape, self._coordinates), settings.trains_weights
         made = megatron_optimizer(settings, config, chunks) if trained else FrozenWeights(chunks, *where, stored)
-        self._slices = self._published = weight_slices(chunks, made, *where)
+        self._slices = weight_slices(chunks, made, *where)
         self._optimizer, self._chunks = made, chunks
         self._clear_gradients()
 
     train = TrainingEngine.train  # this engine has no dropout
 
-    def _adapt(self, device: torch.device | None = None) -> MegatronAdapted:
+    def _adapt(self, device: torch.device | None = None) -> None:
         """Prepare the built model for adapters."""
         split = self.config.megatron.sequence_parallel
-        adapted = MegatronAdapted(self._chunks, self._slices, self._facts.shape, sequence_parallel=split)
-        self._make_adapters(adapted, device)
-        return adapted
+        self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, sequence_parallel=split), device)
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
         self._require_whole()

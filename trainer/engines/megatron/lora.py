@@ -7,9 +7,9 @@ arranged like the rows of the fused matrix (see `checkpoint_names`). Ranks excha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,10 +28,8 @@ from ...config import LoraConfig
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
-from ..lora.merged import MergedSlice, MergedWeights
 from ..lora.sites import LoraSite, chosen_sites
 from .checkpoint_names import CheckpointShape, checkpoint_shapes
-from .weights import WeightSlice
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,25 +64,20 @@ class MegatronAdapted:
 
     Args:
         chunks: This rank's parts of the model.
-        slices: The weights of these parts.
         model: The model's sizes.
         sequence_parallel: Whether activations are split along the sequence between the layers.
     """
 
-    def __init__(
-        self, chunks: Sequence[Any], slices: Sequence[WeightSlice], model: CheckpointShape, *, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, chunks: Sequence[Any], model: CheckpointShape, *, sequence_parallel: bool) -> None:
         self._chunks = [_unwrapped(chunk) for chunk in chunks]
-        self._slices, self._model, self._sequence_parallel = slices, model, sequence_parallel
-        self._weights = {f"{name}.weight": (name, 0) for name in _linear_layers(model)}
+        self._model, self._sequence_parallel = model, sequence_parallel
+        self.weights = {f"{name}.weight": (name, 0) for name in _linear_layers(model)}
         self.groups = LoraGroups(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_model_parallel_group(),
             parallel_state.get_tensor_model_parallel_rank() == 0,
         )
-        self.published = list(slices)
-        """The slices to publish: `merged` replaces adapted weights by tensors with the adapter added."""
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
@@ -98,24 +91,6 @@ class MegatronAdapted:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_ask_for_gradient)
         return [site for fused in layers for site in fused.sites], _linear_layers(self._model)
-
-    def merged(self, sites: Collection[LoraSite]) -> MergedWeights:
-        """See `AdaptedModel.merged`."""
-        targets = {site.target for site in sites}
-        # Layers of all pipeline stages: every rank passes the same names to the fence.
-        modules = [name for name in _linear_layers(self._model) if name.rpartition(".")[2] in targets]
-        sources = {f"{name}.weight": name for name in modules}
-        found = []
-        for number, piece in enumerate(self._slices):
-            if piece.name in sources:
-                merged = piece.weight.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-                self.published[number] = replace(piece, weight=merged)
-                found.append(MergedSlice(sources[piece.name], piece.box, piece.weight, merged))
-        return MergedWeights(found, list(sources))
-
-    def layer_of(self, name: str) -> tuple[str, int] | None:
-        """See `AdaptedModel.layer_of`."""
-        return self._weights.get(name)
 
     def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
         """Yield the linear layers of one decoder layer."""
