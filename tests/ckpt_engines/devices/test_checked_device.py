@@ -105,7 +105,7 @@ class Trainer:
         self.free = engine.free
 
     def train(self, _index: int) -> None:
-        """What the training starts before the bucket of this index is posted."""
+        """Start what the training does before the bucket of this index is posted."""
 
     def send(self, receivers: Receivers, sizes: Sequence[int], at_once: int = 3) -> None:
         deadline = Deadline.after(HANG_S)
