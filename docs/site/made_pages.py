@@ -5,11 +5,14 @@ mkdocs calls `on_files`; nothing is written into the folder of the sources.
 
 from __future__ import annotations
 
+import re
 import runpy
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+TEST_LINK = re.compile(r'\[([^\]]+)\]\((?:\.\./)+tests/[^ )]+ "([^"]+)"\)')
+"""A link from a page to a file of the tests, which are not part of the site, and its title."""
 KEYS = "[Configuration keys](../configuration.md)"
 PACKAGES = {
     "sync": (
@@ -44,3 +47,8 @@ def on_files(files: Any, config: Any) -> Any:
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Keep the text and the title of links to the tests. Called by mkdocs."""
+    return TEST_LINK.sub(r'<span title="\2">\1</span>', markdown)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+from syntax_trees import tree_of
 
 from weightlane.ckpt_engines import errors
 
@@ -19,9 +22,19 @@ MADE = ["architecture.md", *(f"reference/api/{name}.md" for name in PACKAGES)]
 """Pages that are in the built site only."""
 
 
-def test_the_configuration_reference_is_that_of_the_models() -> None:
-    made = runpy.run_path(str(DOCS / "site/configuration.py"))["page"]()
-    assert (DOCS / "reference/configuration.md").read_text() == made, "run python docs/site/configuration.py"
+def test_pages_that_programs_write_are_current_and_name_tests_that_make_test_runs() -> None:
+    for program in ("configuration", "weight_failures"):
+        made = runpy.run_path(str(DOCS / f"site/{program}.py"))
+        assert made["PAGE"].read_text() == made["page"](), f"run python docs/site/{program}.py"
+    for way in itertools.chain(*made["failures"]().values()):
+        assert way["outcome"] in made["OUTCOMES"], way["name"]
+        assert ("error" in way) == (way["outcome"] == "refused"), way["name"]
+        assert hasattr(errors, way.get("error", "ConfigError")), way["name"]
+        assert bool(way["tests"]) == (way["outcome"] != "not covered"), way["name"]
+        for file, _, name in (test.partition("::") for test in way["tests"]):
+            body = tree_of(ROOT / file).body
+            (found,) = (each for each in body if isinstance(each, ast.FunctionDef) and each.name == name)
+            assert "pytest.mark.exhaustive" not in map(ast.unparse, found.decorator_list), name
 
 
 def test_every_page_is_in_the_menu() -> None:
