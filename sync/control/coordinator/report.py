@@ -94,8 +94,6 @@ class SyncReport:
     """Seconds from the start of the sync until the last replica served the version."""
     sent_bytes: int
     """Payload bytes that the trainer ranks handed to the engine, or to rank 0 if it gathers."""
-    export_s: float = 0.0
-    """Seconds in which the slowest trainer rank copied its shards into its snapshot. The transfer begins meanwhile."""
     replicas: Mapping[str, ReplicaReport] = field(default_factory=dict)
     session: str = ""
     """The session in which the version was sent."""
@@ -108,6 +106,8 @@ class SyncReport:
     version was read from a store again."""
     failures: tuple[FailedAttempt, ...] = ()
     """The failed attempts at this version, in order."""
+    export_s: float = 0.0
+    """Seconds in which the slowest trainer rank copied its shards into its snapshot. The transfer begins meanwhile."""
 
     @property
     def rollout_blocked_s(self) -> float:
