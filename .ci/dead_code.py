@@ -39,6 +39,8 @@ USED_ELSEWHERE = {
     "handle_error": "socketserver",
     "init_communicator": "TRL's VLLMClient",
     "init_info_cls": "vLLM's weight transfer",
+    "init_policy_process_group": "NeMo-RL's CheckpointEngine",
+    "init_rollout_process_group": "NeMo-RL's CheckpointEngine",
     "init_transfer_engine": "vLLM's weight transfer",
     "init_weight_transfer": "TRL's WeightTransferProtocol",
     "log_message": "http.server",

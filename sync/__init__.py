@@ -42,6 +42,7 @@ from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream
 from .receive.read_version import read_version
 from .subscriber import CommitMode, Subscriber
+from .tensor_stream import TensorReceiver, TensorSender
 from .torchrun.collective_publisher import CollectivePublisher
 from .torchrun.rank_exchange import RankExchange
 from .version.expectation import Expectation, ExpectedTensor, check_coverage
@@ -79,6 +80,8 @@ __all__ = [
     "Subscriber",
     "SyncConfig",
     "SyncReport",
+    "TensorReceiver",
+    "TensorSender",
     "TensorSlice",
     "TensorSpec",
     "check_coverage",

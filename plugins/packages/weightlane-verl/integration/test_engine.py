@@ -17,7 +17,6 @@ from verl.checkpoint_engine import CheckpointEngineRegistry
 from verl.utils.config import omega_conf_to_dataclass
 from verl.utils.import_utils import import_external_libs
 from weightlane_verl import WeightlaneCheckpointEngine
-from weightlane_verl.tensor_stream import HEADER_BYTES
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -95,7 +94,8 @@ def test_the_sender_has_two_buckets_and_a_rollout_worker_what_it_yields(monkeypa
     monkeypatch.setattr(workers[0]._engine, "allocate", counted)
     weights = [(str(step), bits(step, torch.bfloat16, 200, 1000)) for step in range(20)]
     _, *received = asyncio.run(update(workers, weights))
-    assert allocated == 2 * [HEADER_BYTES + BUCKET]
+    assert len(allocated) == 2
+    assert BUCKET < max(allocated) < 1.1 * BUCKET
     for each in received:
         assert facts(each) == facts(weights)
         assert max(tensor.untyped_storage().nbytes() for _, tensor in each) <= BUCKET
@@ -106,7 +106,7 @@ def test_an_update_without_tensors_ends() -> None:
 
 
 def test_a_name_that_fits_in_no_header_ends_the_update() -> None:
-    weights = [("first", torch.ones(3)), ("x" * HEADER_BYTES, torch.ones(3)), ("last", torch.ones(3))]
+    weights = [("first", torch.ones(3)), ("x" * BUCKET, torch.ones(3)), ("last", torch.ones(3))]
     taken = []
     sent, *received = asyncio.run(update(engines(), (taken.append(name) or (name, tensor) for name, tensor in weights)))
     assert isinstance(sent, ProtocolError)

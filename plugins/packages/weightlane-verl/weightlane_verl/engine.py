@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import socket
@@ -23,8 +24,7 @@ from weightlane.ckpt_engines import (
     Topology,
     WeightlaneError,
 )
-
-from .tensor_stream import TensorReceiver, TensorSender
+from weightlane.sync import TensorReceiver, TensorSender
 
 _HOST = torch.device("cpu")
 _CONNECT = "verl calls prepare and init_process_group on all workers before it sends or receives weights."
@@ -206,16 +206,14 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
             async for name, tensor in self.get_weights():
                 yield name, tensor
             return
-        receiver, link, loop = self._connected(), self._link, asyncio.get_running_loop()
-        ahead = loop.run_in_executor(None, receiver.next_block, global_steps or 0)
+        receiver, link = self._connected(), self._link
         try:
-            while (block := await ahead) is not None:
-                ahead = loop.run_in_executor(None, receiver.next_block, global_steps or 0)
-                for name, tensor in block:
-                    yield name, tensor
+            async with contextlib.aclosing(receiver.blocks(global_steps or 0)) as blocks:
+                async for block in blocks:
+                    for name, tensor in block:
+                        yield name, tensor
         except BaseException:  # also when the consumer stops early: the trainer must not wait for this worker
             self._drop(link)
-            await asyncio.gather(ahead, return_exceptions=True)
             raise
 
     def fill_cache(self, global_steps: int | None = None) -> None:

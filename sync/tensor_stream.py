@@ -1,4 +1,4 @@
-"""Tensors as a stream of buckets from one sender to its receivers.
+"""Tensors as a stream of buckets from one sender to its receivers, for frameworks that coordinate an update themselves.
 
 The sender packs tensors into *blocks*. A block has several whole tensors and fits in one bucket, or has one larger tensor and is
 sent in as many buckets as that takes. Ahead of each bucket of a block the sender sends a header, a bucket of `HEADER_BYTES`,
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from weightlane.ckpt_engines import (
     SenderLink,
     VersionFiles,
 )
-from weightlane.sync import dtype_name
+
+from .version.tensor_spec import dtype_name
 
 HEADER_BYTES = 1 << 16
 """Size of a header: room for the names and shapes of several hundred tensors, and small beside a bucket of 32 MiB."""
@@ -200,6 +201,22 @@ class TensorReceiver:
     def __init__(self, link: ReceiverLink, sender: str, timeout_s: float) -> None:
         self._link, self._sender, self._timeout_s = link, sender, timeout_s
         self._index = 0
+
+    async def blocks(self, version: int) -> AsyncGenerator[list[tuple[str, torch.Tensor]], None]:
+        """Yield the blocks of `version` as `next_block` returns them, and receive one ahead of the caller.
+
+        The link is closed after an error, also when the caller stops early, so that the sender does not wait.
+        """
+        loop = asyncio.get_running_loop()
+        ahead = loop.run_in_executor(None, self.next_block, version)
+        try:
+            while (block := await ahead) is not None:
+                ahead = loop.run_in_executor(None, self.next_block, version)
+                yield block
+        except BaseException:
+            self._link.close()
+            await asyncio.gather(ahead, return_exceptions=True)
+            raise
 
     def next_block(self, version: int) -> list[tuple[str, torch.Tensor]] | None:
         """Wait for the next block, and return its tensors by name; None at the end of the version.
