@@ -30,6 +30,8 @@ def make_run(tmp_path: Path, socket_dir: Path) -> Iterator[MakeRun]:
     options: dict[str, dict[str, Any]] = {
         "filesystem": {"path": str(tmp_path / "store")},
         "shm": {"socket_dir": str(socket_dir)},
+        "faulty:gloo": {"kinds": ["flip"], "rate": 1.0},
+        "faulty:shm": {"kinds": ["flip"], "rate": 1.0, "inner": {"socket_dir": str(socket_dir)}},
     }
     made: list[Run] = []
 

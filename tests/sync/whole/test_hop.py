@@ -39,6 +39,13 @@ def test_every_rank_gets_exactly_what_was_published(
     assert not list(socket_dir.iterdir()), "sockets left behind"
 
 
+@pytest.mark.parametrize("backend", ["faulty:shm", "faulty:gloo"])
+def test_a_version_of_which_a_bit_changes_is_never_staged(make_run: MakeRun, backend: str) -> None:
+    """Whether receivers look at its buckets in the sender's memory, or receive them into their own."""
+    run = make_run(backend, sync={"retries": 0})
+    run.fails(1, "arrived with changed bytes")
+
+
 def test_a_trainer_that_stops_answering_is_named_at_the_deadline_and_the_next_version_goes_through(
     make_run: MakeRun,
 ) -> None:
