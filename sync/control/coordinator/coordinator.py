@@ -302,6 +302,7 @@ class Coordinator:
         message = Abort(session=self._session.name, version=version, error=error.to_wire(), disconnect=True)
         try:
             self._queue.post_all(self._roster.participants(), message)
+            self._rendezvous.forget_session(self._session.name)  # so that nobody waits there for an address or a plan
         except WeightlaneError:
             self._warn_rendezvous_closed("the abort")
 

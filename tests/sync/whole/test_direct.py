@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from direct_hop import MakeHop
 from slices import EVERYTHING, LAYOUTS, SPECS, TP2, copies, rows, values
+from waiting import wait_until
 
 from weightlane.ckpt_engines import Delivery, ManifestError, ProtocolError, QuorumError
 from weightlane.ckpt_engines.engines.torch_distributed.gloo import GlooEngine
@@ -103,6 +105,9 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_we
     assert "rollout-" in str(reason), "nobody says which rank it does not fit"
     assert isinstance(reason, ManifestError | QuorumError)
     assert run.all_hold(values(0))
+    wait_until(
+        lambda: not any("weightlane-connect" in each.name for each in threading.enumerate()), "end of connecting", 20.0
+    )
 
 
 def test_a_rank_with_another_plan_is_named_before_a_byte_moves(hop: MakeHop, monkeypatch: pytest.MonkeyPatch) -> None:
