@@ -103,7 +103,9 @@ class Participant(ABC):
             return
         self._closed.set()
         self._close_half()
-        self._outcomes.fail_all(ClosedError("this participant was closed.", part=self.name))
+        closed = ClosedError("this participant was closed.", part=self.name)
+        self._outcomes.fail_all(closed)
+        self.rendezvous.end_waits(closed)  # of a thread that connects
         if not self._run_over:
             try:
                 self._tell(Left(name=self.name, inbox=self._inbox.name))

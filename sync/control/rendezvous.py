@@ -18,7 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
 from weightlane.ckpt_engines.channels.authentication import derive_key, new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.ckpt_engines.channels.dialer import dial
@@ -120,6 +120,10 @@ class Rendezvous:
         client.send = connection.send
         connection.start()
         return cls(client, address, connection.close, connection.abandon)
+
+    def end_waits(self, error: WeightlaneError) -> None:
+        """Let every wait for a value in a mailbox, also a later one, raise `error`."""
+        self._client.leave(error)
 
     def close(self) -> None:
         """Leave the run; in the hub's process, close the hub. Idempotent, never waits."""

@@ -75,6 +75,7 @@ class HubClient:
         self._last = 0
         self._queues: dict[str, SimpleQueue[Item]] = {}
         self._ended: WeightlaneError | None = None
+        self._leaves: WeightlaneError | None = None
 
     def received(self, frame: Frame) -> None:
         """Handle a frame from the hub."""
@@ -102,6 +103,14 @@ class HubClient:
         for queue in list(self._queues.values()):
             queue.put(error)
 
+    def leave(self, error: WeightlaneError) -> None:
+        """Let all requests, also later ones, raise `error`. Messages still come and go."""
+        with self._lock:
+            self._leaves = error
+            waiting = list(self._asked.values())
+        for asked in waiting:
+            asked.give_up(error)
+
     def tell(self, frame: Frame) -> None:
         """Send a frame that needs no reply. Raises the error with which the connection has ended."""
         if self._ended is not None:
@@ -111,8 +120,8 @@ class HubClient:
     def ask(self, question: Frame) -> PendingReply:
         """Number a request and send it. Raises the error with which the connection has ended."""
         with self._lock:
-            if self._ended is not None:
-                raise self._ended
+            if (error := self._ended or self._leaves) is not None:
+                raise error
             self._last += 1
             asked = self._asked[self._last] = PendingReply(self, self._last, question)
             numbered = question._replace(number=self._last)

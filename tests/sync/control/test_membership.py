@@ -146,7 +146,6 @@ def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_
     message = Connect(session="first", deadline_s=NEVER_S, **sides)
     with pytest.raises(ClosedError, match="closed while connecting"):  # not with the transport of the second session
         subscriber._connect_half(message, topology, soon())
-    rendezvous.forget_session("second")
     subscriber.close()
     wait_until(lambda: not any(thread and thread.is_alive() for thread in connecting), "end of those that connect")
 
