@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from json_program import Program
 from ports import free_port
@@ -181,7 +182,7 @@ def test_a_program_for_vllms_nccl_backend_needs_another_name_only(
 def test_two_servers_get_every_version_or_none_also_when_a_trainer_or_a_server_is_killed(
     session_children: Any, tmp_path: Path
 ) -> None:
-    """Nothing is left behind, but for the shared memory of the killed server, which vLLM leaves."""
+    """Nothing is left behind, but for the shared memory and the engine of the killed server, which vLLM leaves."""
     models = [make_qwen3(tmp_path / f"model{seed}", seed=seed, tied=True) for seed in range(3)]
     add_tokenizer(models[0])
     servers = [
@@ -216,6 +217,7 @@ def test_two_servers_get_every_version_or_none_also_when_a_trainer_or_a_server_i
     assert second.call("send", str(models[2])) == ""
     all_serve(models[2], "1")
     segments = segments_of_trees([servers[1].process.pid])
+    engines = psutil.Process(servers[1].process.pid).children(recursive=True)
     servers[1].process.kill()
     servers[1].process.wait(HANG_S)
     error = second.call("send", str(models[1]))
@@ -223,6 +225,8 @@ def test_two_servers_get_every_version_or_none_also_when_a_trainer_or_a_server_i
     assert str(servers[1].port) in error
     all_serve(models[2], "1", servers[:1])
     second.kill()
+    for each in engines:
+        each.kill()
     unlink(segments)
     assert set(Path("/dev/shm").iterdir()) <= shared
     third = Program(HTTP_TRAINER)
@@ -231,6 +235,8 @@ def test_two_servers_get_every_version_or_none_also_when_a_trainer_or_a_server_i
     all_serve(models[1], "1", servers[:1])
     third.call("close")
     third.kill()
+    servers[0].process.terminate()
+    servers[0].process.wait(HANG_S)
 
 
 def test_a_server_has_one_publisher(server: StockServer, tmp_path: Path) -> None:
