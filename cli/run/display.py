@@ -171,7 +171,7 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
     for name, figures in (
         ("trainer blocked per version", summary.trainer_blocked_s),
         ("export: weights into the snapshot", summary.export_s),
-        ("transfer: first byte to last one verified", summary.transfer_s),
+        ("transfer: received and verified", summary.transfer_s),
         ("install: commit of a replica", summary.install_s),
         ("rollout blocked per version", summary.rollout_blocked_s),
         ("sync latency", summary.latency_s),

@@ -225,7 +225,7 @@ def try_on_rank(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[s
     try:
         return getattr(worker, method)(*args, **kwargs), None
     except Exception as error:  # noqa: BLE001 - the engine core raises it
-        return None, str(error)
+        return None, str(error) or type(error).__name__
 
 
 def update_rank(worker: Any, update: Mapping[str, Any]) -> None:

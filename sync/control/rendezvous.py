@@ -123,7 +123,7 @@ class Rendezvous:
 
     def end_waits(self, error: WeightlaneError) -> None:
         """Let every wait for a value in a mailbox, also a later one, raise `error`."""
-        self._client.leave(error)
+        self._client.end_waits(error)
 
     def close(self) -> None:
         """Leave the run; in the hub's process, close the hub. Idempotent, never waits."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError
 
@@ -35,7 +34,7 @@ class Snapshotter:
             pass  # wait for a thread that writes to the memory; later ones find that their version is superseded
         slot = rank.slots.free()
         self._wait_for_receivers(slot)
-        base, began = rank.slots.base, time.perf_counter()
+        base = rank.slots.base
         publication.progress.begin()
         publication.choice = rank.chooser.choose(has_base=base is not None)
         if contribution.replicated:  # while no parameter changes
@@ -45,7 +44,7 @@ class Snapshotter:
         publication.slot, publication.base = slot, base
         self._queue.begin(publication)
         snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.pending_blocks)
-        self._snapshot_s = seconds = time.perf_counter() - began
+        self._snapshot_s = seconds = publication.progress.seconds
         facts = {"seconds": seconds, "nbytes": snapshot.nbytes, "participant": rank.name}
         rank.hooks.snapshot_taken(version=publication.version, facts=facts)
 

@@ -75,7 +75,8 @@ class HubClient:
         self._last = 0
         self._queues: dict[str, SimpleQueue[Item]] = {}
         self._ended: WeightlaneError | None = None
-        self._leaves: WeightlaneError | None = None
+        self._waits_end: WeightlaneError | None = None
+        """The error of every request since `end_waits`."""
 
     def received(self, frame: Frame) -> None:
         """Handle a frame from the hub."""
@@ -103,10 +104,10 @@ class HubClient:
         for queue in list(self._queues.values()):
             queue.put(error)
 
-    def leave(self, error: WeightlaneError) -> None:
+    def end_waits(self, error: WeightlaneError) -> None:
         """Let all requests, also later ones, raise `error`. Messages still come and go."""
         with self._lock:
-            self._leaves = error
+            self._waits_end = error
             waiting = list(self._asked.values())
         for asked in waiting:
             asked.give_up(error)
@@ -118,9 +119,9 @@ class HubClient:
         self.send(frame)
 
     def ask(self, question: Frame) -> PendingReply:
-        """Number a request and send it. Raises the error with which the connection has ended."""
+        """Number a request and send it. Raises the error with which the connection has ended, or that of `end_waits`."""
         with self._lock:
-            if (error := self._ended or self._leaves) is not None:
+            if (error := self._ended or self._waits_end) is not None:
                 raise error
             self._last += 1
             asked = self._asked[self._last] = PendingReply(self, self._last, question)
