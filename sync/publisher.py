@@ -19,7 +19,6 @@ from weightlane.ckpt_engines import (
     ClosedError,
     Deadline,
     SupersededError,
-    Topology,
     as_weightlane_error,
 )
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
@@ -31,12 +30,10 @@ from .control.participant import JOIN_THREAD_S, Participant
 from .control.rendezvous import RendezvousAddress
 from .control.version_outcomes import checked_version
 from .plan.session_plan import SessionPlan
-from .send.contribution import Contribution
 from .send.publication import Publication, PublicationQueue
-from .send.send_session import open_session
-from .send.sender_resources import SenderResources
+from .send.send_session import SendSession
+from .send.sending_rank import SendingRank
 from .send.snapshot.progress import Progress
-from .send.snapshotter import Snapshotter
 from .send.version_sender import VersionSender
 from .send.version_storing import VersionStoring
 from .version.placement import Placement, without_aliases
@@ -111,26 +108,22 @@ class Publisher(Participant):
         )
         shards = without_aliases(shards)
         self._live = list({id(live): live for shard in shards for live in shard.live}.values())
-        contribution = Contribution(
-            [Placement.of_shards(shards)] if placements is None else placements,
-            rank,
-            shards,
-            quantise,
-            bucket_bytes=bucket_bytes,
-            checksummed=integrity == "full",
-            stored=engine.capabilities.persistent,
-        )
-        self._ours = SenderResources(
+        self._ours = SendingRank(
             name,
             engine,
-            contribution,
+            shards,
+            [Placement.of_shards(shards)] if placements is None else placements,
+            rank,
+            bucket_bytes=bucket_bytes,
+            checksummed=integrity == "full",
+            quantise=quantise,
             codec=codec,
             full_every=full_every,
             relay=relay,
             deadline_s=deadline_s,
             hooks=hooks or process_hooks(),
         )
-        self._deadline_s, self._snapshot, self._chooser = deadline_s, contribution.snapshot, self._ours.chooser
+        self._deadline_s, self._snapshot, self._chooser = deadline_s, self._ours.snapshot, self._ours.chooser
         self._storing = VersionStoring(name, deadline_s)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
@@ -141,8 +134,7 @@ class Publisher(Participant):
         """Unfinished sends of past sessions: the engine's calls may still read their memory."""
         super().__init__(name, rendezvous, self._ours.hooks)
         self._queue = PublicationQueue(self._ours.slots, uses_deltas=self._chooser.uses_deltas, closed=self._closed)
-        self._snapshotter = Snapshotter(self._ours, self._queue)
-        self._sender = VersionSender(self._ours, self.rendezvous)
+        self._sender = VersionSender(self._ours, self._queue)
         self._workers = [
             start_thread(f"weightlane-{kind}-{name}", self._on_own_stream, work)
             for kind, work in (("snapshot", self._take_snapshots), ("publish", self._send_versions))
@@ -245,30 +237,29 @@ class Publisher(Participant):
 
     # -- control thread -------------------------------------------------------------------------------------------------
 
-    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
-        session = open_session(self._ours, self.session)
-        self._queue.open_session(session)
-        return session.address(), self._ours.traits
+    def _open_links(self) -> tuple[str, EngineTraits | None]:
+        self._queue.open_session(SendSession(self._ours, self.session))
+        return "", self._ours.traits
 
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
+    def _connect_links(self, message: Connect, deadline: Deadline) -> SessionPlan:
         session = self._queue.session
         if session is None or session.name != message.session:  # this thread is late, and another session has begun
             raise ClosedError("the connection was closed while connecting.", part=self.name)
-        return session.connect(self.rendezvous, message, topology, deadline)
+        return session.connect(self.rendezvous, message, deadline)
 
     def _connected(self) -> None:
         super()._connected()
         with self._turn:
             self._queue.session_ready(self.ready_session)
 
-    def _close_half(self) -> None:
+    def _close_links(self) -> None:
         session = self._queue.end_session()
         if session is None:
             return
         if session.pipeline is not None and session.pipeline.sending is not None:
             self._reading = [each for each in (*self._reading, session.pipeline.sending) if not each.done()]
         session.close()
-        self._storing.afterwards(session.close_store)
+        self._storing.afterwards(session.close_links)
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Go):
@@ -282,7 +273,7 @@ class Publisher(Participant):
     def _committed(self, version: int) -> None:
         publication = self._queue.committed(version)
         session = self._queue.session
-        if session is None or session.pipeline is None or not session.stores:
+        if session is None or session.pipeline is None or not self._ours.stores:
             return
         if publication is None or not publication.is_delta:
             self._storing.commit(version, session.pipeline.committing(version))
@@ -301,7 +292,7 @@ class Publisher(Participant):
     def _take_snapshots(self) -> None:
         while (publication := self._queue.next_to_snapshot()) is not None:
             try:
-                self._snapshotter.take(publication)
+                self._sender.take_snapshot(publication)
             except Exception as error:  # noqa: BLE001 - the fence raises it in the training thread
                 ours = as_weightlane_error(error, self.name)
                 publication.fail(ours)

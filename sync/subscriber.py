@@ -18,14 +18,10 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     ManifestError,
-    ReceiverLink,
     StagingMemoryError,
-    Topology,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.links.bounded_calls import address_of, close_all
 from weightlane.ckpt_engines.links.buffer_device import buffer_device
-from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
@@ -36,13 +32,11 @@ from .control.engine_links import EngineLinks
 from .control.messages import Accepted, Connect, EngineTraits, Message, Open, Ready, Staged
 from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
-from .control.tensor_lists import TensorLists, scope_of
-from .plan.plan_exchange import PlanExchange
-from .plan.session_plan import SessionPlan
+from .plan.session_plan import PlanExchange, SessionPlan
 from .receive.live_identity import LiveIdentity
 from .receive.live_stream import LiveStream
 from .receive.receive_loop import StageRequest
-from .receive.receive_session import ReceiveSession, Source
+from .receive.receive_session import ReceiveSession
 from .receive.relay import Relay
 from .receive.staging import Staging, lacks_base
 from .receive.version_receiver import VersionReceiver
@@ -113,15 +107,10 @@ class Subscriber(Participant):
         self._staging = Staging(name, staging_limit_bytes, self._device, live)
         self._live_identity = LiveIdentity()
         self._receiver = VersionReceiver(name, self._device, live, self._staging, self._live_identity, self.hooks)
-        self._stored_link: ReceiverLink | None = None
-        """The only link of an engine that stores versions; None with any other engine."""
-        self._engine_links: EngineLinks | None = None
-        """The links of the session's plan; None with an engine that stores versions."""
+        self._links: EngineLinks | None = None
+        """Set while there is a session."""
         self._receive_session: ReceiveSession | None = None
         """Set while the session is connected."""
-        self._tensor_lists = TensorLists()
-        self._newest_manifest: Manifest | None = None
-        """Manifest of the version offered last, as sent."""
         self._restoring: tuple[Manifest, RestorePlan] | None = None
         """The newest restore plan, with the manifest that it was made for."""
         self._stream: LiveStream | None = None
@@ -208,62 +197,42 @@ class Subscriber(Participant):
 
     # -- control thread -------------------------------------------------------------------------------------------------
 
-    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
-        if not self._engine.capabilities.persistent:
-            self._engine_links = EngineLinks(self.name, self._engine, self._device, copied_to=self._live.device)
-            return {}, None
-        self._stored_link = make_receiver_link(self._engine, self.name, self._device)
-        return address_of(self._stored_link, self.name), None
+    def _open_links(self) -> tuple[str, EngineTraits | None]:
+        self._links = EngineLinks(self.name, self._engine, self._device, copied_to=self._live.device)
+        exchange = PlanExchange(self.rendezvous.mailbox(f"plan/{self.session}"))
+        return exchange.need(None if self._engine.capabilities.persistent else self._needed), None
 
-    def _said_need(self) -> str:
-        return PlanExchange(self.rendezvous.mailbox(f"plan/{self.session}")).need(self._needed)
-
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
-        session = message.session
+    def _connect_links(self, message: Connect, deadline: Deadline) -> SessionPlan:
+        session, checksums = message.session, None
         with self._turn:  # another session may have begun before this thread ran
-            current = self.session == session
-            stored_link, engine_links = (self._stored_link, self._engine_links) if current else (None, None)
-        planned: SessionPlan | None = None
-        exchange = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
-        if stored_link is not None:
-            (sender,) = topology.senders
-            checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{session}"))
-            receive_session = ReceiveSession(session, (Source(stored_link, {sender: 1}),), checksums)
-            self._check_offered(exchange.supplied(deadline).manifest)
-            stored_link.connect(topology, deadline)
-        elif engine_links is not None:
-            supply = exchange.supplied(deadline)
-            needed = exchange.needed(message.needs, supply, deadline)
-            planned = SessionPlan(supply, needed, self._engine.capabilities)
-            if self._in_place and planned.relays:
-                # There is memory for one bucket. If it were relayed and written at once, the slower of the two would block both.
-                raise ManifestError(
-                    f"sync.relay is {supply.relay}, and a rollout that is written in place cannot relay.",
-                    part=self.name,
-                    hint='Set rollout.commit to "staged", or sync.relay to "off".',
-                )
-            self._check_offered(planned.layout)
-            engine_links.connect(self.rendezvous, session, planned, deadline)
-            receive_session = ReceiveSession.by_plan(session, self.name, planned, engine_links)
-        else:
+            links = self._links if self.session == session else None
+        if links is None:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
+        exchange = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
+        supply = exchange.supplied(deadline)
+        planned = SessionPlan.of(supply, exchange.needed(message.needs, supply, deadline), self._engine.capabilities)
+        if self._in_place and planned.relays:
+            # There is memory for one bucket. If it were relayed and written at once, the slower of the two would block both.
+            raise ManifestError(
+                f"sync.relay is {supply.relay}, and a rollout that is written in place cannot relay.",
+                part=self.name,
+                hint='Set rollout.commit to "staged", or sync.relay to "off".',
+            )
+        specs = RestorePlan(planned.layout, self._expectation).specs
+        check_coverage(planned.layout, self._expectation, part=self.name, specs=specs)
+        links.connect(self.rendezvous, session, planned, deadline)
+        if self._engine.capabilities.persistent:
+            checksums = StoredChecksums(self.rendezvous.mailbox(f"checksums/{session}"))
+        receive_session = ReceiveSession(session, self.name, planned, links, checksums)
         with self._turn:
             if self.session == session:
                 self._receive_session = receive_session
         return planned
 
-    def _check_offered(self, manifest: Manifest) -> None:
-        """Raise `ManifestError` unless versions with the tensors of `manifest` fit this rank's model."""
-        specs = RestorePlan(manifest, self._expectation).specs
-        check_coverage(manifest, self._expectation, part=self.name, specs=specs)
-
-    def _close_half(self) -> None:
-        stored_link, engine_links = self._stored_link, self._engine_links
-        self._stored_link = self._engine_links = self._receive_session = None
-        if engine_links is not None:
-            engine_links.close()
-        if stored_link is not None:
-            close_all([stored_link], self.name)
+    def _close_links(self) -> None:
+        links, self._links, self._receive_session = self._links, None, None
+        if links is not None:
+            links.close()
         self._live_identity.forget_delta()
         self._give_stream_up("the connection was closed.")
         self._staging.drop()
@@ -298,10 +267,7 @@ class Subscriber(Participant):
         if session is None:
             raise ClosedError("a version was offered on a closed connection.", part=self.name)
         deadline, stall_s = Deadline.after(message.deadline_s), message.stall_s
-        mailbox = self.rendezvous.mailbox(scope_of(self.session))
-        plain = self._tensor_lists.looked_up(message.manifest, mailbox, deadline.within(stall_s))
-        sent, manifest = session.manifest(plain, self._newest_manifest)
-        self._newest_manifest = sent
+        sent, manifest = session.manifest(message.manifest)
         restoring, prepare_delta, stream, relay = self._restoring_of(manifest), self.prepare_delta, None, None
         check_coverage(manifest, self._expectation, part=self.name, specs=restoring.specs)
         if manifest.is_delta:

@@ -8,24 +8,23 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import Deadline, Topology, WeightlaneError
+from weightlane.ckpt_engines import Deadline, WeightlaneError
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import CommitReport, Manifest, Placement, TensorSpec
 from weightlane.sync.control.hub.frames import Kind
 from weightlane.sync.control.mailbox import Mailbox
 from weightlane.sync.control.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
 from weightlane.sync.control.participant import Participant
-from weightlane.sync.control.tensor_lists import TensorLists, scope_of
-from weightlane.sync.plan.plan_exchange import Supply
-from weightlane.sync.plan.session_plan import SessionPlan
+from weightlane.sync.plan.session_plan import SessionPlan, Supply
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 from weightlane.sync.version.box import Box
+from weightlane.sync.version.sliced_tensors import Slicing
 
 RANKS_OF_A_REPLICA = 8
 LIMIT_S = 120.0
@@ -83,12 +82,8 @@ def _supply(case: Case) -> Any:
 
 @cache
 def _manifest(case: Case) -> Manifest:
-    return Manifest(0, case.specs, 1 << 25)
-
-
-_lists = TensorLists()
-"""One for all rollout ranks of a process: two cores cannot parse for a thousand. So is the newest manifest."""
-_newest: list[Manifest | None] = [None]
+    layout = Manifest(0, case.specs, 1 << 25)
+    return replace(layout, slicing=Slicing("a plan", case.specs, layout.regions))
 
 
 class _Planned:
@@ -106,8 +101,7 @@ class LightParticipant(Participant):
         super().__init__(name, address)
         self.start()
 
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
-        del topology
+    def _connect_links(self, message: Connect, deadline: Deadline) -> SessionPlan:
         board = self.rendezvous.mailbox(f"plan/{message.session}")
         self._supplied(board, deadline)
         for key in set(message.needs.values()) - {""}:
@@ -122,7 +116,7 @@ class LightParticipant(Participant):
         value = board._client.ask(Frame(Kind.GET, 0, board._name(key), b"")).result(deadline)
         assert value, "in time"
 
-    def _close_half(self) -> None:
+    def _close_links(self) -> None:
         pass
 
     def _free(self) -> None:
@@ -144,11 +138,9 @@ class LightPublisher(LightParticipant):
 
     _talk: RankAgreement | None
 
-    _lists = TensorLists()
-
-    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
+    def _open_links(self) -> tuple[str, EngineTraits | None]:
         traits = EngineTraits(selective=True, elastic=False, persistent=False)
-        return {}, traits if self._rank == 0 else None
+        return "", traits if self._rank == 0 else None
 
     def _supplied(self, board: Mailbox, deadline: Deadline) -> None:
         del deadline
@@ -175,28 +167,21 @@ class LightPublisher(LightParticipant):
             said = self._talk.collect("digests", version, Deadline.after(LIMIT_S), Interrupt())
             assert said == dict.fromkeys(self.case.trainers, _SAID)
         manifest = _manifest(self.case).as_version(version, "")
-        board = self.rendezvous.mailbox(scope_of(self.session))
-        plain = self._lists.referred_to(manifest.to_plain(), board, self.session)
-        self._tell(Offer(name=self.name, session=self.session, version=version, manifest=plain))
+        self._tell(Offer(name=self.name, session=self.session, version=version, manifest=manifest.to_offer()))
 
 
 class LightSubscriber(LightParticipant):
     """Rollout rank that accepts every version and reports it staged, without a byte."""
 
-    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
-        return {}, None
-
-    def _said_need(self) -> str:
+    def _open_links(self) -> tuple[str, EngineTraits | None]:
         rank = int(self.name.partition("/")[2])
         digest, plain = _needed(self.case, rank)
         self.rendezvous.mailbox(f"plan/{self.session}").put(f"need/{digest}", plain)
-        return digest
+        return digest, None
 
     def _handle(self, message: Message) -> None:
         if isinstance(message, Open):
-            board = self.rendezvous.mailbox(scope_of(self.session))
-            plain = _lists.looked_up(message.manifest, board, Deadline.after(LIMIT_S))
-            manifest = _newest[0] = Manifest.from_plain(plain, *_newest)
+            manifest = _manifest(self.case).offered(message.manifest)
             said = {"name": self.name, "session": self.session, "version": manifest.version}
             self._tell(Accepted(**said))
             self._tell(Staged(**said, nbytes=0, seconds=0.0))

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import (
     SenderLink,
     Topology,
 )
-from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, address_of, close_all
+from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, address_of, close_all
 from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
@@ -70,7 +70,7 @@ class EngineLinks:
         done, late = wait(connecting, deadline.remaining_s + GRACE_S, FIRST_EXCEPTION)
         failure = next((error for each in done if (error := each.exception()) is not None), None)
         if failure is None and late:
-            failure = deadline.error("its links to connect", part=self._name)
+            failure = deadline.error("its links to connect", part=self._name, hint=HINT)
         if failure is not None:
             self.close()  # this also ends the other threads, which are not joined
             raise failure

@@ -75,22 +75,20 @@ class Lost(_Message):
 
 
 class Reset(_Message):
-    """A new session begins: close the current one, make a new transport half, and answer with `Hello`."""
+    """A new session begins: leave the current one, and answer with `Hello`."""
 
     type: Literal["reset"] = "reset"
     session: str
 
 
 class Connect(_SessionMessage):
-    """Connect to this topology, and answer with `Connected`."""
+    """Compute the session's plan, connect your links, and answer with `Connected`."""
 
     type: Literal["connect"] = "connect"
     publishers: list[str]
     """Every trainer rank, in rank order."""
-    senders: dict[str, dict[str, Any]]
-    receivers: dict[str, dict[str, Any]]
-    needs: dict[str, str] = {}
-    """`Hello.need` of each receiver."""
+    needs: dict[str, str]
+    """`Hello.need` of each rollout rank that takes part."""
     deadline_s: float
 
 
@@ -142,23 +140,22 @@ class Stop(_Message):
 
 
 class Hello(_Reply):
-    """The answer to `Reset`; `address` is empty if the participant's links are known only once there is a plan."""
+    """The answer to `Reset`."""
 
     type: Literal["hello"] = "hello"
-    address: dict[str, Any]
     traits: EngineTraits | None = None
     """Traits of the engine; only rank 0's publisher sends them."""
     need: str = ""
-    """Mailbox key of the slices that a rollout rank needs; see `weightlane.sync.plan.plan_exchange`."""
+    """Mailbox key of the slices that a rollout rank needs; see `PlanExchange`."""
 
 
 class Connected(_Reply):
     """A participant's transport is connected."""
 
     type: Literal["connected"] = "connected"
-    plan: str = ""
-    """Digest of the transfer plan that the participant has computed; empty if there is one stream for all receivers."""
-    relays: bool = False
+    plan: str
+    """Digest of the plan that the participant has computed."""
+    relays: bool
     """Whether that plan has relays: a version is then sent to all receivers of the session, or to none."""
 
 

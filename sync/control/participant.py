@@ -15,7 +15,6 @@ from weightlane.ckpt_engines import (
     Deadline,
     ProtocolError,
     SyncAbortedError,
-    Topology,
     WeightlaneError,
     as_weightlane_error,
     error_from_wire,
@@ -56,7 +55,7 @@ class Participant(ABC):
 
     A participant that is still open when the program ends is closed then. In a forked process, `close` does nothing.
 
-    Subclasses implement `_open_half`, `_connect_half` and `_handle`. These run on the control thread, except `_connect_half`:
+    Subclasses implement `_open_links`, `_connect_links` and `_handle`. These run on the control thread, except `_connect_links`:
     connecting waits for other participants, and must not delay the message that a new session has begun.
     """
 
@@ -67,7 +66,7 @@ class Participant(ABC):
         self.rendezvous = Rendezvous.join(rendezvous)
         self.session = ""
         self.ready_session = ""
-        """The session whose transport is connected; empty while there is none."""
+        """The session whose links are connected; empty while there is none."""
         self.hooks = hooks or process_hooks()
         self._outcomes = VersionOutcomes()
         self._closed = threading.Event()
@@ -98,11 +97,11 @@ class Participant(ABC):
         self.close()
 
     def close(self) -> None:
-        """Leave the run, close the transport and end the threads. Idempotent, never raises."""
+        """Leave the run, close the links and end the threads. Idempotent, never raises."""
         if self._closed.is_set() or self._process != os.getpid():
             return
         self._closed.set()
-        self._close_half()
+        self._close_links()
         closed = ClosedError("this participant was closed.", part=self.name)
         self._outcomes.fail_all(closed)
         self.rendezvous.end_waits(closed)  # of a thread that connects
@@ -115,52 +114,42 @@ class Participant(ABC):
         for thread in (self._control, self._connecting):
             if thread is not None and thread.is_alive() and thread is not threading.current_thread():
                 thread.join(JOIN_THREAD_S)
-        self._close_half()  # the control thread may have opened another one in the meantime
+        self._close_links()  # the control thread may have opened another one in the meantime
         self._free()
         self.rendezvous.close()
 
     def _disconnect(self) -> None:
         with self._turn:  # first, so that the connecting thread does not mark this session as ready
             self.session = self.ready_session = ""
-        self._close_half()
+        self._close_links()
 
     def _connect(self, message: Connect) -> None:
-        """[connecting thread] Connect this participant's transport, and report that to the coordinator."""
+        """[connecting thread] Connect this participant's links, and report that to the coordinator."""
         try:
-            key = self.rendezvous.session_key(message.session)
-            topology = Topology(message.session, message.senders, message.receivers, key)
-            plan = self._connect_half(message, topology, Deadline.after(message.deadline_s))
+            plan = self._connect_links(message, Deadline.after(message.deadline_s))
             with self._turn:
                 if self.session != message.session:
                     return  # another session has begun meanwhile
                 self.ready_session = message.session
-            agreed = {} if plan is None else {"plan": plan.digest, "relays": plan.relays}
-            self._tell(Connected(name=self.name, session=message.session, **agreed))
+            self._tell(Connected(name=self.name, session=message.session, plan=plan.digest, relays=plan.relays))
             self._connected()
         except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it
             self._report(-1, message.session, error)
 
     def _connected(self) -> None:  # noqa: B027 - subscribers have nothing to do then
-        """[connecting thread] Called once the transport is connected."""
+        """[connecting thread] Called once the links are connected."""
 
     @abstractmethod
-    def _open_half(self) -> tuple[dict[str, Any], EngineTraits | None]:
-        """Make a new transport half. Returns its address, empty if it has none, and on rank 0's publisher the engine's traits."""
-
-    def _said_need(self) -> str:
-        """Put the slices needed here into the session's mailbox. Returns the key; see `weightlane.sync.plan.plan_exchange`."""
-        return ""
+    def _open_links(self) -> tuple[str, EngineTraits | None]:
+        """Prepare for the session that begins. Returns `Hello.need` and `Hello.traits`."""
 
     @abstractmethod
-    def _connect_half(self, message: Connect, topology: Topology, deadline: Deadline) -> SessionPlan | None:
-        """[connecting thread] Connect the transport half that `_open_half` has made; `_close_half` interrupts this.
-
-        Returns the session's plan; None if there is one stream for all receivers.
-        """
+    def _connect_links(self, message: Connect, deadline: Deadline) -> SessionPlan:
+        """[connecting thread] Compute the session's plan and connect its links; `_close_links` interrupts this."""
 
     @abstractmethod
-    def _close_half(self) -> None:
-        """Close the transport half, if any, and unblock the threads that use it. Never raises."""
+    def _close_links(self) -> None:
+        """Close the links, if any, and unblock the threads that use them. Never raises."""
 
     @abstractmethod
     def _free(self) -> None:
@@ -185,7 +174,7 @@ class Participant(ABC):
         """Report to the coordinator that `version` failed here."""
         ours = as_weightlane_error(error, self.name)
         if isinstance(ours, ClosedError):
-            return  # another participant's failure has closed the transport, and that participant reports it
+            return  # another participant's failure has closed the links, and that participant reports it
         try:
             self._tell(Failed(name=self.name, session=session, version=version, error=ours.to_wire()))
         except WeightlaneError:
@@ -202,13 +191,13 @@ class Participant(ABC):
             except WeightlaneError as error:
                 self._run_over = True
                 if not self._closed.is_set():
-                    self._close_half()
+                    self._close_links()
                     self._outcomes.fail_all(error)
                 return
             if isinstance(message, Stop):
                 self._run_over = True
                 if not self._closed.is_set():  # the coordinator has sent it, not `close`
-                    self._close_half()
+                    self._close_links()
                     self._outcomes.fail_all(ClosedError("the coordinator has closed.", part=self.name))
                 return
             if self._closed.is_set():
@@ -225,16 +214,8 @@ class Participant(ABC):
                 self._connecting.join(JOIN_THREAD_S)
             with self._turn:
                 self.session = message.session
-            address, traits = self._open_half()
-            self._tell(
-                Hello(
-                    name=self.name,
-                    session=self.session,
-                    address=address,
-                    traits=traits,
-                    need=self._said_need(),
-                )
-            )
+            need, traits = self._open_links()
+            self._tell(Hello(name=self.name, session=self.session, need=need, traits=traits))
         elif isinstance(message, Abort):
             # An abort counts in any session: the version's own session may have ended already.
             self._aborted(message.version)

@@ -14,10 +14,10 @@ from ..config import Relay, SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
 from .links import collective_links
-from .plan_exchange import Supply
 from .receiver_groups import replica_of
 from .routes import Route, plan_routes
 from .send_assignment import HolderMap
+from .session_plan import Supply
 from .transfer_plan import TransferPlan, plan_transfer
 
 STORE = "the store"

@@ -23,7 +23,7 @@ class Route:
     @property
     def relayed(self) -> bool:
         """Whether a receiver relays."""
-        return self.hops[-1][0] != self.hops[0][0]
+        return len({sender for sender, _ in self.hops}) > 1
 
     def next_after(self, name: str) -> tuple[str, ...]:
         """The ranks that a rank sends the lane to."""

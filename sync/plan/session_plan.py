@@ -8,58 +8,202 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
-from weightlane.ckpt_engines import Capabilities, Delivery
+from weightlane.ckpt_engines import Capabilities, Deadline, Delivery, ProtocolError
 
+from ..codecs.quantised.quantisation import check_format
+from ..codecs.quantised.quantised_needs import needed_on_the_wire
+from ..config import Relay
+from ..version.bucket_checksums import SessionMailbox
 from ..version.manifest import Manifest
 from ..version.placement import Placement
 from ..version.sliced_tensors import Slicing
-from ..version.tensor_spec import TensorSlice
+from ..version.tensor_spec import TensorSlice, TensorSpec, is_computed
 from .links import PlannedLink, collective_links, links_of
-from .plan_exchange import Supply
 from .routes import Route, plan_routes
-from .transfer_plan import TransferPlan, plan_transfer
+from .transfer_plan import plan_transfer
+
+_PART = "transfer plan"
+WHOLE = ""
+"""The key of a rollout rank that needs every tensor in full."""
 
 
+@dataclass(frozen=True)
+class Supply:
+    """The slices that the trainer ranks send, and the form in which they send them.
+
+    Attributes:
+        shares: The slices that each publisher sends, in rank order. Together they hold every element once.
+        bucket_bytes: Payload of a bucket.
+        checksummed: See `Manifest`.
+        quantised: See `Manifest`.
+        relay: How receivers relay lanes; see `SyncConfig`.
+    """
+
+    shares: Mapping[str, Placement]
+    bucket_bytes: int
+    checksummed: bool
+    quantised: str
+    relay: Relay = "off"
+
+    @cached_property
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every tensor on the wire."""
+        return tuple({spec.name: spec for share in self.shares.values() for spec in share.specs}.values())
+
+    @cached_property
+    def whole(self) -> Placement:
+        """The placement of a rank that needs everything."""
+        return Placement.whole(self.specs)
+
+    @property
+    def stored_layout(self) -> Manifest:
+        """The manifest of dense versions in a store: one stream of full tensors."""
+        layout = Manifest(
+            0,
+            self.specs,
+            self.bucket_bytes,
+            whole_tensors=True,
+            checksummed=self.checksummed,
+            quantised=self.quantised,
+        )
+        return replace(layout, slicing=Slicing(layout.layout_digest, self.specs, layout.regions))
+
+    def on_the_wire(self, needed: Placement) -> Placement | None:
+        """Translate `needed` from the receiver's tensors to the tensors on the wire, which may have other dtypes or be quantised.
+
+        Returns None if `needed` has other tensors.
+        """
+        sent = {spec.name: spec for spec in self.specs}
+        needed = needed.named_as(sent.keys())
+        asked = {spec.name for spec in needed.specs}
+        computed = [spec for name, spec in sent.items() if is_computed(name) and name not in asked]
+        needed = Placement((*needed.specs, *computed), (*needed.boxes, *[()] * len(computed)))
+        if sent.keys() == {spec.name for spec in needed.specs} and all(
+            sent[spec.name].stands_for(spec) or not boxes
+            for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
+        ):
+            return Placement(tuple(sent[spec.name] for spec in needed.specs), needed.boxes)
+        if not self.quantised:
+            return None
+        check_format(self.quantised)
+        return needed_on_the_wire(needed, self.specs)
+
+    def to_plain(self) -> list[Any]:
+        """The supply as JSON."""
+        shares = [[name, share.to_plain()] for name, share in self.shares.items()]
+        return [shares, self.bucket_bytes, self.checksummed, self.quantised, self.relay]
+
+    @classmethod
+    def from_plain(cls, plain: Any) -> Supply:
+        """Parse the message of trainer rank 0; raises `ProtocolError` for anything else."""
+        match plain:
+            case [
+                [*shares],
+                int() as bucket_bytes,
+                bool() as checksummed,
+                str() as quantised,
+                ("off" | "chain" | "tree") as relay,
+            ]:
+                if all(isinstance(pair, list) and len(pair) == 2 for pair in shares):  # noqa: PLR2004 - name and share
+                    pairs = [(str(name), Placement.from_plain(share)) for name, share in shares]
+                    return cls(dict(pairs), bucket_bytes, checksummed, quantised, relay)
+        raise ProtocolError("the message is no supply.", part=_PART)
+
+
+class PlanExchange:
+    """Exchanges the messages from which the participants of a session compute their plan.
+
+    Args:
+        mailbox: A mailbox that only this session uses.
+    """
+
+    def __init__(self, mailbox: SessionMailbox) -> None:
+        self._mailbox = mailbox
+
+    def supply(self, supply: Supply) -> None:
+        """[trainer rank 0] Publish the supply."""
+        self._mailbox.put("supply", supply.to_plain())
+
+    def need(self, needed: Placement | None) -> str:
+        """[rollout rank] Publish the needed slices. Returns their key, which is equal for ranks with the same needs."""
+        if needed is None:
+            return WHOLE
+        self._mailbox.put(f"need/{needed.digest}", needed.to_plain())
+        return needed.digest
+
+    def supplied(self, deadline: Deadline) -> Supply:
+        """Wait for the supply. Raises `DeadlineExceededError` or `ProtocolError`."""
+        return Supply.from_plain(self._mailbox.get("supply", deadline))
+
+    def needed(self, keys: Mapping[str, str], supply: Supply, deadline: Deadline) -> dict[str, Placement]:
+        """The slices on the wire that each rollout rank needs, by the rank's name. Raises as `supplied`.
+
+        A rank that needs other tensors than those sent gets everything: it then computes its needs again, or refuses.
+        """
+        known: dict[str, Placement] = {WHOLE: supply.whole}
+        for key in keys.values():
+            if key not in known:
+                needed = Placement.from_plain(self._mailbox.get(f"need/{key}", deadline))
+                known[key] = supply.on_the_wire(needed) or supply.whole
+        return {name: known[key] for name, key in keys.items()}
+
+
+@dataclass(frozen=True)
 class SessionPlan:
     """The plan of one session.
 
-    Args:
-        supply: The slices that the trainer ranks send.
-        needed: The slices that each rollout rank needs.
-        facts: Capabilities of the engine.
+    Attributes:
+        layout: The manifest of dense versions. Every lane is a section of the stream.
+        routes: The route of each lane.
+        links: The engine's connections.
     """
 
-    def __init__(self, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> None:
-        self.plan: TransferPlan = plan_transfer(supply.shares, needed, cut="shares" if facts.views else "exact")
-        self.specs = self.plan.specs
-        """Every tensor of the checkpoint, as on the wire."""
-        cells = [cell for lane in self.plan.lanes for cell in lane.cells]
-        regions = tuple(TensorSlice(self.specs[cell.tensor], cell.box) for cell in cells)
-        self.layout = Manifest(
+    layout: Manifest
+    routes: tuple[Route, ...]
+    links: list[PlannedLink]
+
+    @classmethod
+    def of(cls, supply: Supply, needed: Mapping[str, Placement], facts: Capabilities) -> SessionPlan:
+        """Compute the plan.
+
+        Args:
+            supply: The slices that the trainer ranks send.
+            needed: The slices that each rollout rank needs.
+            facts: Capabilities of the engine. If it stores versions, the first trainer rank sends one lane of full tensors.
+
+        Raises:
+            ManifestError: See `plan_transfer`.
+        """
+        if facts.persistent:
+            leader, receivers = next(iter(supply.shares)), tuple(needed)
+            link = PlannedLink(0, (leader,), receivers, {leader: (0,)})
+            return cls(supply.stored_layout, (Route(tuple((leader, name) for name in receivers)),), [link])
+        plan = plan_transfer(supply.shares, needed, cut="shares" if facts.views else "exact")
+        regions = tuple(TensorSlice(plan.specs[cell.tensor], cell.box) for lane in plan.lanes for cell in lane.cells)
+        layout = Manifest(
             0,
             tuple(region.as_tensor for region in regions),
             supply.bucket_bytes,
             checksummed=supply.checksummed,
             lasting=facts.views,
             quantised=supply.quantised,
-            slicing=Slicing(self.plan.digest, self.specs, regions),
-            sections=tuple(len(lane.cells) for lane in self.plan.lanes),
+            slicing=Slicing(plan.digest, plan.specs, regions),
+            sections=tuple(len(lane.cells) for lane in plan.lanes),
         )
-        """The manifest of dense versions. Every lane is a section of the stream."""
-        self.routes: tuple[Route, ...] = plan_routes(self.plan, supply.relay)
-        """The route of each lane."""
+        routes = plan_routes(plan, supply.relay)
         if facts.collective:
-            self.links = collective_links(self.plan, self.routes)
-        else:
-            self.links = links_of(self.plan, self.routes, apart=Delivery.POINT_TO_POINT not in facts.delivery)
+            return cls(layout, routes, collective_links(plan, routes))
+        return cls(layout, routes, links_of(plan, routes, apart=Delivery.POINT_TO_POINT not in facts.delivery))
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits, equal for two participants with the same transfer plan and the same routes."""
-        hops = [route.hops for route in self.routes]
-        return hashlib.sha256(repr((self.plan.digest, hops)).encode()).hexdigest()[:16]
+        """16 hexadecimal digits, equal for two participants with the same transfer plan and the same relays."""
+        hops = [route.hops for route in self.routes if route.relayed]
+        return hashlib.sha256(repr((self.layout.plan, hops)).encode()).hexdigest()[:16]
 
     @property
     def relays(self) -> bool:

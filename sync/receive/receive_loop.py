@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import torch
 
 from weightlane.ckpt_engines import Bucket, Deadline
+from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
+from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime, runtime_of
 from weightlane.plugins import RunHooks
 
@@ -22,7 +25,6 @@ from .bucket_sinks import BucketSink
 from .live_stream import LiveStream
 from .receive_session import ExpectedBucket, ReceiveSession, Source
 from .relay import Relay
-from .transfer_tasks import TransferTask, TransferTasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,8 @@ class ReceiveLoop:
         self._hooks = hooks
         self._device_streams: list[Any] = []
         """One stream for each link. They are kept, because torch has few streams, reuses them, and caches memory for each."""
-        self._tasks = TransferTasks(name)
-
-    def wait_until_idle(self, deadline: Deadline) -> None:
-        """See `TransferTasks.wait_until_idle`."""
-        self._tasks.wait_until_idle(deadline)
+        self._late: list[Future[None]] = []
+        """Transfers that had not ended when the last `receive` raised."""
 
     def receive(self, request: StageRequest, sink: BucketSink) -> None:
         """Receive every bucket of a version, verify its checksum, and pass it to the relay and to `sink`.
@@ -72,24 +71,50 @@ class ReceiveLoop:
         `DeadlineExceededError`, or the error of an engine, the relay or the sink.
         """
         sources, relay = request.session.sources, request.relay
+        self._wait_until_idle(request.deadline)
         checksums = _ChecksumCheck(request, wait_first=sink.needs_verified)
         transfer = _VersionTransfer(request, sink, checksums, self._name, self._runtime, self._hooks)
         self._device_streams += [self._runtime.stream_for(self) for _ in sources[len(self._device_streams) :]]
-        tasks = [
-            TransferTask(list(source.hops), partial(transfer.receive_from, source, stream))
+        tasks: list[tuple[Iterable[str], Callable[[], None]]] = [
+            (source.hops, partial(transfer.receive_from, source, stream))
             for source, stream in zip(sources, self._device_streams, strict=False)
         ]
         if relay is not None:
             for lanes in request.session.relayed:
                 receivers = dict.fromkeys(name for to in lanes.values() for name in to.receivers)
-                tasks.append(TransferTask(list(receivers), partial(relay.send, lanes)))
+                tasks.append((receivers, partial(relay.send, lanes)))
         try:
-            self._tasks.run(tasks, request.deadline)
+            self._run(tasks, request.deadline)
         except Exception as error:
             if relay is not None:
                 relay.give_up(error)
             raise
         checksums.verify_remaining()
+
+    def _run(self, tasks: Sequence[tuple[Iterable[str], Callable[[], None]]], deadline: Deadline) -> None:
+        """Run the tasks, each with the peers that it waits for, on threads of their own. Returns when all have ended.
+
+        Raises the first error of a task at once; the others end when the session is closed. Raises `DeadlineExceededError` naming
+        the peers if a call of the engine outlives its deadline.
+        """
+        if not tasks:
+            return
+        threads = DaemonThreads(len(tasks), f"weightlane-receive-{self._name}")
+        running = [threads.submit(task) for _, task in tasks]
+        threads.shutdown(wait=False)
+        done, late = wait(running, deadline.remaining_s + GRACE_S, FIRST_EXCEPTION)
+        self._late = list(late)
+        for each in done:
+            each.result()
+        if late:
+            peers = [peer for (names, _), each in zip(tasks, running, strict=True) if each in late for peer in names]
+            raise deadline.error("buckets", part=self._name, peer=", ".join(peers))
+
+    def _wait_until_idle(self, deadline: Deadline) -> None:
+        """Wait until no transfer of an earlier version uses its memory any more."""
+        if wait(self._late, deadline.remaining_s).not_done:
+            raise deadline.error("an earlier version's buckets to be given up", part=self._name)
+        self._late = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,6 @@ class VersionReceiver:
         Raises as `ReceiveLoop.receive`, and the error of decoding or of `request.stream`.
         """
         manifest, stream, staging = request.manifest, request.stream, self._staging
-        self._loop.wait_until_idle(request.deadline)
         if request.viewed:
             self._note_viewed(manifest.version, request.session)
         if stream is not None:

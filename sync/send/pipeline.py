@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import partial
 
-from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, SenderLink, Topology
+from weightlane.ckpt_engines import Bucket, ClosedError, Deadline, SenderLink
 from weightlane.ckpt_engines.links.bounded_calls import GRACE_S, HINT, result_of
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
@@ -130,12 +130,6 @@ class SendPipeline:
         """The send of the newest version. Until it is done the engine may read the memory that is sent."""
         self._turn = threading.Lock()
         """Held while a link sends a bucket or commits a version: these calls must not overlap."""
-
-    def connect(self, topology: Topology, deadline: Deadline) -> None:
-        """Connect the only link."""
-        (link,) = self._links
-        connecting = self._thread.submit(link.connect, topology, deadline)
-        result_of(connecting, deadline, "the engine to connect", _PART)
 
     def send_version(
         self,

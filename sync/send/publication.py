@@ -17,7 +17,7 @@ from ..version.manifest import CODEC_DELTA, CODEC_DENSE
 from .agreement.rank_agreement import Interrupt
 from .send_session import SendSession
 from .snapshot.progress import Progress
-from .snapshot.slots import DeltaBase, SnapshotSlot, SnapshotSlots
+from .snapshot.send_memory import DeltaBase, SnapshotSlot, SnapshotSlots
 from .snapshot.steps import PendingBlocks
 
 
@@ -45,7 +45,7 @@ class Publication:
     delta: RankDelta | None = None
     """This rank's segments of the delta; None until they are encoded."""
     encoded_for: str = ""
-    """Digest of the layout of the session in which `delta` was encoded."""
+    """Digest of the plan of the session in which `delta` was encoded."""
     pending_blocks: PendingBlocks = field(default_factory=PendingBlocks)
     """Results of quantising that are not in the snapshot's memory."""
     is_complete: bool = False

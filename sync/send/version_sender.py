@@ -1,42 +1,94 @@
-"""`VersionSender`: offers a publication in a session, in full or as a delta, and sends it once the rollout ranks accept it."""
+"""`VersionSender`: takes the snapshot of a publication, offers it in full or as a delta, and sends it to those that accept it."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError
+from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
 
 from ..codecs.delta.encoding import delta_manifest
 from ..codecs.delta.format import TooDense
 from ..control.messages import Go, Offer, Sent
-from ..control.rendezvous import Rendezvous
-from ..control.tensor_lists import TensorLists, scope_of
 from ..version.manifest import CODEC_DELTA, Manifest
 from ..version.manifest_message import DeltaSegment
-from .agreement.deltas import DELTAS, all_segments, delta_to_plain
-from .agreement.densities import DENSITIES, change_from_plain, change_to_plain
-from .agreement.magnitudes import MAGNITUDES, magnitudes_from_plain, magnitudes_to_plain
-from .agreement.replicated_shards import DIGESTS, digests_from_plain
-from .publication import Publication
+from .agreement.topics import (
+    DELTAS,
+    DENSITIES,
+    DIGESTS,
+    MAGNITUDES,
+    all_segments,
+    change_from_plain,
+    change_to_plain,
+    delta_to_plain,
+    digests_from_plain,
+    magnitudes_from_plain,
+    magnitudes_to_plain,
+)
+from .publication import Publication, PublicationQueue
 from .send_session import SendRequest, SendSession
-from .sender_resources import SenderResources
+from .sending_rank import SendingRank
 from .snapshot.progress import SourceBytes
-from .snapshot.slots import SnapshotSlot
+from .snapshot.send_memory import SnapshotSlot
+
+_log = logging.getLogger(__name__)
+_PATIENCE_S = 4.0
+_PATIENCE_SNAPSHOTS = 10.0
+"""A snapshot that needs memory which receivers still read waits for `_PATIENCE_S` seconds plus `_PATIENCE_SNAPSHOTS` times the
+duration of the last snapshot, and then allocates other memory. A receiver loads and copies a version in about the time of a
+snapshot, and needs several times that at first, when its own memory is new. Allocating other memory costs as much."""
 
 
 class VersionSender:
-    """Offers and sends the versions of one publisher, on its send thread."""
+    """Copies, offers and sends the versions of one publisher, on its snapshot thread and its send thread."""
 
-    def __init__(self, rank: SenderResources, rendezvous: Rendezvous) -> None:
+    def __init__(self, rank: SendingRank, queue: PublicationQueue) -> None:
         self._rank = rank
-        self._ours = rank.contribution
-        self._rendezvous = rendezvous
-        self._tensor_lists = TensorLists()
+        self._queue = queue
+        self._snapshot_s = 0.0
+        """Seconds that the last snapshot took."""
+
+    def take_snapshot(self, publication: Publication) -> None:
+        """[snapshot thread] Take the snapshot of `publication`, which can be offered and sent meanwhile. Raises the error."""
+        rank, snapshot = self._rank, self._rank.snapshot
+        with rank.slots.writing:
+            pass  # wait for a thread that writes to the memory; later ones find that their version is superseded
+        slot = rank.slots.free()
+        self._wait_for_receivers(slot)
+        base = rank.slots.base
+        publication.progress.begin()
+        publication.choice = rank.chooser.choose(has_base=base is not None)
+        if rank.replicated:  # while no parameter changes
+            with snapshot.reading(publication.mark):
+                everything = not self._queue.proven
+                publication.digests = rank.replicated.digests(publication.number, everything=everything)
+        publication.slot, publication.base = slot, base
+        self._queue.begin(publication)
+        snapshot.take(slot.memory.data, publication.mark, publication.progress, publication.pending_blocks)
+        self._snapshot_s = seconds = publication.progress.seconds
+        facts = {"seconds": seconds, "nbytes": snapshot.nbytes, "participant": rank.name}
+        rank.hooks.snapshot_taken(version=publication.version, facts=facts)
+
+    def _wait_for_receivers(self, slot: SnapshotSlot) -> None:
+        """Wait until no receiver reads the slot's memory any more, or replace the memory if that fails."""
+        try:
+            for name, version in slot.exposed:
+                session = self._queue.session
+                if session is None or session.name != name or session.pipeline is None:
+                    raise ClosedError(f"session {name} is over.", part=self._rank.name)
+                patience_s = _PATIENCE_S + _PATIENCE_SNAPSHOTS * self._snapshot_s
+                session.pipeline.reclaim(version, Deadline.after(min(patience_s, self._rank.deadline_s)))
+        except WeightlaneError as error:
+            if self._queue.closed:
+                raise
+            _log.info("%s allocates other memory, since receivers may still read the old: %s", self._rank.name, error)
+            slot.memory.renew()
+        slot.exposed.clear()
 
     def offer(self, publication: Publication, session: SendSession) -> Offer | None:
-        """Prepare `publication` to be offered in `session`, and exchange with the other trainer ranks what they need for it.
+        """[send thread] Prepare `publication` to be offered, and exchange with the other trainer ranks what they need for it.
 
         Returns the offer, which rank 0 makes for all ranks; None on other ranks, and for a superseded publication. Raises the
         error with which the version fails.
@@ -45,32 +97,31 @@ class VersionSender:
         self._complete(publication, session, self._deadline())
         if self._rank.chooser.asks_density:
             self._agree_on_codec(publication, session)
-        if publication.is_delta and publication.encoded_for != session.layout.layout_digest:
+        if publication.is_delta and publication.encoded_for != session.layout.plan:
             self._encode(publication, session)
         if session.agreement is not None:
             if self._rank.chooser.uses_deltas:
                 session.agreement.publish(DELTAS, version, _plain_delta(publication))
-            if self._ours.replicated:
+            if self._rank.replicated:
                 session.agreement.publish(DIGESTS, version, sorted(publication.digests.items()))
         if self._rank.number != 0:
             return None
-        if session.agreement is not None and self._ours.replicated:
+        if session.agreement is not None and self._rank.replicated:
             values = session.agreement.collect(DIGESTS, version, self._deadline(), publication.superseded)
-            self._ours.replicated.compare({name: digests_from_plain(plain) for name, plain in values.items()}, version)
+            self._rank.replicated.compare({name: digests_from_plain(plain) for name, plain in values.items()}, version)
         manifest, _ = self._manifest_of(publication, session, self._deadline())
         if publication.superseded.is_set:  # while it was encoded
             return None
-        lists = self._rendezvous.mailbox(scope_of(session.name))
         return Offer(
             name=self._rank.name,
             session=session.name,
             version=version,
-            manifest=self._tensor_lists.referred_to(manifest.to_plain(), lists, session.name),
+            manifest=manifest.to_offer(),
             reason=publication.choice.reason,
         )
 
     def send(self, publication: Publication, session: SendSession, go: Go) -> Sent:
-        """Send this rank's bytes as `go` requests. Returns the report. Raises the error with which the version fails."""
+        """[send thread] Send this rank's bytes as `go` requests. Raises the error with which the version fails."""
         started, deadline = time.perf_counter(), Deadline.after(go.deadline_s)
         self._complete(publication, session, deadline)
         assert publication.slot is not None, "its snapshot has begun"
@@ -97,7 +148,7 @@ class VersionSender:
             nbytes=nbytes,
             seconds=seconds,
             export_s=publication.progress.seconds,
-            error=publication.pending_blocks.error.to_plain() if self._ours.scheme else None,
+            error=publication.pending_blocks.error.to_plain() if self._rank.quantises else None,
         )
 
     def _deadline(self) -> Deadline:
@@ -113,9 +164,9 @@ class VersionSender:
         """
         if publication.progress.error is not None:
             raise publication.progress.error
-        if not self._ours.scheme:
+        if not self._rank.quantises:
             return
-        snapshot, pending_blocks, version = self._ours.snapshot, publication.pending_blocks, publication.version
+        snapshot, pending_blocks, version = self._rank.snapshot, publication.pending_blocks, publication.version
         if snapshot.is_cut:
             publication.progress.wait_read(snapshot.read_end, deadline)
         if session.agreement is not None:  # in every session: other ranks may have missed them in the session before
@@ -135,7 +186,7 @@ class VersionSender:
     def _agree_on_codec(self, publication: Publication, session: SendSession) -> None:
         """Choose the codec as all trainer ranks do. If one rank sends its part in full, all ranks do."""
         chooser = self._rank.chooser
-        mine = chooser.change(self._ours.numel) if publication.is_delta else None
+        mine = chooser.change(self._rank.numel) if publication.is_delta else None
         changes = [mine]
         if session.agreement is not None:
             session.agreement.publish(DENSITIES, publication.version, change_to_plain(mine))
@@ -158,7 +209,7 @@ class VersionSender:
         """Encode the delta while the snapshot is taken. If too many elements have changed, the version is sent in full."""
         assert publication.base is not None
         assert publication.slot is not None
-        progress, nbytes, deadline = publication.progress, self._ours.snapshot.nbytes, self._deadline()
+        progress, nbytes, deadline = publication.progress, self._rank.snapshot.nbytes, self._deadline()
         delta = self._rank.encoder.encode(
             session.parts,
             publication.base.slot.memory.data,
@@ -172,7 +223,7 @@ class VersionSender:
             return
         self._rank.delta_memory.grow(delta.nbytes)
         delta.write_into(self._rank.delta_memory.data[: delta.nbytes])
-        publication.delta, publication.encoded_for = replace(delta, parts=()), session.layout.layout_digest
+        publication.delta, publication.encoded_for = replace(delta, parts=()), session.layout.plan
 
     def _manifest_of(
         self, publication: Publication, session: SendSession, deadline: Deadline

@@ -11,8 +11,8 @@ A bucket is a window of the stream. There are two layouts:
 Offsets are computed from names, shapes and dtypes, so they are not sent.
 
 A stream from several senders to different receivers consists of *sections*, one for each lane; no bucket spans two sections.
-The "tensors" of such a stream are slices. They are not sent either: every participant computes the same transfer plan, and the
-manifest has the plan's digest.
+The "tensors" of such a stream are slices. Every participant computes the same transfer plan, so an offered version has the plan's
+digest in the place of its tensors.
 
 The codec *dense* sends the stream itself. The codec *delta* sends the difference from a version that the receivers have:
 *segments* back to back, each the delta of a slice of one tensor, cut into fixed windows.
@@ -125,8 +125,6 @@ class Manifest:
     def as_version(self, version: int, identity: str) -> Manifest:
         """The manifest of another dense version with the same layout. It shares all cached properties of this one."""
         assert not self.is_delta
-        if not self.plan:
-            _ = self._plain_specs  # computed here, so that all versions share it
         other = copy(self)
         other.__dict__.update(version=version, identity=identity)
         return other
@@ -269,6 +267,8 @@ class Manifest:
 
     def only(self, sections: Sequence[int]) -> Manifest:
         """The manifest of only these sections, in the order of `sections`."""
+        if not self.sections:
+            return self
         firsts = [0, *accumulate(self.sections)]
         chosen = [old for section in sections for old in range(firsts[section], firsts[section + 1])]
         renumbered = {old: new for new, old in enumerate(chosen)}
@@ -317,16 +317,20 @@ class Manifest:
     def layout_digest(self) -> str:
         """16 hexadecimal digits, equal for two versions whose tensors lie in the same buckets at the same offsets."""
         buckets = [self.bucket_bytes, self.whole_tensors, self.sections]
-        plain = [*buckets, self.codec, self.plan, [spec.to_plain() for spec in self.specs]]
+        plain = [*buckets, self.codec, [spec.to_plain() for spec in self.specs]]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
     def to_plain(self) -> dict[str, Any]:
-        """The manifest as JSON, without the tensors if it has a transfer plan."""
-        return {name: getattr(self, name) for name in _SENT_FIELDS} | {
-            "segments": [segment.to_plain() for segment in self.segments],
-            "plan": self.plan,
-            "tensors": [] if self.plan else self._plain_specs,
-        }
+        """The manifest as JSON, with every tensor of the stream."""
+        return self._sent_fields | {"tensors": [spec.to_plain() for spec in self.specs]}
+
+    def to_offer(self) -> dict[str, Any]:
+        """The manifest as JSON for a receiver that has computed the same plan, and so knows the tensors."""
+        return self._sent_fields | {"plan": self.plan}
+
+    @property
+    def _sent_fields(self) -> dict[str, Any]:
+        return _sent_fields_of(self) | {"segments": [segment.to_plain() for segment in self.segments]}
 
     def views(self, stream: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of every tensor, by name, into the version's `stream` (1-D uint8, `total_bytes` long)."""
@@ -341,50 +345,35 @@ class Manifest:
             views[entry.spec.name] = flat.as_strided(shape, entry.spec.strides, first)
         return views
 
-    @cached_property
-    def _plain_specs(self) -> list[list[Any]]:
-        return [spec.to_plain() for spec in self.specs]
-
     @classmethod
-    def from_plain(cls, plain: Any, like: Manifest | None = None) -> Manifest:
-        """Parse a peer's message; raises `ProtocolError` for anything that is not a manifest.
+    def from_plain(cls, plain: Any) -> Manifest:
+        """The inverse of `to_plain`; raises `ProtocolError` for anything that is not a manifest."""
+        message = ManifestMessage.parse(plain)
+        return cls(specs=message.specs, segments=message.delta_segments, **_sent_fields_of(message))
 
-        Args:
-            plain: The message.
-            like: A manifest that probably has the same tensors, which then need not be parsed. For a message with a transfer
-                plan, a manifest of that plan.
+    def offered(self, plain: Any) -> Manifest:
+        """The manifest of a version in this layout, from a peer's `to_offer`.
+
+        Raises `ProtocolError` for anything else, also for a version of another plan or layout.
         """
-        plan = str(plain.get("plan", "")) if isinstance(plain, dict) else ""
-        if plan and (like is None or plan != like.plan):
+        message = ManifestMessage.parse(plain)
+        fields = _sent_fields_of(message)
+        if message.plan != self.plan:
             raise ProtocolError(
-                f"the version is sent by transfer plan {plan[:40]!r}, here it is {like.plan if like else 'none'!r}.",
+                f"the version is sent by transfer plan {message.plan[:40]!r}, here it is {self.plan!r}.",
                 part=_PART,
                 hint="Run one release of weightlane on all ranks.",
             )
-        known: Manifest | None = None
-        if like is not None and isinstance(plain, dict):
-            known = like if plan or (not like.plan and plain.get("tensors") == like._plain_specs) else None
-        message = ManifestMessage.parse(plain | {"tensors": []} if known is not None else plain)
-        if known is not None and not known.is_delta and known._same_layout(message):
-            return known.as_version(message.version, message.identity)
-        made = cls(
-            specs=message.specs if known is None else known.specs,
-            segments=tuple(map(DeltaSegment.from_checked, message.segments)),
-            slicing=known.slicing if plan and known is not None else None,
-            sections=known.sections if plan and known is not None else (),
-            **{name: getattr(message, name) for name in _SENT_FIELDS},
-        )
-        if not plan:
-            made.__dict__["_plain_specs"] = plain["tensors"]  # the next version mostly has the same objects
-        return made
+        if message.codec == CODEC_DELTA:
+            return replace(self, segments=message.delta_segments, **fields)
+        version = self.as_version(message.version, message.identity)
+        if message.segments or _sent_fields_of(version) != fields:
+            raise ProtocolError("the version has another layout than its transfer plan.", part=_PART)
+        return version
 
-    def _same_layout(self, message: ManifestMessage) -> bool:
-        """Whether `message` describes a dense version with this manifest's layout."""
-        return not message.segments and all(
-            getattr(self, name) == getattr(message, name)
-            for name in _SENT_FIELDS
-            if name not in ("version", "identity")
-        )
+
+def _sent_fields_of(manifest: Manifest | ManifestMessage) -> dict[str, Any]:
+    return {name: getattr(manifest, name) for name in _SENT_FIELDS}
 
 
 def _aligned(nbytes: int) -> int:

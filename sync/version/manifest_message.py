@@ -41,12 +41,17 @@ class ManifestMessage(BaseModel):
     lasting: bool = False
     quantised: _Text = ""
     plan: _Text = ""
-    tensors: list[_Tensor]
+    tensors: list[_Tensor] = []
 
     @property
     def specs(self) -> tuple[TensorSpec, ...]:
         """The tensors. Raises `ProtocolError` for an unknown dtype."""
         return tuple(TensorSpec(name, tuple(shape), dtype_of(dtype)) for name, shape, dtype in self.tensors)
+
+    @property
+    def delta_segments(self) -> tuple[DeltaSegment, ...]:
+        """The segments of a delta."""
+        return tuple(map(DeltaSegment.from_checked, self.segments))
 
     @classmethod
     def parse(cls, plain: Any) -> ManifestMessage:

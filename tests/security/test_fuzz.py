@@ -23,7 +23,7 @@ from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.sync import Manifest, RendezvousAddress
 from weightlane.sync.control.messages import decode
-from weightlane.sync.plan.plan_exchange import Supply
+from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.receive.read_version import read_version
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.safetensors_files import MANIFEST_FILE, manifest_of_document
@@ -37,10 +37,10 @@ MANIFEST = {
 }
 ERROR = {"type": "PeerLostError", "message": "gone", "part": "p", "peer": "q", "hint": "h"}
 MESSAGES = [
-    {"type": "connect", "session": "s", "publishers": ["t"], "senders": {"t": {}}, "receivers": {}, "deadline_s": 1.0},
+    {"type": "connect", "session": "s", "publishers": ["t"], "needs": {"r/0": "key"}, "deadline_s": 1.0},
     {"type": "open", "session": "s", "version": 1, "manifest": MANIFEST, "deadline_s": 1.0, "stall_s": 1.0},
     {"type": "failed", "name": "n", "session": "s", "version": 1, "error": ERROR},
-    {"type": "hello", "name": "n", "session": "s", "address": {"host": "127.0.0.1", "port": 1}},
+    {"type": "hello", "name": "n", "session": "s", "need": "key"},
 ]
 PLACEMENT = [["a", [2, 3], "float32", [[[0, 0], [1, 3]]]], ["b", [], "bfloat16", [[[], []]]]]
 LATEST = {"version": 2, "directory": "run-1/sender-0/v2"}
@@ -53,6 +53,7 @@ def parse_manifest(plain: Any) -> None:
     assert manifest.window(0)
     assert Manifest.from_plain(manifest.to_plain()) == manifest
     assert manifest.layout_digest
+    assert manifest.is_delta or manifest.offered(manifest.to_offer()) == manifest
 
 
 def parse_placement(plain: Any) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from weightlane.ckpt_engines import (
     Deadline,
@@ -70,9 +69,8 @@ class Session:
         self._replies = Replies(queue, roster)
         self._roster = roster
         self._config = config
-        self._senders: dict[str, dict[str, Any]] = {}
-        self._receivers: dict[str, dict[str, Any]] = {}
-        """Address of every connected subscriber."""
+        self._receivers: dict[str, None] = {}
+        """Every connected subscriber."""
         self._traits: EngineTraits | None = None
         self._relayed = False
         """Whether subscribers relay to others in the current session."""
@@ -131,11 +129,10 @@ class Session:
         self._stored.clear()
         self._sent_as_delta.clear()
         self._replies.collect(Hello, publishers, -1, deadline, "to answer")
-        leader = self._queue.hellos[publishers[0]]
-        self._senders, self._traits = {leader.name: leader.address}, leader.traits
+        self._traits = self._queue.hellos[publishers[0]].traits
         limit = deadline if everyone else deadline.within(self._config.rejoin_s)
         answered = self._await_hellos(subscribers, limit, everyone=everyone)
-        self._receivers = {name: hello.address for name, hello in answered.items()}
+        self._receivers = dict.fromkeys(answered)
         self._connect([*publishers, *self._receivers], deadline)
         self._up = True
 
@@ -145,13 +142,11 @@ class Session:
             self._receivers.pop(name, None)
         self._queue.invite(newcomers)
         answered = self._await_hellos(newcomers, deadline.within(self._config.rejoin_s))
-        self._receivers |= {name: hello.address for name, hello in answered.items()}
-        self._connect(list(answered), deadline)
+        self._receivers |= dict.fromkeys(answered)
+        self._connect(answered, deadline)
 
-    def _await_hellos(
-        self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool = False
-    ) -> dict[str, Hello]:
-        """Wait for the subscribers' answers to the invitation. Returns those of replicas whose ranks have all answered.
+    def _await_hellos(self, subscribers: Sequence[str], deadline: Deadline, *, everyone: bool = False) -> list[str]:
+        """Wait for the subscribers' answers to the invitation. Returns those whose replica's ranks have all answered.
 
         The other replicas are marked as lost; with `everyone`, `AttemptError` is raised instead.
         """
@@ -166,22 +161,20 @@ class Session:
             if name not in self._queue.gone and (entry := self._roster.entry_of(name)):
                 self._roster.mark_lost(entry, error)
         hellos = self._queue.hellos
-        return {
-            name: hellos[name]
+        return [
+            name
             for name in subscribers
             if (entry := self._roster.entry_of(name)) and all(other in hellos for other in entry.subscribers)
-        }
+        ]
 
     def _connect(self, names: Sequence[str], deadline: Deadline) -> None:
-        """Have the participants `names` connect their transports."""
-        hellos = {name: self._queue.hellos[name] for name in self._receivers if name in self._queue.hellos}
+        """Have the participants `names` connect their links."""
+        hellos = self._queue.hellos
         message = Connect(
             session=self.name,
             publishers=list(self._roster.publishers),
-            senders=self._senders,
-            receivers=self._receivers,
             # In the roster's order, not in the order of answers: the same ranks get the same plan in every session.
-            needs={name: hello.need for name, hello in hellos.items()},
+            needs={name: hellos[name].need for name in self._receivers if name in hellos},
             deadline_s=deadline.within(self._config.connect_timeout_s).remaining_s * _SUBSCRIBER_SHARE,
         )
         self._queue.post_all(names, message)
@@ -342,9 +335,9 @@ def _check_plans(connected: Sequence[Connected], roster: Roster) -> None:
     leader = roster.publishers[0]
     agreed = plans.get(leader, next(iter(plans.values()), ""))
     if others := {name: plan for name, plan in plans.items() if plan != agreed}:
-        listed = ", ".join(f"{name} {plan or 'none'}" for name, plan in others.items())
+        listed = ", ".join(f"{name} {plan}" for name, plan in others.items())
         error = ProtocolError(
-            f"the ranks have made different transfer plans: {leader} {agreed or 'none'}, {listed}.",
+            f"the ranks have made different transfer plans: {leader} {agreed}, {listed}.",
             part=COORDINATOR,
             peer=", ".join(others),
             hint="Run one release of weightlane on all ranks, with the same checkpoint engine.",

@@ -11,19 +11,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ManifestError, ProtocolError
+from weightlane.ckpt_engines import ManifestError
 
 from ...plan import ReplicatedSlice
 from ...version.box import Box
 from ...version.bucket_checksums import checksum_of
 from ...version.tensor_spec import LocalShard, TensorSpec, raw_bytes
+from .topics import DIGESTS
 
-DIGESTS = "digests of equal shards"
-"""Topic of the digests in `RankAgreement`."""
 _BUDGET_BYTES = 4 << 20
 """Bytes that are digested for one version, once a version has committed. This takes half a millisecond."""
 
@@ -111,11 +109,3 @@ def _in_turns(slices: Sequence[ReplicatedSlice]) -> list[list[int]]:
         turns[-1].append(number)
         nbytes += size
     return turns
-
-
-def digests_from_plain(values: Any) -> dict[int, str]:
-    """Parse the digests of a rank, a list of pairs; raises `ProtocolError` for anything else."""
-    try:
-        return {int(number): str(digest) for number, digest in values}
-    except (TypeError, ValueError) as cause:
-        raise ProtocolError(f"not a list of digests: {cause}.", part=DIGESTS) from None

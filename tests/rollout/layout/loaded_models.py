@@ -21,7 +21,7 @@ from weightlane.rollout.layout.offline.rank_models import engine_config
 from weightlane.rollout.layout.write_method import full_reload
 from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
-from weightlane.sync.plan.plan_exchange import Supply
+from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.version.sliced_tensors import Slicing
 
 

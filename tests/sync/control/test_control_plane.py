@@ -13,7 +13,6 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-import torch
 from hub_calls import HubProcess, RemoteMembers, raised_by, value_counts
 from sessions import never, soon
 from waiting import HANG_S, wait_until
@@ -21,10 +20,9 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, PeerLostError, ProtocolError
 from weightlane.ckpt_engines.channels.authentication import new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
-from weightlane.sync import Manifest, Rendezvous, RendezvousAddress, TensorSpec
+from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub.frames import Kind
 from weightlane.sync.control.messages import Abort, Committed, Stop
-from weightlane.sync.control.tensor_lists import TensorLists
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
@@ -244,28 +242,6 @@ def test_a_rank_hears_the_others_no_longer_than_it_wants(rendezvous: Rendezvous)
         with pytest.raises(ClosedError):
             rank.collect("deltas", 1, never(), interrupt)
     wait_until(lambda: not rendezvous._hub.mailboxes._scopes, "end of the questions that nobody waits for")
-
-
-# -- manifests by reference ----------------------------------------------------------------------------------------------
-
-
-def manifest(version: int = 0) -> Manifest:
-    specs = tuple(TensorSpec(f"w.{number}", (3, number), torch.float32) for number in range(40))
-    return Manifest(version, specs, 1024)
-
-
-def test_a_list_of_tensors_is_sent_once_for_a_session(rendezvous: Rendezvous) -> None:
-    trainer, rollout, model = TensorLists(), TensorLists(), manifest()
-    for session in ("s-1", "s-2"):
-        board = rendezvous.mailbox(f"tensors/{session}")
-        for version in range(3):
-            offered = model.as_version(version, "")
-            before = rendezvous.traffic
-            plain = trainer.referred_to(offered.to_plain(), board, session)
-            assert isinstance(plain["tensors"], str)
-            assert Manifest.from_plain(rollout.looked_up(plain, board, soon())) == offered
-            assert version == 0 or rendezvous.traffic == before, "it is there already"
-        assert value_counts(rendezvous)[f"tensors/{session}"] == 1
 
 
 # -- a coordinator that is silent, busy or gone with its host --------------------------------------------------------------

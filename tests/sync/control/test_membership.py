@@ -13,7 +13,7 @@ from hop_run import MakeRun, expected, outcomes_of
 from sessions import soon
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, ManifestError, QuorumError, SyncAbortedError, Topology
+from weightlane.ckpt_engines import ClosedError, ManifestError, QuorumError, SyncAbortedError
 from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber
 from weightlane.sync.control.hub.frames import COORDINATOR
 from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
@@ -131,21 +131,19 @@ def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_
     subscriber = Subscriber("r/0", rendezvous.address, "filesystem", {"path": str(tmp_path)}, Expectation({}))
     joined = inbox.get(soon())
     assert isinstance(joined, Joined)
-    nowhere = {"sockets": {}, "engine": {}}
-    topology = Topology("first", {"t-0": nowhere}, {"r/0": nowhere})
     connecting: list[threading.Thread | None] = [None]
     for session in ("first", "second"):
         rendezvous.post(joined.inbox, Reset(session=session))
         hello = inbox.get(soon())
         assert isinstance(hello, Hello)
         assert hello.session == session
-        sides = {"publishers": ["t-0"], "senders": topology.senders, "receivers": topology.receivers}
+        sides = {"publishers": ["t-0"], "needs": {"r/0": ""}}
         rendezvous.post(joined.inbox, Connect(session=session, deadline_s=NEVER_S, **sides))
         wait_until(lambda: subscriber._connecting is not connecting[-1], "thread that connects")
         connecting.append(subscriber._connecting)
     message = Connect(session="first", deadline_s=NEVER_S, **sides)
     with pytest.raises(ClosedError, match="closed while connecting"):  # not with the transport of the second session
-        subscriber._connect_half(message, topology, soon())
+        subscriber._connect_links(message, soon())
     subscriber.close()
     wait_until(lambda: not any(thread and thread.is_alive() for thread in connecting), "end of those that connect")
 

@@ -13,8 +13,8 @@ from hypothesis import given
 
 from weightlane.ckpt_engines import ManifestError
 from weightlane.sync.plan import HolderMap, TransferPlan, plan_transfer
-from weightlane.sync.plan.plan_exchange import Supply
 from weightlane.sync.plan.send_assignment import assign_slices
+from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec

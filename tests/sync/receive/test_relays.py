@@ -11,6 +11,7 @@ import torch
 from direct_hop import MakeHop
 from hop import Replica
 from hop_run import MakeRun, expected
+from one_link import receive_session
 from patience import PATIENT
 from slices import EVERYTHING, LAYOUTS, TP2
 from waiting import NEVER_S
@@ -35,7 +36,6 @@ from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
 from weightlane.sync.receive.bucket_sinks import StagedBuckets
 from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
-from weightlane.sync.receive.receive_session import ReceiveSession, Source
 from weightlane.sync.version.bucket_checksums import checksum_of
 
 TOLERANT = PATIENT | {"quorum": 0.5}
@@ -177,7 +177,7 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
 
     carrier: Any = Carrier()
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, checksummed=True)
-    receiving = ReceiveSession("s", (Source(carrier, {"trainer-0": 1}),))
+    receiving = receive_session(manifest, carrier)
     request = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relay=carrier)
     loop, sink = ReceiveLoop("r1/0", HOST, RunHooks()), StagedBuckets(torch.empty(64, dtype=torch.uint8))
     carrier.damage = 1

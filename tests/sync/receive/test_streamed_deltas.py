@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_link import receive_session
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, DeadlineExceededError, WeightlaneError
@@ -21,7 +22,6 @@ from weightlane.sync.codecs.delta.format.encoder import Encoded
 from weightlane.sync.codecs.delta.staged_delta import StagedDelta
 from weightlane.sync.control.hub.frames import COORDINATOR
 from weightlane.sync.control.messages import Failed, Message, Open, Staged
-from weightlane.sync.receive.receive_session import ReceiveSession, Source
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.bucket_checksums import checksum_of
@@ -114,9 +114,9 @@ class Rollout:
 
     def offer(self, line: Line) -> None:
         manifest = line.manifest
-        self.subscriber._receive_session = ReceiveSession("", (Source(line, {"t-0": 1}),))  # type: ignore[arg-type]
+        self.subscriber._receive_session = receive_session(BASE, line, name="")
         times = {"deadline_s": HANG_S, "stall_s": HANG_S}
-        self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_plain(), **times))
+        self.subscriber._dispatch(Open(session="", version=manifest.version, manifest=manifest.to_offer(), **times))
 
     def hears(self, kind: type[Message]) -> Any:
         while not isinstance(message := self.inbox.get(Deadline.after(HANG_S)), kind):
@@ -256,7 +256,7 @@ def test_a_delta_of_an_attempt_or_a_session_that_is_over_is_not_taken_for_what_c
         line.let_through(line.manifest.bucket_count)
         rollout.hears(Staged)
         if number:
-            rollout.subscriber._close_half()
+            rollout.subscriber._close_links()
         else:  # a trainer that was started anew offers other weights under the same number
             other = Line(torch.zeros(BASE.total_bytes, dtype=torch.uint8), replace(BASE, version=2, identity="b/2"))
             rollout.offer(other)

@@ -15,13 +15,14 @@ from direct_hop import MakeHop
 from slices import rows
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError, Topology
+from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, SenderLink, SyncAbortedError
 from weightlane.ckpt_engines.engines.shared_memory.segment_engine import SegmentEngine
 from weightlane.ckpt_engines.engines.shared_memory.sender import SegmentSender
 from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
+from weightlane.plugins import RunHooks
 from weightlane.sync import Manifest, Rendezvous
-from weightlane.sync.receive.transfer_tasks import TransferTask, TransferTasks
+from weightlane.sync.receive.receive_loop import ReceiveLoop
 from weightlane.sync.send.gather import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -29,7 +30,7 @@ from weightlane.sync.version.tensor_spec import TensorSpec
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.transfer_tasks", "sync.send.pipeline"):
+    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.receive_loop", "sync.send.pipeline"):
         monkeypatch.setattr(f"weightlane.{module}.GRACE_S", 0.05)
     monkeypatch.setattr(bounded_calls, "_QUICK_S", 0.05)
 
@@ -66,7 +67,6 @@ SOON = 0.1
 @pytest.mark.parametrize(
     ("call", "waits_for"),
     [
-        (lambda sending, _: sending.connect(Topology("s", {}, {}), Deadline.after(SOON)), "the engine to connect"),
         (lambda sending, sender: send(sending, sender, 1, within_s=2.0), "the engine to send version 7"),
         (lambda sending, sender: send(sending, sender, 5), "the engine to send a bucket"),
         (lambda sending, _: sending.committing(7)(7, Deadline.after(SOON)), "version 7 to be committed"),
@@ -92,12 +92,12 @@ def send(sending: SendPipeline, sender: Any, buckets: int, *, within_s: float = 
 def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_memory_is_used_again(
     stuck: Any,
 ) -> None:
-    receiving = TransferTasks("rollout-0/0")
-    tasks = [TransferTask([f"trainer-{number}"], stuck.flush) for number in range(2)]
+    receiving = ReceiveLoop("rollout-0/0", HOST, RunHooks())
+    tasks = [([f"trainer-{number}"], stuck.flush) for number in range(2)]
     with pytest.raises(DeadlineExceededError, match="trainer-0"):
-        receiving.run(tasks, Deadline.after(SOON))
+        receiving._run(tasks, Deadline.after(SOON))
     with pytest.raises(DeadlineExceededError, match="to be given up"):
-        receiving.wait_until_idle(Deadline.after(SOON))
+        receiving._wait_until_idle(Deadline.after(SOON))
 
 
 def test_a_gather_that_is_closed_lets_go_of_who_waits_for_another_rank(rendezvous: Rendezvous) -> None:

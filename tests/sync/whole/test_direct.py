@@ -112,13 +112,13 @@ def test_what_does_not_fit_is_refused_by_name_before_a_byte_moves_and_the_old_we
 
 def test_a_rank_with_another_plan_is_named_before_a_byte_moves(hop: MakeHop, monkeypatch: pytest.MonkeyPatch) -> None:
     run = hop("gloo", rows, 2, [EVERYTHING, EVERYTHING])
-    connect = run.rollouts[1].end._connect_half
+    connect = run.rollouts[1].end._connect_links
 
     def other_plan(*given: Any) -> SimpleNamespace:
         plan = connect(*given)
         return SimpleNamespace(digest=f"{plan.digest}0", relays=plan.relays)
 
-    monkeypatch.setattr(run.rollouts[1].end, "_connect_half", other_plan)
+    monkeypatch.setattr(run.rollouts[1].end, "_connect_links", other_plan)
     run.publish(1)
     reason = run.fails(1, r"different transfer plans: trainer-0 \w+, rollout-1/0 \w+0\.")
     assert isinstance(reason, ProtocolError)

@@ -24,8 +24,7 @@ from weightlane.ckpt_engines.engines.torch_distributed.device_group import Devic
 from weightlane.ckpt_engines.engines.torch_distributed.group_engine import TorchDistributedConfig
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.sync.plan.links import PlannedLink
-from weightlane.sync.plan.plan_exchange import Supply
-from weightlane.sync.plan.session_plan import SessionPlan
+from weightlane.sync.plan.session_plan import SessionPlan, Supply
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import TensorSpec
@@ -56,7 +55,7 @@ def plans(draw: st.DrawFn) -> SessionPlan:
         f"rollout-{number}/{rank}": share for number, cut in enumerate(cuts) for rank, share in enumerate(shares(cut))
     }
     relay = draw(st.sampled_from(["off", "chain", "tree"]))
-    return SessionPlan(Supply(held, draw(st.sampled_from([256, 4096])), False, "", relay), needed, FACTS)
+    return SessionPlan.of(Supply(held, draw(st.sampled_from([256, 4096])), False, "", relay), needed, FACTS)
 
 
 def members(link: PlannedLink) -> list[str]:
@@ -86,7 +85,7 @@ def test_a_bucket_that_arrives_early_overtakes_no_broadcast_of_another_turn() ->
     needed = {f"rollout-{each}/0": Placement.whole(SPECS[first:last:step])
               for each, (first, last, step) in enumerate(((1, 3, 1), (0, 3, 2), (0, 2, 1)))}  # fmt: skip
     for seed in range(20):
-        all_meet(SessionPlan(Supply(held, 4096, False, "", "off"), needed, FACTS), Random(seed))
+        all_meet(SessionPlan.of(Supply(held, 4096, False, "", "off"), needed, FACTS), Random(seed))
 
 
 def all_meet(plan: SessionPlan, random: Random) -> None:
