@@ -26,9 +26,8 @@ from weightlane.plugins import RunHooks, process_hooks
 
 from .config import CodecPolicy, Integrity, Quantise, Relay, check_settings
 from .control.messages import Connect, EngineTraits, Full, Go, Message
-from .control.participant import JOIN_THREAD_S, Participant
+from .control.participant import JOIN_THREAD_S, Participant, checked_version
 from .control.rendezvous import RendezvousAddress
-from .control.version_outcomes import checked_version
 from .plan.session_plan import SessionPlan
 from .send.publication import Publication, PublicationQueue
 from .send.send_session import SendSession

@@ -15,8 +15,8 @@ from rich.table import Table
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.sync.config import Relay
 from weightlane.sync.plan import assign_slices
+from weightlane.sync.plan.links import check_relay
 from weightlane.sync.plan.plan_report import Shown, configured_report, plan_report
-from weightlane.sync.plan.routes import check_relay
 from weightlane.sync.plan.shapes.model_shapes import Wire, shape_named, weights
 from weightlane.sync.plan.shapes.parallel_layouts import USUAL, RolloutLayout, TrainerLayout
 from weightlane.sync.publisher import publisher_name

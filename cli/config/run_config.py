@@ -15,7 +15,7 @@ from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loo
 from weightlane.plugins.trackers import TRACKERS
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
-from weightlane.sync.plan.routes import check_relay
+from weightlane.sync.plan.links import check_relay
 from weightlane.trainer.config import (
     AlgorithmConfig,
     CriticConfig,

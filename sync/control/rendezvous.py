@@ -1,4 +1,4 @@
-"""`Rendezvous`: a process's connection to the control plane of a run.
+"""`Rendezvous`: a process's connection to the control plane of a run, with its inboxes and mailboxes.
 
 Each participant has one connection to the hub in the coordinator's process (`weightlane.sync.control.hub.hub`). Over it the hub
 sends messages for the participant's inbox as soon as they are posted, and the participant reads and writes mailboxes. Both ends
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from queue import Empty
 from typing import Any
 
 import torch.distributed as dist
@@ -27,18 +27,105 @@ from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import join_sto
 from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 
 from ..config import SILENCE_S
-from .hub.client import HubClient
+from .hub.client import HubClient, Item, PendingReply
 from .hub.connection import ControlConnection
 from .hub.frames import COORDINATOR, Kind
 from .hub.hub import ControlHub
 from .hub.mailboxes import Member
-from .inbox import Inbox
-from .mailbox import Mailbox
-from .messages import Message, encode
+from .hub.plain_bytes import from_bytes, to_bytes
+from .messages import Message, Stop, decode, encode
 
 _JOIN_TIMEOUT_S = 30.0
 """Time limit to connect to the hub, or to get the port of its torch store: a thousand participants may connect at once."""
 _PORTS = 1 << 16
+
+
+class Inbox:
+    """A queue of control messages with one reader.
+
+    Args:
+        client: This process's connection to the hub.
+        name: The inbox's name; it gets the messages that are posted to that name from now on.
+        keep_open: The owner of the connection. The reference keeps the connection open.
+    """
+
+    def __init__(self, client: HubClient, name: str, keep_open: object) -> None:
+        self.name = name
+        self._client = client
+        self._keep_open = keep_open
+        self._queue = client.open_inbox(name)
+
+    def get(self, deadline: Deadline | None = None) -> Message:
+        """Wait for the next message.
+
+        Raises `DeadlineExceededError`, `ClosedError` if the connection to the hub has ended, or `ProtocolError` for a malformed
+        message.
+        """
+        while (message := self._next(deadline)) is None:
+            if deadline is not None and deadline.expired:
+                raise deadline.error("a control message", part=self.name)
+        return message
+
+    def get_nowait(self) -> Message | None:
+        """The next message if there is one. Raises the same errors as `get`."""
+        return self._next(Deadline.after(0.0))
+
+    def stop(self) -> None:
+        """Append a `Stop` message for this inbox's reader."""
+        self._queue.put(encode(Stop()))
+
+    def _next(self, deadline: Deadline | None) -> Message | None:
+        item: Item
+        try:
+            item = self._queue.get(timeout=deadline.remaining_s if deadline else None)
+        except Empty:
+            return None
+        if isinstance(item, WeightlaneError):
+            self._queue.put(item)  # the next call raises it, too
+            raise item
+        return decode(item)
+
+
+class Mailbox:
+    """JSON values by key, in one scope. Every method raises `ClosedError` if the connection to the hub has ended.
+
+    Args:
+        client: This process's connection to the hub.
+        scope: The scope. A scope that is named after a session ends with it.
+        keep_open: The owner of the connection. The reference keeps the connection open.
+    """
+
+    def __init__(self, client: HubClient, scope: str, keep_open: object) -> None:
+        self._client = client
+        self._keep_open = keep_open
+        self.scope = scope
+
+    def within(self, part: str) -> Mailbox:
+        """The mailbox of a part of this scope."""
+        return Mailbox(self._client, f"{self.scope}/{part}", self._keep_open)
+
+    def put(self, key: str, value: Any) -> None:
+        """Store the JSON-representable `value` under `key`."""
+        self._client.tell(Frame(Kind.PUT, 0, self._name(key), to_bytes(value)))
+
+    def get(self, key: str, deadline: Deadline) -> Any:
+        """Wait for the value of `key`. Raises `DeadlineExceededError`, or `ClosedError` when the scope's session is over."""
+        what = f"{key!r} in mailbox {self.scope}"
+        asked = self._client.ask(Frame(Kind.GET, 0, self._name(key), b""))
+        if (value := asked.result(deadline)) is None:
+            raise deadline.error(what, part="mailbox")
+        return from_bytes(value, what)
+
+    def gather(self, count: int) -> PendingReply:
+        """Request all values of this scope once it has `count` keys; parse them with `sync.control.hub.mailboxes.gathered`."""
+        return self._client.ask(Frame(Kind.GATHER, 0, self.scope, str(count).encode()))
+
+    def delete(self, key: str) -> None:
+        """Delete the value of `key`, if it has one. No participant may be waiting for it."""
+        self._client.tell(Frame(Kind.DELETE, 0, self._name(key), b""))
+
+    def _name(self, key: str) -> str:
+        return f"{self.scope}\n{key}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,22 +230,9 @@ class Rendezvous:
         for name in names:
             self._client.tell(Frame(Kind.POST, 0, name, payload))
 
-    def wait_until_read(self, names: Iterable[str], deadline: Deadline) -> list[str]:
-        """[host] Wait until all messages in the inboxes `names` were read. Returns those with unread messages at `deadline`."""
-        hub = self._hub
-        unread, changed = set(names), threading.Condition()
-
-        def on_read(name: str) -> None:
-            with changed:
-                unread.discard(name)
-                changed.notify_all()
-
-        marks = [hub.mark(name, on_read) for name in list(unread)]
-        with changed:
-            changed.wait_for(lambda: not unread, deadline.remaining_s)
-            left = sorted(unread)
-        hub.unmark(marks)
-        return left
+    def wait_until_unread(self, inboxes: Collection[str], deadline: Deadline) -> list[str]:
+        """[host] Wait until nobody reads `inboxes` any more. Returns those that have a reader at `deadline`."""
+        return self._hub.wait_until_unread(inboxes, deadline)
 
     def inbox(self, name: str) -> Inbox:
         """Open the inbox `name`, which gets all messages posted to it from now on."""

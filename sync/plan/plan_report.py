@@ -13,12 +13,10 @@ from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import Relay, SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
-from .links import collective_links
-from .receiver_groups import replica_of
-from .routes import Route, plan_routes
+from .links import Route, collective_links, plan_routes
 from .send_assignment import HolderMap
 from .session_plan import Supply
-from .transfer_plan import TransferPlan, plan_transfer
+from .transfer_plan import TransferPlan, plan_transfer, replica_of
 
 STORE = "the store"
 """Name of the store in a report's links."""

@@ -14,16 +14,14 @@ from typing import Any
 
 from weightlane.ckpt_engines import Capabilities, Deadline, Delivery, ProtocolError
 
-from ..codecs.quantised.quantisation import check_format
-from ..codecs.quantised.quantised_needs import needed_on_the_wire
+from ..codecs.quantised.quantisation import check_format, needed_on_the_wire
 from ..config import Relay
 from ..version.bucket_checksums import SessionMailbox
 from ..version.manifest import Manifest
 from ..version.placement import Placement
 from ..version.sliced_tensors import Slicing
 from ..version.tensor_spec import TensorSlice, TensorSpec, is_computed
-from .links import PlannedLink, collective_links, links_of
-from .routes import Route, plan_routes
+from .links import PlannedLink, Route, collective_links, links_of, plan_routes
 from .transfer_plan import plan_transfer
 
 _PART = "transfer plan"

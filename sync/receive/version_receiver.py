@@ -15,11 +15,10 @@ from weightlane.plugins import RunHooks
 from ..codecs.delta.decoding import DeltaDecoding
 from ..codecs.delta.staged_delta import StagedDelta
 from .bucket_sinks import DeltaBuckets, LiveBuckets, StagedBuckets, ViewedBuckets
-from .live_identity import LiveIdentity
 from .receive_loop import ReceiveLoop, StageRequest
 from .receive_session import ReceiveSession
 from .staged_version import ViewedVersion, new_receive_memory
-from .staging import Staging
+from .staging import LiveIdentity, Staging
 
 _RELEASE_S = 5.0
 """Time limit for releasing a sender's memory, in seconds. It is short, because the sender soon allocates other memory instead."""

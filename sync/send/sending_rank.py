@@ -17,7 +17,7 @@ from ..codecs.quantised.quantisation import quantised_placement, wire_specs
 from ..config import CodecPolicy, Quantise, Relay
 from ..control.messages import EngineTraits
 from ..plan import HolderMap
-from ..plan.routes import check_relay
+from ..plan.links import check_relay
 from ..plan.session_plan import Supply
 from ..version.packing import compact_places, stream_places
 from ..version.placement import Placement

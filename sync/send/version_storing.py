@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
+from contextlib import suppress
 
 from weightlane.ckpt_engines import Deadline, WeightlaneError
-from weightlane.ckpt_engines.runtime.at_exit import start_thread
+from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 5.0
@@ -20,7 +21,6 @@ _CLOSE_S = 5.0
 
 Commit = Callable[[int, Deadline], None]
 """A function that commits a version by a deadline."""
-_Task = tuple[int, Commit] | Callable[[], None]
 
 
 class VersionStoring:
@@ -33,63 +33,42 @@ class VersionStoring:
 
     def __init__(self, name: str, deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s
-        self._changed = threading.Condition()
-        self._tasks: deque[_Task] = deque()
-        """At most one commit that has not begun, and the calls of `afterwards`, in order."""
-        self._running = False
-        self._closed = False
-        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._threads = DaemonThreads(1, f"weightlane-store-{name}")
+        self._newest: tuple[int, Future[None]] | None = None
+        """The newest version, and its commit."""
+        self._closing: dict[Future[None], Callable[[], None]] = {}
+        """Calls of `afterwards` that wait for a commit."""
 
     def commit(self, version: int, commit: Commit) -> None:
         """Have `version` committed. It replaces a version whose commit has not begun: storing is slower than publishing."""
-        with self._changed:
-            waiting = next((task for task in self._tasks if isinstance(task, tuple)), None)
-            if waiting is not None:
-                self._tasks.remove(waiting)
-            self._tasks.append((version, commit))
-            if self._thread is None:
-                self._thread = start_thread(f"weightlane-store-{self._name}", self._run)
-            self._changed.notify_all()
-        if waiting is not None:
-            _log.warning(
-                "%s: version %d served but is not stored: storing the one before takes longer than a version.",
-                self._name,
-                waiting[0],
-            )
+        with self._lock, suppress(RuntimeError):  # after `close`
+            if self._newest is not None and self._newest[1].cancel():
+                _log.warning(
+                    "%s: version %d served but is not stored: storing the one before takes longer than a version.",
+                    self._name,
+                    self._newest[0],
+                )
+            self._newest = version, self._threads.submit(self._commit, version, commit)
 
     def afterwards(self, close: Callable[[], None]) -> None:
         """Call `close`, which must not raise, after all commits requested so far; at once if there are none."""
-        with self._changed:
-            if self._running or self._tasks:
-                self._tasks.append(close)
-                self._changed.notify_all()
+        with self._lock, suppress(RuntimeError):
+            if self._newest is not None and not self._newest[1].done():
+                self._closing[self._threads.submit(close)] = close
                 return
         close()
 
     def close(self) -> None:
         """Wait for commits for at most `_CLOSE_S` seconds, and drop those that have not begun. Idempotent, never raises."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running and not self._tasks, _CLOSE_S)
-            self._closed = True
-            closing = [task for task in self._tasks if not isinstance(task, tuple)]
-            self._tasks.clear()
-            self._changed.notify_all()
-        for close in closing:
+        with self._lock:
+            if self._newest is not None:
+                wait([self._newest[1], *self._closing], _CLOSE_S)
+            self._threads.shutdown(cancel_futures=True)
+            left = [close for future, close in self._closing.items() if future.cancelled()]
+            self._closing.clear()
+        for close in left:
             close()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._running = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or self._tasks)
-                if not self._tasks:
-                    return
-                task, self._running = self._tasks.popleft(), True
-            if isinstance(task, tuple):
-                self._commit(*task)
-            else:
-                task()
 
     def _commit(self, version: int, commit: Commit) -> None:
         try:
@@ -98,5 +77,5 @@ class VersionStoring:
             _log.warning(
                 "%s: version %d serves but could not be committed in the store: %s", self._name, version, error
             )
-        except Exception:  # noqa: BLE001 - without this thread nothing would ever be stored again
+        except Exception:  # noqa: BLE001 - nobody else learns of it
             _log.exception("%s: version %d serves but could not be committed in the store", self._name, version)

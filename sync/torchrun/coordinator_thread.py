@@ -30,8 +30,8 @@ _log = logging.getLogger(__name__)
 _PART = "coordinator thread"
 _JOIN_S = 5.0
 """How long `close` waits for the thread to end, in seconds."""
-_HEARD_S = 5.0
-"""How long `close` waits until all ranks have read the outcome of the last version, in seconds. A dead rank never reads it."""
+_LEFT_S = 5.0
+"""How long `close` waits until all ranks have read the outcome of the last version, in seconds. A frozen rank never reads it."""
 
 T = TypeVar("T")
 
@@ -109,8 +109,8 @@ class CoordinatorThread:
         if not self._thread.is_alive():
             return
         if self._coordinator is not None:
-            self._coordinator.wait_until_heard(_HEARD_S)
             self._coordinator.close()
+            self._coordinator.wait_until_left(_LEFT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_JOIN_S)
         self._rendezvous.close()

@@ -67,7 +67,7 @@ def checksums_of_document(text: str, count: int) -> list[str]:
 
 
 class SessionMailbox(Protocol):
-    """A mailbox of the session: `weightlane.sync.control.mailbox.Mailbox` in a run."""
+    """A mailbox of the session: `weightlane.sync.control.rendezvous.Mailbox` in a run."""
 
     def put(self, key: str, value: Any) -> None:
         """See `Mailbox.put`."""

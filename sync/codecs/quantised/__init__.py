@@ -12,8 +12,8 @@ True
 """
 
 from . import block_fp8
-from .checkpoint import FP8, quantization_config, scale_name, scale_shape
-from .quantisation_error import QuantisationReport
+from .block_fp8 import QuantisationReport
+from .quantisation import FP8, quantization_config, scale_name, scale_shape
 
 __all__ = [
     "FP8",

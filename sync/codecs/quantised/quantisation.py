@@ -7,18 +7,21 @@ routers of mixtures of experts. The quantised checkpoints that inference engines
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from weightlane.ckpt_engines import ConfigError, ManifestError
 
-from ...version.box import Box
+from ...version.box import Box, overlay
 from ...version.placement import Placement
 from ...version.tensor_spec import TensorSpec, dtype_name
 from .block_fp8 import BLOCK, DTYPE
-from .checkpoint import FP8, scale_name, scale_shape
+
+FP8 = "fp8"
+"""Value of `sync.quantise`, and `Manifest.quantised`, of versions in this format."""
 
 _PART = "quantisation"
 _WEIGHT = ".weight"
@@ -31,6 +34,33 @@ _KEPT = frozenset(
     }
 )
 """Hugging Face's names of modules whose matrix is not quantised: heads, embeddings and routers."""
+
+
+def scale_name(weight: str) -> str:
+    """Name of the scales: ``a.b.weight`` -> ``a.b.weight_scale_inv``."""
+    return f"{weight}_scale_inv"
+
+
+def scale_shape(weight: tuple[int, int]) -> tuple[int, int]:
+    """Shape of the scales of a matrix of shape `weight`."""
+    rows, columns = weight
+    return -(-rows // BLOCK), -(-columns // BLOCK)
+
+
+def quantization_config(not_quantised: list[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a ``config.json``.
+
+    Args:
+        not_quantised: Names of linear modules that stay as they are, e.g. ``["lm_head"]``. Activations are quantised dynamically
+            in the same format as weights.
+    """
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": not_quantised,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,3 +188,39 @@ def quantised_pairs(specs: Iterable[TensorSpec]) -> dict[str, QuantisedPair]:
 
 def _unfit(what: str) -> ManifestError:
     return ManifestError(f"{what}.", part=_PART, hint="Run one release of weightlane on both sides.")
+
+
+def needed_on_the_wire(needed: Placement, sent: Sequence[TensorSpec]) -> Placement | None:
+    """Translate `needed` from restored tensors to the tensors `sent` on the wire. Returns None if `needed` has other tensors.
+
+    Raises:
+        ManifestError: `sent` is no quantised version.
+    """
+    pairs = quantised_pairs(sent)
+    scales = {pair.scales.name for pair in pairs.values()}
+    wire = {spec.name: spec for spec in sent if spec.name not in scales}
+    if wire.keys() != {spec.name for spec in needed.specs}:
+        return None
+    if not all(
+        _stands_for(wire[spec.name], spec, restored=spec.name in pairs) or not boxes
+        for spec, boxes in zip(needed.specs, needed.boxes, strict=True)
+    ):
+        return None
+
+    def slices() -> Iterator[tuple[TensorSpec, Iterable[Box]]]:
+        for spec, boxes in zip(needed.specs, needed.boxes, strict=True):
+            yield wire[spec.name], boxes
+            if (pair := pairs.get(spec.name)) is not None:
+                yield pair.scales, _scales_of(pair, boxes)
+
+    return Placement.of_boxes(slices())
+
+
+def _stands_for(wire: TensorSpec, spec: TensorSpec, *, restored: bool) -> bool:
+    return wire.shape == spec.shape and spec.dtype.is_floating_point if restored else wire.stands_for(spec)
+
+
+def _scales_of(pair: QuantisedPair, boxes: Sequence[Box]) -> list[Box]:
+    """The scales of all elements of `boxes`, in slices that do not overlap."""
+    touched = [(touched_blocks(box), 0) for box in boxes]
+    return [box for box, labels in overlay(touched, pair.scales.shape) if labels]

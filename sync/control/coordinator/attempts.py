@@ -14,9 +14,9 @@ from weightlane.plugins import RunHooks
 from ...config import SyncConfig
 from ..hub.frames import COORDINATOR
 from ..messages import Abort
-from .blame import AttemptError
 from .commits import Commits
 from .message_queue import MessageQueue
+from .replies import AttemptError
 from .report import FailedAttempt
 from .roster import Roster, RosterEntry
 from .session import Session, Streamed

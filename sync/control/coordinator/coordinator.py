@@ -18,13 +18,13 @@ from weightlane.plugins import RunHooks, process_hooks
 from ...config import SyncConfig
 from ..hub.frames import COORDINATOR
 from ..messages import Abort, Committed, Lost
+from ..participant import checked_version
 from ..rendezvous import Rendezvous
-from ..version_outcomes import checked_version
 from .attempts import Attempts
-from .blame import AttemptError
 from .commits import absent_error, commit_error
 from .message_queue import MessageQueue
 from .replica import Replica, ReplicaState
+from .replies import AttemptError
 from .report import FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .roster import Roster
 from .session import Session, Streamed
@@ -240,13 +240,13 @@ class Coordinator:
         """
         self._rendezvous.post(COORDINATOR, Lost(replica=replica, error=error.to_wire()))
 
-    def wait_until_heard(self, timeout_s: float) -> None:
-        """Wait until every trainer rank has read all messages about past versions, for at most `timeout_s`. Never raises.
+    def wait_until_left(self, timeout_s: float) -> None:
+        """After `close`, wait until every trainer rank has learned of it and left, for at most `timeout_s`. Never raises.
 
-        For programs that are about to close the rendezvous: unread messages are lost then.
+        For programs that are about to close the rendezvous: messages that were not read are lost then.
         """
-        if deaf := self._queue.wait_until_read(self._roster.publishers, Deadline.after(timeout_s)):
-            _log.info("%s did not read how the last version ended within %.0f s", ", ".join(deaf), timeout_s)
+        if late := self._queue.wait_until_left(self._roster.publishers, Deadline.after(timeout_s)):
+            _log.info("%s did not read how the last version ended within %.0f s", ", ".join(late), timeout_s)
 
     def close(self) -> None:
         """Stop every participant's control thread and end a running sync. Idempotent."""

@@ -72,10 +72,10 @@ class MessageQueue:
         with suppress(WeightlaneError):
             self._rendezvous.post(COORDINATOR, message)
 
-    def wait_until_read(self, names: Iterable[str], deadline: Deadline) -> list[str]:
-        """Wait until `names` have read all that was sent to them. Returns those that have not by `deadline`."""
+    def wait_until_left(self, names: Iterable[str], deadline: Deadline) -> list[str]:
+        """Wait until `names` have read the `Stop` of `close` and left. Returns those that have not by `deadline`."""
         inboxes = {inbox: name for name in names if (inbox := self._roster.inboxes.get(name)) is not None}
-        return [inboxes[inbox] for inbox in self._rendezvous.wait_until_read(inboxes, deadline)]
+        return [inboxes[inbox] for inbox in self._rendezvous.wait_until_unread(inboxes, deadline)]
 
     def catch_up(self) -> None:
         """Process every message that has arrived. Raises `ClosedError` if the coordinator was closed."""

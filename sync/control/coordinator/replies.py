@@ -1,16 +1,20 @@
-"""`Replies`: waits for the participants' replies to the coordinator's messages, and for failures instead of replies."""
+"""`Replies`: waits for the participants' replies to the coordinator's messages. `blame`: who is at fault if they fail instead."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
 from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
+    ManifestError,
     PeerLostError,
     ProtocolError,
+    QuarantinedError,
+    SupersededError,
+    TransportError,
     WeightlaneError,
     error_from_wire,
 )
@@ -30,15 +34,93 @@ from ..messages import (
     Sent,
     Staged,
 )
-from .blame import AttemptError, blame
 from .message_queue import MessageQueue
 from .roster import Roster
 
+_PEER_LOST = TransportError | DeadlineExceededError | QuarantinedError
+"""Errors that mean a peer was lost. `QuarantinedError` is raised when the loss interrupts an in-place commit."""
+
 _FURTHER_FAILURES_S = 0.1
 """Seconds to wait for further failures after the first: the participant that knows the culprit may not report first."""
-
 Reply = Hello | Connected | Offer | Accepted | Ready | Sent | Staged
 M = TypeVar("M", Hello, Connected, Offer, Accepted, Ready, Sent, Staged)
+
+
+class AttemptError(Exception):
+    """An attempt to connect the participants, or to send a version to them, has failed.
+
+    Attributes:
+        error: The typed failure.
+        culprits: Names of the replicas at fault; empty when no replica can be blamed.
+        final: Another attempt would fail as well.
+        free_retry: The next attempt avoids the cause, and does not count as a retry.
+    """
+
+    def __init__(
+        self, error: WeightlaneError, culprits: Iterable[str] = (), *, final: bool = False, free_retry: bool = False
+    ) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.culprits = frozenset(culprits)
+        self.final = final
+        self.free_retry = free_retry
+
+
+def blame(failures: Sequence[Failed], roster: Roster) -> AttemptError:
+    """The error of an attempt in which participants reported `failures`, with the replicas at fault."""
+
+    def replicas_named(error: WeightlaneError) -> set[str]:
+        return {entry.name for name in error.peer.split(", ") if (entry := roster.entry_of(name))}
+
+    # A sender's error names the receiver that did not take a bucket.
+    for failure in failures:
+        error = error_from_wire(failure.error)
+        if failure.name in roster.publishers and (named := replicas_named(error)):
+            return AttemptError(error, named)
+    # If a receiver has lost its sender, or has timed out waiting for it, the receiver is not at fault.
+    lost = _lost_peers(failures)
+    for failure in failures:
+        if roster.entry_of(failure.name) is None:
+            continue
+        error = error_from_wire(failure.error)
+        if isinstance(error, _PEER_LOST):
+            if failure.name not in lost:
+                continue  # its other failure is more specific
+            error = _root_cause(failure.name, lost)
+            if error.peer in roster.publishers:
+                continue
+            if named := replicas_named(error):
+                return AttemptError(error, named)
+        alike = (other for other in failures if other.error["type"] == failure.error["type"])
+        return AttemptError(error, {entry.name for other in alike if (entry := roster.entry_of(other.name))})
+    first = failures[0]
+    error = _root_cause(first.name, lost) if first.name in lost else error_from_wire(first.error)
+    return AttemptError(error, final=isinstance(error, SupersededError | ManifestError))
+
+
+def _lost_peers(failures: Iterable[Failed]) -> dict[str, WeightlaneError]:
+    """The errors of participants that report a lost peer and no other failure, by the participant's name."""
+    lost: dict[str, WeightlaneError] = {}
+    failed_itself = set()
+    for failure in failures:
+        error = error_from_wire(failure.error)
+        if isinstance(error, _PEER_LOST):
+            lost.setdefault(failure.name, error)
+        else:
+            failed_itself.add(failure.name)
+    return {name: error for name, error in lost.items() if name not in failed_itself}
+
+
+def _root_cause(name: str, lost: Mapping[str, WeightlaneError]) -> WeightlaneError:
+    """Follow the chain of ranks that wait for one another from `name`. Returns the last error, which names the root cause.
+
+    If two ranks blame each other, the report of `name`, which came first, counts: a sender fails before its receiver.
+    """
+    error, visited = lost[name], {name}
+    while (cause := lost.get(error.peer)) is not None and cause.peer not in visited:
+        visited.add(error.peer)
+        error = cause
+    return error
 
 
 class Replies:

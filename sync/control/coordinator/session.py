@@ -33,9 +33,8 @@ from ..messages import (
     Sent,
     Staged,
 )
-from .blame import AttemptError
 from .message_queue import MessageQueue
-from .replies import Replies, Reply
+from .replies import AttemptError, Replies, Reply
 from .roster import Roster, RosterEntry
 
 # The participant closest to the cause of a stall fails first, so that the reported error names the right peer.

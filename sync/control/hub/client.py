@@ -50,14 +50,7 @@ class PendingReply:
         return [str(key) for key in json.loads(found)] if found else []
 
 
-class Mark:
-    """A marker in an inbox, which is acknowledged once all items before it were read."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-Item = bytes | Mark | WeightlaneError
+Item = bytes | WeightlaneError
 
 
 class HubClient:
@@ -80,9 +73,9 @@ class HubClient:
 
     def received(self, frame: Frame) -> None:
         """Handle a frame from the hub."""
-        if frame.kind in (Kind.MESSAGE, Kind.MARK):
+        if frame.kind == Kind.MESSAGE:
             if (queue := self._queues.get(frame.name)) is not None:
-                queue.put(frame.payload if frame.kind == Kind.MESSAGE else Mark(frame.number))
+                queue.put(frame.payload)
             return
         with self._lock:
             asked = self._asked.pop(frame.number, None)

@@ -29,13 +29,9 @@ class Kind(IntEnum):
     reply, under the number of this frame, is `VALUE` with the keys in the scope; there is no reply if that number is 0."""
     STORE = 8
     """[member] Request the port of the torch store. The reply is `VALUE`."""
-    READ = 9
-    """[member] Acknowledge that all items before the `MARK` of this number were read."""
-    MESSAGE = 10
+    MESSAGE = 9
     """[hub] The payload was posted to the inbox."""
-    MARK = 11
-    """[hub] Request a `READ` once all items before this one in the inbox were read."""
-    VALUE = 12
+    VALUE = 10
     """[hub] The reply to the request of this number."""
-    OVER = 13
+    OVER = 11
     """[hub] The request of this number has failed; the payload is the reason."""

@@ -9,22 +9,49 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Collection, Iterable
 
-from weightlane.ckpt_engines import as_weightlane_error
+import torch.distributed as dist
+
+from weightlane.ckpt_engines import Deadline, as_weightlane_error
 from weightlane.ckpt_engines.channels.connection import Frame, Keys, payload_digest
 from weightlane.ckpt_engines.channels.handshake import Hello
 from weightlane.ckpt_engines.channels.listener import Admission, Listener, listen_tcp
+from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 
 from .connection import CLOSED_BY_PEER, ControlConnection
 from .frames import COORDINATOR, Kind
 from .mailboxes import Mailboxes, Member
-from .torch_store import TorchStore
 
 _log = logging.getLogger(__name__)
 _MOST_PENDING = 8192
 """How many connections may be in their handshake; a thousand members may connect at once."""
+
+
+class TorchStore:
+    """A torch TCPStore that is opened when the first process group requests it."""
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._lock = threading.Lock()
+        self._opened: tuple[dist.TCPStore, int] | None = None
+
+    def port(self) -> int:
+        """The port on which the store listens. Opens the store if necessary, which may take seconds."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = host_store(self._host)
+            return self._opened[1]
+
+    def forget(self, session: str) -> None:
+        """Delete the keys of the process groups of `session`."""
+        with self._lock:
+            if self._opened is not None:
+                store, _ = self._opened
+                for key in store.list_keys():
+                    if session in key.split("/"):
+                        store.delete_key(key)
 
 
 class ControlHub:
@@ -47,9 +74,8 @@ class ControlHub:
         """The reader of each inbox."""
         self._early: list[Frame] = []
         """Messages for the coordinator that arrived before it reads its inbox."""
-        self._marks: dict[int, tuple[str, Callable[[str], None]]] = {}
-        """Marks that were not acknowledged yet, by number: the inbox, and the function to call with its name."""
-        self._last_mark = 0
+        self._left = threading.Condition(self._lock)
+        """Notified when a member has left."""
         self._connections: set[ControlConnection] = set()
         self.traffic = [0, 0]
         """Approximate number of messages and of bytes that the hub has received and sent."""
@@ -82,10 +108,6 @@ class ControlHub:
                 self.post([frame.name], frame.payload)
             case Kind.LISTEN:
                 self._listen(member, frame.name)
-            case Kind.READ:
-                with self._lock:
-                    _, on_read = self._marks.pop(frame.number, ("", lambda _: None))
-                on_read(frame.name)
             case Kind.STORE:
                 start_thread("weightlane-torch-store", self._send_store_port, member, frame.number)
             case Kind.PUT | Kind.DELETE:
@@ -110,29 +132,11 @@ class ControlHub:
                         continue
             self._send(reader, message, digest)
 
-    def mark(self, inbox: str, on_read: Callable[[str], None]) -> int:
-        """Call `on_read` with the inbox's name once all messages posted to it so far were read, or its reader is gone.
-
-        Returns the mark's number, for `unmark`.
-        """
-        number = 0
-        with self._lock:
-            reader = self._readers.get(inbox)
-            if reader is not None:
-                self._last_mark += 1
-                number = self._last_mark
-                self._marks[number] = inbox, on_read
-        if reader is None:
-            on_read(inbox)
-        else:
-            self._send(reader, Frame(Kind.MARK, number, inbox, b""))
-        return number
-
-    def unmark(self, numbers: Iterable[int]) -> None:
-        """Drop marks, so that their functions are not called any more."""
-        with self._lock:
-            for number in numbers:
-                self._marks.pop(number, None)
+    def wait_until_unread(self, inboxes: Collection[str], deadline: Deadline) -> list[str]:
+        """Wait until nobody reads `inboxes` any more. Returns those that have a reader at `deadline`."""
+        with self._left:
+            self._left.wait_for(lambda: self._readers.keys().isdisjoint(inboxes), deadline.remaining_s)
+            return [inbox for inbox in inboxes if inbox in self._readers]
 
     def forget_session(self, session: str) -> None:
         """Drop all values of `session` in mailboxes and in the torch store."""
@@ -170,11 +174,8 @@ class ControlHub:
             for inbox in member.inboxes:
                 if self._readers.get(inbox) is member:
                     del self._readers[inbox]
-            unread = [number for number, (inbox, _) in self._marks.items() if inbox in member.inboxes]
-            marks = [self._marks.pop(number) for number in unread]
+            self._left.notify_all()
         self.mailboxes.forget_member(member)
-        for inbox, on_read in marks:
-            on_read(inbox)  # no reader is left
 
     def _close_connections(self) -> None:
         """[loop's thread] End all connections, once the hub is closed."""

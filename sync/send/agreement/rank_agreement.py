@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, Weight
 from ...control.hub.client import PendingReply
 from ...control.hub.mailboxes import gathered
 from ...control.hub.plain_bytes import from_bytes
-from ...control.mailbox import Mailbox
+from ...control.rendezvous import Mailbox
 
 _REMEMBERED = 2
 """Number of newest versions whose values stay at the hub: other ranks may still be sending the version before."""

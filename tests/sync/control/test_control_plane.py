@@ -22,7 +22,7 @@ from weightlane.ckpt_engines.channels.authentication import new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import Rendezvous, RendezvousAddress
 from weightlane.sync.control.hub.frames import Kind
-from weightlane.sync.control.messages import Abort, Committed, Stop
+from weightlane.sync.control.messages import Abort, Committed
 from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
 
 
@@ -85,24 +85,19 @@ def test_the_coordinator_gets_what_was_posted_before_it_was_there_and_nobody_els
     assert rendezvous.inbox("coordinator").get(soon()) == Committed(session="s", version=1)
 
 
-def test_whoever_waits_for_readers_hears_when_they_have_read_and_does_not_wait_for_the_dead(
-    rendezvous: Rendezvous,
-) -> None:
+def test_whoever_waits_for_readers_to_leave_is_told_who_stays(rendezvous: Rendezvous) -> None:
     readers = [Rendezvous.join(rendezvous.address) for _ in range(3)]
-    inboxes = [reader.inbox(f"r-{number}") for number, reader in enumerate(readers)]
+    names = [reader.inbox(f"r-{number}").name for number, reader in enumerate(readers)]
     for number, reader in enumerate(readers):
         reader.mailbox("s").put(str(number), 1)
         rendezvous.mailbox("s").get(str(number), soon())
-    names = [inbox.name for inbox in inboxes]
-    rendezvous.post_all(names, Stop())
-    assert rendezvous.wait_until_read(names, Deadline.after(0.05)) == names
-    threads = [raised_by(lambda inbox=inbox: (inbox.get(soon()), inbox.get(soon())))[0] for inbox in inboxes[:2]]
+    assert rendezvous.wait_until_unread(names, Deadline.after(0.05)) == names
     readers[2].close()
-    assert rendezvous.wait_until_read(names, never()) == []
-    rendezvous.post_all(names[:2], Stop())
-    for thread in threads:
-        thread.join(HANG_S)
-        assert not thread.is_alive()
+    assert rendezvous.wait_until_unread(names[2:], never()) == []
+    assert rendezvous.wait_until_unread(names, Deadline.after(0.05)) == names[:2]
+    for reader in readers:
+        reader.close()
+    assert rendezvous.wait_until_unread(names, never()) == []
 
 
 def test_when_the_hub_is_closed_everybody_who_waits_hears_of_it_and_the_thread_ends() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from weightlane.sync.config import Relay
 from weightlane.sync.plan import assign_slices, plan_transfer
+from weightlane.sync.plan.links import plan_routes
 from weightlane.sync.plan.plan_report import Shown, plan_report
-from weightlane.sync.plan.routes import plan_routes
 from weightlane.sync.plan.shapes.model_shapes import SHAPES, ModelShape, weights
 from weightlane.sync.plan.shapes.parallel_layouts import RolloutLayout, TrainerLayout
 from weightlane.sync.version.box import Box

@@ -31,7 +31,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync import Manifest, Outcome, ReplicaState, TensorSpec
-from weightlane.sync.control.coordinator.blame import blame
+from weightlane.sync.control.coordinator.replies import blame
 from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
 from weightlane.sync.receive.bucket_sinks import StagedBuckets

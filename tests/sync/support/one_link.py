@@ -6,8 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from weightlane.sync import Manifest
-from weightlane.sync.plan.links import PlannedLink
-from weightlane.sync.plan.routes import Route
+from weightlane.sync.plan.links import PlannedLink, Route
 from weightlane.sync.plan.session_plan import SessionPlan
 from weightlane.sync.receive.receive_session import ReceiveSession
 

@@ -24,8 +24,7 @@ from weightlane.sync import (
     TensorSpec,
     read_version,
 )
-from weightlane.sync.codecs.quantised.quantisation import is_quantised, pair_of, wire_specs
-from weightlane.sync.codecs.quantised.quantised_needs import needed_on_the_wire
+from weightlane.sync.codecs.quantised.quantisation import is_quantised, needed_on_the_wire, pair_of, wire_specs
 from weightlane.sync.codecs.quantised.restored import RestorePlan
 from weightlane.sync.send.snapshot import quantised_snapshot
 from weightlane.sync.send.snapshot.progress import Progress
