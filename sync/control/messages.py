@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from weightlane.ckpt_engines import ProtocolError
 
-from .hub.plain_bytes import full_text, shortened
+from .hub.frames import full_text, shortened
 
 
 class _Message(BaseModel):
@@ -235,7 +235,7 @@ _ADAPTER: TypeAdapter[Message] = TypeAdapter(Message)
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message; see `weightlane.sync.control.hub.plain_bytes`."""
+    """Encode a message; see `weightlane.sync.control.hub.frames`."""
     return shortened(message.model_dump_json().encode())
 
 

@@ -29,10 +29,9 @@ from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from ..config import SILENCE_S
 from .hub.client import HubClient, Item, PendingReply
 from .hub.connection import ControlConnection
-from .hub.frames import COORDINATOR, Kind
+from .hub.frames import COORDINATOR, Kind, from_bytes, to_bytes
 from .hub.hub import ControlHub
 from .hub.mailboxes import Member
-from .hub.plain_bytes import from_bytes, to_bytes
 from .messages import Message, Stop, decode, encode
 
 _JOIN_TIMEOUT_S = 30.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TypeGuard, TypeVar
 
@@ -142,33 +142,35 @@ class Replies:
 
         Raises `AttemptError` when a participant reports a failure, dies, or does not answer in time.
         """
-        missing = _Awaited(awaited)
-        names = {name for _, name in awaited}
+        missing: dict[str, set[type[Reply]]] = defaultdict(set)
+        for kind, name in awaited:
+            missing[name].add(kind)
+        names = set(missing)
         replicas = {entry.name for name in names if (entry := self._roster.entry_of(name))}
         for kind, name in awaited:
             if (early := self._queue.early.pop((kind, name, version), None)) is not None:
-                missing.discard(kind, name)
+                _remove(missing, kind, name)
                 yield early
         while missing:
             self.check_present(names, sending=version >= 0)
             try:
-                message = self._queue.next(deadline, missing.names, what)
+                message = self._queue.next(deadline, missing, what)
             except DeadlineExceededError as error:
-                late = {entry.name for name in missing.names if (entry := self._roster.entry_of(name))}
-                trainer_late = not missing.names.keys().isdisjoint(self._roster.publishers)
+                late = {entry.name for name in missing if (entry := self._roster.entry_of(name))}
+                trainer_late = not missing.keys().isdisjoint(self._roster.publishers)
                 raise AttemptError(error, () if trainer_late else late) from error
             if self._is_failure_of(message, version):
                 raise self._blamed(message, version)
             if isinstance(message, Lost) and (not message.replica or message.replica in replicas):
                 raise _lost(message)
-            if isinstance(message, Offer) and (Offer, message.name) in missing:
+            if isinstance(message, Offer) and Offer in missing.get(message.name, ()):
                 self.check_offerable(version, message.name)
             if (
                 isinstance(message, Reply)
-                and (type(message), message.name) in missing
+                and type(message) in missing.get(message.name, ())
                 and self._is_of(message, version)
             ):
-                missing.discard(type(message), message.name)
+                _remove(missing, type(message), message.name)
                 self._queue.early.pop((type(message), message.name, version), None)
                 yield message
 
@@ -255,24 +257,10 @@ class Replies:
         return blame(failures, self._roster)
 
 
-class _Awaited:
-    """Replies that have not arrived, and the names of their senders, which need not be recomputed for each reply."""
-
-    def __init__(self, awaited: Iterable[tuple[type[Reply], str]]) -> None:
-        self._replies = set(awaited)
-        self.names = Counter(name for _, name in self._replies)
-
-    def __len__(self) -> int:
-        return len(self._replies)
-
-    def __contains__(self, reply: object) -> bool:
-        return reply in self._replies
-
-    def discard(self, kind: type[Reply], name: str) -> None:
-        self._replies.discard((kind, name))
-        self.names[name] -= 1
-        if not self.names[name]:
-            del self.names[name]
+def _remove(missing: dict[str, set[type[Reply]]], kind: type[Reply], name: str) -> None:
+    missing[name].discard(kind)
+    if not missing[name]:
+        del missing[name]
 
 
 def _lost(message: Lost) -> AttemptError:

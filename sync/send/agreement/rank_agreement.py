@@ -15,8 +15,8 @@ from typing import Any
 from weightlane.ckpt_engines import ClosedError, Deadline, ProtocolError, WeightlaneError
 
 from ...control.hub.client import PendingReply
+from ...control.hub.frames import from_bytes
 from ...control.hub.mailboxes import gathered
-from ...control.hub.plain_bytes import from_bytes
 from ...control.rendezvous import Mailbox
 
 _REMEMBERED = 2
