@@ -24,13 +24,9 @@ def say(what: str) -> None:
 def options_of(
     about: str | None, *, rounds: int = 0, deadline_s: float = 0.0, device: str = ""
 ) -> argparse.ArgumentParser:
-    """A parser that takes --json, and --rounds, --deadline-s and --device where a default is given.
+    """A parser that takes --json, and --rounds, --deadline-s (of any single operation) and --device where a default is given.
 
-    Args:
-        about: The benchmark's docstring, for --help.
-        rounds: How often each method is measured.
-        deadline_s: Longest time of any single operation, in seconds.
-        device: ``cuda`` or ``cpu``.
+    `about` is the benchmark's docstring, for --help.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     if rounds:
@@ -79,17 +75,10 @@ def as_figures(report: Report) -> str:
 def finish(
     name: str, measure: Callable[[], Report], text: Callable[[Report], str], to: Path | None, device: str = "cpu"
 ) -> int:
-    """Measure, print the table, and write the report as JSON if asked to.
+    """Measure by `measure`, print the report as the table that `text` makes of it, and write it as JSON to `to`, if given.
 
-    Args:
-        name: Of the benchmark.
-        measure: Makes the report.
-        text: The report as a table.
-        to: Where the JSON goes.
-        device: Whose name belongs to the machine.
-
-    Returns:
-        The exit code: 1 when any bit was wrong, or the report says that an aim was not ``met``; 2 where it cannot run here.
+    `name` is that of the benchmark, and `device` the one whose name belongs to the machine. Returns the exit code: 1 when any bit
+    was wrong, or the report says that an aim was not ``met``; 2 where it cannot run here.
     """
     from weightlane.ckpt_engines import WeightlaneError  # not above: `make gpu` runs where it is not installed
     from weightlane.cli.bench.report.machine import this_machine

@@ -37,12 +37,9 @@ def bench(reports: Sequence[Report]) -> str:
         for row in report.rows:
             trainer, rollout, latency = row.trainer_blocked_s, row.rollout_blocked_s, row.latency_s
             limit, copy = report.limit_s(row), report.limits.memcpy_all_receivers_s.median
-            seconds = (
-                trainer.median,
-                row.trainer_blocked_without_step_s.median,
-                report.blocking.trainer_blocked_s.median,
-            )
-            cells = [row.engine, row.codec, row.integrity, f"{100 * row.density:g} %", *map(_ms, seconds)]
+            blocked = trainer, row.trainer_blocked_without_step_s, report.blocking.trainer_blocked_s
+            cells = [row.engine, row.codec, row.integrity, f"{100 * row.density:g} %"]
+            cells += [_ms(spread.median) for spread in blocked]
             cells += [_ms(rollout.median), f"{rollout.median / copy:.2f}", _ms(latency.median), _ms(limit)]
             cells += [f"{latency.median / limit:.2f}", f"{row.wire_bytes / row.payload_bytes:.2%}"]
             cells.append(f"{row.extra_bytes.trainer / 1e9:.2f}, {row.extra_bytes.rollout / 1e9:.2f}")

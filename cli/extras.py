@@ -71,11 +71,9 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def require(command: str, *, without: Sequence[str] = ()) -> None:
-    """Raise `ConfigError` if a library of the extras of `command` is not installed. Imports none of them.
+    """Raise `ConfigError` if a library of the extras of `command`, a key of `COMMANDS`, is not installed. Imports none of them.
 
-    Args:
-        command: A key of `COMMANDS`; other commands need no extra.
-        without: Extras that are not needed this time.
+    `without` are extras that are not needed this time. Commands that are no key need no extra.
     """
     extras = [extra for extra in COMMANDS.get(command, ()) if extra not in without]
     if lacking := [extra for extra in extras if _absent(extra)]:

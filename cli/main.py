@@ -59,8 +59,7 @@ def bench(
         list[str] | None, typer.Option(help="Level of integrity to measure each with, by default full; repeatable.")
     ] = None,
     model: Annotated[
-        str,
-        typer.Option(help="tiny, qwen3-0.6b, -1.7b, -4b, -8b, many-small, or a directory of safetensors files."),
+        str, typer.Option(help="tiny, qwen3-0.6b, -1.7b, -4b, -8b, many-small, or a directory of safetensors files.")
     ] = "tiny",
     device: Annotated[str, typer.Option(help="Device of the parameters: cpu or cuda.")] = "cpu",
     devices: Annotated[int, typer.Option(help="Number of GPUs, which the processes use in turn.")] = 1,
@@ -185,10 +184,7 @@ def plan_shape(
     *,
     trainer: Annotated[
         str,
-        typer.Option(
-            metavar="LAYOUT",
-            help="Trainer ranks, such as 'tp2 pp4 dp8' or 'fsdp64'; empty: a usual layout.",
-        ),
+        typer.Option(metavar="LAYOUT", help="Trainer ranks, such as 'tp2 pp4 dp8' or 'fsdp64'; empty: a usual layout."),
     ] = "",
     rollout: Annotated[
         str, typer.Option(metavar="LAYOUT", help="Rollout ranks, such as '8x tp16 ep16'; empty: a usual layout.")
@@ -264,11 +260,7 @@ def check(
 
 @app.command()
 def train(
-    path: ConfigArgument,
-    override: SetOption = None,
-    *,
-    resume: ResumeOption = False,
-    plain: PlainOption = False,
+    path: ConfigArgument, override: SetOption = None, *, resume: ResumeOption = False, plain: PlainOption = False
 ) -> None:
     """Run fully asynchronous RL: rollouts generate while the trainer trains, and weights are synced in the background."""
     keep_logs_off_the_terminal()
@@ -282,11 +274,7 @@ def train(
 
 @app.command()
 def sft(
-    path: ConfigArgument,
-    override: SetOption = None,
-    *,
-    resume: ResumeOption = False,
-    plain: PlainOption = False,
+    path: ConfigArgument, override: SetOption = None, *, resume: ResumeOption = False, plain: PlainOption = False
 ) -> None:
     """Train a model on examples: prompts with completions, or conversations. There are no rollouts."""
     keep_logs_off_the_terminal()
@@ -321,13 +309,20 @@ def report(
     port: Annotated[int, typer.Option(help="With --serve: the port; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
     """Write one self-contained HTML page about a run or a service: curves, time line, syncs, failures."""
-    from .commands.report import serve_report, write_report
     from .output import console
+    from .report.html_report import write_page
+    from .report.live_report import PageServer
+    from .report.run_record import read_record
 
+    record = read_record(run)
     if serve:
-        serve_report(run, port, console())
+        with PageServer(run, port) as server:
+            console().print(f"{server.url} follows {run}; Ctrl-C ends this", markup=False)
+            server.serve_forever()
     else:
-        write_report(run, out, console())
+        path = run / "report.html" if out is None else out
+        write_page(record, path)
+        console().print(f"the report is {path}", markup=False)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import (
     StagingMemoryError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.links.buffer_device import buffer_device
+from weightlane.ckpt_engines.links.link import buffer_device
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks

@@ -32,11 +32,11 @@ from typing import Any
 import torch
 
 from benchmarks.command import Report, finish, options_of, say, spread, table
-from weightlane.cli.bench.processes.participants import CoordinatingSide, sync_config
+from weightlane.cli.bench.processes.participants import start_coordinator, sync_config
 from weightlane.cli.bench.processes.processes import Processes, Worker
 from weightlane.cli.bench.workload.workload import named_workload
 from weightlane.rollout import LocalReplica, RolloutConfig
-from weightlane.sync import Outcome
+from weightlane.sync import Coordinator, Outcome
 
 BLOCKING = "blocking"
 DENSITY = 0.01
@@ -183,18 +183,19 @@ class Measured:
         config = sync_config(codec="dense", integrity="full", bucket_mib=None, deadline_s=self._options.deadline_s)
         # A directory of its own each time: a new publisher begins with an empty store.
         options = {"path": tempfile.mkdtemp(dir=self._directory)} if engine == "filesystem" else {}
-        side, row = CoordinatingSide(config, [self._worker]), f"{engine} {next(self._rows)}"
-        await self._call("open_row", row, side.address, engine, options, config.model_dump(mode="json"))
+        coordinator, address = start_coordinator(config, [self._worker])
+        row = f"{engine} {next(self._rows)}"
+        await self._call("open_row", row, address, engine, options, config.model_dump(mode="json"))
         await self._call("peak_bytes", row)
-        await self._worker.connect(side.address, engine, options)
+        await self._worker.connect(address, engine, options)
         await self.leave()
 
         async def leave() -> None:
             await self._call("close_row", row)
-            side.close()
+            coordinator.close()
 
         self._left = leave
-        return lambda: self._carry(row, side)
+        return lambda: self._carry(row, coordinator)
 
     async def leave(self) -> None:
         """End the connection measured last."""
@@ -202,12 +203,12 @@ class Measured:
         if left is not None:
             await left()
 
-    async def _carry(self, row: str, side: CoordinatingSide) -> Cost:
+    async def _carry(self, row: str, coordinator: Coordinator) -> Cost:
         """Change the weights, and bring their next version into service."""
         version = next(self._versions)
         await self._call("change", DENSITY)
         publishing = asyncio.create_task(self._call("publish", row, version, 0.0))
-        report = await side.sync(version)
+        report = await coordinator.sync(version)
         took = await publishing
         if any(replica.outcome is not Outcome.COMMITTED for replica in report.replicas.values()):
             raise RuntimeError(f"version {version} was not committed: {report}")

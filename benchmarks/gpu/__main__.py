@@ -71,12 +71,8 @@ def main(arguments: Sequence[str]) -> int:
 
 def environment(importable: Path) -> dict[str, str]:
     """The environment of every step: in it the checkout is imported ahead of anything that is installed."""
-    path = [
-        str(importable),
-        str(ROOT),
-        *([str(PACKAGES)] if PACKAGES.is_dir() else []),
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    packages = str(PACKAGES) if PACKAGES.is_dir() else ""
+    path = [str(importable), str(ROOT), packages, os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path)), "NO_COLOR": "1", "COLUMNS": "200"}
 
 
@@ -109,9 +105,7 @@ def run_all(options: argparse.Namespace, facts: dict[str, Any], ini: Path, env: 
             results.append(result)
             print(f"   {result.outcome} after {result.seconds:.0f} s {result.why}".rstrip(), flush=True)
             for name, value in result.figures.items():
-                print(
-                    f"      {name}: {value:.4g}" if isinstance(value, float) else f"      {name}: {value}", flush=True
-                )
+                print(f"      {name}: {f'{value:.4g}' if isinstance(value, float) else value}", flush=True)
     return results
 
 

@@ -13,11 +13,9 @@ vLLM takes half of the memory. The rest holds the trainer's weights, their snaps
 
 
 def cached_models(hub: Path, largest_bytes: float) -> dict[str, Path]:
-    """Causal language models in a Hugging Face cache: name and directory, the smallest first, at most two.
+    """Causal language models of at most `largest_bytes` in `hub`, the folder of a Hugging Face cache that has the models.
 
-    Args:
-        hub: The folder of the cache that has the models.
-        largest_bytes: How much their files may take.
+    Returns name and directory, the smallest first, at most two.
     """
     found = []
     for folder in sorted(hub.glob("models--*/snapshots/*")):

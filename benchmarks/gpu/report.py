@@ -12,14 +12,7 @@ from .running import PASSED, Result
 
 
 def report_of(facts: Mapping[str, Any], date: str, parts: Sequence[str], results: Sequence[Result]) -> dict[str, Any]:
-    """Everything that was found, as JSON.
-
-    Args:
-        facts: As `probe.look` gives them.
-        date: ISO 8601.
-        parts: What was asked for.
-        results: What became of every step.
-    """
+    """Everything that was found, as JSON. `facts` are those of `probe.look`, and `parts` what was asked for."""
     return {
         "date": date,
         "parts": list(parts),

@@ -28,9 +28,7 @@ _PATH = re.compile(r"/(?:[\w.@+-]+/)+")
 class StepFailedError(Exception):
     """Raised by `Step.figures` when what the program found is a failure, whatever its exit code was.
 
-    Args:
-        why: The reason, for the table.
-        figures: What was measured nevertheless.
+    `why` is the reason, for the table; `figures` were measured nevertheless.
     """
 
     def __init__(self, why: str, figures: dict[str, Any]) -> None:
@@ -40,27 +38,22 @@ class StepFailedError(Exception):
 
 @dataclass(frozen=True)
 class Step:
-    """Something to run, and what to take out of what it finds.
-
-    Attributes:
-        name: A word.
-        part: ``one``, ``multi`` or ``vllm``.
-        about: What it shows, for the table.
-        command: Arguments of the Python; ``{out}`` is the file that the program writes its findings to.
-        figures: Makes figures of that file; raises `StepFailedError` when they show that the step has failed.
-        limit_s: Most seconds it may take.
-        shown_as: How a user would run it, if not as `command` says.
-        needs: Says why it cannot run with these facts; empty when it can.
-    """
+    """Something to run, and what to take out of what it finds."""
 
     name: str
     part: str
+    """``one``, ``training``, ``multi`` or ``vllm``."""
     about: str
+    """Its column in the table: the promise or the cost that it shows."""
     command: Sequence[str]
+    """Arguments of the Python; ``{out}`` is the file that the program writes its findings to."""
     figures: Callable[[Path], dict[str, Any]]
+    """Makes figures of that file; raises `StepFailedError` when they show that the step has failed."""
     limit_s: float
     shown_as: str = ""
+    """How a user would run it, if not as `command` says."""
     needs: Callable[[Mapping[str, Any]], str] = lambda _: ""
+    """Says why it cannot run with these facts; empty when it can."""
 
     @property
     def shown(self) -> str:

@@ -12,6 +12,7 @@ import statistics
 import sys
 import threading
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,8 +97,8 @@ def beside(
     }
 
 
-def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str, Any]:
-    """Figures of snapshots into memory of the device, and into memory of the host."""
+def measure(device: str, mib: int, step_s: float, deadline_s: float) -> Report:
+    """The report: figures of snapshots into memory of the device, and into memory of the host."""
     runtime = runtime_of(numbered_device(device))
     torch.manual_seed(0)
     numel = (mib << 18) // TENSORS
@@ -117,7 +118,7 @@ def measure(device: str, mib: int, step_s: float, deadline_s: float) -> dict[str
             finally:
                 memory.close()
             figures |= {f"to the {name}: {what}": value for what, value in found.items()}
-    return figures
+    return {"figures": figures, "verified": True}
 
 
 def main() -> int:
@@ -126,14 +127,8 @@ def main() -> int:
     parser.add_argument("--mib", type=int, default=4096, help="of parameters, float32")
     parser.add_argument("--step-ms", type=float, default=100.0)
     options = parser.parse_args()
-
-    def measured() -> Report:
-        return {
-            "figures": measure(options.device, options.mib, options.step_ms / 1e3, options.deadline_s),
-            "verified": True,
-        }
-
-    return finish("snapshot", measured, as_figures, options.json, options.device)
+    report = partial(measure, options.device, options.mib, options.step_ms / 1e3, options.deadline_s)
+    return finish("snapshot", report, as_figures, options.json, options.device)
 
 
 if __name__ == "__main__":

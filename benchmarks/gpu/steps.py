@@ -24,12 +24,7 @@ _SUITE_OF_ITS_OWN = "not whole_conformance_suite"
 
 
 def steps(facts: Mapping[str, Any], ini: Path) -> list[Step]:
-    """The steps of all parts.
-
-    Args:
-        facts: As `probe.look` gives them.
-        ini: A configuration file of pytest's, which takes the place of the project's: that one names plugins.
-    """
+    """The steps of all parts, given `facts` of `probe.look`, and a configuration file of pytest's in place of the project's."""
     devices = facts["devices"]
     return [*_on_one(devices, ini), *_of_training(), *_on_several(len(devices), ini), *_with_vllm(devices)]
 
@@ -38,26 +33,18 @@ def _on_one(devices: Sequence[Mapping[str, Any]], ini: Path) -> list[Step]:
     large = _memory_bytes(devices) > _ROOM_FOR_8_GB
     model, size = ("qwen3-4b", "8 GB") if large else ("qwen3-1.7b", "3.4 GB")
     tests = _pytest(ini, *_gpu_tests())
-    off = "--integrity off --model"
+    small, engines = "--model qwen3-0.6b --rounds 2", "--engine cuda_ipc --engine shm --engine gloo"
     return [
         Step("tests", "one", "tests that need one GPU", tests, counted, 120, "python -m pytest -m gpu"),
         _suite("cuda_ipc", "one", "`cuda_ipc` between processes keeps every promise of an engine", 150, "conformance"),
         _program("sanitizer", "torch's CUDA stream sanitizer finds no race in two processes that sync"),
         _program("kernels", "delta and fp8: speed, and the CPU's result bit for bit"),
         _program("snapshot", "a training step next to a snapshot"),
+        _bench("bench-1gb", "a sync of 1.2 GB, with loops", f"{engines} --integrity off {small} --loops", 120),
+        _bench("bench-delta", "the same of which 1 % has changed", f"--engine cuda_ipc --codec delta {small}", 60),
         _bench(
-            "bench-1gb",
-            "a sync of 1.2 GB, with loops",
-            f"--engine cuda_ipc --engine shm --engine gloo {off} qwen3-0.6b --rounds 2 --loops",
-            120,
+            "bench-large", f"a sync of {size}", f"--engine cuda_ipc --integrity off --model {model} --rounds 1", 150
         ),
-        _bench(
-            "bench-delta",
-            "the same of which 1 % has changed",
-            "--engine cuda_ipc --codec delta --model qwen3-0.6b --rounds 2",
-            60,
-        ),
-        _bench("bench-large", f"a sync of {size}", f"--engine cuda_ipc {off} {model} --rounds 1", 150),
     ]
 
 
@@ -77,10 +64,8 @@ def _of_training() -> list[Step]:
     ]
     about = "log-probabilities of 8,192 targets, forward and backward, next to the kernels of others that are installed"
     command = ("-m", "benchmarks.training.engines", "--parts", "cuda-head", "--json", "{out}")
-    return [
-        *suites,
-        Step("heads", "training", about, command, _heads, 120, needs=_packages("transformers", "triton")),
-    ]
+    heads = Step("heads", "training", about, command, _heads, 120, needs=_packages("transformers", "triton"))
+    return [*suites, heads]
 
 
 def _on_several(count: int, ini: Path) -> list[Step]:

@@ -158,9 +158,8 @@ def main() -> int:
     options = parser.parse_args()
     figures: dict[str, Any] = {}
     for model in options.models:
-        figures |= {
-            f"{name_of(model)}: {what}": value for what, value in measure(model, options.tp, options.engine).items()
-        }
+        found = measure(model, options.tp, options.engine)
+        figures |= {f"{name_of(model)}: {what}": value for what, value in found.items()}
         if options.json is not None:  # what was found stays when a later model fails
             options.json.write_text(json.dumps({"figures": figures}) + "\n", encoding="utf-8")
         torch.cuda.empty_cache()

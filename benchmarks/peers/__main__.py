@@ -22,8 +22,8 @@ from benchmarks.command import Report, finish, options_of, say
 from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.bench.workload.workload import MODELS, named_workload
 
-from .catalogue import CATALOGUE
 from .halves import Peer
+from .others import CATALOGUE
 from .report import rows_of, text
 from .state import Workload
 
@@ -48,19 +48,19 @@ def run(options: argparse.Namespace, names: Sequence[str]) -> Report:
                 answers[name] += found
                 say(f"pass {number + 1} of {passes}, {name}: {outcome(found)}")
     rows = rows_of(peers, answers)
-    passed = {
+    about = {"name": workload.name, "payload_bytes": workload.nbytes, "tensors": len(workload.shapes)}
+    return {
+        "workload": {**about, "receivers": options.receivers},
+        "rows": rows,
         "verified": all(row.get("verified", True) for row in rows),
         "met": not any("failed" in row for row in rows),
     }
-    about = {"name": workload.name, "payload_bytes": workload.nbytes, "tensors": len(workload.shapes)}
-    return {"workload": {**about, "receivers": options.receivers}, "rows": rows, **passed}
 
 
 def workload_named(name: str) -> Workload:
     """The workload of `name`: a model that `weightlane bench` knows, or a directory of safetensors files.
 
-    Raises:
-        ConfigError: `name` is neither, or not all of its tensors are bfloat16.
+    Raises `ConfigError` when `name` is neither, or not all of its tensors are bfloat16.
     """
     specs = named_workload(name).specs
     if any(spec.dtype is not torch.bfloat16 for spec in specs):
@@ -71,18 +71,9 @@ def workload_named(name: str) -> Workload:
 def turn(options: argparse.Namespace, workload: Workload, peer: Peer, rounds: int) -> list[dict[str, Any]]:
     """The answers of one peer's turn, in a process of its own that is gone afterwards with everything it started."""
     with _folders() as (memory_dir, disk_dir):
-        settings = {
-            "receivers": options.receivers,
-            "rounds": rounds,
-            "turn_s": options.turn_s,
-            "deadline_s": options.deadline_s,
-        }
-        order = {
-            "peer": peer.name,
-            "workload": workload.to_plain(),
-            "memory_dir": str(memory_dir),
-            "disk_dir": str(disk_dir),
-        }
+        order = {"peer": peer.name, "workload": workload.to_plain(), "receivers": options.receivers, "rounds": rounds}
+        order |= {"turn_s": options.turn_s, "deadline_s": options.deadline_s}
+        order |= {"memory_dir": str(memory_dir), "disk_dir": str(disk_dir)}
         home = memory_dir / "home"  # some peers leave files there
         home.mkdir()
         threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -99,7 +90,7 @@ def turn(options: argparse.Namespace, workload: Workload, peer: Peer, rounds: in
                 start_new_session=True,
             )
             try:
-                answer, _ = process.communicate(json.dumps(order | settings), timeout=options.block_s)
+                answer, _ = process.communicate(json.dumps(order), timeout=options.block_s)
             except subprocess.TimeoutExpired:
                 return [{"failed": f"it did not end within {options.block_s:.0f} s"}]
             finally:

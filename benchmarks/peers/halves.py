@@ -100,8 +100,7 @@ class Half(ABC):
     def exchange(self, round_number: int) -> float | None:
         """Send the tensors, or bring the new values into them. Returning frees them.
 
-        Returns:
-            Of a receiver that pulls: the ``time.monotonic()`` from which on the tensors were in use.
+        A receiver that pulls returns the ``time.monotonic()`` from which on the tensors were in use.
         """
 
     def after_round(self, round_number: int) -> None:  # noqa: B027 - optional

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from .catalogue import CATALOGUE
 from .halves import Line, Session
+from .others import CATALOGUE
 from .state import Workload
 
 WARM_UPS = 3

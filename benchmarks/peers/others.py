@@ -1,4 +1,4 @@
-"""Libraries that are measured: NIXL, and Ray's object store, with tensors in host memory."""
+"""Libraries that are measured: NIXL, and Ray's object store, with tensors in host memory; and the list of all rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from .halves import Half, Peer
+from .plain import PLAIN
 from .state import as_bytes
+from .weightlane_peers import WEIGHTLANE
 
 
 class _Agent(Half):
@@ -177,3 +179,5 @@ OTHERS = (
     Peer("nixl", "memory", "READ into the receivers' tensors, UCX picks the transport", _Lends, _Reads, **_NIXL),
     Peer("nixl-tcp", "network", "the same with UCX_TLS=tcp", _Lends, _Reads, environment={"UCX_TLS": "tcp"}, **_NIXL),
 )
+CATALOGUE = {peer.name: peer for peer in (*PLAIN, *WEIGHTLANE, *OTHERS)}
+"""All rows by name, in the order of the table."""

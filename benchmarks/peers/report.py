@@ -12,16 +12,8 @@ from .halves import Peer
 TIMES = ("trainer_blocked_s", "rollout_blocked_s", "latency_s")
 YARDSTICK = "memcpy-all"
 COLUMNS = (
-    "",
-    "through",
-    "latency, s",
-    "x memcpy-all",
-    "x fastest peer",
-    "trainer blocked",
-    "rollout blocked",
-    "first round",
-    "rounds",
-)
+    "", "through", "latency, s", "x memcpy-all", "x fastest peer", "trainer blocked", "rollout blocked", "first round", "rounds",
+)  # fmt: skip
 
 
 def rows_of(peers: Mapping[str, Peer], answers: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
@@ -73,16 +65,8 @@ def text(report: Report) -> str:
         of_limit = f"{row['x_memcpy_all']:.1f}" if "x_memcpy_all" in row else ""
         of_best = f"{row['x_memcpy_all'] / best['x_memcpy_all']:.2f} ({best['name']})" if best else ""
         rounds = f"{row['rounds']}{'' if row['verified'] else ' **WRONG VALUES**'}"
-        cells = (
-            row["through"],
-            shown(row["latency_s"]),
-            of_limit,
-            of_best,
-            *times,
-            f"{row['first_round_s']:.2f}",
-            rounds,
-        )
-        lines.append((row["name"], *cells))
+        cells = (shown(row["latency_s"]), of_limit, of_best, *times, f"{row['first_round_s']:.2f}", rounds)
+        lines.append((row["name"], row["through"], *cells))
     for row in report["rows"]:
         for kind, words in (("unavailable", "cannot run here"), ("failed", "failed")):
             if reason := row.get(kind):

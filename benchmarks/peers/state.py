@@ -28,10 +28,7 @@ class Workload:
         return 2 * sum(math.prod(shape) for shape in self.shapes.values())
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the workload as JSON-ready data.
-
-        It includes the shapes, since a process that measures a peer may have no weightlane to ask for them.
-        """
+        """Return the workload as JSON-ready data with the shapes: a process that measures a peer may lack weightlane."""
         return {"name": self.name, "shapes": self.shapes}
 
     @classmethod
@@ -43,10 +40,8 @@ class Workload:
 class State:
     """One process's tensors. The sender changes them with `change`; the receivers' become equal by an exchange.
 
-    Args:
-        workload: names and shapes.
-        seed: of the contents: any bit pattern occurs, NaN payloads and denormals among them.
-        flat: all tensors are views of one buffer, as only some ways of sending can use.
+    `seed` decides the contents: any bit pattern occurs, NaN payloads and denormals among them. If `flat`, all tensors are views
+    of one buffer, as only some ways of sending can use.
     """
 
     def __init__(self, workload: Workload, seed: int, *, flat: bool = False) -> None:

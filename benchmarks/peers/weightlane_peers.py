@@ -67,6 +67,7 @@ class _Publishes(Half):
             for name, tensor in self.tensors.items()
         ]
         engine: dict[str, Any] = {}
+        limit_s = self.line.deadline_s
         if self.options["engine"] == "filesystem":
             engine = {"path": str(self.line.disk_dir / "versions"), "keep_versions": 1}
         self._publisher = CollectivePublisher(
@@ -74,12 +75,7 @@ class _Publishes(Half):
             [_Replica(self.line, number) for number in range(self.line.receivers)],
             backend=self.options["engine"],
             options=engine,
-            config=SyncConfig(
-                deadline_s=self.line.deadline_s,
-                stall_s=self.line.deadline_s,
-                quorum=1.0,
-                integrity=self.options["integrity"],
-            ),
+            config=SyncConfig(deadline_s=limit_s, stall_s=limit_s, quorum=1.0, integrity=self.options["integrity"]),
             max_failed=1,
         )
 

@@ -6,7 +6,6 @@ import select
 import socket
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 
 from ..deadline import Deadline
 from ..runtime.lifecycle import Lifecycle
@@ -36,68 +35,50 @@ def accept_receivers(
     did not connect, or `ClosedError`.
     """
     names = tuple(names)
-    joining = _Joining(life, session, tuple((lane, name) for lane in lanes for name in names))
-    pending = _MOST_PENDING + len(joining.wanted)
-    listener.admit(Admission(key, joining.refusal, joining.add, pending))
-    try:
-        while missing := ", ".join(joining.missing()):
-            joining.wait(deadline, f"{missing} to connect", listener)
-    except BaseException:
-        joining.give_up()
-        raise
-    finally:
-        listener.close()
-    return [{name: joining.joined[lane, name] for name in names} for lane in lanes]
+    wanted = [(lane, name) for lane in lanes for name in names]
+    joined: dict[tuple[str, str], Channel] = {}
+    given_up = False
+    changing = threading.Lock()
 
-
-@dataclass(slots=True)
-class _Joining:
-    """The connections that have joined and those that are still missing, each a pair of lane and receiver name."""
-
-    life: Lifecycle
-    session: str
-    wanted: tuple[tuple[str, str], ...]
-    joined: dict[tuple[str, str], Channel] = field(default_factory=dict)
-    over: bool = False
-    """Whether the sender has given up."""
-    changing: threading.Lock = field(default_factory=threading.Lock)
-
-    def missing(self) -> Iterable[str]:
-        return dict.fromkeys(name for lane, name in self.wanted if (lane, name) not in self.joined)
-
-    def refusal(self, hello: Hello, proven: bool) -> str:
-        """[loop's thread] See `Admission.refusal`."""
-        if hello.session != self.session:
+    def refusal(hello: Hello, proven: bool) -> str:  # on the loop's thread, as `add`
+        if hello.session != session:
             return "it waits for another session"
-        if (hello.lane, hello.name) not in self.wanted:
+        if (hello.lane, hello.name) not in wanted:
             return "that is not the name of a receiver of this session"
         if not proven:
             return f"{hello.name} did not prove that it knows this session's key"
-        return f"{hello.name!r} is connected already" if (hello.lane, hello.name) in self.joined else ""
+        return f"{hello.name!r} is connected already" if (hello.lane, hello.name) in joined else ""
 
-    def add(self, sock: socket.socket, keys: Keys, hello: Hello) -> None:
-        """[loop's thread] See `Admission.on_admitted`."""
-        with self.changing:
-            if self.over:
+    def add(sock: socket.socket, keys: Keys, hello: Hello) -> None:
+        with changing:
+            if given_up:
                 sock.close()
             else:
-                self.joined[hello.lane, hello.name] = Channel(sock, keys, self.life, hello.name)
-        self.life.ring()
+                joined[hello.lane, hello.name] = Channel(sock, keys, life, hello.name)
+        life.ring()
 
-    def wait(self, deadline: Deadline, waiting_for: str, listener: Listener) -> None:
-        """Wait until another receiver may have joined. Raises as `accept_receivers`."""
-        channels = {channel.fileno(): channel for channel in list(self.joined.values())}
-        for descriptor in self.life.wait(dict.fromkeys(channels, select.POLLIN), deadline.remaining_s):
-            # A receiver sends nothing before it is welcomed, so this is its end.
-            raise channels[descriptor].lost(f"while waiting for {waiting_for}")
-        deadline.check(waiting_for, part=self.life.part, hint=listener.hint)
-
-    def give_up(self) -> None:
-        """Close all connections, including one that the loop is about to add."""
-        with self.changing:
-            self.over = True
-        for channel in self.joined.values():
+    listener.admit(Admission(key, refusal, add, _MOST_PENDING + len(wanted)))
+    try:
+        while missing := ", ".join(dict.fromkeys(name for lane, name in wanted if (lane, name) not in joined)):
+            _wait(list(joined.values()), life, deadline, f"{missing} to connect")
+            deadline.check(f"{missing} to connect", part=life.part, hint=listener.hint)
+    except BaseException:
+        with changing:
+            given_up = True
+        for channel in joined.values():
             channel.close()
+        raise
+    finally:
+        listener.close()
+    return [{name: joined[lane, name] for name in names} for lane in lanes]
+
+
+def _wait(joined: Sequence[Channel], life: Lifecycle, deadline: Deadline, waiting_for: str) -> None:
+    """Wait until another receiver may have joined. Raises `PeerLostError` when one of `joined` is gone."""
+    channels = {channel.fileno(): channel for channel in joined}
+    for descriptor in life.wait(dict.fromkeys(channels, select.POLLIN), deadline.remaining_s):
+        # A receiver sends nothing before it is welcomed, so this is its end.
+        raise channels[descriptor].lost(f"while waiting for {waiting_for}")
 
 
 def welcome(channels: Iterable[Channel], deadline: Deadline) -> None:

@@ -32,13 +32,7 @@ class Channel(Connection):
 
     One thread at a time may send, and one at a time may receive; they may be different threads. Any thread may poll `fileno` or
     call `hang_up` meanwhile. `close` may be called only when no other call runs and no thread polls; `Lifecycle` takes care of
-    that.
-
-    Args:
-        sock: The connected socket, which the channel owns.
-        keys: See `Keys`.
-        life: Lifecycle of the half that uses the channel; closing it ends every wait of the channel with `ClosedError`.
-        peer: Name of the other side for error messages.
+    that. `life` is that of the half that uses the channel: closing it ends every wait of the channel with `ClosedError`.
     """
 
     most_bytes = LEAST_BYTES + 64 * 1024

@@ -49,14 +49,10 @@ def payload_digest(payload: bytes) -> bytes:
 
 
 class Connection:
-    """One end of a connection: a connected socket, which it owns, and the keys that the handshake has made.
+    """One end of a connection: a connected socket, which it owns and makes non-blocking, and the keys of the handshake.
 
-    Subclasses send and receive: `Channel` waits until a deadline, and the hub's `ControlConnection` never waits.
-
-    Args:
-        sock: The connected socket, which becomes non-blocking.
-        keys: See `Keys`.
-        peer: Name of the other end for error messages.
+    Subclasses send and receive: `Channel` waits until a deadline, and the hub's `ControlConnection` never waits. `peer` is the
+    name of the other end for error messages.
     """
 
     most_bytes: ClassVar[int]

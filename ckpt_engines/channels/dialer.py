@@ -14,7 +14,7 @@ from ..runtime.lifecycle import Lifecycle
 from .channel import Channel
 from .connection import LENGTH, Keys
 from .handshake import Agreement, Challenge, Hello, configure, decode_text, encode_message, text_bytes
-from .local_socket import SHARED_DIRECTORY_HINT
+from .socket_factory import SHARED_DIRECTORY_HINT
 
 _BACKLOG_PAUSE_S = 0.01
 """Seconds to wait before connecting again to a Unix socket whose backlog is full: the kernel gives no event when it has room."""
@@ -25,15 +25,9 @@ _SOCKET_HINT = f"Check that the peer is alive. {SHARED_DIRECTORY_HINT}"
 def dial(
     address: tuple[str, int] | str, life: Lifecycle, deadline: Deadline, *, peer: str, key: bytes, hello: Hello
 ) -> Channel:
-    """Connect to a listener and have it admit this end.
+    """Connect to a listener, given its host and port or the path of its Unix socket, and have it admit this end as `hello` says.
 
-    Args:
-        address: Host and port, or the path of a Unix socket.
-        life: Lifecycle of this end; closing it ends the waits.
-        deadline: By when the listener has to admit this end.
-        peer: Name of the other end, for error messages.
-        key: The key that both ends prove to know.
-        hello: The session to join, and the name of this end in it.
+    Both ends prove that they know `key`. Closing `life` ends the waits. `peer` is the other end's name for error messages.
 
     Raises:
         PeerLostError: Nothing listens at the address, or the peer is gone.

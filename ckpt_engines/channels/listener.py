@@ -55,12 +55,9 @@ class _Pending(NamedTuple):
 
 
 class Listener:
-    """A listening socket and the address that leads to it. `admit` starts to accept connections.
+    """A listening socket, which it owns, and its `address`, JSON data for dialers. `admit` starts to accept connections.
 
-    Args:
-        sock: The listening socket, which this object owns.
-        address: JSON data for dialers.
-        path: Path of a Unix socket; None for TCP.
+    `path` is that of a Unix socket; None for TCP.
     """
 
     def __init__(self, sock: socket.socket, address: Address, path: Path | None = None) -> None:

@@ -38,12 +38,12 @@ except ImportError as error:
 # Failed assertions of every check then show the compared values.
 pytest.register_assert_rewrite(f"{__name__}.checks", f"{__name__}.processes")
 
+from .checks import EngineConformance  # noqa: E402
 from .checks.base import ConformanceBase, ConnectionMaker  # noqa: E402 - after the rewriting
 from .processes.connection import Connection  # noqa: E402
 from .processes.payload import Parcel  # noqa: E402
 from .pytest_run import CheckOutcome, CheckResult, SuiteReport  # noqa: E402
 from .runner import ConformanceReport, run_conformance  # noqa: E402
-from .suite import EngineConformance  # noqa: E402
 
 __all__ = [
     "CheckOutcome",

@@ -10,8 +10,8 @@ import pytest
 
 from ..contract.capabilities import Capabilities
 from ..runtime.devices import device_count
+from .checks import EngineConformance
 from .checks.base import ConnectionMaker
-from .suite import EngineConformance
 
 
 class FilesystemConformance(EngineConformance):

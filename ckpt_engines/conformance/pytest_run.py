@@ -72,8 +72,7 @@ class SuiteReport:
 def registered_suite(group: str, engine: str, base: type, default: type) -> type[Any]:
     """Return the suite that a distribution registers under its engine's name in `group`, a subclass of `base`, or `default`.
 
-    Raises:
-        RegistryError: The registered suite cannot be imported, or is not a subclass of `base`.
+    Raises `RegistryError` when the registered suite cannot be imported, or is not a subclass of `base`.
     """
     for entry_point in entry_points(group=group, name=engine):
         try:
@@ -112,20 +111,11 @@ def run_by_pytest(
     on_check: Callable[[CheckResult], None] | None,
     configure: Callable[[pytest.Config], None],
 ) -> tuple[list[CheckResult], float]:
-    """Run the checks of a class ``TestEngine``.
+    """Run the `checks`, by default all, of the class ``TestEngine`` that the module with the text `source` defines.
 
-    Args:
-        source: A module that defines the class.
-        checks: Names of checks to run; all if empty.
-        junit: File to write a JUnit report to.
-        on_check: Called with each result as soon as the check has ended.
-        configure: Called with pytest's configuration before anything runs.
-
-    Returns:
-        The results, and the seconds that all checks took.
-
-    Raises:
-        WeightlaneError: pytest itself failed.
+    `junit` is a file for a JUnit report. `on_check` is called with each result as soon as the check has ended, and `configure`
+    with pytest's configuration before anything runs. Returns the results, and the seconds that all checks took. Raises
+    `WeightlaneError` when pytest itself failed.
     """
     observer = _Observer(on_check, configure)
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:

@@ -12,11 +12,11 @@ import pytest
 from ..contract.capabilities import Capabilities
 from ..errors import EngineUnavailableError
 from ..registry import why_unavailable
+from .checks import EngineConformance
 from .checks.base import POOL, ConformanceBase
 from .processes.pool import Pool
 from .processes.resolve import create_engine, engine_class
 from .pytest_run import CheckResult, SuiteReport, refuse_unknown, registered_suite, run_by_pytest
-from .suite import EngineConformance
 
 GROUP = "weightlane.conformance"
 """Entry-point group in which a distribution registers its own subclass of the suite under its engine's name."""
@@ -80,10 +80,8 @@ def run_conformance(
         pool: Processes to use; by default the run starts its own.
         limits: Other values for the suite's limits, such as ``{"slack_s": 5.0}`` on a slow machine.
 
-    Raises:
-        RegistryError: There is no such engine, or it is broken.
-        EngineUnavailableError: The engine cannot run here.
-        ConfigError: The options are wrong, or there is no such check or limit.
+    Raises `RegistryError`, `EngineUnavailableError` when the engine cannot run here, or `ConfigError` for wrong options, checks
+    or limits.
     """
     cls, suite = engine_class(engine), registered_suite(GROUP, engine, ConformanceBase, EngineConformance)
     if reason := why_unavailable(cls):

@@ -66,6 +66,9 @@ class Bucket:
                 part="bucket",
             )
 
+    def __str__(self) -> str:
+        return f"bucket {self.index} of version {self.version}"
+
     @property
     def nbytes(self) -> int:
         """Size in bytes; may be 0."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from ..errors import EngineContractError
 from .field_docs import document_fields
@@ -63,6 +64,10 @@ class Capabilities:
         for field in fields(self)[2:]:
             if not isinstance(getattr(self, field.name), bool):
                 raise _wrong_value(field.name, getattr(self, field.name), f"{field.name}=True, or leave it out")
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the capabilities by name, sets as sorted lists, for JSON."""
+        return {**asdict(self), "devices": sorted(self.devices), "delivery": sorted(self.delivery)}
 
 
 def _wrong_value(name: str, value: object, instead: str) -> EngineContractError:

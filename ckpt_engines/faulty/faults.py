@@ -1,21 +1,46 @@
-"""`Faults`: decides which faults one half has, logs them, and implements those that need no call of the half."""
+"""`Faults`: decides which faults one half has, logs them, and implements those that need no call of the half.
+
+The log is a file with one JSON object per line: a `FaultRecord`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from pydantic import BaseModel, ConfigDict
+
 from ..contract.bucket import Bucket
 from ..deadline import Deadline
-from ..errors import ClosedError, PeerLostError
+from ..errors import ClosedError, PeerLostError, StorageError
 from .fault_config import NEED_BYTES, VERSION_KINDS, FaultKind, FaultyConfig
-from .fault_log import NO_BUCKET, FaultRecord, append_fault
 
 HINT = "This fault was injected on purpose; see checkpoint_engine.options."
+NO_BUCKET = -1
+"""Placeholder in the record of a fault that concerns no bucket: version and index of a fault while connecting, version of a
+failed allocation, and index of a fault in the release or reclaim of a version."""
+
+
+class FaultRecord(BaseModel):
+    """One injected fault."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    at: float
+    """Seconds since the epoch."""
+    half: str
+    """Name of the half, or ``"engine"`` for a failed allocation."""
+    session: str
+    version: int
+    """`NO_BUCKET` for a fault while connecting or allocating."""
+    index: int
+    """Index of the bucket, or `NO_BUCKET` if there is none. For a failed allocation, the number of allocations before it."""
+    kind: FaultKind
 
 
 class Faults:
@@ -117,8 +142,17 @@ class Faults:
         return int.from_bytes(hashlib.sha256(json.dumps(identity).encode()).digest()[:8], "big")
 
     def _log(self, version: int, index: int, kind: FaultKind) -> None:
-        if self._config.log:
-            record = FaultRecord(
-                at=time.time(), half=self._half, session=self._session, version=version, index=index, kind=kind
-            )
-            append_fault(self._config.log, record, self.part)
+        if not (path := self._config.log):
+            return
+        record = FaultRecord(
+            at=time.time(), half=self._half, session=self._session, version=version, index=index, kind=kind
+        )
+        try:  # a single write to a file opened for appending, so that the lines of several processes never mix
+            descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                os.write(descriptor, f"{record.model_dump_json()}\n".encode())
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            message = f"cannot write the fault log {path!r}: {error}."
+            raise StorageError(message, part=self.part, hint="Set another checkpoint_engine.options.log.") from error

@@ -13,13 +13,24 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
 
 from ..channels.channel import Address, Channel
 from ..contract.capabilities import Delivery
 from ..contract.engine import CheckpointEngine, Topology, WeightReceiver, WeightSender, engine_label
 from ..deadline import Deadline
-from ..errors import ClosedError, PeerLostError, ProtocolError, TransportError, WeightlaneError, as_weightlane_error
+from ..errors import (
+    ClosedError,
+    ConfigError,
+    PeerLostError,
+    ProtocolError,
+    TransportError,
+    WeightlaneError,
+    as_weightlane_error,
+)
+from ..runtime.devices import HOST, checked_device
 from ..runtime.lifecycle import Lifecycle
 
 _CONTROL, _ENGINE = "control", "engine"
@@ -33,14 +44,33 @@ _LOOK_S, _NEVER_S = 0.1, 3600.0
 H = TypeVar("H", WeightSender, WeightReceiver)
 
 
+class BucketHeader(NamedTuple):
+    """Which bucket comes next, and its checksum. A sender's link sends it ahead of each bucket, as a JSON list."""
+
+    version: int
+    position: int
+    """See `Bucket.index`."""
+    nbytes: int
+    to_all: bool
+    """See `Bucket.to_all`."""
+    receiver_set: int | None
+    """See `Bucket.receiver_set`."""
+    checksum: str
+    """The checksum as the sender's caller gave it; empty for none."""
+
+    @classmethod
+    def read(cls, fields: object) -> BucketHeader | None:
+        """Return the header in `fields`, which a peer sent, or None when they hold anything else."""
+        match fields:
+            case [int(version), int(position), int(nbytes), bool(to_all), int() | None as receiver_set, str(checksum)]:
+                return cls(version, position, nbytes, to_all, receiver_set, checksum)
+        return None
+
+
 class Link(ABC, Generic[H]):
     """Holds the connections of one half, watches them, and decides which error a call raises.
 
-    Args:
-        engine: Engine that made the half.
-        side: ``"sender"`` or ``"receiver"``.
-        name: Name of the participant in the topology.
-        half: The engine's half.
+    `side` is ``"sender"`` or ``"receiver"``, and `name` that of the participant in the topology.
     """
 
     _watched_events: int
@@ -198,3 +228,21 @@ class Link(ABC, Generic[H]):
             if self._lost is None or isinstance(error, ProtocolError):
                 self._lost = error
             self._loss_noticed.notify_all()
+
+
+def buffer_device(engine: CheckpointEngine, preferred: torch.device | None, part: str) -> torch.device:
+    """Return `preferred`, the device of the weights, if `engine` carries its memory, else the CPU.
+
+    Raises `ConfigError` when the engine carries neither memory, or when `preferred` is an accelerator without index.
+    """
+    devices = engine.capabilities.devices
+    if preferred is not None and preferred.type in devices:
+        return checked_device(preferred, part)
+    if HOST.type in devices:
+        return HOST
+    where = "on no device that was named" if preferred is None else f"on {preferred}"
+    raise ConfigError(
+        f"the weights are {where}, and the engine carries {' and '.join(sorted(devices))} memory only.",
+        part=part,
+        hint="Choose an engine that carries the memory in which the weights are: checkpoint_engine.backend.",
+    )

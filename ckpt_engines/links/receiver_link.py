@@ -18,17 +18,13 @@ from ..contract.engine import CheckpointEngine, Topology, WeightReceiver
 from ..contract.viewing import ViewingReceiver
 from ..deadline import Deadline
 from ..errors import ProtocolError, WeightlaneError
-from .bucket_header import BucketHeader
-from .link import LOSS_WAIT_S, Link
+from .link import LOSS_WAIT_S, BucketHeader, Link
 
 
 class ReceiverLink(Link[WeightReceiver]):
-    """Connects to senders, checks which bucket each announces, and calls the receiving half.
+    """Connects to senders, checks which bucket each announces, and calls the receiving half of the participant `name`.
 
-    Args:
-        engine: Engine that makes the half.
-        name: Name of the participant in the topology.
-        device: Device that the receiver's buckets live on; an accelerator with its index.
+    Its buckets live on `device`; an accelerator with its index.
     """
 
     _watched_events = getattr(select, "POLLRDHUP", 0)
@@ -50,25 +46,18 @@ class ReceiverLink(Link[WeightReceiver]):
 
     def _connect_peers(self, topology: Topology, deadline: Deadline) -> None:
         sockets = self._engine.socket_factory(self._name)
-        lanes: dict[str, dict[str, Channel]] = {lane: {} for lane in self._lanes}
+        lanes: list[dict[str, Channel]] = [{} for _ in self._lanes]
         with contextlib.ExitStack() as opened:
             for sender, address in topology.senders.items():
                 target = sockets.target(self._address_part(address, "sockets", sender), self.part, sender)
-                for lane, channels in lanes.items():
-                    channels[sender] = dial(
-                        target,
-                        self._life,
-                        deadline,
-                        peer=sender,
-                        key=topology.key,
-                        hello=Hello(topology.session, self._name, lane),
-                    )
+                for lane, channels in zip(self._lanes, lanes, strict=True):
+                    hello = Hello(topology.session, self._name, lane)
+                    channels[sender] = dial(target, self._life, deadline, peer=sender, key=topology.key, hello=hello)
                     opened.callback(channels[sender].close)
-            control, *engine = lanes.values()
-            for channel in control.values():
+            for channel in lanes[0].values():
                 welcomed(channel, deadline)
             opened.pop_all()
-        self._keep([control, *engine])
+        self._keep(lanes)
 
     def announced(self, sender: str) -> bool:
         """Tell whether the next bucket from `sender` is announced, so that `post` and `view` need not wait."""
@@ -117,15 +106,15 @@ class ReceiverLink(Link[WeightReceiver]):
         channel = self._channel(sender)
         what = f"bucket {index} of version {version}"
         message = channel.receive_json(deadline, what)
-        header = BucketHeader.of(message.get("bucket"))
+        header = BucketHeader.read(message.get("bucket"))
         if header is None:
             offer = repr(message.get("bucket"))
         elif not self._is_in(header.receiver_set):
             offer = f"a bucket for set {header.receiver_set} of the receivers"
-        elif (header.version, header.index, header.nbytes) == (version, index, nbytes):
+        elif header[:3] == (version, index, nbytes):
             return header
         else:
-            offer = f"version {header.version}, bucket {header.index} of {header.nbytes} bytes"
+            offer = f"version {header.version}, bucket {header.position} of {header.nbytes} bytes"
         with contextlib.suppress(WeightlaneError):  # the sender may be gone
             channel.send_json({"refused": f"it waits for {what} with {nbytes} bytes"}, deadline.within(LOSS_WAIT_S))
         raise ProtocolError(

@@ -18,17 +18,13 @@ from ..contract.storing import StoringSender, VersionFiles
 from ..contract.viewing import ViewableSender
 from ..deadline import Deadline
 from ..errors import PeerLostError, ProtocolError, WeightlaneError
-from .bucket_header import BucketHeader
-from .link import LOSS_WAIT_S, Link
+from .link import LOSS_WAIT_S, BucketHeader, Link
 
 
 class SenderLink(Link[WeightSender]):
-    """Admits receivers, announces buckets to them, and calls the sending half.
+    """Admits receivers, announces buckets to them, and calls the sending half of the participant `name`.
 
-    Args:
-        engine: Engine that makes the half.
-        name: Name of the participant in the topology.
-        device: Device that the sender's buckets live on; an accelerator with its index.
+    Its buckets live on `device`; an accelerator with its index.
     """
 
     _watched_events = select.POLLIN
@@ -49,17 +45,8 @@ class SenderLink(Link[WeightSender]):
         return self._listener
 
     def _connect_peers(self, topology: Topology, deadline: Deadline) -> None:
-        self._keep(
-            accept_receivers(
-                self._listen(),
-                self._life,
-                topology.session,
-                topology.receivers,
-                deadline,
-                lanes=self._lanes,
-                key=topology.key,
-            )
-        )
+        session, names, key = topology.session, topology.receivers, topology.key
+        self._keep(accept_receivers(self._listen(), self._life, session, names, deadline, lanes=self._lanes, key=key))
         welcome(self._control.values(), deadline)
 
     def _release(self) -> None:
@@ -79,11 +66,9 @@ class SenderLink(Link[WeightSender]):
                     raise ProtocolError(f"not connected to {', '.join(unknown)}.", part=self.part)
                 to_all, receiver_set = len(set(receivers)) == len(self._control), self._set_of(receivers)
                 bucket = replace(bucket, to_all=to_all, receiver_set=receiver_set)
-                message = BucketHeader(
-                    bucket.version, bucket.index, bucket.nbytes, to_all, receiver_set, checksum
-                ).message()
+                header = BucketHeader(bucket.version, bucket.index, bucket.nbytes, to_all, receiver_set, checksum)
                 for name in receivers:
-                    self._control[name].send_json(message, deadline)
+                    self._control[name].send_json({"bucket": header}, deadline)
             self.half.post(bucket, receivers)
 
     def _set_of(self, receivers: Sequence[str]) -> int | None:

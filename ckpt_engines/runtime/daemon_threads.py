@@ -1,10 +1,10 @@
-"""Daemon threads: a pool that does not delay the end of the program, and `within`, a call into a library that may hang."""
+"""Daemon threads: a pool that does not delay the end of the program, and calls into libraries that may hang."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, wait
 from queue import Empty, SimpleQueue
 from typing import Any, ParamSpec, TypeVar
 
@@ -16,13 +16,9 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 
 
 class DaemonThreads(Executor):
-    """A pool like `ThreadPoolExecutor`, but of daemon threads. Python joins the threads of the latter when the process ends.
+    """A pool like `ThreadPoolExecutor`, but of daemon threads, `most` at once, each started when it is first needed.
 
-    A thread of `ThreadPoolExecutor` that is stuck therefore keeps the process from ending.
-
-    Args:
-        most: Largest number of threads; each is started when it is first needed.
-        name: Name of the threads; each adds a number to it.
+    Python joins the threads of a `ThreadPoolExecutor` when the process ends, so one that is stuck keeps the process from ending.
     """
 
     def __init__(self, most: int, name: str) -> None:
@@ -84,6 +80,20 @@ def _work(calls: SimpleQueue[_Call | None], idle: threading.Semaphore) -> None:
         idle.release()
 
 
+def call_in_thread(call: Callable[[], T], name: str = "weightlane-call") -> Future[T]:
+    """Run `call` in a daemon thread of its own, which is never joined. The future gets its result, or whatever it raises."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
+
+
 def within(seconds: float, call: Callable[[], T]) -> T:
     """Run `call` in a thread of its own. Return its result, or raise its exception.
 
@@ -92,22 +102,9 @@ def within(seconds: float, call: Callable[[], T]) -> T:
 
     Raises `TimeoutError` after `seconds`; the thread is then abandoned.
     """
-    outcome: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(call())
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    for error in errors:
-        if isinstance(error, Exception):
-            raise error
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
-    if not outcome:
+    started = call_in_thread(call)
+    if not wait([started], seconds).done:
         raise TimeoutError(f"no answer within {seconds:g} s")
-    return outcome[0]
+    if (error := started.exception()) is not None and not isinstance(error, Exception):
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+    return started.result()

@@ -38,61 +38,88 @@ def checked_device(device: torch.device | str, part: str = "device") -> torch.de
 
 
 class DeviceRuntime:
-    """Streams, events and host memory of one device. `runtime_of` returns the runtime of a device.
+    """Streams, events and memory of one device. `runtime_of` returns the runtime of a device.
 
-    This class is the CPU's runtime. Streams and events are None there, because every call has finished its work when it returns.
+    `module` is torch's module for the device type, such as ``torch.cuda``. A CPU has none: its streams and events are None,
+    because every call has finished its work when it returns.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, module: Any = None) -> None:
         self.device = device
+        self._module = module
+        self._unused: list[Any] = []
+        """Streams whose owners were collected, to be used again: torch has 32 per device, and its 33rd is the first one again."""
 
     @property
     def has_streams(self) -> bool:
         """Whether work continues after the call that started it has returned."""
-        return False
+        return self._module is not None
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make this device the thread's current one inside the block."""
-        yield
+        with self._module.device(self.device) if self.has_streams else contextlib.nullcontext():
+            yield
 
-    def stream_for(self, owner: object) -> Any:  # noqa: ARG002
+    def stream_for(self, owner: object) -> Any:
         """Return a stream that nothing else in weightlane uses until `owner` is collected."""
-        return None
+        if not self.has_streams:
+            return None
+        try:
+            stream = self._unused.pop()
+        except IndexError:
+            stream = self._module.Stream(self.device)
+        weakref.finalize(owner, self._unused.append, stream).atexit = False
+        return stream
 
     @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:  # noqa: ARG002
+    def on(self, stream: Any) -> Iterator[None]:
         """Make this device and `stream`, one of its streams, the thread's current ones inside the block."""
-        yield
+        with self.current(), self._module.stream(stream) if self.has_streams else contextlib.nullcontext():
+            yield
 
-    def record_event(self, stream: Any = None) -> Any:  # noqa: ARG002
+    def record_event(self, stream: Any = None) -> Any:
         """Return an event that passes when all work started so far on `stream` (default: the thread's current one) is done."""
-        return None
+        if not self.has_streams:
+            return None
+        with self.current():
+            event = self._module.Event()
+            event.record(self._module.current_stream(self.device) if stream is None else stream)
+        return event
 
     def synchronize(self, stream: Any = None) -> None:
         """Wait until all work started so far on `stream` (default: the thread's current one) is done."""
+        if self.has_streams:
+            (self._module.current_stream(self.device) if stream is None else stream).synchronize()
 
     def wait_for(self, stream: Any, event: Any) -> None:
         """Make later work on `stream` wait for `event`, without blocking the thread. None stands for an event that has passed."""
+        if event is not None:
+            stream.wait_event(event)
 
     def record_stream(self, memory: torch.Tensor, stream: Any) -> None:
         """Keep torch from reusing `memory`, once its owner drops it, until the work started so far on `stream` is done."""
+        if self.has_streams:
+            memory.record_stream(stream)
 
     def empty_cache(self) -> None:
         """Return the unused memory that torch caches to the device."""
+        if self.has_streams:
+            with self.current():
+                self._module.empty_cache()
 
     @property
     def name(self) -> str:
         """The manufacturer's name of the device; empty for the CPU."""
-        return ""
+        return str(self._module.get_device_name(self.device)) if self.has_streams else ""
 
     def allocated_bytes(self) -> int:
         """Return how much of the device's memory torch has allocated in this process; 0 for the CPU."""
-        return 0
+        return int(self._module.memory_allocated(self.device)) if self.has_streams else 0
 
     def free_bytes(self) -> int | None:
         """Return how much of the device's memory is free; None for the CPU."""
-        return None
+        return int(self._module.mem_get_info(self.device)[0]) if self.has_streams else None
 
     def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> bool:  # noqa: ARG002
         """Pin host memory, so that copies from and to the device need no staging copy; return whether that was possible."""
@@ -118,81 +145,7 @@ class DeviceRuntime:
         return torch.from_numpy(owner).zero_()  # touches every page, even if pinning has not
 
 
-class AcceleratorRuntime(DeviceRuntime):
-    """Runtime of a device with streams. `module` is torch's module for the device type, such as ``torch.cuda``."""
-
-    def __init__(self, device: torch.device, module: Any) -> None:
-        super().__init__(device)
-        self._module = module
-        self._unused: list[Any] = []
-        """Streams whose owners were collected, to be used again: torch has 32 per device, and its 33rd is the first one again."""
-
-    @property
-    def has_streams(self) -> bool:
-        """See `DeviceRuntime.has_streams`."""
-        return True
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """See `DeviceRuntime.current`."""
-        with self._module.device(self.device):
-            yield
-
-    def stream_for(self, owner: object) -> Any:
-        """See `DeviceRuntime.stream_for`."""
-        try:
-            stream = self._unused.pop()
-        except IndexError:
-            stream = self._module.Stream(self.device)
-        weakref.finalize(owner, self._unused.append, stream).atexit = False
-        return stream
-
-    @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        """See `DeviceRuntime.on`."""
-        with self.current(), self._module.stream(stream):
-            yield
-
-    def record_event(self, stream: Any = None) -> Any:
-        """See `DeviceRuntime.record_event`."""
-        with self.current():
-            event = self._module.Event()
-            event.record(self._module.current_stream(self.device) if stream is None else stream)
-        return event
-
-    def synchronize(self, stream: Any = None) -> None:
-        """See `DeviceRuntime.synchronize`."""
-        (self._module.current_stream(self.device) if stream is None else stream).synchronize()
-
-    def wait_for(self, stream: Any, event: Any) -> None:
-        """See `DeviceRuntime.wait_for`."""
-        if event is not None:
-            stream.wait_event(event)
-
-    def record_stream(self, memory: torch.Tensor, stream: Any) -> None:
-        """See `DeviceRuntime.record_stream`."""
-        memory.record_stream(stream)
-
-    def empty_cache(self) -> None:
-        """See `DeviceRuntime.empty_cache`."""
-        with self.current():
-            self._module.empty_cache()
-
-    @property
-    def name(self) -> str:
-        """See `DeviceRuntime.name`."""
-        return str(self._module.get_device_name(self.device))
-
-    def allocated_bytes(self) -> int:
-        """See `DeviceRuntime.allocated_bytes`."""
-        return int(self._module.memory_allocated(self.device))
-
-    def free_bytes(self) -> int | None:
-        """See `DeviceRuntime.free_bytes`."""
-        return int(self._module.mem_get_info(self.device)[0])
-
-
-class CudaRuntime(AcceleratorRuntime):
+class CudaRuntime(DeviceRuntime):
     """Runtime of a CUDA device."""
 
     def register_host(self, address: int, nbytes: int, *, read_only: bool = False) -> bool:
@@ -259,7 +212,7 @@ def runtime_of(device: torch.device) -> DeviceRuntime:
     device = checked_device(device)
     if device == HOST:
         return DeviceRuntime(HOST)
-    kind = CudaRuntime if device.type == "cuda" else AcceleratorRuntime
+    kind = CudaRuntime if device.type == "cuda" else DeviceRuntime
     return kind(device, torch.get_device_module(device))
 
 

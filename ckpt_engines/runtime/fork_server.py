@@ -45,12 +45,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 class ForkedProcess:
-    """A child of a fork server, and the socket on which it takes requests.
+    """A child of a fork server, and this end of the socket on which it takes requests.
 
-    Args:
-        pid: Its process id.
-        socket: This end of its socket.
-        log: The file that its standard output and standard error go to; None if there is none.
+    Its standard output and standard error go to the file `log`; None if there is none.
     """
 
     def __init__(self, pid: int, socket: JsonSocket, log: IO[bytes] | None = None) -> None:
@@ -88,11 +85,9 @@ class ForkedProcess:
 class ForkServer:
     """Starts a fork server and requests children from it. They all end with this process, even if it is killed.
 
-    Args:
-        preload: Modules that the server imports before it forks. They must not start threads.
-        directory: Removed, with everything that children wrote there, after the last child has ended.
-        environment: Variables for server and children, in addition to those of this process.
-        descriptors: File descriptors that children inherit under the same numbers.
+    The server imports the modules `preload`, which must not start threads, before it forks. `directory` is removed, with
+    everything that children wrote there, after the last child has ended. `environment` are further variables, and `descriptors`
+    are inherited by children under the same numbers.
     """
 
     def __init__(
@@ -130,15 +125,10 @@ class ForkServer:
         self._ask({"preload": module})
 
     def fork(self, target: str, *arguments: Any) -> ForkedProcess:
-        """Fork a child that calls a function with its `JsonSocket` and `arguments`, and ends when the function returns.
+        """Fork a child that calls a function, ``module:function``, with its `JsonSocket` and `arguments`, plain data.
 
-        Args:
-            target: The function, as ``module:function``.
-            arguments: Plain data.
-
-        Raises:
-            WorkerDiedError: The server has ended.
-            DeadlineExceededError: The server does not answer.
+        The child ends when the function returns. Raises `WorkerDiedError` when the server has ended, and `DeadlineExceededError`
+        when it does not answer.
         """
         ours, theirs = socket.socketpair()
         try:

@@ -22,12 +22,9 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def put_elements(target: torch.Tensor, offsets: torch.Tensor, values: torch.Tensor) -> None:
-    """Write each of `values` to its offset in `target`.
+    """Write each of `values` to its offset in `target`, both 1-D integers of one size on the CPU.
 
-    Args:
-        target: 1-D integers on the CPU.
-        offsets: Element offsets in `target`, 1-D int64 or int32 (`narrow_offsets`) on the CPU.
-        values: As many integers of the same size as those of `target`, 1-D on the CPU.
+    `offsets` are element offsets, 1-D int64 or int32 (`narrow_offsets`) on the CPU.
     """
     into, at, bits = target.numpy(), offsets.numpy(), values.numpy()
     for start in range(0, at.size, _CHUNK):

@@ -14,13 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from ..errors import (
-    DeadlineExceededError,
-    WeightlaneError,
-    WorkerDiedError,
-    as_weightlane_error,
-    error_from_wire,
-)
+from ..errors import DeadlineExceededError, WeightlaneError, WorkerDiedError, as_weightlane_error, error_from_wire
 
 
 def ask_process(
@@ -34,13 +28,8 @@ def ask_process(
 ) -> Any:
     """Run `module` as a program, which has to call `answer_asker`, and return its function's result.
 
-    Args:
-        module: Full name of the module.
-        arguments: JSON data for the function, by argument name.
-        part: Caller's name for error messages.
-        what: The result's name for error messages.
-        timeout_s: Longest time that the program may take, in seconds.
-        environment: Environment variables of the program, in addition to those of this process.
+    `arguments` are JSON data for the function, by argument name. `environment` are further variables of the program. `part` is
+    the caller's name, and `what` the result's, for error messages.
 
     Raises:
         DeadlineExceededError: The program took longer than `timeout_s`; it and the processes that it started have ended.

@@ -41,7 +41,7 @@ def expect(
     Raises `ProtocolError` when the sender announces another bucket, and makes the sender's wait for an answer raise it, too;
     otherwise as `Channel.send`.
     """
-    what = f"bucket {bucket.index} of version {bucket.version}"
+    what = str(bucket)
     if progress is not None:
         _ready({channel.peer: channel}, select.POLLIN, deadline, what, progress)
     announced = channel.receive_json(deadline, what)
@@ -91,7 +91,7 @@ def await_acknowledgements(
         ClosedError: The half was closed.
     """
     answers: dict[str, dict[str, Any]] = {}
-    what = f"bucket {bucket.index} of version {bucket.version} to be taken"
+    what = f"{bucket} to be taken"
     while waiting := {name: channel for name, channel in channels.items() if name not in answers}:
         for name in _ready(waiting, select.POLLIN, deadline, what, progress):
             answer = waiting[name].receive_json(deadline, "a complete acknowledgement")
@@ -106,8 +106,7 @@ def checked_answer(answer: dict[str, Any], channel: Channel, bucket: Bucket) -> 
     """[sender] Return `answer`. Raises `ProtocolError` when it does not acknowledge `bucket`."""
     if answer.get("taken") != bucket.index or answer.get("version") != bucket.version:
         raise ProtocolError(
-            f"bucket {bucket.index} of version {bucket.version} with {bucket.nbytes} bytes was not taken:"
-            f" {answer.get('refused', answer)}.",
+            f"{bucket} with {bucket.nbytes} bytes was not taken: {answer.get('refused', answer)}.",
             part=channel.part,
             peer=channel.peer,
         )
@@ -120,7 +119,7 @@ def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Dead
     Returns when the operating system has all bytes, perhaps before the receivers have them. Raises as `await_acknowledgements`.
     """
     rest = {name: bucket.data.numpy().data for name in channels if bucket.nbytes}
-    what = f"room to send bucket {bucket.index} of version {bucket.version}"
+    what = f"room to send {bucket}"
     while rest:
         unfinished = {name: channels[name] for name in rest}
         for name in _ready(unfinished, select.POLLIN | select.POLLOUT, deadline, what):
@@ -136,7 +135,7 @@ def send_payload(channels: Mapping[str, Channel], bucket: Bucket, deadline: Dead
 
 def receive_payload(channel: Channel, bucket: Bucket, deadline: Deadline) -> None:
     """[receiver] Fill ``bucket.data`` (CPU memory) with the bytes that the sender's `send_payload` sends."""
-    what = f"the rest of bucket {bucket.index} of version {bucket.version}"
+    what = f"the rest of {bucket}"
     channel.receive_into(bucket.data.numpy().data, deadline, what)
 
 

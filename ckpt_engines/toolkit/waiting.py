@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TypeVar
 
 from ..deadline import Deadline
+from ..runtime.daemon_threads import call_in_thread
 from ..runtime.lifecycle import Lifecycle
 
 _T = TypeVar("_T")
@@ -27,16 +26,8 @@ def run_bounded(
     The thread then continues until `function` returns, so `function` must own every buffer that the library may still read or
     write, and must not touch the caller's memory.
     """
-    call: Future[_T] = Future()
-
-    def run() -> None:
-        try:
-            call.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
-            call.set_exception(error)
-        life.ring()
-
-    threading.Thread(target=run, name="weightlane-bounded-call", daemon=True).start()
+    call = call_in_thread(function, "weightlane-bounded-call")
+    call.add_done_callback(lambda _: life.ring())
     while not call.done():
         life.wait({}, deadline.remaining_s)
         if not call.done():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from weightlane.ckpt_engines import (
     CheckpointEngineRegistry,
@@ -19,11 +21,10 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.ckpt_engines.runtime.devices import device_count, is_available
 
-from .contenders.contenders import RAW, Contender, Copies, Figures, Files, Gloo, plain_options
+from .contenders.contenders import BLOCKING, COPIES, FILES, RAW, Contender, Figures, Round, copies, files, gloo
 from .contenders.weightlane_contender import RowContender, RowFacts
 from .processes.participants import LOSSY, check_offered, sync_config
 from .processes.processes import Processes
-from .processes.raw_transports import has_safetensors
 from .report.bench_report import PHASES, BenchReport, Blocking, ExtraBytes, Limits, Phases, Row, Setup, Slowdown, Spread
 from .report.machine import available_bytes, this_machine
 from .settings import BenchSettings
@@ -39,14 +40,9 @@ _STAGED_VERSIONS = 2
 
 
 def run_bench(settings: BenchSettings, say: Callable[[str], None] = lambda _: None) -> BenchReport | dict[str, str]:
-    """Run the benchmark that `settings` describe.
+    """Run the benchmark that `settings` describe. `say` is called with each line about the progress.
 
-    Args:
-        settings: Engines, model and rounds.
-        say: Called with each line about the progress.
-
-    Returns:
-        The report; if none of the engines can run here, only the reasons by engine.
+    Returns the report; if none of the engines can run here, only the reasons by engine.
 
     Raises:
         ConfigError: A setting is wrong, or model, directory or device do not exist.
@@ -119,12 +115,9 @@ def _rows(settings: BenchSettings, directory: Path) -> tuple[list[RowFacts], dic
                 # One directory for each row, because only one run at a time may write to a store.
                 more = {"path": str(own / f"{codec}-{integrity}")} if needs_path and "path" not in given else {}
                 config = sync_config(
-                    codec=codec,
-                    integrity=integrity,
-                    bucket_mib=settings.bucket_mib,
-                    deadline_s=settings.deadline_s,
+                    codec=codec, integrity=integrity, bucket_mib=settings.bucket_mib, deadline_s=settings.deadline_s
                 )
-                rows.append(RowFacts(engine, codec, integrity, plain_options(given | more), config))
+                rows.append(RowFacts(engine, codec, integrity, given | more, config))
     return rows, unavailable
 
 
@@ -168,15 +161,21 @@ class _Bench:
         self._say = say
         self._bucket_bytes = rows[0].config.bucket_bytes
         timeout_s = settings.deadline_s
-        self._rows = [
-            RowContender(facts, processes, runner, settings.density, settings.step_s, timeout_s) for facts in rows
-        ]
-        limits: list[Contender] = [Copies(processes, timeout_s), Gloo(processes, timeout_s, self._bucket_bytes)]
-        if any(facts.engine == "filesystem" for facts in rows) and has_safetensors():
-            limits.append(Files(processes, timeout_s, directory))
-        self._contenders: list[Contender] = [*limits, *self._rows]
-        self._open: set[str] = set()
-        self._rounds: dict[str, list[Figures]] = {contender.name: [] for contender in self._contenders}
+        self._rows = {
+            facts.name: RowContender(facts, processes, runner, settings.density, settings.step_s, timeout_s)
+            for facts in rows
+        }
+        writes_files = any(facts.engine == "filesystem" for facts in rows)
+        self._lacks_safetensors = writes_files and importlib.util.find_spec("safetensors") is None
+        self._contenders: dict[str, Contender] = {
+            COPIES: partial(copies, processes, timeout_s),
+            BLOCKING: partial(gloo, processes, timeout_s, self._bucket_bytes),
+        }
+        if writes_files and not self._lacks_safetensors:
+            self._contenders[FILES] = partial(files, processes, timeout_s, directory / "limit.safetensors")
+        self._contenders |= {name: row.opened for name, row in self._rows.items()}
+        self._open: dict[str, tuple[ExitStack, Round]] = {}
+        self._rounds: dict[str, list[Figures]] = {name: [] for name in self._contenders}
 
     def report(self, unavailable: dict[str, str]) -> BenchReport:
         """Measure all contenders and return the report."""
@@ -187,16 +186,14 @@ class _Bench:
         self._processes.every("prepare", *prepared, timeout_s=settings.deadline_s)
         for number in range(settings.rounds + 1):
             self._say(f"round {number} of {settings.rounds}" if number else "warming up")
-            for contender in self._contenders:
-                figures = self._measure(contender, contender.round)
+            for name, rounds in self._rounds.items():
+                figures = self._measure(name)
                 if number:  # the first round is slower: it touches new memory, and TCP still adapts
-                    self._rounds[contender.name].append(figures)
-        slowdowns = {row.name: self._slowdown(row) for row in self._rows} if settings.loops else {}
-        for contender in self._contenders:
-            if contender.name in self._open:
-                contender.close()
-        limits = Limits.model_validate(self._spreads(Copies.name, Limits.model_fields))
-        notes = self._notes(limits)
+                    rounds.append(figures)
+        slowdowns = {name: self._slowdown(name) for name in self._rows} if settings.loops else {}
+        for opened, _ in self._open.values():
+            opened.close()
+        limits = Limits.model_validate(self._spreads(COPIES, Limits.model_fields))
         return BenchReport(
             machine=this_machine(settings.device),
             setup=Setup(
@@ -212,31 +209,33 @@ class _Bench:
                 bucket_bytes=self._bucket_bytes,
             ),
             limits=limits,
-            blocking=Blocking.model_validate(self._spreads(Gloo.name, Blocking.model_fields)),
-            rows=[self._row(row, slowdowns.get(row.name)) for row in self._rows],
+            blocking=Blocking.model_validate(self._spreads(BLOCKING, Blocking.model_fields)),
+            rows=[self._row(name, slowdowns.get(name)) for name in self._rows],
             unavailable=unavailable,
-            notes=notes,
+            notes=self._notes(limits),
         )
 
-    def _measure(self, contender: Contender, measurement: Callable[[], Figures]) -> Figures:
-        """Open `contender` if it is closed, run `measurement`, and close it again if memory is scarce."""
-        if contender.name not in self._open:
-            contender.open()
-            self._open.add(contender.name)
-        figures = measurement()
-        if not self._keep_open and contender in self._rows:
-            contender.close()
-            self._open.discard(contender.name)
+    def _measure(self, name: str, measurement: Round | None = None) -> Figures:
+        """Run `measurement`, by default a round. Open the contender before if it is closed; close it if memory is scarce."""
+        if name not in self._open:
+            stack = ExitStack()
+            self._open[name] = stack, stack.enter_context(self._contenders[name]())
+        opened, measure = self._open[name]
+        figures = (measurement or measure)()
+        if not self._keep_open and name in self._rows:
+            del self._open[name]
+            opened.close()
         return figures
 
-    def _slowdown(self, row: RowContender) -> Slowdown:
-        self._say(f"measuring how {row.name} slows down training and decoding")
-        return Slowdown.model_validate(self._measure(row, lambda: row.slowdown(self._settings.loop_s)))
+    def _slowdown(self, name: str) -> Slowdown:
+        self._say(f"measuring how {name} slows down training and decoding")
+        measurement = partial(self._rows[name].slowdown, self._settings.loop_s)
+        return Slowdown.model_validate(self._measure(name, measurement))
 
-    def _row(self, row: RowContender, slowdown: Slowdown | None) -> Row:
-        figures = self._rounds[row.name]
+    def _row(self, name: str, slowdown: Slowdown | None) -> Row:
+        row = self._rows[name]
         times = ("trainer_blocked_s", "trainer_blocked_without_step_s", "rollout_blocked_s", "latency_s")
-        spreads = self._spreads(row.name, (*times, "wire_bytes", *PHASES))
+        spreads = self._spreads(name, (*times, "wire_bytes", *PHASES))
         source, pick = RAW.get(row.facts.engine, ("", lambda _: 0.0))
         raw = [pick(figures) for figures in self._rounds.get(source, [])]
         return Row(
@@ -247,15 +246,15 @@ class _Bench:
             payload_bytes=self._workload.nbytes,
             wire_bytes=round(spreads["wire_bytes"].median),
             raw_transport_s=Spread.over(raw) if raw else None,
-            phases=Phases.model_validate({name: spreads[name] for name in PHASES}),
+            phases=Phases.model_validate({phase: spreads[phase] for phase in PHASES}),
             extra_bytes=ExtraBytes(trainer=row.peak_trainer_bytes, rollout=row.peak_rollout_bytes),
             slowdown=slowdown,
-            rounds=len(figures),
+            rounds=len(self._rounds[name]),
             verified=row.verified,
-            **{name: spreads[name] for name in times},
+            **{time: spreads[time] for time in times},
         )
 
-    def _spreads(self, contender: str, names: Any) -> dict[str, Spread]:
+    def _spreads(self, contender: str, names: Iterable[str]) -> dict[str, Spread]:
         rounds = self._rounds[contender]
         return {name: Spread.over([figures[name] for figures in rounds]) for name in names}
 
@@ -274,6 +273,6 @@ class _Bench:
             notes.append(
                 "Memory is too small for all rows at once: each row was reconnected and warmed up again for every round."
             )
-        if any(row.facts.engine == "filesystem" for row in self._rows) and not has_safetensors():
+        if self._lacks_safetensors:
             notes.append("safetensors is not installed, so the filesystem rows have no bare transport to compare with.")
         return notes

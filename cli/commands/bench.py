@@ -26,11 +26,9 @@ _JSON = ".json"
 def measure(settings: Sequence[str], *, as_json: bool, out: Sequence[Path], **values: Any) -> bool:
     """Run the benchmark and print its report. Returns False if no engine could run, or a receiver got wrong bytes.
 
-    Args:
-        settings: Options of engines, each ``engine.key=value`` with a TOML value or plain text.
-        as_json: Print the report as JSON. The tables then go to standard error.
-        out: Files for the report: JSON if the name ends with ``.json``, else a plot in the format of its ending.
-        values: Values of `BenchSettings`, as the user gave them.
+    `settings` are options of engines, each ``engine.key=value`` with a TOML value or plain text; `values` those of
+    `BenchSettings`, as the user gave them. With `as_json` the report is printed as JSON, and the tables go to standard error.
+    Each file in `out` gets the report: JSON if the name ends with ``.json``, else a plot in the format of its ending.
     """
     chosen = BenchSettings.checked(options=_options(settings), **values)
     for path in out:

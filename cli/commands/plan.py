@@ -30,11 +30,9 @@ _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> dict[str, Any]:
     """Return the `configured_report` of the run configured at `path`, with `shown` as in `traffic_report`.
 
-    The report needs no weights in memory and no GPU, and the checkpoint engine need not run here.
-
-    Raises:
-        WeightlaneError: An error that ``weightlane train`` raises before it starts anything, or the training engine cannot tell
-            which shards its ranks will hold.
+    The report needs no weights in memory and no GPU, and the checkpoint engine need not run here. Raises the errors that
+    ``weightlane train`` raises before it starts anything, or a `WeightlaneError` when the training engine cannot tell which
+    shards its ranks will hold.
     """
     from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - for a run only, and needs an extra
     from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
@@ -87,9 +85,8 @@ def shape_report(
 ) -> dict[str, Any]:
     """Return the `plan_report` of a known shape. An empty layout means the shape's usual one.
 
-    Raises:
-        ConfigError: There is no such shape, the layout does not fit the shape, or the engine does not send lanes or cannot relay.
-        UnknownEngineError: There is no such engine.
+    Raises `UnknownEngineError`, or `ConfigError` when there is no such shape, the layout does not fit the shape, or the engine
+    does not send lanes or cannot relay.
     """
     shape = shape_named(name)
     usual = USUAL[name.lower()]

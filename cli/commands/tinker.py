@@ -132,11 +132,7 @@ def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
 
 
 async def _start_service(
-    ready: ServicePreparation,
-    hooks: RunHooks,
-    say: Callable[[str], None],
-    ended: asyncio.Event,
-    life: AsyncExitStack,
+    ready: ServicePreparation, hooks: RunHooks, say: Callable[[str], None], ended: asyncio.Event, life: AsyncExitStack
 ) -> Service:
     """Start trainer ranks and replicas, and a service over them; `life` ends everything."""
     config, model = ready.config, ready.model

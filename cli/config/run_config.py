@@ -37,10 +37,14 @@ _CHECK_S = 20.0
 """Seconds in which an engine has to find out whether it works here. Some load libraries or contact a store for that."""
 
 
-class ModelSection(BaseModel):
-    """The model that is trained."""
+class Section(BaseModel):
+    """Base of sections and configurations: immutable, and without keys of other names."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSection(Section):
+    """The model that is trained."""
 
     path: str = Field(
         min_length=1,
@@ -49,19 +53,15 @@ class ModelSection(BaseModel):
     )
 
 
-class RunSection(BaseModel):
+class RunSection(Section):
     """The run's directory and seed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     dir: Path = Field(description="Directory of the run's files; must be new, or hold a run to resume (--resume).")
     seed: int = Field(0, ge=0, description="Seed of the order of tasks and of every rank's random generators.")
 
 
-class RaySection(BaseModel):
+class RaySection(Section):
     """The Ray cluster that trainer ranks and rollout replicas run on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field("", description="Address of a running Ray cluster; empty starts one on this machine.")
     start_timeout_s: float = Field(
@@ -71,10 +71,8 @@ class RaySection(BaseModel):
     )
 
 
-class ObserversSection(BaseModel):
+class ObserversSection(Section):
     """Observers of a run beside the display and metrics.jsonl; by default none."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     trace: Path | None = Field(
         None, description="Path of a Chrome/Perfetto trace, relative to run.dir; a number is added if it exists."
@@ -94,10 +92,8 @@ class ObserversSection(BaseModel):
     trackio: str | None = Field(None, min_length=1, description="Project of trackio to log the run to.")
 
 
-class ClusterConfig(BaseModel):
+class ClusterConfig(Section):
     """The sections that runs and services share, which train on ranks and generate on replicas."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: RunSection
     model: ModelSection
@@ -220,11 +216,8 @@ def check_sections(config: ClusterConfig, *, runs_here: bool = True) -> None:
 def refuse_for_adapters(sync: SyncConfig, rollout: RolloutConfig, publishes: str, instead: str) -> None:
     """Raise `ConfigError` for settings that only apply to versions of weights.
 
-    Args:
-        sync: Settings of the sync.
-        rollout: Settings of the rollouts.
-        publishes: The setting that makes versions adapters, in words.
-        instead: The setting and value that would make them weights.
+    `publishes` names the setting that makes versions adapters, in words; `instead` the setting and value that would make them
+    weights.
     """
     for refused, key, value in (
         (sync.quantise != "none", "sync.quantise", sync.quantise),

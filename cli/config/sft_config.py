@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
 
-from .run_config import ModelSection, ObserversSection, RaySection, RunSection, check_observers
+from .run_config import ModelSection, ObserversSection, RaySection, RunSection, Section, check_observers
 from .validation import read_config
 
 
-class SftRunConfig(BaseModel):
+class SftRunConfig(Section):
     """The configuration of ``weightlane sft``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run: RunSection
     model: ModelSection

@@ -40,13 +40,10 @@ def check_engine(
 ) -> bool:
     """Run the suite for the kind of engine that `name` names, print its results, and return whether the engine passed.
 
-    Args:
-        name: Name of a checkpoint engine or of a training engine.
-        settings: The engine's options, or settings of the trainer section, each ``key=value`` with a TOML value or plain text.
-        training: Whether `name` is the name of a training engine, or the place of a class to be tested as one.
-        checks: Names of the checks to run; all if empty.
-        as_json: Print one JSON document instead of a line per check.
-        junit: File to write a JUnit report to.
+    `settings` are the engine's options, or settings of the trainer section, each ``key=value`` with a TOML value or plain text.
+    `training` tells that `name` is that of a training engine, or the place of a class to be tested as one. `checks` are the names
+    of the checks to run; all if empty. With `as_json` one JSON document is printed instead of a line per check. `junit` is a file
+    for a JUnit report.
     """
     options: dict[str, Any] = {}
     for setting in settings:
@@ -104,10 +101,7 @@ def _print_check(shown: Console, check: CheckResult) -> None:
 def _plain(report: SuiteReport) -> dict[str, Any]:
     facts = asdict(report)
     if isinstance(report, ConformanceReport):
-        facts["capabilities"] |= {
-            "devices": sorted(report.capabilities.devices),
-            "delivery": sorted(report.capabilities.delivery),
-        }
+        facts["capabilities"] = report.capabilities.to_plain()
     return {
         **facts,
         "passed": report.passed,

@@ -6,7 +6,7 @@ import os
 import platform
 import resource
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib.metadata import version
@@ -65,7 +65,7 @@ class Finding:
     way_out: str = ""
 
 
-Probe = Callable[[], Iterator[Finding]]
+Probe = Callable[[], Iterable[Finding]]
 
 
 def diagnose() -> list[Finding]:
@@ -116,82 +116,71 @@ def findings_table(findings: Sequence[Finding]) -> Table:
     return table
 
 
-def _python() -> Iterator[Finding]:
-    yield Finding("machine", "python", f"{platform.python_version()}, weightlane {version('weightlane')}")
+def _machine(name: str, found: str, trouble: str = "", way_out: str = "", state: State = State.BROKEN) -> list[Finding]:
+    """Return the row of a resource. It is ok unless there is `trouble`, which makes it `state`."""
+    return [Finding("machine", name, found, state, trouble, way_out) if trouble else Finding("machine", name, found)]
 
 
-def _cpu() -> Iterator[Finding]:
+def _python() -> list[Finding]:
+    return _machine("python", f"{platform.python_version()}, weightlane {version('weightlane')}")
+
+
+def _cpu() -> list[Finding]:
     flags = set(CPUINFO.read_text(encoding="utf-8", errors="replace").split())
     paths = {"AVX2": "avx2", "AVX-512": "avx512f", "AMX": "amx_tile"}
     has = [path for path, flag in paths.items() if flag in flags]
     found = f"{len(os.sched_getaffinity(0))} cores, {platform.machine()}, {', '.join(has) or 'no AVX2'}"
-    if has or platform.machine() != "x86_64":
-        yield Finding("machine", "cpu", found)
-    else:
-        yield Finding("machine", "cpu", found, State.BROKEN, "vLLM's CPU build needs AVX2", "Use a newer CPU or a GPU.")
+    too_old = not has and platform.machine() == "x86_64"
+    return _machine("cpu", found, "vLLM's CPU build needs AVX2" if too_old else "", "Use a newer CPU or a GPU.")
 
 
-def _gpus() -> Iterator[Finding]:
+def _gpus() -> list[Finding]:
     import torch  # noqa: PLC0415 - may be broken
 
     from weightlane.ckpt_engines.runtime.devices import device_count  # noqa: PLC0415 - imports torch
 
     if count := device_count("cuda"):
         cards = [torch.cuda.get_device_properties(number) for number in range(count)]
-        yield Finding("machine", "gpu", ", ".join(f"{card.name} of {card.total_memory / _GB:.0f} GB" for card in cards))
-    elif GPU_NODE.exists():
-        trouble = f"torch {torch.__version__} does not see the GPU of this machine"
-        way_out = "Install torch for CUDA, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
-        yield Finding("machine", "gpu", "none that torch sees", State.BROKEN, trouble, way_out)
-    else:
-        yield Finding("machine", "gpu", "none", State.ABSENT, "Everything runs on the CPU")
+        return _machine("gpu", ", ".join(f"{card.name} of {card.total_memory / _GB:.0f} GB" for card in cards))
+    if not GPU_NODE.exists():
+        return _machine("gpu", "none", "Everything runs on the CPU", state=State.ABSENT)
+    trouble = f"torch {torch.__version__} does not see the GPU of this machine"
+    way_out = "Install torch for CUDA, and look at nvidia-smi and CUDA_VISIBLE_DEVICES."
+    return _machine("gpu", "none that torch sees", trouble, way_out)
 
 
-def _shared_memory() -> Iterator[Finding]:
+def _shared_memory() -> list[Finding]:
     usage = shutil.disk_usage(SHM)
     found = f"{usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free in {SHM}"
-    if usage.free >= _LEAST_SHM_BYTES:
-        yield Finding("machine", "shared memory", found)
-        return
-    least = f"{_LEAST_SHM_BYTES >> 20} MiB"
-    trouble = f"vLLM's ranks and Ray need at least {least} there"
+    trouble = f"vLLM's ranks and Ray need at least {_LEAST_SHM_BYTES >> 20} MiB there"
     way_out = f"Remove files of programs that have ended, or: docker run --shm-size=8g, mount -o remount,size=8g {SHM}."
-    yield Finding("machine", "shared memory", found, State.BROKEN, trouble, way_out)
+    return _machine("shared memory", found, trouble if usage.free < _LEAST_SHM_BYTES else "", way_out)
 
 
-def _open_files() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"{_limit(soft)}, at most {_limit(hard)}"
-    if soft == resource.RLIM_INFINITY or soft >= _LEAST_FILES:
-        yield Finding("machine", "open files", found)
-    else:
-        trouble = "a coordinator runs out of connections, and Ray refuses to start"
-        yield Finding("machine", "open files", found, State.BROKEN, trouble, f"Set ulimit -n {4 * _LEAST_FILES}.")
+def _open_files() -> list[Finding]:
+    soft, hard = (
+        "unlimited" if limit == resource.RLIM_INFINITY else limit
+        for limit in resource.getrlimit(resource.RLIMIT_NOFILE)
+    )
+    few = isinstance(soft, int) and soft < _LEAST_FILES
+    trouble = "a coordinator runs out of connections, and Ray refuses to start" if few else ""
+    return _machine("open files", f"{soft}, at most {hard}", trouble, f"Set ulimit -n {4 * _LEAST_FILES}.")
 
 
-def _locked_memory() -> Iterator[Finding]:
+def _locked_memory() -> list[Finding]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    found = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 20} MiB"
-    if soft == resource.RLIM_INFINITY or not RDMA.exists():
-        yield Finding("machine", "locked memory", found)
-    else:
-        trouble = "network cards with RDMA cannot register memory (nccl, nixl, mooncake)"
-        way_out = "Set ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1."
-        yield Finding("machine", "locked memory", found, State.ABSENT, trouble, way_out)
+    if soft == resource.RLIM_INFINITY:
+        return _machine("locked memory", "unlimited")
+    trouble = "network cards with RDMA cannot register memory (nccl, nixl, mooncake)" if RDMA.exists() else ""
+    way_out = "Set ulimit -l unlimited, LimitMEMLOCK=infinity, or docker run --ulimit memlock=-1."
+    return _machine("locked memory", f"{soft >> 20} MiB", trouble, way_out, State.ABSENT)
 
 
-def _limit(value: int) -> str:
-    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
-
-
-def _disk() -> Iterator[Finding]:
+def _disk() -> list[Finding]:
     usage = shutil.disk_usage(".")
     found = f"{usage.free / _GB:.1f} of {usage.total / _GB:.1f} GB free in {Path.cwd()}"
-    if usage.free >= _LEAST_DISK_BYTES:
-        yield Finding("machine", "disk", found)
-    else:
-        trouble = "a run cannot save its state here"
-        yield Finding("machine", "disk", found, State.BROKEN, trouble, "Set run.dir to a directory on another disk.")
+    trouble = "a run cannot save its state here" if usage.free < _LEAST_DISK_BYTES else ""
+    return _machine("disk", found, trouble, "Set run.dir to a directory on another disk.")
 
 
 def _torch() -> Iterator[Finding]:

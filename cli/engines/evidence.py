@@ -34,10 +34,7 @@ EVIDENCE: dict[str, tuple[Evidence, ...]] = {
     ),
     "nccl": (
         Evidence(
-            "Control connections, options, aborts that hang: without NCCL, in CPU memory.",
-            "run",
-            "2026-11-25",
-            _CPU,
+            "Control connections, options, aborts that hang: without NCCL, in CPU memory.", "run", "2026-11-25", _CPU
         ),
         Evidence(_PRETENDED, "run", "2026-11-25", _CPU),
         Evidence(

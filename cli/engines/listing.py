@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Column, Table
 from rich.text import Text
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, EngineListing, WeightlaneError, registry
+from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError, registry
 from weightlane.ckpt_engines.runtime.daemon_threads import within
 
 from ..extras import how_to_install, library_of
@@ -24,20 +24,13 @@ engine ``capabilities``, None where its class could not be loaded."""
 def listings() -> dict[str, list[Listing]]:
     """Return the installed engines by kind: ``checkpoint``, ``training`` and ``rollout``. Imports those of the first two."""
     return {
-        "checkpoint": [_plain(row) for row in CheckpointEngineRegistry().list()],
+        "checkpoint": [
+            asdict(row) | {"capabilities": row.capabilities and row.capabilities.to_plain()}
+            for row in CheckpointEngineRegistry().list()
+        ],
         "training": list(_training()),
         "rollout": [_vllm()],
     }
-
-
-def _plain(row: EngineListing) -> Listing:
-    facts = asdict(row)
-    if row.capabilities is not None:
-        facts["capabilities"] |= {
-            "devices": sorted(row.capabilities.devices),
-            "delivery": sorted(row.capabilities.delivery),
-        }
-    return facts
 
 
 def _training() -> Iterator[Listing]:

@@ -17,15 +17,10 @@ _TEMPLATES = ("weightlane-engine-template", "weightlane-training-engine-template
 
 
 def make_engine_package(name: str, directory: Path | None = None, *, training: bool = False) -> Path:
-    """Make a package for an engine called `name`. It can be installed and passes the conformance suite as it is.
+    """Make a package for an engine called `name`, and return its directory. It passes the conformance suite as it is.
 
-    Args:
-        name: Name that users will write as ``checkpoint_engine.backend`` or ``trainer.engine``; see `is_engine_name`.
-        directory: Directory to make, ``weightlane-NAME`` in the current one by default. Must not exist.
-        training: Whether it is a training engine.
-
-    Returns:
-        The directory.
+    `name` is what users will write as ``checkpoint_engine.backend`` or, for a `training` engine, ``trainer.engine``; see
+    `is_engine_name`. The new `directory` is ``weightlane-NAME`` in the current one by default.
 
     Raises:
         ConfigError: `name` is not an engine's name, an engine of that name is installed, or `directory` exists.

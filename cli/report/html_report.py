@@ -33,11 +33,7 @@ def json_of(record: Mapping[str, Any]) -> str:
 
 
 def write_page(record: Mapping[str, Any], path: Path) -> None:
-    """Write the page completely or not at all.
-
-    Raises:
-        StorageError: The file can't be written.
-    """
+    """Write the page completely or not at all. Raises `StorageError` when the file can't be written."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(page_of(record), encoding="utf-8")

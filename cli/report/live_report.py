@@ -22,11 +22,8 @@ _REQUEST_TIMEOUT_S = 10.0
 class PageServer(http.server.ThreadingHTTPServer):
     """Serves the page of the run in `run` at ``/``, and its record, read again each time, at ``/record.json``.
 
-    It answers only requests whose ``Host`` header is a loopback address or ``localhost``, so that a web page in a browser on
-    this machine can't read it under a host name of its own (DNS rebinding).
-
-    Raises:
-        AddressInUseError: The server can't listen on `port`.
+    It answers only requests whose ``Host`` header is a loopback address or ``localhost``, so that a web page in a browser on this
+    machine can't read it under a host name of its own (DNS rebinding). Raises `AddressInUseError` when it can't listen on `port`.
     """
 
     daemon_threads = True

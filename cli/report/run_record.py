@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.trainer.runner.file_observers import read_metrics
 from weightlane.trainer.service.records.store import DATABASE
-
-from .service_record import read_service
 
 Event = Mapping[str, Any]
 _CURVE_POINTS = 1000
@@ -27,16 +26,33 @@ _SAMPLES = 20
 _TAIL_BYTES = 1 << 18
 """Bytes at the end of a file of samples or failures that are read."""
 _REPLICA_EVENTS = ("replica_quarantined", "replica_lost", "replica_joined")
+_DATABASE_S = 5.0
+"""Longest wait for a lock of the service's database."""
+_MODELS = """
+SELECT models.id, models.client, models.state, models.created, models.used,
+    CASE json_type(models.about, '$.config') WHEN 'null' THEN 'all weights'
+        ELSE json_extract(models.about, '$.config.rank') END AS rank,
+    (SELECT COUNT(*) FROM requests WHERE owner = models.id AND kind = 'optim_step' AND state = 'done') AS steps,
+    (SELECT COUNT(*) FROM requests WHERE owner = models.id AND state = 'queued') AS queued,
+    (SELECT COUNT(*) FROM checkpoints WHERE model = models.id) AS checkpoints
+FROM models ORDER BY models.used DESC LIMIT ?
+"""
+_QUEUES = """
+SELECT kind, SUM(state = 'queued') AS queued, SUM(state = 'done') AS done, SUM(state = 'failed') AS failed,
+    MIN(CASE WHEN state = 'queued' THEN created END) AS oldest_queued, AVG(finished - created) AS mean_s
+FROM requests GROUP BY kind ORDER BY kind LIMIT ?
+"""
+_SAMPLERS = """
+SELECT id, client, COALESCE(checkpoint, model, '') AS weights, inflight, created, clients FROM samplers
+ORDER BY created DESC LIMIT ?
+"""
 
 
 def read_record(run: Path) -> dict[str, Any]:
     """Read the run or the service in `run`, while it runs or afterwards.
 
-    Times are Unix times and durations, in seconds. ``steps`` are thinned to `_CURVE_POINTS`, tables to their last rows.
-
-    Raises:
-        ConfigError: `run` is not the directory of a run.
-        StorageError: Its files can't be read.
+    Times are Unix times and durations, in seconds. ``steps`` are thinned to `_CURVE_POINTS`, tables to their last rows. Raises
+    `ConfigError` when `run` is not the directory of a run, and `StorageError` when its files cannot be read.
     """
     is_service = (run / DATABASE).is_file()
     if not is_service and not (run / "metrics.jsonl").is_file():
@@ -65,7 +81,7 @@ def read_record(run: Path) -> dict[str, Any]:
         "events": [_replica_event(each) for each in events if each["event"] in _REPLICA_EVENTS][-_ROWS:],
         "failures": _last_lines(run / "failures.jsonl", _ROWS),
         "samples": _last_lines(run / "samples.jsonl", _SAMPLES),
-        "service": read_service(run / DATABASE, _ROWS) if is_service else None,
+        "service": _service(run / DATABASE) if is_service else None,
     }
 
 
@@ -220,3 +236,19 @@ def _last_lines(path: Path, most: int) -> list[dict[str, Any]]:
                 if isinstance(each, dict):
                     found.append(each)
     return found[-most:]
+
+
+def _service(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """The models, queues and samplers in the database of a service, which may be running. Raises `StorageError`."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=_DATABASE_S)) as database:
+            for name, query in (("models", _MODELS), ("queues", _QUEUES), ("samplers", _SAMPLERS)):
+                cursor = database.execute(query, [_ROWS])
+                columns = [column[0] for column in cursor.description]
+                found[name] = [dict(zip(columns, row, strict=True)) for row in cursor]
+    except sqlite3.Error as cause:
+        raise StorageError(
+            f"{path} cannot be read: {cause}.", part="report", hint="Is it the database of this weightlane's service?"
+        ) from cause
+    return found

@@ -25,10 +25,8 @@ _RAY_ENDS_S = 15.0
 class CleanupProcess:
     """Starts the cleanup process, and holds the pipe whose end makes it act.
 
-    Args:
-        files: Directory of the run's Ray, which is removed.
-        logs: Directory that Ray's logs are copied to.
-        hint: Text that says how to continue after the run was killed.
+    `files` is the directory of the run's Ray, which is removed, and `logs` the one to which Ray's logs are copied. `hint` says
+    how to continue after the run was killed.
     """
 
     def __init__(self, files: Path, logs: Path, hint: str) -> None:

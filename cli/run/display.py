@@ -17,12 +17,9 @@ from weightlane.trainer.loop.summary import RunSummary
 
 
 class RunDisplay:
-    """An observer that shows the progress of a run.
+    """An observer that shows the progress of a run of `steps` optimizer steps.
 
-    Args:
-        console: The console to print to.
-        steps: Optimizer steps of the whole run.
-        live: Show a table that is redrawn in place, instead of a line per optimizer step.
+    If `live`, a table is redrawn in place, instead of a line per optimizer step.
     """
 
     def __init__(self, console: Console, steps: int, *, live: bool) -> None:
@@ -157,8 +154,7 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
     if summary.accuracy_before is not None and summary.accuracy_after is not None:
         rise = summary.accuracy_after - summary.accuracy_before
         table.add_row(
-            "held-out accuracy",
-            f"{summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f} ({rise:+.3f})",
+            "held-out accuracy", f"{summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f} ({rise:+.3f})"
         )
     aborted = f", {summary.versions_aborted} aborted" if summary.versions_aborted else ""
     table.add_row("versions committed", f"{summary.versions_committed}{aborted}")

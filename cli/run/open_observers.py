@@ -42,12 +42,8 @@ def metrics_endpoint(port: int, host: str) -> tuple[PrometheusObserver, str]:
 class RunObservers:
     """A context manager with the hooks of a run. Its end closes the observers and merges the trace.
 
-    Args:
-        section: The requested observers.
-        run_dir: Absolute path of the run's directory.
-        own: Observers that every run has.
-        say: Prints a line.
-        settings: The run's configuration, which trackers show.
+    `section` has the requested observers, and `own` those that every run has. `run_dir` is the absolute path of the run's
+    directory. `settings` is the run's configuration, which trackers show. `say` prints a line.
     """
 
     def __init__(

@@ -89,17 +89,11 @@ def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Seque
 def saved_state(
     run_dir: RunDir, items: Sequence[HasContent], *, steps: int, setting: str, seed: int, may_change: bool
 ) -> LoopState:
-    """The saved state from which a run resumes.
+    """Return the saved state from which a run over `items`, its tasks or examples, resumes.
 
-    Args:
-        run_dir: The run's directory.
-        items: The tasks or examples that the run trains on.
-        steps: Optimizer steps of the whole run.
-        setting: The configuration key that raises `steps`.
-        seed: The run's seed.
-        may_change: Whether the content of `items` may differ from that with which the run was started.
-
-    Raises `ConfigError` if the run is complete, or its data has changed.
+    `setting` is the configuration key that raises `steps`, the optimizer steps of the whole run. `may_change` allows that the
+    content of `items` differs from that with which the run was started. Raises `ConfigError` if the run is complete, or its data
+    has changed.
     """
     step = run_dir.latest_step()
     assert step is not None, "RunDir checked it"

@@ -29,14 +29,8 @@ async def start_processes(
 ) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
     """Start trainer ranks and replicas at the same time, and connect them. `stack` closes them.
 
-    Args:
-        config: The configuration, fitted to the machine.
-        roles: Models on the trainer ranks, all in one group; `POLICY` is published.
-        rendezvous: Rendezvous of ranks and replicas.
-        hooks: Notified of every sync.
-        say: Prints a line for the user.
-        stack: Gets everything that must be closed.
-        version: The initial version of the replicas.
+    `config` is fitted to the machine. The models of `roles` are on the trainer ranks, all in one group; `POLICY` is published.
+    The replicas begin with `version`. `hooks` are notified of every sync, and `say` prints a line for the user.
     """
     started = time.perf_counter()
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)

@@ -111,13 +111,9 @@ class RayCluster:
     A local cluster keeps its files in a temporary directory, which is removed. After a failure, the logs of its workers are first
     copied to `logs`, or those of Ray's own processes if these did not start.
 
-    Args:
-        section: Which cluster.
-        cpus: CPUs that the run's processes reserve.
-        logs: Directory for logs.
-        environment: Variables that every process of the run gets.
-        host: This machine's address, at which the run's other machines must reach it; None if none of them has to.
-        killed_hint: Text that says how to continue after the run's own process was killed.
+    The run's processes reserve `cpus`, and get the variables in `environment`. `host` is this machine's address, at which the
+    run's other machines must reach it; None if none of them has to. `killed_hint` says how to continue after the run's own
+    process was killed.
     """
 
     def __init__(

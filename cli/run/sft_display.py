@@ -15,12 +15,9 @@ from weightlane.trainer.runner.sft_loop import SftSummary
 
 
 class SftDisplay:
-    """An observer that shows the progress of a run.
+    """An observer that shows the progress of a run of `steps` optimizer steps.
 
-    Args:
-        console: The console to print to.
-        steps: Optimizer steps of the whole run.
-        live: Redraw a progress bar in place, instead of a line per optimizer step.
+    If `live`, a progress bar is redrawn in place, instead of a line per optimizer step.
     """
 
     def __init__(self, console: Console, steps: int, *, live: bool) -> None:

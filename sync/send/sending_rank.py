@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from weightlane.ckpt_engines import CheckpointEngine, Delivery, ManifestError
 from weightlane.ckpt_engines.contract.engine import engine_label
-from weightlane.ckpt_engines.links.buffer_device import buffer_device
+from weightlane.ckpt_engines.links.link import buffer_device
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.plugins import RunHooks
 

@@ -87,7 +87,7 @@ def test_a_digest_notices_any_bit_and_any_place_and_every_round_changes_every_el
 
 def row_of(name: str, seconds: float, limit_s: float, *, verified: bool = True) -> dict[str, Any]:
     """A row as one run gives it in which `memcpy-all` took `limit_s`."""
-    catalogue = module("catalogue").CATALOGUE
+    catalogue = module("others").CATALOGUE
 
     def answers(took_s: float) -> list[dict[str, Any]]:
         times = dict.fromkeys(("trainer_blocked_s", "rollout_blocked_s", "latency_s"), took_s)
@@ -116,7 +116,7 @@ def test_rows_compare_by_what_they_are_of_their_own_runs_limit_with_the_fastest_
 
 
 def test_a_peer_that_cannot_run_says_what_is_missing_and_how_to_get_it(peers: ModuleType) -> None:
-    ray = module("catalogue").CATALOGUE["ray-object-store"]
+    ray = module("others").CATALOGUE["ray-object-store"]
     absent = dataclasses.replace(ray, modules=("no_such_module_at_all",))
     reason = absent.missing()
     assert "no_such_module_at_all" in reason

@@ -16,8 +16,7 @@ from waiting import HANG_S
 
 from weightlane.ckpt_engines import ProtocolError, StagingMemoryError, WeightlaneError, error_from_wire
 from weightlane.ckpt_engines.channels.authentication import proves
-from weightlane.ckpt_engines.channels.local_socket import socket_name
-from weightlane.ckpt_engines.channels.socket_factory import host_and_port
+from weightlane.ckpt_engines.channels.socket_factory import host_and_port, socket_name
 from weightlane.ckpt_engines.engines.filesystem.file_names import parse_latest, parse_sender
 from weightlane.rollout.commit.remote_failure import failure_from_text
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of

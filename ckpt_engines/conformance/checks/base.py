@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import pytest
 
 from ...contract.capabilities import Capabilities
-from ...errors import WeightlaneError
+from ...errors import DeadlineExceededError, WeightlaneError
 from ...registry import why_unavailable
 from ...runtime.devices import is_available
 from ..processes.connection import DEADLINE_S, Connection, waits_for_receivers
@@ -151,6 +151,10 @@ class ConformanceBase:
         """Check that `half`'s oldest operation does not end within `seconds`, since `event` has not happened yet."""
         assert not first_answers([half], seconds), f"expected {half.name} to wait, it returned before {event}"
 
+    def expires(self, half: RemoteHalf, peer: RemoteHalf) -> None:
+        """Check that `half`'s oldest operation ends by its deadline, `expiring_s`, with an error that names `peer`."""
+        self.failure(half, DeadlineExceededError, names=peer.name, between_s=self.late(self.expiring_s))
+
     def late(self, deadline_s: float) -> tuple[float, float]:
         """Return the earliest and the latest time (s) at which a call may end whose deadline passes, for `failure`."""
         return deadline_s - EARLY_S, deadline_s + self.slack_s
@@ -182,12 +186,8 @@ def expect_no_more(
 ) -> None:
     """Check that processes hold no more resources than `before` within `slack_s`, since threads may need a moment to end.
 
-    Args:
-        names: Name of each process.
-        before: Earlier counts of each process's resources.
-        count: Returns the present counts.
-        when: Continues the message of a failure after "expected nothing to be left".
-        slack_s: Seconds in which resources may still be freed.
+    `before` has earlier counts of the resources of each process in `names`, and `count` returns the present ones. `when`
+    continues the message of a failure after "expected nothing to be left".
     """
     end = time.monotonic() + slack_s
     while True:

@@ -20,8 +20,7 @@ class DeadlineChecks(ConformanceBase):
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
         """The error names the absent receiver, and the other receivers do not wait for the sender any longer."""
-        connection = halves(2)
-        connection.exchange_addresses()
+        connection = halves(2).exchange_addresses()
         present, absent = connection.receivers
         patience_s = self.expiring_s + self.grace_s + 1.0  # longer than the check waits for a sender that hangs
         waits = waits_for_receivers(capabilities)
@@ -31,7 +30,7 @@ class DeadlineChecks(ConformanceBase):
             connection.sender.result()
             present.result()
             return
-        self.failure(connection.sender, DeadlineExceededError, names=absent.name, between_s=self.late(self.expiring_s))
+        self.expires(connection.sender, absent)
         connection.sender.call("close")
         self.failure(present, TransportError, DeadlineExceededError, between_s=self.in_time(patience_s))
 
@@ -39,13 +38,10 @@ class DeadlineChecks(ConformanceBase):
         self, halves: ConnectionMaker
     ) -> None:
         """The sender has an address and lives, but never connects."""
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         (receiver,) = connection.receivers
         connection.start_connect(receiver, self.expiring_s)
-        self.failure(
-            receiver, DeadlineExceededError, names=connection.sender.name, between_s=self.late(self.expiring_s)
-        )
+        self.expires(receiver, connection.sender)
 
     def test_send_ends_by_its_deadline_when_a_receiver_does_not_take_the_bucket(
         self, connected: ConnectionMaker, capabilities: Capabilities
@@ -57,16 +53,14 @@ class DeadlineChecks(ConformanceBase):
         frozen.stop()
         connection.start_send([Parcel(1, 0, LARGE, 1)], deadline_s=self.expiring_s)
         connection.start_receive(connection.receivers[0], [Parcel(1, 0, LARGE, 1)], deadline_s=self.deadline_s)
-        self.failure(connection.sender, DeadlineExceededError, names=frozen.name, between_s=self.late(self.expiring_s))
+        self.expires(connection.sender, frozen)
 
     def test_receive_ends_by_its_deadline_when_nothing_is_sent(self, connected: ConnectionMaker) -> None:
         """The sender is silent, alive and connected."""
         connection = connected(1)
         (receiver,) = connection.receivers
         connection.start_receive(receiver, [Parcel(1, 0, 10, 1)], deadline_s=self.expiring_s)
-        self.failure(
-            receiver, DeadlineExceededError, names=connection.sender.name, between_s=self.late(self.expiring_s)
-        )
+        self.expires(receiver, connection.sender)
 
     def test_receive_ends_by_its_deadline_when_the_sender_freezes_in_mid_bucket(
         self, connected: ConnectionMaker, capabilities: Capabilities
@@ -95,8 +89,7 @@ class DeadlineChecks(ConformanceBase):
         """The call raises `ClosedError` soon."""
         if side == "sender":
             self.needs_waiting_sender(capabilities)
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         half = connection.sender if side == "sender" else connection.receivers[0]
         half.call("close_after", seconds=self.settle_s)
         connection.start_connect(half, self.deadline_s)
@@ -127,8 +120,7 @@ class DeadlineChecks(ConformanceBase):
 
     def test_a_closed_half_refuses_every_call(self, halves: ConnectionMaker) -> None:
         """Closing before connecting is allowed, and final."""
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         connection.close()
         for half in connection.halves:
             connection.start_connect(half, self.deadline_s)
@@ -139,9 +131,8 @@ class DeadlineChecks(ConformanceBase):
         self, halves: ConnectionMaker, capabilities: Capabilities
     ) -> None:
         """A half of an earlier session knows the address, but not the session. Neither side accepts the other as a peer."""
-        connection = halves(1)
+        connection = halves(1).exchange_addresses()
         (receiver,) = connection.receivers
-        connection.exchange_addresses()
         waits = waits_for_receivers(capabilities)
         connection.start_connect(connection.sender, self.expiring_s if waits else self.deadline_s)
         connection.topology = {**connection.topology, "session": connection.topology["session"] + "-stale"}

@@ -26,8 +26,7 @@ class DeathChecks(ConformanceBase):
     ) -> None:
         """One receiver dies after it started to connect, while the other one has not started."""
         self.needs_waiting_sender(capabilities)
-        connection = halves(2)
-        connection.exchange_addresses()
+        connection = halves(2).exchange_addresses()
         doomed, _ = connection.receivers
         for half in (connection.sender, doomed):
             connection.start_connect(half, self.interrupted_s)
@@ -37,8 +36,7 @@ class DeathChecks(ConformanceBase):
 
     def test_a_sender_killed_before_connecting_fails_its_receivers_in_time(self, halves: ConnectionMaker) -> None:
         """The address is that of a dead process."""
-        connection = halves(2)
-        connection.exchange_addresses()
+        connection = halves(2).exchange_addresses()
         connection.sender.kill()
         for half in connection.receivers:
             connection.start_connect(half, self.interrupted_s)
@@ -50,8 +48,7 @@ class DeathChecks(ConformanceBase):
     ) -> None:
         """The sender dies while it waits for its last receiver."""
         self.needs_waiting_sender(capabilities)
-        connection = halves(2)
-        connection.exchange_addresses()
+        connection = halves(2).exchange_addresses()
         present, _ = connection.receivers
         for half in (connection.sender, present):
             connection.start_connect(half, self.interrupted_s)

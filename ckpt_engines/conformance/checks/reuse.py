@@ -51,8 +51,7 @@ class ReuseChecks(ConformanceBase):
 
     def test_closing_a_half_that_never_connected_leaves_nothing_behind(self, halves: ConnectionMaker) -> None:
         """Closing frees the port that an address may have opened."""
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         connection.close()
         for last in (False, True):  # a resource that a library acquires late and keeps appears once, a leak each time
             before = [half.call("resources") for half in connection.halves]

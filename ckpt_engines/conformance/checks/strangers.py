@@ -28,9 +28,8 @@ class StrangerChecks(ConformanceBase):
     ) -> None:
         """The receiver knows address, session and name, which are sent in clear, but not the key."""
         self.needs_waiting_sender(capabilities)
-        connection = halves(1)
+        connection = halves(1).exchange_addresses()
         (receiver,) = connection.receivers
-        connection.exchange_addresses()
         connection.start_connect(connection.sender, self.expiring_s)
         connection.topology = {**connection.topology, "key": _OTHER_KEY}
         connection.start_connect(receiver, self.expiring_s)
@@ -40,8 +39,7 @@ class StrangerChecks(ConformanceBase):
 
     def test_the_key_never_goes_over_the_wire(self, halves: ConnectionMaker) -> None:
         """The bytes through the addresses' ports contain the key neither as it is nor in hexadecimal or base64."""
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         with contextlib.ExitStack() as stack:
             try:
                 recorders = _put_recorders_between(connection, stack)
@@ -63,8 +61,7 @@ class StrangerChecks(ConformanceBase):
         """Halves listen on loopback unless an option says otherwise, because anyone who reaches a port can connect to it."""
         if _WILDCARDS & {str(option) for option in engine_options.values()}:
             pytest.skip("the options ask for every interface")
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         self._expect_none_everywhere(connection, "after address()")
         if waits_for_receivers(capabilities):
             connection.start_connect(connection.sender)
@@ -92,8 +89,7 @@ class StrangerChecks(ConformanceBase):
         self, halves: ConnectionMaker, capabilities: Capabilities, manner: str
     ) -> None:
         """Strangers connect to every listening socket as soon as it exists, before any receiver, and stay connected."""
-        connection = halves(1)
-        connection.exchange_addresses()
+        connection = halves(1).exchange_addresses()
         with Strangers(manner, [half.pid for half in connection.halves]) as strangers:
             connection.start_connect(connection.sender)
             if waits_for_receivers(capabilities):

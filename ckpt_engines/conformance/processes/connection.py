@@ -23,15 +23,8 @@ _sessions = itertools.count()
 class Connection:
     """One or more senders and their receivers, made but not connected.
 
-    Args:
-        pool: Lends the processes.
-        engine: Name of the engine, as `resolve.engine_class` takes it.
-        options: The engine's options.
-        device: torch device type of the buckets.
-        receivers: Number of receivers.
-        senders: Number of senders.
-        deadline_s: Seconds for a call that is expected to succeed.
-        grace_s: Seconds after its deadline at which a call counts as hanging.
+    `engine` is a name that `resolve.engine_class` takes, and `device` the torch device type of the buckets. A call that is
+    expected to succeed gets `deadline_s` seconds, and counts as hanging `grace_s` seconds after its deadline.
     """
 
     def __init__(
@@ -70,27 +63,22 @@ class Connection:
     def make(self) -> None:
         """Make new halves in the same processes."""
         for number, half in enumerate(self.senders):
-            half.name = f"trainer/{number}"
-            self._start_make(half, "sender")
+            self._start_make(half, "sender", f"trainer/{number}")
         for number, half in enumerate(self.receivers):
-            half.name = f"rollout-{number}/tp0"
-            self._start_make(half, "receiver")
+            self._start_make(half, "receiver", f"rollout-{number}/tp0")
         for half in self.halves:
             half.result()
 
-    def _start_make(self, half: RemoteHalf, side: str) -> None:
-        half.start(
-            "make",
-            side=side,
-            engine=self._engine,
-            options=self._options,
-            name=half.name,
-            device=self._device,
-            index=half.index,
+    def _start_make(self, half: RemoteHalf, side: str, name: str) -> None:
+        half.name = name
+        engine, device = (
+            {"engine": self._engine, "options": self._options},
+            {"device": self._device, "index": half.index},
         )
+        half.start("make", side=side, name=name, **engine, **device)
 
-    def exchange_addresses(self) -> None:
-        """Fill in `topology` for a new session."""
+    def exchange_addresses(self) -> Connection:
+        """Fill in `topology` for a new session. Returns this connection."""
         for half in self.halves:
             half.start("address")
         self.topology = {
@@ -99,13 +87,14 @@ class Connection:
             "receivers": {half.name: half.result() for half in self.receivers},
             "key": secrets.token_hex(32),
         }
+        return self
 
     def start_connect(self, half: RemoteHalf, deadline_s: float | None = None) -> None:
         """Start to connect one half."""
         half.start("connect", topology=self.topology, deadline_s=deadline_s or self._deadline_s)
 
     def connect(self) -> Connection:
-        """Exchange addresses and connect all halves."""
+        """Exchange addresses and connect all halves. Returns this connection."""
         self.exchange_addresses()
         for half in self.halves:
             self.start_connect(half)
@@ -214,9 +203,8 @@ class Connection:
     def late_receiver(self) -> RemoteHalf:
         """Make one more receiver, unconnected, and add it to the topology."""
         (late,) = self._pool.lend(1, self._engine, self._grace_s)
-        late.name = f"rollout-{len(self.receivers)}/tp0"
         late.index = len(self.halves)
-        self._start_make(late, "receiver")
+        self._start_make(late, "receiver", f"rollout-{len(self.receivers)}/tp0")
         late.result()
         receivers = {**self.topology["receivers"], late.name: late.call("address")}
         self.topology = {**self.topology, "receivers": receivers}

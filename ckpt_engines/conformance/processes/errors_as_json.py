@@ -12,12 +12,7 @@ _EXPECTED = "expected "
 
 
 class UntypedError(AssertionError):
-    """An engine raised something that is not one of weightlane's errors.
-
-    Args:
-        who: The call and the half.
-        said: The end of a sentence about what the engine raised.
-    """
+    """An engine raised an error that is not one of weightlane's: `who` is the call and the half, `said` the end of a sentence."""
 
     def __init__(self, who: str, said: str) -> None:
         super().__init__(f"expected one of weightlane's errors from {who}, or none; {said}")

@@ -25,13 +25,12 @@ from ...contract.engine import CheckpointEngine, Topology
 from ...deadline import Deadline
 from ...links.receiver_link import ReceiverLink, make_receiver_link
 from ...links.sender_link import SenderLink, make_sender_link
-from ...runtime.devices import runtime_of
+from ...runtime.devices import device_count, numbered_device, runtime_of
 from ...runtime.json_socket import JsonSocket
 from . import leftovers
 from .errors_as_json import error_to_json
 from .payload import OVERWRITTEN, UNTOUCHED, Parcel, complaint, payload, version_files
 from .resolve import create_engine
-from .send_buffers import SendBuffers
 from .unpickling import UnpicklingCounter
 
 _COMMIT_DOCUMENT = "checksums.json"
@@ -43,10 +42,12 @@ class HalfProcess:
     def __init__(self) -> None:
         self._engines: dict[str, CheckpointEngine] = {}
         self._engine: CheckpointEngine | None = None
+        """The engine of the half that was made last. It stays when the half closes."""
         self._link: SenderLink | ReceiverLink | None = None
         self._opened: set[int] = set()
         """Versions that were opened in a persistent engine."""
-        self._buffers: SendBuffers | None = None
+        self._buffers: dict[tuple[bool, int], torch.Tensor] = {}
+        """Memory that the half sends from, by whether the engine allocated it, and number."""
         self._lasting: dict[int, torch.Tensor] = {}
         """Engine memory whose buckets receivers may view, by the slot number that the check chose."""
         self._views: dict[tuple[int, int], torch.Tensor] = {}
@@ -56,15 +57,9 @@ class HalfProcess:
 
     @property
     def engine(self) -> CheckpointEngine:
-        """The engine of the half that was made last. The engine stays when the half closes."""
+        """The engine of the half that was made last."""
         assert self._engine is not None, "no engine"
         return self._engine
-
-    @property
-    def buffers(self) -> SendBuffers:
-        """The memory that the half sends from."""
-        assert self._buffers is not None, "no half"
-        return self._buffers
 
     @property
     def link(self) -> SenderLink | ReceiverLink:
@@ -91,13 +86,9 @@ class HalfProcess:
         key = json.dumps([engine, options])
         if key not in self._engines:
             self._engines[key] = create_engine(engine, options)
-        if self._buffers is not None:
-            self._buffers.free()
+        self._free_buffers()
         self._engine = self._engines[key]
-        self._device = torch.device(device)
-        if device != "cpu":
-            self._device = torch.device(device, index % torch.get_device_module(device).device_count())
-        self._buffers = SendBuffers(self._engine, self._device)
+        self._device = numbered_device(device, index % device_count(device))
         self._opened.clear()
         self._link = (make_sender_link if side == "sender" else make_receiver_link)(self._engine, name, self._device)
 
@@ -158,7 +149,7 @@ class HalfProcess:
         all of it.
         """
         largest = max(parcel.nbytes for parcel in parcels)
-        buffers = [self.buffers.get(number, largest, allocated=allocated) for number in range(at_once)]
+        buffers = [self._buffer(number, largest, allocated=allocated) for number in range(at_once)]
         buffers[0][: parcels[0].nbytes].copy_(payload(parcels[0].nbytes, parcels[0].seed))
         deadline = Deadline.after(deadline_s)
         posted: deque[torch.Tensor] = deque()
@@ -181,6 +172,25 @@ class HalfProcess:
                 flush(0)
             if self.engine.capabilities.persistent and last and commit:
                 self.sender.commit_version(parcel.version, {_COMMIT_DOCUMENT: str(parcel.version)}, deadline)
+
+    def _buffer(self, number: int, nbytes: int, *, allocated: bool) -> torch.Tensor:
+        """Return buffer `number`, uint8 of at least `nbytes` elements, `allocated` by the engine or not; it grows if it must."""
+        buffer = self._buffers.get((allocated, number))
+        if buffer is None or buffer.numel() < nbytes:
+            if buffer is not None and allocated:
+                self.engine.free(buffer)
+            if allocated:
+                buffer = self.engine.allocate(nbytes, self._device)
+            else:
+                buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            self._buffers[allocated, number] = buffer
+        return buffer
+
+    def _free_buffers(self) -> None:
+        for (allocated, _), buffer in self._buffers.items():
+            if allocated:
+                self.engine.free(buffer)
+        self._buffers.clear()
 
     def _bucket(self, parcel: Parcel, data: torch.Tensor, *, lasting: bool = False) -> Bucket:
         """Return `parcel` in `data`. Work on the memory that this thread has started precedes the bucket."""
@@ -234,12 +244,7 @@ class HalfProcess:
             self.engine.free(self._lasting.pop(slot))
 
     def receive(
-        self,
-        parcels: list[Parcel],
-        sender: str,
-        deadline_s: float,
-        pause_s: float = 0.0,
-        at_once: int = 1,
+        self, parcels: list[Parcel], sender: str, deadline_s: float, pause_s: float = 0.0, at_once: int = 1
     ) -> list[str]:
         """Receive `parcels`, at most `at_once` at a time, by one deadline, and return a `complaint` for each; empty if right.
 
@@ -312,8 +317,7 @@ class HalfProcess:
 
         With `keep`, lasting buckets and views stay.
         """
-        if self._buffers is not None:
-            self._buffers.free()
+        self._free_buffers()
         if not keep:
             for slot in list(self._lasting):
                 self.free_shown(slot)

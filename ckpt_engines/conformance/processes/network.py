@@ -156,11 +156,7 @@ class Strangers:
 
 
 class Recorder:
-    """A TCP proxy in front of a listener that records both directions.
-
-    Args:
-        target: A listener of this machine.
-    """
+    """A TCP proxy in front of a listener of this machine that records both directions."""
 
     def __init__(self, target: ListeningSocket) -> None:
         self._target = target

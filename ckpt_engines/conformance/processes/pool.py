@@ -136,8 +136,7 @@ def first_answers(halves: Sequence[RemoteHalf], at_most_s: float = math.inf) -> 
 class Pool:
     """Lends processes to checks. A fork server that has torch loaded starts them. Linux only.
 
-    Args:
-        module: The module whose function ``serve`` each process runs; it answers the operations that checks request.
+    Each process runs the function ``serve`` of `module`, which answers the operations that checks request.
     """
 
     def __init__(self, module: str = _HALF_PROCESS) -> None:

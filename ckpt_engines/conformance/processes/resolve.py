@@ -21,13 +21,9 @@ _REGISTRY_PREFIXES = ("faulty",)
 
 
 def engine_class(name: str) -> type[CheckpointEngine]:
-    """Return the engine class that `name` names.
+    """Return the class of the engine `name`: an installed one, ``module:Class``, or ``path/to/file.py:Class``.
 
-    Args:
-        name: Name of an installed engine, or ``module:Class``, or ``path/to/file.py:Class``.
-
-    Raises:
-        RegistryError: There is no such engine, or it cannot be used.
+    Raises `RegistryError` when there is no such engine, or it cannot be used.
     """
     if not is_place(name):
         return CheckpointEngineRegistry().engine_class(name)
@@ -47,9 +43,7 @@ def is_place(name: str) -> bool:
 def loaded_from(name: str) -> Any:
     """Return the object at `name`, ``module:Class`` or ``path/to/file.py:Class``.
 
-    Raises:
-        EngineImportError: It cannot be loaded.
-        EngineContractError: Its declaration is invalid.
+    Raises `EngineImportError` when it cannot be loaded, and `EngineContractError` when its declaration is invalid.
     """
     place, _, attribute = name.rpartition(":")
     try:

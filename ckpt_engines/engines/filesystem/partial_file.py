@@ -87,10 +87,7 @@ class LocalPartialFile(PartialFile):
 class RemotePartialFile(PartialFile):
     """A file on any other file system: an upload in parts, visible once completed, or a temporary file that is then renamed.
 
-    Args:
-        fs: The fsspec file system.
-        final: Path under which the finished file appears.
-        atomic: Whether an upload is atomic: no part of the file is visible before it is completed.
+    `atomic` tells whether an upload is: no part of the file is visible before it is completed.
     """
 
     def __init__(self, fs: Any, final: str, *, atomic: bool) -> None:

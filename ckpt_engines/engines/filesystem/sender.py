@@ -124,7 +124,7 @@ class FilesystemSender(PostingHalf, StoringSender):
         prefix = b""
         if version.prefixes is not None:
             if bucket.index >= len(version.prefixes):
-                message = f"bucket {bucket.index} of version {bucket.version} was not announced."
+                message = f"{bucket} was not announced."
                 raise ProtocolError(message, part=self._life.part)
             prefix = version.prefixes[bucket.index]
         path = f"{version_directory(self._directory, bucket.version)}/{payload_name(bucket)}"
@@ -145,7 +145,7 @@ class FilesystemSender(PostingHalf, StoringSender):
             self._partial = _PartialPayload(self._store.begin(path, guard), bucket.version, part)
         partial = self._partial
         if partial is None or not partial.continues_with(bucket, part):
-            message = f"bucket {bucket.index} of version {bucket.version} continues a file that does not end there."
+            message = f"{bucket} continues a file that does not end there."
             hint = "The buckets of a file are sent in their order, with no other between them, each once."
             raise ProtocolError(message, part=self._life.part, hint=hint)
         try:

@@ -46,7 +46,7 @@ def _end_write(file: tuple[str, str], ended: threading.Event) -> None:
 
 
 class StoreDirectory:
-    """The directory at an fsspec `url`. Paths are relative to it and use slashes.
+    """The directory at an fsspec `url`, or a path. Paths are relative to it and use slashes.
 
     A file appears under its name only when it is complete: by a rename, or on object stores by the upload itself. The first
     operation connects to the store. Each operation may raise `StorageError`, `DeadlineExceededError` or `ClosedError`.
@@ -54,13 +54,8 @@ class StoreDirectory:
     Remote operations run in a thread that is abandoned when the deadline passes. Local ones check the deadline every few MiB; one
     that hangs in the kernel, because an NFS server is gone and the mount is ``hard``, cannot be interrupted.
 
-    Args:
-        url: A path, or an fsspec URL.
-        storage_options: Arguments of the file system's class in fsspec.
-        fsync: Flush every file to the disk before it appears (local paths only).
-
-    Raises:
-        ConfigError: The URL's file system is unknown or its package is not installed.
+    `storage_options` are arguments of the file system's class in fsspec. With `fsync` every file is flushed to the disk before it
+    appears (local paths only). Raises `ConfigError` when the URL's file system is unknown or its package is not installed.
     """
 
     def __init__(self, url: str, storage_options: Mapping[str, Any] | None = None, *, fsync: bool = False) -> None:

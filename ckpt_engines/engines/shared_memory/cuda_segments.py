@@ -66,10 +66,7 @@ class CudaSegment(Segment):
         self._runtime = runtime
         self._stream = runtime.stream_for(self)
         self._written, handle = runtime.interprocess_event()
-        self._description = {
-            "memory": _encode(driver.export(index, memory.pointer)),
-            "event": _encode(handle),
-        }
+        self._description = {"memory": _encode(driver.export(index, memory.pointer)), "event": _encode(handle)}
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
         """See `Segment.describe`."""

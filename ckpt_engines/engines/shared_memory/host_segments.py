@@ -28,16 +28,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class MemfdSegment(Segment):
-    """A memory file of zeros.
+    """A memory file of zeros, `nbytes` long, at least 1.
 
     The mapping exists while a tensor refers to it. The memory is freed when the last such tensor is gone, here and in every
-    process that maps the file.
-
-    Args:
-        nbytes: Size of the file, at least 1.
-
-    Raises:
-        StorageError: The machine or container has too little memory.
+    process that maps the file. Raises `StorageError` when the machine or container has too little memory.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -71,13 +65,8 @@ class MemfdSegment(Segment):
 class MemfdMapping(SegmentMapping):
     """A sender's memory file, mapped read-only: a process that writes to it is killed, and changes nothing for the others.
 
-    Args:
-        descriptor: Descriptor of the file, which is closed in any case: the mapping no longer needs it.
-        nbytes: Size that the file must have.
-        device: Device to which buckets are copied. The mapping stays registered with an accelerator while it exists.
-
-    Raises:
-        ProtocolError: The file is not a segment of that size.
+    Closes `descriptor` in any case: the mapping no longer needs it. The mapping stays registered with `device`, to which buckets
+    are copied, while it exists. Raises `ProtocolError` when the file is not a segment of `nbytes`.
     """
 
     def __init__(self, descriptor: int, nbytes: int, device: torch.device = HOST) -> None:

@@ -41,13 +41,7 @@ class _Posted:
 
 
 class SegmentReceiver(ConnectedHalf, ViewingReceiver):
-    """Maps the senders' segments, and copies buckets out of them or views them.
-
-    Args:
-        part: Name of this half for error messages, e.g. ``"shm receiver rollout-0"``.
-        kind: The kind of the senders' segments.
-        device: Device to which buckets are copied.
-    """
+    """Maps the senders' segments of a `kind`, and copies buckets out of them to `device`, or views them."""
 
     def __init__(self, part: str, kind: SegmentKind, device: torch.device) -> None:
         super().__init__(part)
@@ -100,7 +94,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
         posted.started = True
 
     def _wait_until(self, done: Callable[[], bool], posted: _Posted, deadline: Deadline) -> None:
-        waiting_for = f"the copy of bucket {posted.bucket.index} of version {posted.bucket.version}"
+        waiting_for = f"the copy of {posted.bucket}"
         poll_until(done, self._life, deadline, waiting_for, peer=posted.channel.peer)
 
     def view(self, version: int, index: int, nbytes: int, sender: str, deadline: Deadline) -> torch.Tensor:
@@ -111,7 +105,7 @@ class SegmentReceiver(ConnectedHalf, ViewingReceiver):
             announcement = expect(channel, bucket, deadline)
             if announcement.get("lasting") is not True:
                 refuse(channel, "it waits for one that it may view", deadline)
-                message = f"bucket {index} of version {version} cannot be viewed: it is not lasting."
+                message = f"{bucket} cannot be viewed: it is not lasting."
                 raise ProtocolError(message, part=self._life.part, peer=sender)
             with self._checked(announcement, sender):
                 self._update_mappings(channel, announcement, deadline, self.copied_to)

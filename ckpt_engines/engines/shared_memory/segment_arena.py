@@ -16,14 +16,10 @@ _MIB = 1 << 20
 
 
 class SegmentArena:
-    """Makes segments within a limit, and finds the one in which a bucket lies. Any thread may call it.
+    """Makes segments of a `kind`, and finds the one in which a bucket lies. Any thread may call it.
 
-    The segments are retired when the arena is collected.
-
-    Args:
-        part: Name of the engine for error messages.
-        kind: Makes the segments.
-        limit_bytes: Most memory of all segments together; None for no limit but the machine's.
+    All segments together may have `limit_bytes`; None for no limit but the machine's. They are retired when the arena is
+    collected. `part` is the engine's name for error messages.
     """
 
     def __init__(self, part: str, kind: SegmentKind, limit_bytes: int | None) -> None:

@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field, field_validator
 
-from ...channels.local_socket import check_socket_directory
-from ...channels.socket_factory import LocalSocketFactory, SocketFactory
+from ...channels.socket_factory import LocalSocketFactory, SocketFactory, check_socket_directory
 from ...contract.engine import API_VERSION, CheckpointEngine, EngineConfig, WeightReceiver, WeightSender
 from ...errors import ProtocolError
 from .receiver import SegmentReceiver

@@ -55,13 +55,9 @@ class _Posted:
 
 
 class SegmentSender(ConnectedHalf, ViewableSender):
-    """Announces to receivers where buckets lie.
+    """Announces to receivers where buckets lie. They live on `device`.
 
-    Args:
-        part: Name of this half for error messages, e.g. ``"shm sender trainer-0"``.
-        kind: The kind of the engine's segments.
-        arena: The engine's segments: those that the caller allocated, and those for copies of other buckets.
-        device: Device on which buckets live.
+    The `arena` has the engine's segments: those that the caller allocated, and those for copies of other buckets.
     """
 
     def __init__(self, part: str, kind: SegmentKind, arena: SegmentArena, device: torch.device) -> None:
@@ -106,7 +102,7 @@ class SegmentSender(ConnectedHalf, ViewableSender):
         with self._life.call():
             while len(self._posted) > pending:
                 oldest = self._posted[0]
-                waiting_for = f"bucket {oldest.bucket.index} of version {oldest.bucket.version} to be taken"
+                waiting_for = f"{oldest.bucket} to be taken"
                 while oldest.waiting:
                     self._receive(sorted(oldest.waiting), deadline, waiting_for)
                 self._posted.popleft()

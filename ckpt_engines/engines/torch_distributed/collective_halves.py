@@ -39,7 +39,7 @@ from ...errors import ProtocolError
 from ...toolkit.waiting import poll_until
 from .device_group import DeviceGroup, DeviceTransfer, Operation, close_groups, open_device_group
 from .group_engine import GroupEngine, TorchDistributedConfig
-from .group_half import GroupHalf, bucket_label
+from .group_half import GroupHalf
 from .process_group import BackendName
 
 
@@ -161,7 +161,7 @@ class _CollectiveHalf(GroupHalf[_Started]):
 
     def _wait_for(self, posted: _Started, deadline: Deadline) -> None:
         for transfer in posted.transfers:
-            poll_until(transfer.done, self._life, deadline, bucket_label(posted.bucket), peer=transfer.peers)
+            poll_until(transfer.done, self._life, deadline, str(posted.bucket), peer=transfer.peers)
 
     def _release(self) -> None:
         # Dropped here: a half and its lifecycle refer to each other, and the groups have the store, its port and its thread.

@@ -39,13 +39,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """The share of one rank in the transfer of one bucket.
-
-    Attributes:
-        bucket: The bucket.
-        source: Rank of its sender.
-        targets: Ranks of its receivers; None for all members, by one broadcast.
-    """
+    """The share of one rank in the transfer of one bucket."""
 
     bucket: Bucket
     source: int
@@ -69,14 +63,10 @@ class DeviceTransfer:
         self._work = work
         self._event = event
         self._part = part
-        self._peers = peers
+        self.peers = peers
+        """Names of the other members of the group, for errors."""
         self._completed: float | None = None
         """When the work was first seen to be completed."""
-
-    @property
-    def peers(self) -> str:
-        """Names of the other members of the group, for errors."""
-        return self._peers
 
     def done(self) -> bool:
         """Whether the operations are over. Raises `TransportError` if they failed."""
@@ -85,12 +75,8 @@ class DeviceTransfer:
         if self._completed is None:
             self._completed = time.monotonic() if self._work.is_completed() else None
         elif time.monotonic() - self._completed > _BEHIND_S and not self._event.query():
-            raise TransportError(
-                "the transfer failed on the device.",
-                part=self._part,
-                peer=self._peers,
-                hint="The backend's own log has the reason.",
-            )
+            hint = "The backend's own log has the reason."
+            raise TransportError("the transfer failed on the device.", part=self._part, peer=self.peers, hint=hint)
         return False
 
 
@@ -99,14 +85,8 @@ class DeviceGroup:
 
     Operations wait for the event of each bucket and for no other work. They do not wait for the training in the same process, and
     the training does not wait for them. All members start their operations in one order, so no two members wait for each other.
-    Groups beside each other use one stream, so the operations of all of them run one after the other.
-
-    Args:
-        backend: torch's group.
-        runtime: Runtime of the device on which buckets live.
-        part: Name of the half for error messages.
-        peers: Names of the other members for error messages.
-        beside: Group of the same half and device whose stream this one uses, too.
+    With `beside`, another group of the same half and device, both use one stream, so the operations of both run one after the
+    other.
     """
 
     def __init__(

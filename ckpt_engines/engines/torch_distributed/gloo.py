@@ -24,7 +24,7 @@ from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle
 from .group_engine import GroupEngine, TorchDistributedConfig
-from .group_half import GroupHalf, bucket_label
+from .group_half import GroupHalf
 from .process_group import (
     Group,
     abandon_gloo,
@@ -123,7 +123,7 @@ class _GlooHalf(GroupHalf[_Posted]):
                 self._start(posted, deadline)
 
     def _wait_for(self, posted: _Posted, deadline: Deadline) -> None:
-        label, peers = bucket_label(posted.bucket), ", ".join(posted.peers)
+        label, peers = str(posted.bucket), ", ".join(posted.peers)
         while not all(transfer.done() for transfer in posted.transfers):
             self._life.wait({}, deadline.remaining_s)
             deadline.check(label, part=self._life.part, peer=peers)
@@ -212,9 +212,7 @@ class GlooEngine(GroupEngine):
 
     backend = "gloo"
     capabilities = Capabilities(
-        devices=frozenset({"cpu"}),
-        delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}),
-        channels=False,
+        devices=frozenset({"cpu"}), delivery=frozenset({Delivery.BROADCAST, Delivery.POINT_TO_POINT}), channels=False
     )
 
     @classmethod

@@ -39,19 +39,13 @@ def connect_gloo(
 ) -> _T:
     """Connect all members of a gloo group, and try again when any of them could not.
 
-    gloo connects every pair of members. Where one side of a pair does not call, because it has given up or believes that it
-    did, the other waits for five times its timeout. So all members meet in the store first, a try gets a part of the time,
-    and every member learns the outcome of all others before the group is used.
+    gloo connects every pair of members. Where one side of a pair does not call, because it has given up or believes that it did,
+    the other waits for five times its timeout. So all members meet in the store first, a try gets a part of the time, and every
+    member learns the outcome of all others before the group is used.
 
-    Args:
-        store: A store of its own for this group.
-        rank: This process's rank, from 0.
-        world: Number of members.
-        deadline: Bounds all tries together.
-        connect: Makes the group, given a store of its own for this try and the timeout for gloo.
-        undo: Undoes a `connect` that failed, or that succeeded while another member's failed.
-        names: Names of the members for errors, by rank; without, "rank 1".
-        hint: For the error when the deadline passes.
+    `connect` makes the group, given a store of its own for this try and the timeout for gloo. `undo` undoes a `connect` that
+    failed, or that succeeded while another member's failed. `store` belongs to this group alone, and `deadline` bounds all tries
+    together. `names` are those of the members for errors, by rank; without, "rank 1".
 
     Raises:
         DeadlineExceededError: A member did not join, or no try succeeded.

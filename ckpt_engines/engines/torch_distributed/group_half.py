@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ...channels.channel import Address
 from ...channels.socket_factory import host_and_port
-from ...contract.bucket import Bucket
 from ...deadline import Deadline
 from ...errors import ProtocolError
 from ...runtime.lifecycle import Lifecycle
@@ -80,8 +79,3 @@ class GroupHalf(ABC, Generic[_P]):
         if self._name not in members:
             message = f"{self._name} is not among the participants of the connection: {', '.join(members)}."
             raise ProtocolError(message, part=self._life.part)
-
-
-def bucket_label(bucket: Bucket) -> str:
-    """Return a bucket's name for error messages."""
-    return f"bucket {bucket.index} of version {bucket.version}"

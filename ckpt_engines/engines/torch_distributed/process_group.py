@@ -97,17 +97,10 @@ def open_process_group(
 ) -> Group:
     """Open a group of `world` processes that meet in `store`; all of them must call this at the same time.
 
-    Args:
-        backend: Which torch.distributed backend.
-        store: A store of its own for this group, e.g. a ``PrefixStore``.
-        rank: This process's rank, from 0.
-        world: Number of processes, at least 2.
-        deadline: Bounds the forming of the group. Operations have deadlines of their own.
-        host: Address of this machine on which gloo listens.
-        device: Device the group works on; needed by nccl and hccl, which connect eagerly.
-        threads: How many operations gloo runs at a time; each that waits for a peer occupies a thread.
-        names: Names of the processes for errors, by rank; without, "rank 1".
-        nccl: Fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
+    `store` belongs to this group alone, e.g. a ``PrefixStore``. `deadline` bounds the forming of the group; operations have
+    deadlines of their own. gloo listens on `host` and runs `threads` operations at a time, each of which occupies a thread while
+    it waits for a peer. nccl and hccl need the `device`. `names` are those of the processes for errors, by rank; without, "rank
+    1". `nccl` has fields of the communicator's ``ncclConfig_t`` by the names that torch gives them, e.g. ``net_name``.
 
     Raises:
         ConfigError: This torch does not know one of the `nccl` fields.
@@ -189,9 +182,7 @@ def start_broadcast(group: Group, data: torch.Tensor, root: int, deadline: Deadl
 def start_pairs(group: Group, pairs: Sequence[tuple[str, torch.Tensor, int]]) -> dist.Work:
     """Start sends and receives of an NCCL or HCCL group together, in its one communicator: none waits for another.
 
-    Args:
-        group: The group.
-        pairs: ``"isend"`` or ``"irecv"``, contiguous uint8, and the rank of the peer.
+    Each pair is ``"isend"`` or ``"irecv"``, contiguous uint8, and the rank of the peer.
     """
     batch_isend_irecv = getattr(group, "batch_isend_irecv", None)  # torch_npu's own, which implements no coalescing
     if batch_isend_irecv is not None:

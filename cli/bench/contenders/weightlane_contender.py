@@ -6,19 +6,21 @@ import asyncio
 import itertools
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 from weightlane.sync.config import SyncConfig
+from weightlane.sync.control.coordinator.coordinator import Coordinator
 from weightlane.sync.control.coordinator.report import CommitReport, SyncReport
 
-from ..processes.participants import CoordinatingSide
+from ..processes.participants import start_coordinator
 from ..processes.processes import Processes, Worker
 from ..processes.worker import Span, subscriber_name
 from ..report.bench_report import PHASES
-from .contenders import Figures
+from .contenders import Figures, Round
 
 _WARM_UP_VERSIONS = 2
 """A subscriber may stage two versions; both allocations are part of the peak memory."""
@@ -89,52 +91,43 @@ class RowContender:
     verified: bool = True
     peak_trainer_bytes: int = 0
     peak_rollout_bytes: int = 0
-    last: SyncReport | None = None
-    """The report of the newest version."""
     _versions: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     _receivers: list[_Receiver] = field(default_factory=list)
-    _meeting: CoordinatingSide | None = None
+    _coordinator: Coordinator | None = None
     _snapshot_s: float = 0.0
 
-    @property
-    def name(self) -> str:
-        """See `RowFacts.name`."""
-        return self.facts.name
-
-    def open(self) -> None:
-        """See `Contender.open`."""
+    @contextmanager
+    def opened(self) -> Iterator[Round]:
+        """See `contenders`."""
+        name = self.facts.name
         self._receivers = [
-            _Receiver(self.name, worker, subscriber_name(number), f"rollout-{number}", self.timeout_s)
+            _Receiver(name, worker, subscriber_name(number), f"rollout-{number}", self.timeout_s)
             for number, worker in enumerate(self.processes.receivers)
         ]
-        self._meeting = CoordinatingSide(self.facts.config, self._receivers)
+        self._coordinator, address = start_coordinator(self.facts.config, self._receivers)
         self.processes.on_death(self._died)
         config = self.facts.config.model_dump(mode="json")
-        opened = (self.name, self._meeting.address, self.facts.engine, dict(self.facts.options), config)
+        opened = (name, address, self.facts.engine, dict(self.facts.options), config)
         self.processes.every("open_row", *opened, timeout_s=self.timeout_s)
         # If a row is opened again, one version is enough, because the first version of each round warms up, too.
         for _ in range(1 if self.peak_trainer_bytes else _WARM_UP_VERSIONS):
             self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-            self.sync(step_s=0.0)
-        trainer, *rollouts = self.processes.every("peak_bytes", self.name, timeout_s=self.timeout_s)
+            self._synced(step_s=0.0)
+        trainer, *rollouts = self.processes.every("peak_bytes", name, timeout_s=self.timeout_s)
         self.peak_trainer_bytes = max(self.peak_trainer_bytes, trainer)
         self.peak_rollout_bytes = max(self.peak_rollout_bytes, *rollouts)
+        yield self._round
+        self.processes.on_death(None)
+        self._coordinator.close()
+        self._coordinator = None
+        self.processes.every("close_row", name, timeout_s=self.timeout_s)
 
-    def round(self) -> Figures:
-        """See `Contender.round`."""
+    def _round(self) -> Figures:
         self.processes.on_death(self._died)
         bare = self._changed_version(step_s=0.0)
         step_s = _STEP_PER_SNAPSHOT * self._snapshot_s if self.step_s is None else self.step_s
         figures = self._changed_version(step_s)
         return figures | {"trainer_blocked_without_step_s": bare["trainer_blocked_s"]}
-
-    def close(self) -> None:
-        """See `Contender.close`."""
-        self.processes.on_death(None)
-        meeting, self._meeting = self._meeting, None
-        if meeting is not None:
-            meeting.close()
-            self.processes.every("close_row", self.name, timeout_s=self.timeout_s)
 
     def slowdown(self, seconds: float) -> Figures:
         """Measure the loops' steps per second during back-to-back versions, as a share of those without any version.
@@ -158,7 +151,7 @@ class RowContender:
         ]
         return {"trainer": trainer, "decode": sum(decode) / len(decode)}
 
-    def _rates(self, meanwhile: Any) -> list[float]:
+    def _rates(self, meanwhile: Callable[[], object]) -> list[float]:
         before = self.processes.every("loop_steps", timeout_s=self.timeout_s)
         meanwhile()
         after = self.processes.every("loop_steps", timeout_s=self.timeout_s)
@@ -171,28 +164,23 @@ class RowContender:
         while True:  # at least one version
             if self.facts.codec != "dense":  # a dense version costs the same whatever changed
                 self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-            self.sync(step_s=0.0)
+            self._synced(step_s=0.0)
             if time.monotonic() >= end:
                 return
 
     def _changed_version(self, step_s: float) -> Figures:
-        """Change the parameters, sync them, and compare them."""
+        """Change the parameters, sync them, and compare all receivers' parameters with the sender's."""
         self.processes.sender.call("change", self.density, timeout_s=self.timeout_s)
-        figures = self.sync(step_s)
-        self.verify()
+        figures = self._synced(step_s)
+        expected, *found = self.processes.every("crc", self.facts.config.quantise, timeout_s=self.timeout_s)
+        self.verified = self.verified and found == [expected] * len(found)
         return figures
 
-    def verify(self) -> None:
-        """Compare all receivers' parameters with the sender's."""
-        quantise = self.facts.config.quantise
-        expected, *found = self.processes.every("crc", quantise, timeout_s=self.timeout_s)
-        self.verified = self.verified and found == [expected] * len(found)
-
-    def sync(self, step_s: float) -> Figures:
+    def _synced(self, step_s: float) -> Figures:
         """Sync the current parameters, with a step of `step_s` seconds between publication and fence."""
         version = next(self._versions)
-        published, self.last = self.runner.run(self._sync(version, step_s))
-        sender, *receivers = self.processes.every("moments", self.name, version, timeout_s=self.timeout_s)
+        published, report = self.runner.run(self._sync(version, step_s))
+        sender, *receivers = self.processes.every("moments", self.facts.name, version, timeout_s=self.timeout_s)
         self._snapshot_s = sender.get("snapshot_s", 0.0)
         commits = [receiver.committed for receiver in self._receivers]
         started, ended = published["started"], max(end for _, end in commits)
@@ -210,32 +198,34 @@ class RowContender:
             "trainer_blocked_s": published["publish_s"] + published["fence_s"],
             "rollout_blocked_s": max(end - start for start, end in commits),
             "latency_s": ended - started,
-            "wire_bytes": self.last.sent_bytes,
+            "wire_bytes": report.sent_bytes,
             **{name: after - before for name, before, after in zip(PHASES, ends, ends[1:], strict=False)},
         }
 
     async def _sync(self, version: int, step_s: float) -> tuple[dict[str, float], SyncReport]:
-        assert self._meeting is not None
+        assert self._coordinator is not None
         timeout_s = self.timeout_s + step_s + _GRACE_S
         publishing = asyncio.create_task(
-            asyncio.to_thread(self.processes.sender.call, "publish", self.name, version, step_s, timeout_s=timeout_s)
+            asyncio.to_thread(
+                self.processes.sender.call, "publish", self.facts.name, version, step_s, timeout_s=timeout_s
+            )
         )
-        syncing = asyncio.create_task(self._meeting.sync(version))
+        syncing = asyncio.create_task(self._coordinator.sync(version))
         try:
             await asyncio.wait({publishing, syncing}, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             # Otherwise threads that wait for the processes would keep an interrupted command from ending.
             self.processes.close()
-            self._meeting.close()
+            self._coordinator.close()
             raise
         if publishing.done() and (error := publishing.exception()) is not None:
-            self._meeting.close()  # otherwise the coordinator would wait for the publisher
+            self._coordinator.close()  # otherwise it would wait for the publisher
             await asyncio.gather(syncing, return_exceptions=True)
             raise error
         await asyncio.gather(publishing, return_exceptions=True)
         return (await publishing), (await syncing)
 
     def _died(self, worker: Worker, error: WorkerDiedError) -> None:
-        if (meeting := self._meeting) is not None:
+        if (coordinator := self._coordinator) is not None:
             replica = next((receiver.name for receiver in self._receivers if receiver.worker is worker), "")
-            meeting.coordinator.participant_lost(error, replica)
+            coordinator.participant_lost(error, replica)

@@ -18,10 +18,8 @@ with it, because a smaller product would only measure launches."""
 class Loop:
     """Multiplies matrices on a thread of its own until it is stopped.
 
-    Args:
-        turn: Held during each step, so that another holder stops the loop.
-        decoding: Multiply a matrix by a vector, which memory bandwidth limits, instead of by a matrix.
-        runtime: Runtime of the device that computes.
+    Holds `turn` during each step, so that another holder stops the loop. If `decoding`, it multiplies a matrix by a vector, which
+    memory bandwidth limits, instead of by a matrix.
     """
 
     def __init__(self, turn: threading.Lock, *, decoding: bool, runtime: DeviceRuntime) -> None:

@@ -12,12 +12,11 @@ import torch
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.ckpt_engines.runtime.devices import DeviceRuntime
 from weightlane.ckpt_engines.runtime.host_copies import copy_bytes, narrow_offsets, put_elements
-from weightlane.plugins import RunHooks
+from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync.codecs.delta.staged_delta import IncomingDelta
 from weightlane.sync.config import CodecPolicy, Integrity, Quantise, SyncConfig
 from weightlane.sync.control.coordinator.coordinator import Coordinator
 from weightlane.sync.control.coordinator.replica import Replica
-from weightlane.sync.control.coordinator.report import SyncReport
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.publisher import Publisher
 from weightlane.sync.subscriber import Subscriber
@@ -25,9 +24,9 @@ from weightlane.sync.version.box import positions_in
 from weightlane.sync.version.expectation import Expectation, ExpectedTensor
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
-from .moments import Moments
-
 SENDER = "trainer-0"
+_KEPT_VERSIONS = 4
+"""Nobody reads older versions; two may be in progress."""
 LOSSY = tuple(scheme for scheme in get_args(Quantise) if scheme != "none")
 """Values of the setting ``quantise``. The benchmark measures them as codecs: dense versions of quantised weights."""
 _OFFERED = {"integrity": get_args(Integrity), "codec": (*get_args(CodecPolicy), *LOSSY)}
@@ -39,9 +38,7 @@ def check_offered(setting: str, values: Sequence[str]) -> None:
     for value in values:
         if value not in choices:
             raise ConfigError(
-                f"there is no {setting} {value!r}.",
-                part="benchmark",
-                hint=f"There are {' and '.join(choices)}.",
+                f"there is no {setting} {value!r}.", part="benchmark", hint=f"There are {' and '.join(choices)}."
             )
 
 
@@ -56,30 +53,52 @@ def sync_config(*, codec: str, integrity: str, bucket_mib: float | None, deadlin
     return SyncConfig(**chosen, codec=codec, integrity=integrity)
 
 
-class SendingSide:
-    """A row's publisher, in the sender's process.
+class Moments:
+    """An observer that records when events of each version happened in its process, on the clock that all processes share."""
 
-    Args:
-        rendezvous: Address of the row's rendezvous, as plain data.
-        engine: Name of the checkpoint engine.
-        options: The engine's options.
-        config: The row's `SyncConfig`, as plain data.
-        specs: The tensors.
-        tensors: The live parameters by name.
-    """
+    def __init__(self) -> None:
+        self._recorded: dict[int, dict[str, float]] = {}
+
+    def of(self, version: int) -> dict[str, float]:
+        """Return the moments of `version`: ``snapshot_ended``, ``snapshot_s``, ``send_started``, ``send_ended``, ``staged``."""
+        return dict(self._recorded.get(version, {}))
+
+    @hookimpl
+    def snapshot_taken(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Record that the sender's parameters may change."""
+        self._record(version, snapshot_ended=time.monotonic(), snapshot_s=facts["seconds"])
+
+    @hookimpl
+    def bucket_sent(self, version: int, facts: Mapping[str, Any]) -> None:
+        """Record when the engine sent a bucket, which took ``facts["seconds"]``."""
+        now = time.monotonic()
+        before = self._recorded.get(version, {})
+        self._record(version, send_started=before.get("send_started", now - facts["seconds"]), send_ended=now)
+
+    @hookimpl
+    def version_staged(self, version: int) -> None:
+        """Record that the version is complete in this receiver."""
+        self._record(version, staged=time.monotonic())
+
+    def _record(self, version: int, **moments: float) -> None:
+        self._recorded.setdefault(version, {}).update(moments)
+        for old in sorted(self._recorded)[:-_KEPT_VERSIONS]:
+            self._recorded.pop(old, None)  # another thread may have done so
+
+
+class SendingSide:
+    """A row's publisher, in the sender's process. `tensors` are the live parameters by name."""
 
     def __init__(
         self,
         rendezvous: Mapping[str, Any],
         engine: str,
         options: Mapping[str, Any],
-        config: Mapping[str, Any],
+        settings: SyncConfig,
         specs: Sequence[TensorSpec],
         tensors: Mapping[str, torch.Tensor],
     ) -> None:
-        settings = SyncConfig.model_validate(config)
-        hooks = RunHooks()
-        self.moments = Moments()
+        hooks, self.moments = RunHooks(), Moments()
         hooks.register(self.moments)
         self._publisher = Publisher(
             SENDER,
@@ -110,10 +129,7 @@ class SendingSide:
 
 
 class ReceivingSide:
-    """A row's subscriber, in a receiver's process.
-
-    Args are those of `SendingSide`, with the subscriber's `name` and the `runtime` of the parameters' device.
-    """
+    """A row's subscriber, in a receiver's process. `runtime` is that of the parameters' device."""
 
     def __init__(
         self,
@@ -121,24 +137,16 @@ class ReceivingSide:
         rendezvous: Mapping[str, Any],
         engine: str,
         options: Mapping[str, Any],
-        config: Mapping[str, Any],
+        settings: SyncConfig,
         specs: Sequence[TensorSpec],
         runtime: DeviceRuntime,
     ) -> None:
-        settings = SyncConfig.model_validate(config)
-        hooks = RunHooks()
-        self.moments = Moments()
+        hooks, self.moments = RunHooks(), Moments()
         hooks.register(self.moments)
         self._runtime = runtime
         expected = {spec.name: ExpectedTensor(spec.shape, frozenset({spec.dtype})) for spec in specs}
         self._subscriber = Subscriber(
-            name,
-            rendezvous,
-            engine,
-            options,
-            Expectation(expected),
-            device=runtime.device,
-            hooks=hooks,
+            name, rendezvous, engine, options, Expectation(expected), device=runtime.device, hooks=hooks
         )
         self._live: dict[str, torch.Tensor] = {}
         self._quantised = settings.quantise != "none"
@@ -194,26 +202,10 @@ class ReceivingSide:
         self._subscriber.close()
 
 
-class CoordinatingSide:
-    """A row's rendezvous and coordinator, in the benchmark's own process.
-
-    Args:
-        config: The row's settings.
-        replicas: The replicas that commit.
-    """
-
-    def __init__(self, config: SyncConfig, replicas: Sequence[Replica]) -> None:
-        self._rendezvous = Rendezvous.host(config.host, config.port)
-        self.address = self._rendezvous.address.to_plain()
-        self.coordinator = Coordinator(self._rendezvous, [SENDER], replicas, config, RunHooks())
-
-    async def sync(self, version: int) -> SyncReport:
-        """Sync `version` to all replicas. Raises the coordinator's errors."""
-        return await self.coordinator.sync(version)
-
-    def close(self) -> None:
-        """Close the coordinator, which dismisses all participants."""
-        self.coordinator.close()
+def start_coordinator(config: SyncConfig, replicas: Sequence[Replica]) -> tuple[Coordinator, dict[str, Any]]:
+    """Start a row's coordinator in this process. Returns it, and the address of its rendezvous as plain data."""
+    rendezvous = Rendezvous.host(config.host, config.port)
+    return Coordinator(rendezvous, [SENDER], replicas, config, RunHooks()), rendezvous.address.to_plain()
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

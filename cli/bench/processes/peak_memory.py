@@ -20,9 +20,7 @@ _PERIOD_S = 0.005
 class PeakMemory:
     """Measures from its construction until `stop`, every few milliseconds: do not use it while something is timed.
 
-    Args:
-        shared: Whether shared segments count.
-        runtime: Runtime of the device whose memory counts in addition to the host's.
+    Shared segments count if `shared`. The memory of the device of `runtime` counts in addition to the host's.
     """
 
     def __init__(self, *, shared: bool, runtime: DeviceRuntime | None = None) -> None:

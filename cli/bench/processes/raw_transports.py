@@ -5,9 +5,7 @@ This module holds both ends of each transport. Rank 0 is the sender.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +23,7 @@ _LARGEST_BROADCAST_BYTES = 1 << 30
 
 
 class RawGloo:
-    """A gloo group of the sender and all receivers.
-
-    Args:
-        rendezvous: Address of the group's rendezvous, as plain data.
-        rank: 0 for the sender.
-        world: Number of processes in the group.
-        timeout_s: Longest time of the start and of each operation, in seconds.
-    """
+    """A gloo group of the sender, rank 0, and all receivers. `timeout_s` bounds its start and each operation."""
 
     def __init__(self, rendezvous: Mapping[str, Any], rank: int, world: int, timeout_s: float) -> None:
         store = Rendezvous.join(rendezvous).store("bench/gloo")
@@ -86,25 +77,16 @@ def _buckets(
         yield slices, used
 
 
-def has_safetensors() -> bool:
-    """Whether the safetensors library is installed."""
-    try:
-        importlib.import_module("safetensors.torch")
-    except ImportError:
-        return False
-    return True
-
-
-def save(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+def save(tensors: Mapping[str, torch.Tensor], path: str) -> None:
     """Write `tensors` as a safetensors file."""
-    _safetensors().save_file(dict(tensors), str(path))
+    from safetensors.torch import save_file  # noqa: PLC0415 - optional
+
+    save_file(dict(tensors), path)
 
 
-def load(path: Path, into: Mapping[str, torch.Tensor]) -> None:
+def load(path: str, into: Mapping[str, torch.Tensor]) -> None:
     """Read a safetensors file into the tensors of the same names."""
-    loaded = _safetensors().load_file(str(path))
+    from safetensors.torch import load_file  # noqa: PLC0415 - optional
+
+    loaded = load_file(path)
     torch._foreach_copy_(list(into.values()), [loaded[name] for name in into])
-
-
-def _safetensors() -> Any:
-    return importlib.import_module("safetensors.torch")

@@ -5,16 +5,15 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Generic, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from weightlane.ckpt_engines import StorageError, as_weightlane_error
 from weightlane.ckpt_engines.runtime.devices import HOST, DeviceRuntime, numbered_device, runtime_of
 from weightlane.ckpt_engines.runtime.json_socket import JsonSocket
-from weightlane.sync.config import Quantise
+from weightlane.sync.config import Quantise, SyncConfig
 
 from ..workload.workload import Payload, Workload, restored_crc
 from .load_loop import Loop
@@ -27,21 +26,17 @@ Span = tuple[float, float]
 _SPIN_S = 0.001
 """Seconds before a common start that are spent spinning, because a sleep may end late by about as much."""
 
-Side = TypeVar("Side", SendingSide, ReceivingSide)
 
+class WorkerMethods:
+    """The methods of the sender, whose `index` is 0, and of receivers.
 
-class WorkerMethods(Generic[Side]):
-    """The methods of both sides. Public methods are called by name; arguments and results are JSON.
-
-    Args:
-        index: 0 for the sender, from 1 on for a receiver.
-        shared: Memory that all workers share.
+    Public ones are called by name; arguments and results are JSON. All workers share the memory `shared`.
     """
 
     def __init__(self, index: int, shared: mmap.mmap) -> None:
         self._index = index
         self._mapping = shared
-        self._rows: dict[str, Side] = {}
+        self._rows: dict[str, SendingSide | ReceivingSide] = {}
         self._workload = Workload("", ())
         self._payload = Payload(())
         self._scratch: torch.Tensor | None = None
@@ -178,13 +173,13 @@ class WorkerMethods(Generic[Side]):
     def save(self, path: str) -> Span:
         """Write all parameters to one safetensors file."""
         started = time.monotonic()
-        save(self._payload.tensors, Path(path))
+        save(self._payload.tensors, path)
         return started, time.monotonic()
 
     def load(self, path: str, at: float) -> Span:
         """Read a safetensors file into the parameters."""
         started = _wait_until(at)
-        load(Path(path), self._payload.tensors)
+        load(path, self._payload.tensors)
         return started, time.monotonic()
 
     # -- load during the syncs --------------------------------------------------------------------------------------------
@@ -211,6 +206,39 @@ class WorkerMethods(Generic[Side]):
 
     # -- rows -------------------------------------------------------------------------------------------------------------
 
+    def open_row(
+        self,
+        row: str,
+        rendezvous: Mapping[str, Any],
+        engine: str,
+        options: Mapping[str, Any],
+        config: Mapping[str, Any],
+    ) -> None:
+        """Make the row's publisher in the sender, its subscriber in a receiver, and measure the memory that it takes."""
+        self._memory[row] = PeakMemory(shared=self._index == 0, runtime=self._runtime)
+        settings, specs = SyncConfig.model_validate(config), self._workload.specs
+        if self._index:
+            name = subscriber_name(self._index - 1)
+            self._rows[row] = ReceivingSide(name, rendezvous, engine, options, settings, specs, self._runtime)
+        else:
+            self._rows[row] = SendingSide(rendezvous, engine, options, settings, specs, self._payload.tensors)
+
+    def change(self, density: float) -> None:
+        """[sender] Change the share `density` of the parameters."""
+        self._payload.change(density, self._seed)
+
+    def publish(self, row: str, version: int, step_s: float) -> dict[str, float]:
+        """[sender] See `SendingSide.publish`."""
+        side = self._rows[row]
+        assert isinstance(side, SendingSide)
+        return side.publish(version, step_s)
+
+    def commit(self, row: str, version: int) -> Span:
+        """[receiver] Commit a version between two steps of the decode loop: see `ReceivingSide.commit`."""
+        side = self._rows[row]
+        assert isinstance(side, ReceivingSide)
+        return side.commit(version, self._payload.tensors, self._decoding)
+
     def moments(self, row: str, version: int) -> dict[str, float]:
         """See `Moments.of`."""
         return self._rows[row].moments.of(version)
@@ -220,73 +248,17 @@ class WorkerMethods(Generic[Side]):
         self._rows.pop(row).close()
 
 
-class Sender(WorkerMethods[SendingSide]):
-    """The methods of the trainer's side."""
-
-    def change(self, density: float) -> None:
-        """Change the share `density` of the parameters."""
-        self._payload.change(density, self._seed)
-
-    def open_row(
-        self,
-        row: str,
-        rendezvous: Mapping[str, Any],
-        engine: str,
-        options: Mapping[str, Any],
-        config: Mapping[str, Any],
-    ) -> None:
-        """Make the row's publisher, and measure the memory it takes."""
-        self._memory[row] = PeakMemory(shared=True, runtime=self._runtime)
-        specs, tensors = self._workload.specs, self._payload.tensors
-        self._rows[row] = SendingSide(rendezvous, engine, options, config, specs, tensors)
-
-    def publish(self, row: str, version: int, step_s: float) -> dict[str, float]:
-        """See `SendingSide.publish`."""
-        return self._rows[row].publish(version, step_s)
-
-
-class Receiver(WorkerMethods[ReceivingSide]):
-    """The methods of a rollout's side."""
-
-    def open_row(
-        self,
-        row: str,
-        rendezvous: Mapping[str, Any],
-        engine: str,
-        options: Mapping[str, Any],
-        config: Mapping[str, Any],
-    ) -> None:
-        """Make the row's subscriber, and measure the memory it takes."""
-        self._memory[row] = PeakMemory(shared=False, runtime=self._runtime)
-        name = subscriber_name(self._index - 1)
-        self._rows[row] = ReceivingSide(name, rendezvous, engine, options, config, self._workload.specs, self._runtime)
-
-    def commit(self, row: str, version: int) -> Span:
-        """Commit a version between two steps of the decode loop: see `ReceivingSide.commit`."""
-        return self._rows[row].commit(version, self._payload.tensors, self._decoding)
-
-
 def subscriber_name(receiver: int) -> str:
     """Return the name under which a receiver subscribes."""
     return f"rollout-{receiver}/0"
 
 
 def serve(requests: JsonSocket, index: int, shared: int) -> None:
-    """Answer calls until the other end of the socket closes.
-
-    Args:
-        requests: The socket on which calls arrive.
-        index: 0 for the sender, from 1 on for a receiver.
-        shared: File descriptor of the memory that all workers share.
-    """
-    mapping = mmap.mmap(shared, 0)
-    target = Receiver(index, mapping) if index else Sender(index, mapping)
-    methods: dict[str, Callable[..., Any]] = {
-        name: getattr(target, name) for name in dir(target) if not name.startswith("_")
-    }
+    """Answer calls until the other end of the socket closes. `shared` is the descriptor of the memory that all workers share."""
+    methods = WorkerMethods(index, mmap.mmap(shared, 0))
     while (request := requests.receive()) is not None:
         try:
-            answer = {"value": methods[request["method"]](*request["arguments"])}
+            answer = {"value": getattr(methods, request["method"])(*request["arguments"])}
         except Exception as error:  # noqa: BLE001 - the benchmark raises it
             answer = {"error": as_weightlane_error(error, f"benchmark worker {index}").to_wire()}
         requests.send(answer)

@@ -37,8 +37,7 @@ class _Entry(BaseModel):
 def read_headers(directory: Path) -> list[TensorSpec]:
     """Return the tensors of every ``*.safetensors`` file in `directory`, in the order of files and headers.
 
-    Raises:
-        ConfigError: There is no such file, a file is damaged, two files hold the same tensor, or a dtype cannot be sent.
+    Raises `ConfigError` when there is no such file, a file is damaged, two hold the same tensor, or a dtype cannot be sent.
     """
     files = sorted(directory.glob("*.safetensors"))
     if not files:

@@ -62,11 +62,9 @@ class Workload:
 
 
 class Payload:
-    """The tensors of a workload in one zeroed block of memory, of which every page was touched.
+    """The tensors of a workload in one zeroed block of memory on `device`, of which every page was touched.
 
-    Args:
-        specs: The tensors.
-        device: Device of the memory. Random bits are drawn on the CPU, so that they are the same on every device.
+    Random bits are drawn on the CPU, so that they are the same on every device.
     """
 
     def __init__(self, specs: Sequence[TensorSpec], device: torch.device | None = None) -> None:

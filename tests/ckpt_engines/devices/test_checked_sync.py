@@ -23,7 +23,7 @@ from weightlane.ckpt_engines import CheckpointEngineRegistry, Deadline, Weightla
 from weightlane.ckpt_engines.engines.shared_memory import cuda_segments as _cuda_segments
 from weightlane.ckpt_engines.engines.torch_distributed import device_group as _device_group
 from weightlane.ckpt_engines.engines.torch_distributed.nccl import NcclEngine
-from weightlane.ckpt_engines.runtime.devices import AcceleratorRuntime, CudaRuntime, runtime_of
+from weightlane.ckpt_engines.runtime.devices import CudaRuntime, DeviceRuntime, runtime_of
 from weightlane.sync import (
     CommitReport,
     Coordinator,
@@ -297,7 +297,7 @@ def test_host_memory_from_which_versions_are_loaded_is_known_to_the_live_models_
 def test_a_snapshot_that_does_not_wait_for_the_optimizers_step_is_noticed(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AcceleratorRuntime, "wait_for", lambda *_: None)
+    monkeypatch.setattr(DeviceRuntime, "wait_for", lambda *_: None)
     run = Run(world, tmp_path, "cuda_ipc")
     with contextlib.suppress(WeightlaneError):
         run.train(1)

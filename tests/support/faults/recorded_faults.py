@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightlane.ckpt_engines.faulty.fault_log import FaultRecord
+from weightlane.ckpt_engines.faulty.faults import FaultRecord
 
 
 def faults_in(log: str | Path) -> list[FaultRecord]:
