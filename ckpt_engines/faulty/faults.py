@@ -1,4 +1,4 @@
-"""`Faults`: decides which faults one half has, logs them, and implements those that need no call of the half.
+"""`Faults`: decides which faults one half, or an engine, has, logs them, and implements those that need no call of the half.
 
 The log is a file with one JSON object per line: a `FaultRecord`.
 """
@@ -6,6 +6,7 @@ The log is a file with one JSON object per line: a `FaultRecord`.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -13,9 +14,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from pydantic import BaseModel, ConfigDict
 
 from ..contract.bucket import Bucket
+from ..contract.engine import CheckpointEngine, EngineConfig
 from ..deadline import Deadline
 from ..errors import ClosedError, PeerLostError, StorageError
 from .fault_config import NEED_BYTES, VERSION_KINDS, FaultKind, FaultyConfig
@@ -156,3 +159,20 @@ class Faults:
         except (OSError, ValueError) as error:
             message = f"cannot write the fault log {path!r}: {error}."
             raise StorageError(message, part=self.part, hint="Set another checkpoint_engine.options.log.") from error
+
+
+class FaultyEngine(CheckpointEngine):
+    """Base of the engines that `faulty` makes; the other base of each is the engine that it wraps, which gets its own options."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert isinstance(config, FaultyConfig)
+        super().__init__(config.inner)
+        self.faulty_config = config
+        self._faults = Faults("faulty engine", "engine", config, (FaultKind.EXHAUST,))
+        self._allocations = itertools.count()
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """See `CheckpointEngine.allocate`; raises `StorageError` for an injected fault."""
+        if self._faults.on_allocation(next(self._allocations)):
+            raise StorageError(f"no memory for {nbytes} bytes (injected fault).", part=self._faults.part, hint=HINT)
+        return super().allocate(nbytes, device)

@@ -15,8 +15,8 @@ from ..deadline import Deadline
 from ..errors import StorageError
 from ..links.receiver_link import ReceiverLink
 from ..links.sender_link import SenderLink
-from .fault_config import RECEIVER_KINDS, SENDER_KINDS, FaultKind, FaultyConfig
-from .faults import HINT, Faults
+from .fault_config import RECEIVER_KINDS, SENDER_KINDS, FaultKind
+from .faults import HINT, Faults, FaultyEngine
 
 _LOST = "the connection was lost"
 
@@ -26,7 +26,7 @@ class FaultySenderLink(SenderLink):
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
         super().__init__(engine, name, device)
-        self._faults = Faults(f"faulty sender {name}", name, cast("FaultyConfig", engine.config), SENDER_KINDS)
+        self._faults = Faults(f"faulty sender {name}", name, cast("FaultyEngine", engine).faulty_config, SENDER_KINDS)
         self._postponed: tuple[Bucket, Sequence[str], str] | None = None
         """A bucket to post after the next one, its receivers and its checksum."""
         self._posted_fewer = False
@@ -85,7 +85,9 @@ class FaultyReceiverLink(ReceiverLink):
 
     def __init__(self, engine: CheckpointEngine, name: str, device: torch.device) -> None:
         super().__init__(engine, name, device)
-        self._faults = Faults(f"faulty receiver {name}", name, cast("FaultyConfig", engine.config), RECEIVER_KINDS)
+        self._faults = Faults(
+            f"faulty receiver {name}", name, cast("FaultyEngine", engine).faulty_config, RECEIVER_KINDS
+        )
         self._posted: deque[tuple[Bucket, bool]] = deque()
         """Posted buckets that have not arrived, and whether to flip a bit of each when it arrives."""
 

@@ -51,8 +51,6 @@ class ConformanceBase:
     """Seconds after its deadline at which a call counts as hanging and its process is killed."""
     rounds: ClassVar[int] = 50
     """Number of successive connections that must leave nothing behind."""
-    preload: ClassVar[Sequence[str]] = ()
-    """Modules that are imported once for all processes, to save time. Importing them must not start a thread."""
     most_halves: ClassVar[int | None] = None
     """Number of halves that this machine can run, e.g. its number of devices. Checks that need more are skipped."""
 
@@ -96,7 +94,6 @@ class ConformanceBase:
         if POOL not in stash:
             stash[POOL] = Pool()
             request.config.add_cleanup(stash[POOL].close)
-        stash[POOL].preload(self.preload)
         yield stash[POOL]
         stash[POOL].take_back()
 

@@ -1,11 +1,13 @@
-"""`PartialFile`: a file that is written bucket by bucket and appears under its name, complete, when it is finished."""
+"""`PartialFile`: a file that is written bucket by bucket and appears under its name, complete, when it is finished.
+
+Its writer calls `finish` or `discard`, and only `discard` after any error.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, BinaryIO
 
@@ -17,31 +19,12 @@ _TRIES = 10
 """How often a directory that vanishes is made."""
 
 
-class PartialFile(ABC):
-    """A file that is not visible yet. Its writer calls `finish` or `discard`, and only `discard` after any error."""
-
-    def __init__(self, final: str) -> None:
-        self.final = final
-        """Path under which the finished file appears."""
-
-    @abstractmethod
-    def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """Append `content`."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """Make the file visible. It replaces any other file of that name."""
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Remove the file. Idempotent, never raises."""
-
-
-class LocalPartialFile(PartialFile):
+class LocalPartialFile:
     """A file on the operating system's file system, under a temporary name until it is renamed."""
 
     def __init__(self, final: str, *, fsync: bool) -> None:
-        super().__init__(final)
+        self.final = final
+        """Path under which the finished file appears."""
         self._fsync = fsync
         self._folder = os.path.dirname(final)  # noqa: PTH120
         self._unfinished = _unfinished(final)
@@ -56,7 +39,7 @@ class LocalPartialFile(PartialFile):
         return open(self._unfinished, "wb", buffering=0)  # noqa: PTH123 - closed by finish and discard
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `PartialFile.write`. Calls `check` every few MiB."""
+        """Append `content`. Calls `check` every few MiB."""
         for chunk in content:
             rest = memoryview(chunk)
             while rest:
@@ -64,7 +47,7 @@ class LocalPartialFile(PartialFile):
                 rest = rest[self._file.write(rest[:LOCAL_STEP_BYTES]) :]
 
     def finish(self) -> None:
-        """See `PartialFile.finish`."""
+        """Make the file visible. It replaces any other file of that name."""
         if self._fsync:
             os.fsync(self._file.fileno())
         self._file.close()
@@ -77,21 +60,21 @@ class LocalPartialFile(PartialFile):
                 os.close(directory)
 
     def discard(self) -> None:
-        """See `PartialFile.discard`."""
+        """Remove the file. Idempotent, never raises."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
             os.unlink(self._unfinished)  # noqa: PTH108
 
 
-class RemotePartialFile(PartialFile):
+class RemotePartialFile:
     """A file on any other file system: an upload in parts, visible once completed, or a temporary file that is then renamed.
 
     `atomic` tells whether an upload is: no part of the file is visible before it is completed.
     """
 
     def __init__(self, fs: Any, final: str, *, atomic: bool) -> None:
-        super().__init__(final)
+        self.final = final
         self._fs = fs
         self._target = final if atomic else _unfinished(final)
         if not atomic:
@@ -99,19 +82,19 @@ class RemotePartialFile(PartialFile):
         self._file = fs.open(self._target, "wb")
 
     def write(self, content: Sequence[bytes | memoryview], check: Check) -> None:
-        """See `PartialFile.write`. Copies `content`, and uploads the copies once they are enough for a part of the upload."""
+        """Append `content`. Copies `content`, and uploads the copies once they are enough for a part of the upload."""
         for chunk in content:
             check()
             self._file.write(bytes(chunk))
 
     def finish(self) -> None:
-        """See `PartialFile.finish`."""
+        """See `LocalPartialFile.finish`."""
         self._file.close()
         if self._target != self.final:
             self._fs.mv(self._target, self.final)
 
     def discard(self) -> None:
-        """See `PartialFile.discard`."""
+        """See `LocalPartialFile.discard`."""
         if self._target == self.final:
             with contextlib.suppress(Exception):
                 self._file.discard()
@@ -122,6 +105,9 @@ class RemotePartialFile(PartialFile):
                 self._file.close()
             with contextlib.suppress(Exception):
                 self._fs.rm(self._target)
+
+
+PartialFile = LocalPartialFile | RemotePartialFile
 
 
 def _unfinished(final: str) -> str:

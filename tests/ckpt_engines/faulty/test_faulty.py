@@ -30,7 +30,6 @@ from weightlane.ckpt_engines import (
     Topology,
     VersionFiles,
 )
-from weightlane.ckpt_engines.faulty.engine import FaultyEngine
 from weightlane.ckpt_engines.faulty.fault_config import FaultKind
 from weightlane.ckpt_engines.faulty.faults import NO_BUCKET, FaultRecord
 from weightlane.ckpt_engines.faulty.faulty_links import FaultyReceiverLink, FaultySenderLink
@@ -130,7 +129,7 @@ def test_the_wrapper_of_an_engine_declares_what_the_engine_declares() -> None:
 
 
 def test_every_call_that_can_go_wrong_is_wrapped() -> None:
-    pairs = ((FaultySenderLink, SenderLink), (FaultyReceiverLink, ReceiverLink), (FaultyEngine, CheckpointEngine))
+    pairs = ((FaultySenderLink, SenderLink), (FaultyReceiverLink, ReceiverLink))
     as_it_is = {"address", "announced", "views_are_copied_to", "open_version", "commit_version"}
     for wrapper, contract in pairs:
         functions = inspect.getmembers(contract, inspect.isfunction)

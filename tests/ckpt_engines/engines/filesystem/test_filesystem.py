@@ -42,7 +42,7 @@ from weightlane.ckpt_engines import (
     VersionFiles,
 )
 from weightlane.ckpt_engines.conformance import ConformanceBase, ConnectionMaker, Parcel
-from weightlane.ckpt_engines.engines.filesystem.partial_file import LocalPartialFile, PartialFile
+from weightlane.ckpt_engines.engines.filesystem.partial_file import LocalPartialFile, RemotePartialFile
 from weightlane.ckpt_engines.engines.filesystem.store_directory import StoreDirectory
 
 
@@ -329,14 +329,15 @@ def test_nothing_remains_of_a_file_of_which_not_every_bucket_was_sent(tmp_path: 
 def test_giving_up_a_file_takes_no_longer_than_the_deadline_where_the_store_does_not_answer() -> None:
     answers, gone = threading.Event(), threading.Event()
 
-    class Stuck(PartialFile):
-        write = finish = None  # type: ignore[assignment]
+    class Stuck(RemotePartialFile):
+        def __init__(self) -> None:
+            self.final = "x"
 
         def discard(self) -> None:
             answers.wait(HANG_S)
             gone.set()
 
-    StoreDirectory("memory://stuck").discard(Stuck("x"), "sender", Deadline.after(0.1))
+    StoreDirectory("memory://stuck").discard(Stuck(), "sender", Deadline.after(0.1))
     assert not gone.is_set()
     answers.set()
     assert gone.wait(HANG_S)
