@@ -73,7 +73,8 @@ async def run_service(path: Path, overrides: Sequence[str]) -> None:
         cluster = stack.enter_context(
             RayCluster(config.ray, cpus, directory / "logs", observers.environment, config.sync.host, _KILLED_HINT)
         )
-        _on_signals(ended.set)  # after Ray, which sets handlers of its own
+        for number in (signal.SIGINT, signal.SIGTERM):  # after Ray, which sets handlers of its own
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
         config = fitted(config, Sizes.of(config, ready.model), cluster.machines())
         (directory / "config.toml").write_text(explain(as_written(config)), encoding="utf-8")
         stack.callback(shutil.rmtree, directory / VERSIONS_DIR, ignore_errors=True)
@@ -181,12 +182,6 @@ async def _unless(ended: asyncio.Event, task: asyncio.Task[_T]) -> _T:
         return task.result()
     finally:
         waiting.cancel()
-
-
-def _on_signals(end: Callable[[], None]) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
 
 
 def _log_to(file: Path) -> None:

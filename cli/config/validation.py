@@ -89,7 +89,7 @@ def explain(config: BaseModel) -> str:
 
 
 def _explain_section(path: str, section: BaseModel) -> Iterator[str]:
-    yield f"# {_first_line(type(section))}"
+    yield f"# {(type(section).__doc__ or '').strip().splitlines()[0]}"
     yield f"[{path}]"
     inner: list[tuple[str, BaseModel]] = []
     for name, field in type(section).model_fields.items():
@@ -124,7 +124,3 @@ def _toml(value: Any) -> str:
         return repr(value)
     # A JSON string is a TOML string, except for surrogate pairs and a bare DEL.
     return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _first_line(annotation: Any) -> str:
-    return (annotation.__doc__ or "").strip().splitlines()[0]

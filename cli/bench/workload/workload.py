@@ -136,15 +136,11 @@ def restored_crc(specs: Sequence[TensorSpec], payload: Payload) -> int:
     for spec in specs:
         tensor = payload.tensors[spec.name]
         if is_quantised(spec):
-            tensor = _restored(tensor)
+            scales = block_fp8.scales_of(block_fp8.magnitudes(tensor))
+            tensor = block_fp8.dequantise(block_fp8.quantise(tensor, scales), scales).to(tensor.dtype)
         crc = _crc(tensor.reshape(-1).view(torch.uint8).cpu(), crc)
         crc = zlib.crc32(bytes(_aligned(spec.nbytes) - spec.nbytes), crc)
     return crc
-
-
-def _restored(matrix: torch.Tensor) -> torch.Tensor:
-    scales = block_fp8.scales_of(block_fp8.magnitudes(matrix))
-    return block_fp8.dequantise(block_fp8.quantise(matrix, scales), scales).to(matrix.dtype)
 
 
 def _crc(data: torch.Tensor, so_far: int = 0) -> int:
