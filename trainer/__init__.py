@@ -27,8 +27,7 @@ from .objectives.supervised import sft
 from .objectives.value import explained_variance, value_loss
 
 if TYPE_CHECKING:
-    from .algorithms.preferences import dpo_step
-    from .algorithms.step import take_step
+    from .algorithms.step import dpo_step, take_step
     from .dispatch.dispatch import WorkerDispatch
     from .dispatch.ranks import LocalRanks
     from .dispatch.ray_ranks import RayRanks
@@ -42,7 +41,7 @@ _SLOW = {
     "Role": ".dispatch.role",
     "RoleSpec": ".dispatch.role_spec",
     "WorkerDispatch": ".dispatch.dispatch",
-    "dpo_step": ".algorithms.preferences",
+    "dpo_step": ".algorithms.step",
     "shards_of": ".engines.fsdp2.shards",
     "take_step": ".algorithms.step",
 }

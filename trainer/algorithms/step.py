@@ -1,4 +1,4 @@
-"""Parts that algorithms share: one optimizer step of a role, and a batch with the reference's log-probabilities."""
+"""Steps that algorithms share: of one role, plain or by DPO; and a batch with the log-probabilities of a reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
+from ..dispatch.dispatch import WorkerDispatch
 from ..dispatch.role import Role
 from ..objectives.loss import Loss
 from ..objectives.policy_values import REFERENCE_LOGPROBS
+from .roles import OBJECTIVE, POLICY, REFERENCE
 
 
 async def take_step(
@@ -24,3 +26,17 @@ async def with_reference(batch: TokenBatch, reference: Role) -> TokenBatch:
     """Return `batch` with `REFERENCE_LOGPROBS`: the log-probabilities of its targets under the model of `reference`."""
     outputs = await reference.forward(batch)
     return batch.with_values(REFERENCE_LOGPROBS, [each["logprobs"] for each in outputs])
+
+
+async def dpo_step(
+    dispatch: WorkerDispatch, pairs: TokenBatch, denominators: LossDenominators | None = None
+) -> StepResult:
+    """Take one step of direct preference optimization; see `weightlane.trainer.dpo`.
+
+    Args:
+        dispatch: Has the roles `POLICY`, whose loss `OBJECTIVE` is a `dpo`, and `REFERENCE`.
+        pairs: ``TokenBatch(sequences, sequences_per_unit=2)``, each chosen sequence before the rejected one.
+        denominators: See `Role.forward_backward`.
+    """
+    judged = await with_reference(pairs, dispatch[REFERENCE])
+    return await take_step(dispatch[POLICY], judged, OBJECTIVE, denominators)

@@ -12,21 +12,16 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 from ..config import AlgorithmConfig
 from ..data.named_function import function_named
 from ..data.sequences import MicroBatch
-from .entropy import entropy_bonus
 from .loss import Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
-from .policy.cispo import cispo
-from .policy.dual_clip import dual_clip
-from .policy.grpo import grpo
-from .policy.gspo import gspo
-from .policy.ppo import ppo
+from .policy import cispo, dual_clip, entropy_bonus, gspo, token_surrogate
 from .reference_kl import reference_kl
 
 BUILT_IN: dict[str, Callable[[AlgorithmConfig], Loss]] = {
     "cispo": cispo,
     "dual_clip": dual_clip,
-    "grpo": grpo,
+    "grpo": token_surrogate,
     "gspo": gspo,
-    "ppo": ppo,
+    "ppo": token_surrogate,
 }
 _PART = "objective"
 

@@ -22,8 +22,8 @@ from weightlane.trainer.algorithms.composition import (
     role_specs,
 )
 from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
-from weightlane.trainer.algorithms.preferences import dpo_step
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
+from weightlane.trainer.algorithms.step import dpo_step
 from weightlane.trainer.config import CriticConfig, LoraConfig
 from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch

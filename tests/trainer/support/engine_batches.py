@@ -13,7 +13,7 @@ from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import TokenBatch
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.loss import LossOutput, LossTerm, ModelOutputs, needs
-from weightlane.trainer.objectives.policy.dual_clip import dual_clip
+from weightlane.trainer.objectives.policy import dual_clip
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.supervised import sft
 

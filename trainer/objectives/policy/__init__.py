@@ -1,1 +1,0 @@
-"""Objectives of a policy, named by `[algorithm] objective`: surrogates of the policy gradient."""
