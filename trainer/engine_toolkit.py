@@ -13,11 +13,11 @@ from .data.sequences import IGNORED, MicroBatch
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
 from .engines.fsdp2.shards import checkpoint_tensors, local_shards
-from .engines.fsdp2.state import init_optimizer_state, resume, save_state
+from .engines.fsdp2.state import resume, save_state
 from .engines.hf.export import ExportedModel, export_model
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.names import CheckpointRun, checkpoint_runs
-from .engines.optimizer_settings import AdamParams
+from .engines.optimizer_settings import AdamParams, init_optimizer_state
 from .engines.rank_collectives import on_every_rank, on_rank_zero, require_open, share_json
 from .engines.torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs

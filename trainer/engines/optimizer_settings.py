@@ -1,4 +1,4 @@
-"""`AdamParams`, the settings of one step of AdamW, and the schedule of its learning rate."""
+"""Settings and state of AdamW: `AdamParams` for one step, the schedule of the learning rate, and the initial moments."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ..config import TrainerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""AdamW's moments of a parameter, as torch names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,16 @@ def learning_rate(config: TrainerConfig, step: int) -> float:
     done = min(1.0, (step - config.lr_warmup_steps) / config.lr_decay_steps)
     left = 1.0 - done if config.lr_schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.learning_rate * (config.lr_final_share + (1.0 - config.lr_final_share) * left)
+
+
+def init_optimizer_state(optimizer: torch.optim.Optimizer, step_device: torch.device | None = None) -> None:
+    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step.
+
+    Step counts are on the parameter's device unless another is given; torch's kernels that are not fused want the CPU.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            optimizer.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=step_device or parameter.device),
+                **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
+            }

@@ -121,27 +121,6 @@ def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> It
         raise error from cause
 
 
-def on_rank_zero(action: Callable[[], None], rank: int, device: torch.device, part: str) -> None:
-    """Run `action` on rank 0 while the others wait; if it fails, every rank raises its error. Collective."""
-    wire = b""
-    failure: WeightlaneError | None = None
-    if rank == 0:
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - it must reach the other ranks, which wait for it
-            failure = as_weightlane_error(error, part)
-            wire = json.dumps(failure.to_wire()).encode()
-    size = torch.tensor([len(wire)], device=device)
-    dist.broadcast(size, 0)
-    if not size.item():
-        return
-    message = torch.tensor(list(wire), dtype=torch.uint8, device=device) if rank == 0 else None
-    if message is None:
-        message = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(message, 0)
-    raise failure or error_from_wire(json.loads(bytes(message.cpu().tolist())))
-
-
 def share_json(value: Any, device: torch.device) -> list[Any]:
     """Gather one value from every rank, in rank order. Collective; values are plain data."""
     mine = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
@@ -166,6 +145,11 @@ def on_every_rank(action: Callable[[], object], device: torch.device, part: str)
     told = [wire for wire in share_json(failure.to_wire() if failure else None, device) if wire]
     if failure or told:
         raise failure or error_from_wire(told[0])
+
+
+def on_rank_zero(action: Callable[[], object], rank: int, device: torch.device, part: str) -> None:
+    """Run `action` on rank 0 while the others wait; if it fails, every rank raises its error. Collective."""
+    on_every_rank(action if rank == 0 else lambda: None, device, part)
 
 
 def leave_ranks() -> None:

@@ -65,6 +65,16 @@ class TorchEngine(TrainingEngine):
         """See `TrainingEngine.step`."""
         return self._step
 
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self._device
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the model's vocabulary, in tokens."""
+        return self._vocabulary
+
     def zero_grad(self, *adapters: str) -> None:
         """See `TrainingEngine.zero_grad`."""
         if not adapters or "" in adapters:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..data.sequences import MicroBatch, TokenSequence
-from ..engines.lora.pass_query import PassQuery
+from ..engines.head import PassQuery
 from .inputs import ForwardInput, widened
 from .outputs import ForwardOutput, TopK
 

@@ -27,10 +27,10 @@ from weightlane.trainer.engines.fsdp2.loading import (
     whole_model,
 )
 from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
-from weightlane.trainer.engines.hf.causal_head import HeadQuery, replace_head
+from weightlane.trainer.engines.head import PassQuery
+from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
 from weightlane.trainer.engines.hf.names import checkpoint_runs
 from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
-from weightlane.trainer.engines.hf.value_head import read_values, value_head
 
 PROMISED = {
     "llama-biases",
@@ -87,17 +87,17 @@ def check_policy(kind: Kind, path: Path) -> None:
     drawn = [torch.randint(3, VOCAB, (length + 1,), generator=random_of) for length in LENGTHS]
     micro = MicroBatch.of([TokenSequence(tokens[:-1], tokens[1:]) for tokens in drawn])
     if packs:
-        rows = torch.arange(len(micro.tokens))
+        places = torch.arange(len(micro.tokens))
         inputs = {
             "input_ids": micro.tokens[None],
             "position_ids": micro.positions[None],
             "cu_seq_lens_q": micro.offsets,
         }
     else:
-        tokens, rows = micro.padded()
+        tokens, places = micro.padded()
         inputs = {"input_ids": tokens}
     with torch.no_grad():
-        found = model(HeadQuery(rows, micro.targets, entropy=True), **inputs)
+        found = model(HeadQuery(PassQuery(torch.arange(len(micro.tokens)), entropy=True), micro, places), **inputs)
         logprobs, entropies = (micro.split(found[name]) for name in ("logprobs", "entropy"))
         for tokens, mine, spread in zip(drawn, logprobs, entropies, strict=True):
             logs = torch.log_softmax(ordinary(input_ids=tokens[None, :-1], use_cache=False).logits[0].float(), -1)
@@ -126,9 +126,8 @@ def check_critic(path: Path) -> None:
     with torch.no_grad():
         wanted = ordinary(tokens, use_cache=False).logits[0, rows, 0]
         read_values(model)
-        torch.testing.assert_close(
-            model(HeadQuery(rows, None), input_ids=tokens)["values"], wanted, atol=1e-5, rtol=1e-5
-        )
+        query = HeadQuery(PassQuery(rows), MicroBatch.of([TokenSequence(tokens[0], tokens[0])]), torch.arange(7))
+        torch.testing.assert_close(model(query, input_ids=tokens)["values"], wanted, atol=1e-5, rtol=1e-5)
     assert wanted.any()
 
 

@@ -22,6 +22,7 @@ from engine_ranks import (
 )
 from safetensors.torch import save_file
 
+from weightlane.trainer.engines.optimizer_settings import init_optimizer_state
 from weightlane.trainer.engines.registry import training_engine_class
 
 pytestmark = pytest.mark.megatron
@@ -109,11 +110,11 @@ def test_a_saved_run_goes_on_in_another_layout_with_the_same_weights_and_moments
 def test_an_adam_that_counts_steps_in_its_groups_goes_on_counting_after_a_load() -> None:
     """The fused ones of Apex and TransformerEngine, which a GPU has, do; bias correction would begin anew."""
     training_engine_class("megatron")  # imports megatron-core, and keeps its warnings to itself
-    from weightlane.trainer.engines.megatron.weights import init_moments, set_moment_steps
+    from weightlane.trainer.engines.megatron.weights import set_moment_steps
 
-    # Such an optimizer keeps `step` in its groups; the state of its parameters has none, until `init_moments` adds one.
+    # Such an optimizer keeps `step` in its groups; the state of its parameters has none, until it gets one.
     parameter = torch.zeros(2, requires_grad=True)
     made: Any = SimpleNamespace(optimizer=torch.optim.SGD([parameter]))
-    init_moments(made)
+    init_optimizer_state(made.optimizer, torch.device("cpu"))
     set_moment_steps(made, 3)
     assert [group["step"] for group in made.optimizer.param_groups] == [3]

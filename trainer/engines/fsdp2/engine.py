@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,25 +13,32 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import Head, TrainerConfig
-from ...data.batch import LossDenominators, TokenBatch
+from ...data.batch import TokenBatch
 from ...data.sequences import MicroBatch
-from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..contract import STATE_PARTS, BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart
-from ..hf.causal_head import HeadQuery, replace_head
+from ...objectives.loss import ModelOutputs, OutputName
+from ..contract import BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart
+from ..head import PassQuery
 from ..hf.export import ExportedModel
+from ..hf.heads import HeadQuery, read_values, replace_head, value_head
 from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
-from ..hf.value_head import read_values, value_head
-from ..lora.engine import AdaptedEngine
+from ..lora.engine import AdaptedEngine, Keep
 from ..lora.joint import StartedPass
-from ..lora.pass_query import PassQuery
 from ..lora.saved import check_adapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
-from ..torch_engine import TOP, micro_batches_of, outputs_by_sequence
-from .checked_model import checked_model, decoder_layers
-from .loading import can_read_slices, hold_as_stored, materialise, model_without_weights, read_slices, whole_model
+from ..torch_engine import micro_batches_of, outputs_by_sequence
+from .loading import (
+    can_read_slices,
+    checked_model,
+    decoder_layers,
+    hold_as_stored,
+    materialise,
+    model_without_weights,
+    read_slices,
+    whole_model,
+)
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh, clip_gradients
 from .partwise_adamw import PartwiseAdamW, split_into_parts
@@ -101,41 +108,6 @@ class Fsdp2Engine(AdaptedEngine):
         if self.config.publishes_adapter:
             self._adapt(model, torch.device("cpu"))
 
-    def forward(
-        self,
-        batch: TokenBatch,
-        outputs: Collection[OutputName] = LOGPROBS,
-        top_k: int = 0,
-        adapter: str | None = None,
-    ) -> dict[int, SequenceOutputs]:
-        """See `TrainingEngine.forward`."""
-        model, mesh = self._open_model(), self._mesh
-        self._require_here("parameters")
-        self._check_outputs(outputs, top_k)
-        names = (*outputs, *(TOP if top_k else ()))
-        chosen = self._open_adapters().chosen(adapter)
-        model.eval()
-        found: dict[int, SequenceOutputs] = {}
-        with (
-            self._collective("the parameters of the other ranks"),
-            self._computing_with(chosen, gradients=False),
-            torch.no_grad(),
-        ):
-            for indices, micro in self._share(batch, mesh.data_rank, mesh.data_world, padded=not self._packs):
-                found |= outputs_by_sequence(indices, micro, self._outputs(model, micro, outputs, top_k), names)
-        return found if mesh.answers else {}
-
-    def forward_backward(
-        self,
-        batch: TokenBatch,
-        loss: Loss,
-        denominators: LossDenominators | None = None,
-        outputs: Collection[OutputName] = (),
-        adapter: str | None = None,
-    ) -> BackwardResult:
-        """See `TrainingEngine.forward_backward`."""
-        return self._run_passes([self._started(ForwardBackward(batch, loss, denominators, outputs, adapter))])[0]
-
     def forward_backward_together(self, calls: Sequence[ForwardBackward]) -> list[BackwardResult | WeightlaneError]:
         """See `AdapterEngine`: calls whose targets have the same shape share passes, if the model takes packed sequences."""
         if not self._packs:
@@ -156,32 +128,24 @@ class Fsdp2Engine(AdaptedEngine):
                 found.update(dict.fromkeys(group, error))
         return [found[number] for number in range(len(calls))]
 
-    def _started(self, call: ForwardBackward) -> StartedPass:
-        """Check `call`, and start its mini-batch, or continue the one it belongs to."""
-        self._open_model()
-        self._require_here("parameters", "gradients")
-        self._check_outputs({*call.outputs, *needed_outputs(call.function)})
-        chosen = self._trained(call.adapter)
-        sums = LossSums(self._begin_for(chosen, call.batch, call.denominators))
-        with self._whole_gradients(chosen):
-            call.batch.check_vocabulary(self._vocabulary)
-        return StartedPass(call, chosen, sums)
+    def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
+        self._loaded_model().eval()
+        for indices, micro in self._share(batch, *self.data_share, padded=not self._packs):
+            keep(indices, micro, self._outputs(micro, outputs, top_k))
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
-        """Run the model forward and backward for all passes at once. If there are several, their targets have the same shape."""
-        model, mesh = self._open_model(), self._mesh
-        model.train(self._dropout)
+        self._loaded_model().train(self._dropout)
         needed = {name for each in passes for name in each.needed}
         adapters, batches = [each.adapter for each in passes], [each.call.batch for each in passes]
         found: list[dict[int, SequenceOutputs]] = [{} for _ in passes]
-        limit = self.config.micro_batch_tokens
+        limit, (_, data_world) = self.config.micro_batch_tokens, self.data_share
         with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
             for share in micro_batches_of(batches, self.data_share, limit, self._device, padded=not self._packs):
                 lengths = [len(micro.tokens) for *_, micro in share]
                 of_tokens = [adapters[number] for number, *_ in share]
                 runs = [(each, count) for each, count in zip(of_tokens, lengths, strict=True) if each is not None]
                 with self._open_adapters().active_runs(runs):
-                    joined = self._outputs(model, MicroBatch.joined([micro for *_, micro in share]), needed)
+                    joined = self._outputs(MicroBatch.joined([micro for *_, micro in share]), needed)
                     losses = []
                     for (number, indices, micro), outputs in zip(share, joined.split(lengths), strict=True):
                         each = passes[number]
@@ -192,27 +156,20 @@ class Fsdp2Engine(AdaptedEngine):
                         torch.autograd.backward(losses, inputs=own)
                     else:
                         # FSDP averages gradients over the ranks, but their sum is wanted.
-                        torch.autograd.backward([loss * mesh.data_world for loss in losses])
+                        torch.autograd.backward([loss * data_world for loss in losses])
             totals = [each.sums.as_tensor() for each in passes]
             for total in totals:
-                dist.all_reduce(total, group=mesh.data.get_group())
+                dist.all_reduce(total, group=self._mesh.data.get_group())
         return [
-            BackwardResult(each.sums.named(total, each.call.batch.target_tokens), outputs if mesh.answers else {})
+            BackwardResult(each.sums.named(total, each.call.batch.target_tokens), outputs if self._answers else {})
             for each, total, outputs in zip(passes, totals, found, strict=True)
         ]
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
-        """See `TrainingEngine.optim_step`."""
-        self._open_model()
-        self._require_here(*STATE_PARTS)
-        if (chosen := self._trained(adapter)) is not None:
-            return self._step_adapter(chosen, before_change, params)
-        self._require_gradient(self._denominators, self._step)
-        params = params or AdamParams.of(self.config, self._step)
+    def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         with self._collective("the gradient norm of the other ranks"):
             self._mesh.complete_gradients(self._loaded_model())
-            norm_value = clip_gradients(self._parameters, params.max_grad_norm)
-        self._refuse_not_finite(norm_value, self._step, self._clear_gradients)
+            norm = clip_gradients(self._parameters, params.max_grad_norm)
+        self._refuse_not_finite(norm, self._step, self._clear_gradients)
 
         def about_to_change(names: Collection[str]) -> None:
             before_change(names)
@@ -224,42 +181,20 @@ class Fsdp2Engine(AdaptedEngine):
             self._clear_gradients()  # they are clipped already, so no more may be accumulated
             raise
         self._torn = False
-        self._clear_gradients()
-        self._step += 1
-        return norm_value
+        return norm
 
-    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
-        """See `TrainingEngine.local_shards`."""
-        tensors = checkpoint_tensors(self._open_model())
-        if self.config.publishes_adapter:
-            return self._open_adapters().shards(wire_dtype)
-        return self._with_adapter(local_shards(self._runs, tensors, self.rank, wire_dtype, self._kept))
+    def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
+        self._refuse_torn()
+        return local_shards(self._runs, checkpoint_tensors(self._loaded_model()), self.rank, dtype, self._kept)
 
-    def save(self, directory: Path) -> None:
-        """See `TrainingEngine.save`."""
-        tensors = checkpoint_tensors(self._open_model())
-        self._require_here("parameters", "optimizer")
-        with self._collective("the trainer ranks to save"):
-            optimizer, adapters = self._named_optimizer_state(), self._open_adapters().to_save()
-            save_state(directory, tensors, optimizer, self._step, self.rank, self._device, adapters.write)
+    def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
+        tensors, optimizer = checkpoint_tensors(self._loaded_model()), self._named_optimizer_state()
+        save_state(directory, tensors, optimizer, self._step, self.rank, self._device, write_beside)
 
-    def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """See `TrainingEngine.load`."""
-        tensors = checkpoint_tensors(self._loaded_model())
-        self._require_here("parameters", "optimizer")
+    def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
+        model = self.config.head, self._runs, checkpoint_tensors(self._loaded_model())
         moments = self._named_optimizer_state()
-        with self._collective("the trainer ranks to load"), self._torn_unless_refused():
-            adapters = self._saved_adapters(directory)
-            model = self.config.head, self._runs, tensors
-            self._step = resume(directory, *model, moments, self.rank, self._device, optimizer=optimizer)
-        self._clear_gradients()
-        self._open_adapters().restore(adapters)
-
-    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """See `TrainingEngine.export_hf`."""
-        own = checkpoint_tensors(self._open_model())
-        self._require_here("parameters")
-        self._export(directory, dtype, local_shards(self._runs, own, self.rank, dtype, self._kept))
+        return resume(directory, *model, moments, self.rank, self._device, optimizer=optimizer)
 
     @classmethod
     def export_saved(
@@ -288,18 +223,13 @@ class Fsdp2Engine(AdaptedEngine):
         self._runs = checkpoint_runs(model, checkpoint_tensors(model))
         self._kept = kept_types(model_dir, (run.name for run in self._runs))
         with self._collective("the trainer ranks to shard the model"):
-            self._mesh = RankMesh.of(
-                self._device,
-                self.rank,
-                self.world,
-                self.config.fsdp2.tensor_parallel,
-                self.config.collective_timeout_s,
-            )
+            split, timeout_s = self.config.fsdp2.tensor_parallel, self.config.collective_timeout_s
+            self._mesh = RankMesh.of(self._device, self.world, split, timeout_s)
             self._mesh.shard(model, decoder_layers(model), self.config, self._compute_dtype)
         self._model = model
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
-        model, adapters = self._open_model(), self._open_adapters().memory_of(part)
+        model, adapters = self._loaded_model(), self._open_adapters().memory_of(part)
         if part == "gradients":
             return [*adapters, *(parameter.grad for parameter in self._parameters if parameter.grad is not None)]
         if part == "optimizer":
@@ -320,33 +250,29 @@ class Fsdp2Engine(AdaptedEngine):
         assert self._model is not None
         return self._model
 
-    def _open_model(self) -> torch.nn.Module:
-        self._refuse_torn()
-        return self._loaded_model()
-
     @property
     def data_share(self) -> tuple[int, int]:
         """See `AdaptedEngine.data_share`."""
-        return self._mesh.data_rank, self._mesh.data_world
+        return self._mesh.data_share
+
+    @property
+    def _answers(self) -> bool:
+        return self._mesh.answers
 
     @property
     def _modules(self) -> Iterable[torch.nn.Module]:
-        return self._open_model().modules()
+        return self._loaded_model().modules()
 
     def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
-        model = self._open_model()
-        model.train(self._dropout and torch.is_grad_enabled())
-        return self._answer(model, micro, query)
+        self._loaded_model().train(self._dropout and torch.is_grad_enabled())
+        return self._answer(micro, query)
 
-    def _outputs(
-        self, model: torch.nn.Module, micro: MicroBatch, wanted: Collection[OutputName], top_k: int = 0
-    ) -> ModelOutputs:
+    def _outputs(self, micro: MicroBatch, wanted: Collection[OutputName], top_k: int = 0) -> ModelOutputs:
         """Run the model on a micro-batch, and its head on the tokens with targets."""
-        rows = micro.mask.nonzero().squeeze(1)
-        query = PassQuery(rows, "logprobs" in wanted, "entropy" in wanted, top_k, "hidden" in wanted)
-        return ModelOutputs.at(rows, micro, self._answer(model, micro, query))
+        query = PassQuery.of_targets(micro, wanted, top_k)
+        return ModelOutputs.at(query.rows, micro, self._answer(micro, query))
 
-    def _answer(self, model: torch.nn.Module, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+    def _answer(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
         """Run the model on a micro-batch. Returns the outputs in `query` by their names in `ModelOutputs`, and ``logits``."""
         if self._packs:
             places = torch.arange(len(micro.tokens), device=micro.tokens.device)
@@ -359,17 +285,7 @@ class Fsdp2Engine(AdaptedEngine):
             # No mask: attention is causal, and padding is on the right, where no token sees it.
             tokens, places = micro.padded()
             inputs = {"input_ids": tokens}
-        rows, temperatures = query.rows, micro.temperatures
-        asked = HeadQuery(
-            places[rows],
-            micro.targets[rows] if query.asks_head else None,
-            None if temperatures is None else temperatures[rows],
-            query.entropy,
-            query.top_k,
-            hidden_rows=places if query.hidden else None,
-            logit_rows=None if query.logit_rows is None else places[query.logit_rows],
-        )
-        answer: dict[str, torch.Tensor] = model(asked, **inputs)
+        answer: dict[str, torch.Tensor] = self._loaded_model()(HeadQuery(query, micro, places), **inputs)
         return answer
 
     def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:

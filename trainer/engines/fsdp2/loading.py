@@ -1,4 +1,4 @@
-"""Load a Hugging Face model: every rank reads only the slices that it holds."""
+"""Build and load a Hugging Face model: every rank reads only the slices that it holds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,47 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
+from ...config import TrainerConfig
+from ..hf.heads import causal_head, unused_heads, value_head
 from ..hf.model_dir import half_precision, stored_types
 from ..hf.names import CheckpointRun, checkpoint_runs
 from ..hf.stored_slices import SliceReader, copy_exactly, hf_tensors
-from ..hf.value_head import unused_heads, value_head
+from .lora import check_adapter
+from .mesh import check_mesh, parallel_styles
 from .shards import checkpoint_tensors, local_shards
 
 _ONE_AT_A_TIME = threading.Lock()
 _SETTINGS: dict[str, dict[str, Any]] = {"tokens": {}, "value": {"num_labels": 1}}
 """Settings in addition to those of ``config.json``, by head."""
+
+
+def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
+    """Return the model in `model_dir` with its parameters on the meta device.
+
+    Raises:
+        ConfigError: transformers cannot build it, the files hold other weights, it lacks the head that `config` asks for, its
+            matrices cannot be split over the ranks, or it lacks a layer that the adapter of ``trainer.lora`` needs.
+    """
+    check_mesh(config, model_dir)
+    model = model_without_weights(model_dir, config.head)
+    if config.head == "value":
+        value_head(model)
+    else:
+        causal_head(model)
+    refuse_other_weights(model, model_dir, config.head)
+    if config.fsdp2.tensor_parallel > 1:
+        parallel_styles(model)
+    if config.lora is not None:
+        check_adapter(model, decoder_layers(model), config.lora)
+    return model
+
+
+def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks that transformers says must not be split, or else the members of the longest module list."""
+    kept_whole = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [module for module in model.modules() if isinstance(module, torch.nn.ModuleList) and len(module)]
+    layers = [layer for blocks in lists for layer in blocks if type(layer).__name__ in kept_whole]
+    return layers or max((list(blocks) for blocks in lists), key=len, default=[])
 
 
 def model_without_weights(model_dir: Path, head: str = "tokens") -> torch.nn.Module:

@@ -60,14 +60,15 @@ class RankMesh:
     Attributes:
         data: The ranks that hold the same part of every matrix, between which FSDP2 shards.
         tensor: The ranks that share matrices; None if each rank has full matrices.
-        data_rank: Number of this rank's share of a batch.
-        data_world: Number of shares that a batch is divided into.
     """
 
     data: DeviceMesh
     tensor: DeviceMesh | None
-    data_rank: int
-    data_world: int
+
+    @property
+    def data_share(self) -> tuple[int, int]:
+        """This rank's share of a batch, and the number of shares."""
+        return self.data.get_local_rank(), self.data.size()
 
     @property
     def answers(self) -> bool:
@@ -75,20 +76,20 @@ class RankMesh:
         return self.tensor is None or self.tensor.get_local_rank() == 0
 
     @classmethod
-    def of(cls, device: torch.device, rank: int, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
-        """Make the mesh of `world` ranks on rank `rank`. Collective; collectives in it fail after `timeout_s` seconds.
+    def of(cls, device: torch.device, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
+        """Make the mesh of `world` ranks. Collective; collectives in it fail after `timeout_s` seconds.
 
         Its process groups live as long as torch's own: torch keeps compiled operations by meshes that compare equal, so those of
         a later mesh with the same ranks may use the groups of this one.
         """
         if tensor_parallel == 1:
-            return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, rank, world)
+            return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None)
         ranks = torch.arange(world).view(-1, tensor_parallel)
         timeout = timedelta(seconds=timeout_s)  # with `init_device_mesh`, these groups would have torch's half an hour
         split = dist.new_subgroups_by_enumeration
         groups = [split(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]  # type: ignore[no-untyped-call]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
-        return cls(mesh["fsdp"], mesh["tp"], rank // tensor_parallel, len(ranks))
+        return cls(mesh["fsdp"], mesh["tp"])
 
     def shard(
         self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig, dtype: torch.dtype

@@ -14,8 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ..hf.names import CheckpointRun
-from ..optimizer_settings import AdamParams
-from .state import init_optimizer_state
+from ..optimizer_settings import AdamParams, init_optimizer_state
 
 PARTS = 8
 """Most parts that a model is split into: each costs one launch of the fused kernel and one call of the fence."""

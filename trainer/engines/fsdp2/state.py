@@ -36,17 +36,6 @@ _MODEL = "model."
 """Prefix of the names of weights in a saved state."""
 
 
-def init_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            optimizer.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
-
-
 def save_state(
     directory: Path,
     tensors: Mapping[str, torch.Tensor],

@@ -16,6 +16,7 @@ tensor([[1, 0],
 """
 
 from .outputs import HeadOutputs, head_outputs
+from .pass_query import PassQuery
 from .terms import LogitTransform, VocabularyShare
 
-__all__ = ["HeadOutputs", "LogitTransform", "VocabularyShare", "head_outputs"]
+__all__ = ["HeadOutputs", "LogitTransform", "PassQuery", "VocabularyShare", "head_outputs"]

@@ -11,7 +11,6 @@ The largest logits are found by torch, in chunks of rows whose logits a program 
 from __future__ import annotations
 
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -40,16 +39,13 @@ DTYPES: dict[torch.dtype, dict[str, Any]] = {torch.bfloat16: _HALF, torch.float1
 
 
 @cache
-def _kernels() -> ModuleType | None:
-    """Import the Triton programs. Returns None if Triton is not installed."""
-    from . import triton_kernels  # noqa: PLC0415 - importing Triton takes a second, and few need it
-
-    return triton_kernels if triton_kernels.AVAILABLE else None
-
-
-def available() -> bool:
-    """Whether Triton is installed."""
-    return _kernels() is not None
+def kernels() -> Any:
+    """Return the module of the Triton programs; None if Triton is not installed."""
+    try:
+        from . import triton_kernels  # noqa: PLC0415 - importing Triton takes a second, and few need it
+    except ImportError:
+        return None
+    return triton_kernels
 
 
 def forward(
@@ -71,10 +67,8 @@ def forward(
     splits = -(-vocabulary_blocks // per_split)
     log_sums = torch.empty((splits, rows), dtype=torch.float32, device=device)
     entropies = torch.empty_like(log_sums) if entropy else None
-    kernels = _kernels()
-    assert kernels is not None
     with runtime_of(device).current():  # Triton launches on the current device, wherever its arguments are
-        kernels.sums_kernel[(row_blocks * splits,)](
+        kernels().sums_kernel[(row_blocks * splits,)](
             terms.hidden,
             terms.weight,
             terms.bias,
@@ -113,8 +107,6 @@ def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, boo
     blocks = DTYPES[hidden.dtype]
     columns = max(1, chunk_bytes // (rows * hidden.itemsize * blocks["BLOCK_COLUMNS"])) * blocks["BLOCK_COLUMNS"]
     buffer = torch.empty(rows * min(columns, vocabulary), dtype=hidden.dtype, device=hidden.device)
-    kernels = _kernels()
-    assert kernels is not None
     contiguous = [each.contiguous() for each in (slopes.log_sum, slopes.by_label, slopes.by_all)]
     by_entropy = None if slopes.by_entropy is None else slopes.by_entropy.contiguous()
     for start in range(0, vocabulary, columns):
@@ -123,7 +115,7 @@ def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, boo
         by_logits = buffer[: rows * count].view(rows, count)
         programs = -(-rows // blocks["BLOCK_ROWS"]) * -(-count // blocks["BLOCK_COLUMNS"])
         with runtime_of(hidden.device).current():
-            kernels.slopes_kernel[(programs,)](
+            kernels().slopes_kernel[(programs,)](
                 hidden,
                 weight[part],
                 None if bias is None else bias[part],
@@ -187,14 +179,12 @@ def _fill_best(best: torch.Tensor, terms: HeadTerms, first: int, chunk_bytes: in
     # Keys take twice the memory of logits.
     rows = max(blocks["BLOCK_ROWS"], chunk_bytes // (12 * max(1, vocabulary)))
     buffer = torch.empty((min(rows, len(hidden)), vocabulary), dtype=torch.float32, device=hidden.device)
-    kernels = _kernels()
-    assert kernels is not None
     for start in range(0, len(hidden), rows):
         part = slice(start, start + rows)
         logits = buffer[: len(hidden[part])]
         programs = -(-len(logits) // blocks["BLOCK_ROWS"]) * -(-vocabulary // blocks["BLOCK_COLUMNS"])
         with runtime_of(hidden.device).current():
-            kernels.logits_kernel[(programs,)](
+            kernels().logits_kernel[(programs,)](
                 hidden[part],
                 terms.weight,
                 terms.bias,

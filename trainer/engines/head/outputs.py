@@ -131,7 +131,7 @@ class _Head(torch.autograd.Function):
 
 def _by_kernels(hidden: torch.Tensor) -> bool:
     """Return whether the Triton programs compute the head on `hidden`."""
-    return hidden.is_cuda and hidden.dtype in cuda_kernels.DTYPES and cuda_kernels.available()
+    return hidden.is_cuda and hidden.dtype in cuda_kernels.DTYPES and cuda_kernels.kernels() is not None
 
 
 def _join(

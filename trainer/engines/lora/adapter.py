@@ -16,11 +16,8 @@ from weightlane.sync.version.box import Box
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators
 from ..contract import StatePart
-from ..optimizer_settings import AdamParams
+from ..optimizer_settings import MOMENTS, AdamParams, init_optimizer_state
 from .sites import MATRICES, PART, LoraSite, initial_a
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's moments of a parameter, as torch names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +129,12 @@ class Adapter:
                 matrices[matrix] = torch.nn.Parameter(held.contiguous(), requires_grad=trained)
             self.pairs[site.module] = LoraPair(site, matrices, config.scale)
         self.parameters = [parameter for pair in self.pairs.values() for parameter in pair.matrices.values()]
-        self._state: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
-        """Moments and steps of each parameter, shared with the optimizer."""
-        if not trained:
-            return
-        self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
-        for parameter in self.parameters:
-            self._optimizer.state[parameter] = self._state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=device),
-                **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
-            }
+        self._state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = {}
+        """AdamW's moments and steps of each parameter."""
+        if trained:
+            self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
+            init_optimizer_state(self._optimizer)
+            self._state = self._optimizer.state
 
     def slices(self) -> Iterator[AdapterSlice]:
         """Yield this rank's parts of all tensors of the adapter, moments included if it has any."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
@@ -15,12 +17,19 @@ from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import LoraConfig, TrainerConfig
 from ..contract import Fence, StatePart
-from .adapter import Adapter, LoraGroups, LoraPair
-from .gathered import gathered
+from ..rank_collectives import share_json
+from .adapter import Adapter, AdapterSlice, LoraGroups, LoraPair
 from .joint import JointPairs, LayerPair
-from .merged import MergedWeights, merge_slice
 from .peft_files import read_peft
-from .published import adapter_names, adapter_shards, check_carries, copy_padded, is_target
+from .published import (
+    MergedSlice,
+    adapter_names,
+    adapter_shards,
+    check_carries,
+    copy_padded,
+    is_target,
+    merge_slice,
+)
 from .saved import SavedAdapters
 from .sites import DEFAULT, PART, LoraSite, check_name, chosen_sites
 
@@ -65,7 +74,8 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._active: Sequence[tuple[Adapter, int]] = ()
         """The adapters that the model computes with now; if there are several, each with its number of tokens."""
-        self._merged = MergedWeights()
+        self._merged: dict[tuple[str, Sequence[int], torch.dtype], MergedSlice] = {}
+        """The published weights, by name, place and dtype: the same tensor whenever one is asked for."""
         if trainer.lora is not None:
             self.keep(self.make(DEFAULT, trainer.lora, None, trained=not trainer.frozen))
 
@@ -190,10 +200,16 @@ class Adapters:
 
     def merged(self, own: Sequence[LocalShard]) -> list[LocalShard]:
         """This rank's shards of the model's own weights, with the adapter of ``trainer.lora`` added, as they are published."""
-        if self._trainer.lora is None:
-            return list(own)
-        placed = ((shard, self._place(shard)) for shard in own)
-        return [shard if place is None else self._merged.shard(*place, shard) for shard, place in placed]
+        found = []
+        for shard in own:
+            if (place := self._place(shard)) is None:
+                found.append(shard)
+                continue
+            key = shard.spec.name, tuple(shard.starts), shard.spec.dtype
+            if key not in self._merged:
+                self._merged[key] = MergedSlice.of(*place, shard)
+            found.append(replace(shard, data=self._merged[key].merged))
+        return found
 
     def exported(self, shard: LocalShard) -> torch.Tensor:
         """Return the values with which a slice of the weights is exported: with the adapter of ``trainer.lora`` added."""
@@ -216,7 +232,7 @@ class Adapters:
     def memory_of(self, part: StatePart) -> list[torch.Tensor]:
         """List the tensors of `part` of the state of all adapters, merged weights included."""
         found = [tensor for adapter in self._adapters.values() for tensor in adapter.memory_of(part)]
-        return [*found, *(self._merged.tensors if part == "parameters" else ())]
+        return [*found, *(each.merged for each in self._merged.values() if part == "parameters")]
 
     def complete_gradients(self, adapter: Adapter, scale: float = 1.0) -> float:
         """See `Adapter.complete_gradients`."""
@@ -224,15 +240,12 @@ class Adapters:
 
     def refresh(self) -> None:
         """Recompute the merged weights, if there are any, after the adapter or the model's weights changed."""
-        self._merged.refresh()
-
-    def targets(self, name: str) -> list[str]:
-        """List the last parts of the names of the layers that adapter `name` has."""
-        return sorted({pair.site.target for pair in self._adapters[name].pairs.values()})
+        for piece in self._merged.values():
+            piece.refresh()
 
     def gathered(self, name: str) -> dict[str, torch.Tensor]:
         """Gather the full tensors of adapter `name`, by `AdapterSlice.key`, on rank 0; empty on other ranks. Collective."""
-        return gathered(self._adapters[name].slices(), self._rank, self._device)
+        return _gathered(list(self._adapters[name].slices()), self._rank, self._device)
 
     def to_save(self) -> SavedAdapters:
         """Gather the adapters' part of a saved state; tensors on rank 0 only. Collective."""
@@ -264,3 +277,32 @@ class Adapters:
             adapter.set_step(saved.about[name][1])
             adapter.clear_gradients()
         self.refresh()
+
+
+def _gathered(mine: Sequence[AdapterSlice], rank: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Return the full tensors by key, on the CPU, on rank 0; an empty dict on other ranks. Collective over all ranks.
+
+    The first rank that holds a part sends it. A rank sends all its parts in one message.
+    """
+    held = share_json([[piece.key, list(piece.shape), piece.box.to_plain()] for piece in mine], device)
+    full: dict[str, torch.Tensor] = {}
+    taken: set[str] = set()
+    for owner, described in enumerate(held):
+        fresh = [number for number, (key, _, box) in enumerate(described) if f"{key} {box}" not in taken]
+        taken |= {f"{described[number][0]} {described[number][2]}" for number in fresh}
+        if not fresh or rank not in (0, owner):
+            continue
+        boxes = [Box.from_plain(described[number][2]) for number in fresh]
+        flat = torch.empty(sum(box.numel for box in boxes), device=device)
+        if rank == owner:
+            flat = torch.cat([mine[number].data.flatten() for number in fresh])
+        if owner != 0:
+            if rank == owner:
+                dist.send(flat, 0)
+            else:
+                dist.recv(flat, owner)
+        if rank == 0:
+            for number, box, part in zip(fresh, boxes, torch.split(flat, [box.numel for box in boxes]), strict=True):
+                key, shape, _ = described[number]
+                full.setdefault(key, torch.empty(shape))[box.index] = part.view(box.shape).cpu()
+    return full

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -15,19 +15,24 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ...config import LoraConfig, TrainerConfig
 from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
-from ..contract import AdapterEngine, Fence
+from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
+from ..contract import STATE_PARTS, AdapterEngine, BackwardResult, Fence, ForwardBackward, SequenceOutputs
+from ..head import PassQuery
 from ..hf.export import ExportedModel, export_model
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import on_every_rank, require_open
-from ..torch_engine import TorchEngine
+from ..torch_engine import TOP, TorchEngine, outputs_by_sequence
 from .adapter import Adapter
 from .adapters import AdaptedModel, Adapters
-from .pass_query import PassQuery
+from .joint import StartedPass
 from .peft_files import read_optimizer, write_peft
 from .saved import SavedAdapters
 from .sites import DEFAULT, PART
+
+Keep = Callable[[list[int], MicroBatch, ModelOutputs], None]
+"""Function that takes the indices of a micro-batch's sequences in their batch, the micro-batch, and its outputs."""
 
 
 class AdaptedEngine(TorchEngine, AdapterEngine):
@@ -51,6 +56,90 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         assert self._lora is not None
         chosen = self._lora.chosen(adapter)
         return self._step if chosen is None else chosen.step
+
+    def forward(
+        self,
+        batch: TokenBatch,
+        outputs: Collection[OutputName] = LOGPROBS,
+        top_k: int = 0,
+        adapter: str | None = None,
+    ) -> dict[int, SequenceOutputs]:
+        """See `TrainingEngine.forward`."""
+        chosen = self._open_adapters().chosen(adapter)
+        self._require_here("parameters")
+        self._check_outputs(outputs, top_k)
+        names = (*outputs, *(TOP if top_k else ()))
+        found: dict[int, SequenceOutputs] = {}
+
+        def keep(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> None:
+            found.update(outputs_by_sequence(indices, micro, computed, names))
+
+        with (
+            self._computing("the other ranks in a forward pass"),
+            self._open_adapters().active(chosen),
+            torch.no_grad(),
+        ):
+            self._run_forward(batch, outputs, top_k, keep)
+        return found if self._answers else {}
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        denominators: LossDenominators | None = None,
+        outputs: Collection[OutputName] = (),
+        adapter: str | None = None,
+    ) -> BackwardResult:
+        """See `TrainingEngine.forward_backward`."""
+        return self._run_passes([self._started(ForwardBackward(batch, loss, denominators, outputs, adapter))])[0]
+
+    def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
+        """See `TrainingEngine.optim_step`. An adapter is stepped in one part: `before_change` is called at most once."""
+        chosen = self._trained(adapter)
+        self._require_here(*STATE_PARTS)
+        if chosen is not None:
+            self._require_gradient(chosen.denominators, chosen.step)
+            return self._change([chosen], before_change, params, 1.0)[chosen.name]
+        self._require_gradient(self._denominators, self._step)
+        norm = self._step_weights(before_change, params or AdamParams.of(self.config, self._step))
+        self._clear_gradients()
+        self._step += 1
+        return norm
+
+    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
+        """See `TrainingEngine.local_shards`."""
+        if self.config.publishes_adapter:
+            return self._open_adapters().shards(wire_dtype)
+        own = self._weight_shards(wire_dtype)
+        if self._lora is None or self.config.lora is None:
+            return own
+        self._require_here("parameters")
+        return self._lora.merged(own)
+
+    def save(self, directory: Path) -> None:
+        """See `TrainingEngine.save`."""
+        adapters = self._open_adapters()
+        self._require_here("parameters", "optimizer")
+        with self._collective("the trainer ranks to save"):
+            self._save_weights(directory, adapters.to_save().write)
+
+    def load(self, directory: Path, *, optimizer: bool = True) -> None:
+        """See `TrainingEngine.load`."""
+        require_open(self._lora is not None, self._part)
+        self._require_here("parameters", "optimizer")
+        with self._computing("the trainer ranks to load"), self._torn_unless_refused():
+            adapters = self._saved_adapters(directory)
+            self._step = self._load_weights(directory, optimizer=optimizer)
+            self._clear_gradients()
+        self._open_adapters().restore(adapters)
+
+    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
+        """See `TrainingEngine.export_hf`."""
+        about, adapters = ExportedModel(self._model_dir, self.config.head, dtype), self._open_adapters()
+        self._require_here("parameters")
+        shards, timeout_s = self._weight_shards(dtype), self.config.collective_timeout_s
+        with self._collective("the trainer ranks to export the model"):
+            export_model(directory, about, shards, self.rank, self._device, timeout_s, adapters.exported)
 
     @property
     def adapters(self) -> tuple[str, ...]:
@@ -91,7 +180,7 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         if adapter is None:
             raise ConfigError("the model's own weights are no adapter.", part=PART, hint="Call export_hf for them.")
         with self._collective("the trainer ranks to export an adapter"):
-            tensors, targets = adapters.gathered(name), adapters.targets(name)
+            tensors, targets = adapters.gathered(name), {pair.site.target for pair in adapter.pairs.values()}
 
             def write() -> None:
                 step = adapter.step if with_optimizer and adapter.trained else None
@@ -118,16 +207,6 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
     @abstractmethod
     def data_share(self) -> tuple[int, int]:
         """This rank's share of the samples, and the number of shares. Ranks of one share hold parts of one model."""
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return self._device
-
-    @property
-    def vocabulary(self) -> int:
-        """Size of the model's vocabulary, in tokens."""
-        return self._vocabulary
 
     @property
     def layer_widths(self) -> list[int]:
@@ -174,30 +253,45 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             The L2 norm of each adapter's gradient, after `scale` and before clipping.
         """
         chosen = [adapter for name in names if (adapter := self._trained(name)) is not None]
-        return self._change(chosen, _nothing_waits, params, scale)
-
-    def _with_adapter(self, own: Sequence[LocalShard]) -> list[LocalShard]:
-        """The shards of the model's own weights, with the adapter of ``trainer.lora`` added, if there is one."""
-        if self._lora is None or self.config.lora is None:
-            return list(own)
-        self._require_here("parameters")
-        return self._lora.merged(own)
-
-    def _export(self, directory: Path, dtype: torch.dtype, shards: Sequence[LocalShard]) -> None:
-        """Implement `TrainingEngine.export_hf` for this rank's slices of the weights. Collective."""
-        about, adapters = ExportedModel(self._model_dir, self.config.head, dtype), self._open_adapters()
-        timeout_s = self.config.collective_timeout_s
-        with self._collective("the trainer ranks to export the model"):
-            export_model(directory, about, shards, self.rank, self._device, timeout_s, adapters.exported)
+        return self._change(chosen, lambda _: None, params, scale)  # nothing published changes
 
     @property
     @abstractmethod
     def _modules(self) -> Iterable[torch.nn.Module]:
         """The modules of the model on this rank."""
 
+    @property
+    @abstractmethod
+    def _answers(self) -> bool:
+        """Whether this rank returns the outputs of its share; of the ranks of one share, one does."""
+
     @abstractmethod
     def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
         """See `run_pass`."""
+
+    @abstractmethod
+    def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
+        """Run the model on this rank's share of `batch`, and call `keep` for every micro-batch where outputs are computed."""
+
+    @abstractmethod
+    def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
+        """Run the model forward and backward for `passes`: one, unless the engine joins those of equal `StartedPass.shape`."""
+
+    @abstractmethod
+    def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
+        """Step the model's own weights; returns the gradient norm. See `TrainingEngine.optim_step`."""
+
+    @abstractmethod
+    def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
+        """List this rank's slices of the model's own weights. See `TrainingEngine.local_shards`."""
+
+    @abstractmethod
+    def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
+        """Save everything but adapters. `write_beside` writes these into the directory, on rank 0, before it gets its name."""
+
+    @abstractmethod
+    def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
+        """Load everything but adapters; returns the step. See `TrainingEngine.load`."""
 
     def _computing(self, waiting_for: str) -> AbstractContextManager[None]:
         """Wrap every computation with the model."""
@@ -229,22 +323,21 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             )
         return adapter
 
-    def _begin_for(
-        self, adapter: Adapter | None, batch: TokenBatch, denominators: LossDenominators | None
-    ) -> LossDenominators:
-        """Start or continue the mini-batch that `batch` is part of; adapters and the model's own weights have one each."""
+    def _started(self, call: ForwardBackward) -> StartedPass:
+        """Check `call`, and start its mini-batch, or continue the one it belongs to."""
+        adapter = self._trained(call.adapter)
+        self._require_here("parameters", "gradients")
+        self._check_outputs({*call.outputs, *needed_outputs(call.function)})
+        # Adapters and the model's own weights have a mini-batch each.
+        begun = self._denominators if adapter is None else adapter.denominators
+        denominators = self._same_denominators(begun, call.batch, call.denominators)
         if adapter is None:
-            self._denominators = self._same_denominators(self._denominators, batch, denominators)
-            return self._denominators
-        adapter.denominators = self._same_denominators(adapter.denominators, batch, denominators)
-        return adapter.denominators
-
-    @contextmanager
-    def _computing_with(self, adapter: Adapter | None, *, gradients: bool) -> Iterator[None]:
-        """Wrap forward and, with `gradients`, backward passes with an adapter. A failure then drops the mini-batch's gradient."""
-        assert self._lora is not None
-        with self._lora.active(adapter), self._whole_gradients(*[adapter] * gradients):
-            yield
+            self._denominators = denominators
+        else:
+            adapter.denominators = denominators
+        with self._whole_gradients(adapter):
+            call.batch.check_vocabulary(self._vocabulary)
+        return StartedPass(call, adapter, LossSums(denominators))
 
     @contextmanager
     def _whole_gradients(self, *adapters: Adapter | None) -> Iterator[None]:
@@ -259,17 +352,8 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
                     self._clear_gradients()
             raise
 
-    def _step_adapter(self, adapter: Adapter, before_change: Fence, params: AdamParams | None) -> float:
-        """See `TrainingEngine.optim_step`. An adapter is stepped in one part: `before_change` is called at most once."""
-        self._require_gradient(adapter.denominators, adapter.step)
-        return self._change([adapter], before_change, params, 1.0)[adapter.name]
-
     def _change(
-        self,
-        chosen: Sequence[Adapter],
-        before_change: Fence,
-        params: AdamParams | None,
-        scale: float,
+        self, chosen: Sequence[Adapter], before_change: Fence, params: AdamParams | None, scale: float
     ) -> dict[str, float]:
         """See `step_adapters` and `TrainingEngine.optim_step`; returns the norms."""
         adapters, norms = self._open_adapters(), {}
@@ -309,8 +393,3 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
         on_every_rank(read, self._device, STATE_PART)
         return found[0]
-
-
-def _nothing_waits(names: Collection[str]) -> None:
-    """The fence of steps that change nothing published."""
-    del names

@@ -1,18 +1,61 @@
-"""The tensors of an adapter that is published itself: A and B of every layer, under PEFT's names, also for other adapters."""
+"""The tensors that are published of a model with adapters: its weights with an adapter added, or the adapter itself."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import LoraConfig
-from .adapter import Adapter
+from .adapter import Adapter, LoraPair
 from .peft_files import peft_name
 from .sites import MATRICES, PART
+
+
+@dataclass(frozen=True, slots=True)
+class MergedSlice:
+    """A rectangle of a layer's weight on this rank: without the adapter, and with it.
+
+    It is computed in float32 and rounded once, to the dtype on the wire, and always from the model's own weight, so that no
+    error accumulates over steps.
+    """
+
+    pair: LoraPair
+    box: Box
+    """The rectangle of the full weight [rows, columns]."""
+    base: torch.Tensor
+    """The model's own weight, in its dtype."""
+    merged: torch.Tensor
+    """The published weight, in the dtype in which it is sent; its storage never moves."""
+
+    @classmethod
+    def of(cls, pair: LoraPair, box: Box, own: LocalShard) -> MergedSlice:
+        """Merge `pair` into the shard `own` of the model's own weight, the rectangle `box` of a layer's."""
+        merged = torch.empty_like(own.data, dtype=own.spec.dtype, memory_format=torch.contiguous_format)
+        found = cls(pair, box, own.data, merged)
+        found.refresh()
+        return found
+
+    def refresh(self) -> None:
+        """Merge again, after the adapter or the model's weights changed."""
+        merge_slice(self.pair, self.box, self.base, self.merged)
+
+
+@torch.no_grad()
+def merge_slice(pair: LoraPair, box: Box, base: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute ``W + scale * B A`` [rows, columns] in float32 for `base`, the rectangle `box` of a layer's weight in any dtype.
+
+    `out` may be of half precision: what is computed is then rounded once.
+    """
+    first_row, first_column = pair.site.held_rows[0], pair.site.held_columns[0]
+    rows = slice(box.starts[0] - first_row, box.stops[0] - first_row)
+    columns = slice(box.starts[1] - first_column, box.stops[1] - first_column)
+    return torch.add(base, pair.up[rows] @ pair.down[:, columns], alpha=pair.scale, out=out)
 
 
 def adapter_names(layers: Mapping[str, tuple[int, int]], config: LoraConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,17 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import Head, TrainerConfig
-from ...data.batch import LossDenominators, TokenBatch
+from ...data.batch import TokenBatch
 from ...data.sequences import MicroBatch
-from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
-from ..contract import STATE_PARTS, BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
+from ...objectives.loss import ModelOutputs, OutputName
+from ..contract import BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
+from ..head import PassQuery
 from ..hf.model_dir import check_model_dir, is_model_dir, kept_types, stored_types
-from ..lora.engine import AdaptedEngine
-from ..lora.pass_query import PassQuery
+from ..lora.engine import AdaptedEngine, Keep
+from ..lora.joint import StartedPass
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
-from ..torch_engine import TOP, outputs_by_sequence
+from ..torch_engine import outputs_by_sequence
 from .checkpoint_names import checkpoint_shapes
 from .model_facts import check_layout, read_model
 
@@ -37,10 +38,17 @@ with warnings.catch_warnings():
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
-    from .groups import destroy_parallel_groups, join_parallel_groups, parallel_groups
-    from .head import head_answer, head_of, model_outputs
+    from .head import head_answer, head_of
     from .lora import MegatronAdapted, check_lora, frozen
-    from .model import build_chunks, forget_rotary_tables, keep_expert_bias, transformer_config
+    from .model import (
+        build_chunks,
+        destroy_parallel_groups,
+        forget_rotary_tables,
+        join_parallel_groups,
+        keep_expert_bias,
+        parallel_groups,
+        transformer_config,
+    )
     from .schedule import Part, run_chunk, run_schedule
     from .state import check_files, export_saved, load_model, load_state, save_state
     from .weights import (
@@ -105,57 +113,29 @@ class MegatronEngine(AdaptedEngine):
             if self.config.publishes_adapter:
                 self._adapt(torch.device("cpu"))
 
-    def forward(
-        self,
-        batch: TokenBatch,
-        outputs: Collection[OutputName] = LOGPROBS,
-        top_k: int = 0,
-        adapter: str | None = None,
-    ) -> dict[int, SequenceOutputs]:
-        """See `TrainingEngine.forward`."""
-        chosen = self._open_adapters().chosen(adapter)
-        self._require_here("parameters")
-        self._check_outputs(outputs, top_k)
-        names = (*outputs, *(TOP if top_k else ()))
-        found: dict[int, SequenceOutputs] = {}
-
-        def keep(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
-            found.update(outputs_by_sequence(indices, micro, computed, names))
+    def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
+        def use(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
+            keep(indices, micro, computed)
             return torch.zeros((), device=self._device)
 
-        with (
-            self._computing("the activations of the other ranks"),
-            self._computing_with(chosen, gradients=False),
-            torch.no_grad(),
-        ):
-            self._run(batch, outputs, keep, forward_only=True, top_k=top_k)
-        return found if self._answers() else {}
+        self._run(batch, outputs, use, forward_only=True, top_k=top_k)
 
-    def forward_backward(
-        self,
-        batch: TokenBatch,
-        loss: Loss,
-        denominators: LossDenominators | None = None,
-        outputs: Collection[OutputName] = (),
-        adapter: str | None = None,
-    ) -> BackwardResult:
-        """See `TrainingEngine.forward_backward`."""
-        chosen = self._trained(adapter)
-        self._require_here("parameters", "gradients")
-        self._check_outputs(needed := {*outputs, *needed_outputs(loss)})
-        sums = LossSums(self._begin_for(chosen, batch, denominators))
+    def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
+        ((call, adapter, sums),) = ((each.call, each.adapter, each.sums) for each in passes)
+        batch, loss = call.batch, call.function
         found: dict[int, SequenceOutputs] = {}
 
         def judge(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
-            found.update(outputs_by_sequence(indices, micro, computed, outputs))
+            found.update(outputs_by_sequence(indices, micro, computed, call.outputs))
             return sums.add(loss(computed, micro))
 
         with (
             self._computing("the activations and gradients of the other ranks"),
-            self._computing_with(chosen, gradients=True),
-            nullcontext() if chosen is None else frozen(self._chunks),
+            self._whole_gradients(adapter),
+            self._open_adapters().active(adapter),
+            nullcontext() if adapter is None else frozen(self._chunks),
         ):
-            self._run(batch, needed, judge, forward_only=False)
+            self._run(batch, passes[0].needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
@@ -163,16 +143,10 @@ class MegatronEngine(AdaptedEngine):
             if parallel_state.get_tensor_model_parallel_rank() != 0:
                 totals.zero_()  # tensor parallel ranks have equal sums, and only those of rank 0 are counted
             dist.all_reduce(totals)
-        return BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers() else {})
+        return [BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers else {})]
 
-    def optim_step(self, before_change: Fence, adapter: str | None = None, params: AdamParams | None = None) -> float:
-        """See `TrainingEngine.optim_step`. Everything is stepped at once: `before_change` is called once, with all names."""
-        self._require_whole()
-        self._require_here(*STATE_PARTS)
-        if (chosen := self._trained(adapter)) is not None:
-            return self._step_adapter(chosen, before_change, params)
-        self._require_gradient(self._denominators, self._step)
-        params = params or AdamParams.of(self.config, self._step)
+    def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
+        """Step everything at once: `before_change` is called once, with all names."""
         with self._computing("the gradients of the other ranks"):
             finalize_model_grads(self._chunks)
             self._optimizer.prepare_grads()
@@ -192,24 +166,16 @@ class MegatronEngine(AdaptedEngine):
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), params.max_grad_norm, norm)
             self._optimizer.step_with_ready_grads()
         self._torn = False
-        self._clear_gradients()
-        self._step += 1
         return norm
 
-    def local_shards(self, wire_dtype: torch.dtype) -> list[LocalShard]:
-        """See `TrainingEngine.local_shards`; each is a view of the float32 master weights, whatever the compute dtype.
+    def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
+        """List views of the float32 master weights, whatever the compute dtype; empty ones for tensors on other ranks.
 
         Ranks hold the same elements where megatron-core repeats them: data parallel copies without the distributed
         optimizer, norms and routers over tensor parallel ranks, a tied embedding on the first and last pipeline stage.
         """
-        self._require_whole()
-        alone = self.config.publishes_adapter
-        return (
-            self._open_adapters().shards(wire_dtype) if alone else self._with_adapter(self._weight_shards(wire_dtype))
-        )
-
-    def _weight_shards(self, dtype: torch.dtype) -> list[LocalShard]:
-        """List this rank's slices of the weights, empty ones for tensors on other ranks."""
+        require_open(bool(self._chunks), self._part)
+        self._refuse_torn()
         kept = self._kept
         specs = {
             name: TensorSpec(name, shape, torch.float32 if name in kept else dtype)
@@ -221,37 +187,21 @@ class MegatronEngine(AdaptedEngine):
         nothing = torch.empty(0, device=self._device)
         return [each for name, shards in held.items() for each in shards or [LocalShard.nothing(specs[name], nothing)]]
 
-    def save(self, directory: Path) -> None:
-        """See `TrainingEngine.save`."""
-        self._require_whole()
-        self._require_here("parameters", "optimizer")
+    def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
         layout = {"ranks": self.world, "layout": self.config.megatron.model_dump()}
-        with self._collective("the trainer ranks to save"):
-            adapters = self._open_adapters().to_save()
-            save_state(directory, self._slices, self._step, layout, self.rank, self._device, adapters.write)
+        save_state(directory, self._slices, self._step, layout, self.rank, self._device, write_beside)
 
-    def load(self, directory: Path, *, optimizer: bool = True) -> None:
-        """See `TrainingEngine.load`; a state can be loaded with any number and layout of ranks."""
-        self._require_open()
-        self._require_here("parameters", "optimizer")
-        with self._computing("the trainer ranks to load"), self._torn_unless_refused():
-            adapters = self._saved_adapters(directory)
-            if whole := is_model_dir(directory, self.config.head, self._device):
-                load_model(directory, self._facts.shape, self._shapes, self._slices, self._device)
-            step = 0 if whole else load_state(directory, self._shapes, self._slices, self.rank, self._device)
-            self._step = step if optimizer else 0
-            if not self._step:
-                forget_moments(self._slices)
-            set_moment_steps(self._optimizer, self._step)
-            copy_masters_to_model(self._chunks, self._optimizer)
-            self._clear_gradients()
-        self._open_adapters().restore(adapters)
-
-    def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
-        """See `TrainingEngine.export_hf`."""
-        self._require_whole()
-        self._require_here("parameters")
-        self._export(directory, dtype, self._weight_shards(dtype))
+    def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
+        """Load a state, which may be of any number and layout of ranks."""
+        if whole := is_model_dir(directory, self.config.head, self._device):
+            load_model(directory, self._facts.shape, self._shapes, self._slices, self._device)
+        saved = 0 if whole else load_state(directory, self._shapes, self._slices, self.rank, self._device)
+        step = saved if optimizer else 0
+        if not step:
+            forget_moments(self._slices)
+        set_moment_steps(self._optimizer, step)
+        copy_masters_to_model(self._chunks, self._optimizer)
+        return step
 
     @classmethod
     def export_saved(
@@ -287,13 +237,6 @@ class MegatronEngine(AdaptedEngine):
                 hint="Set trainer.device=auto, or hide the device with CUDA_VISIBLE_DEVICES= in the environment.",
             )
         return super()._choose_device()
-
-    def _require_open(self) -> None:
-        require_open(bool(self._chunks), self._part)
-
-    def _require_whole(self) -> None:
-        self._require_open()
-        self._refuse_torn()
 
     @contextmanager
     def _computing(self, waiting_for: str) -> Iterator[None]:
@@ -342,7 +285,6 @@ class MegatronEngine(AdaptedEngine):
         self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, sequence_parallel=split), device)
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
-        self._require_whole()
         adapters = self._open_adapters().memory_of(part)
         if part == "parameters":
             return [*adapters, *held_tensors(self._chunks), *(piece.weight for piece in self._slices)]
@@ -374,7 +316,9 @@ class MegatronEngine(AdaptedEngine):
 
         def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
             micro, head = part[1], head_of(chunk)
-            return use(*part, model_outputs(hidden, head, micro, wanted, self._facts.shape.vocab, top_k))
+            query = PassQuery.of_targets(micro, wanted, top_k)
+            answer = head_answer(hidden, head, micro, query, self._facts.shape.vocab)
+            return use(*part, ModelOutputs.at(query.rows, micro, answer))
 
         share = self._micro_batches(batch)
         run_schedule(self._chunks, share, finish, multiple=self._multiple, forward_only=forward_only)
@@ -393,6 +337,6 @@ class MegatronEngine(AdaptedEngine):
             share += [([], nothing) for _ in range(-len(share) % self.config.megatron.pipeline_parallel)]
         return share
 
+    @property
     def _answers(self) -> bool:
-        """Whether this rank returns the outputs of its share: only tensor parallel rank 0 of the last pipeline stage does."""
         return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
@@ -16,9 +14,8 @@ from megatron.core.tensor_parallel import (
 )
 
 from ...data.sequences import MicroBatch
-from ...objectives.loss import ModelOutputs, OutputName
-from ..head import VocabularyShare, head_outputs
-from ..lora.pass_query import PassQuery
+from ..head import PassQuery, VocabularyShare
+from .weights import unwrapped
 
 
 class ValueHead(torch.nn.Module):
@@ -40,7 +37,7 @@ class ValueHead(torch.nn.Module):
 
 
 def prepared_head(head: ColumnParallelLinear, *, valued: bool) -> torch.nn.Module:
-    """Return the head for the last stage, whose forward returns its own input; `model_outputs` computes the outputs.
+    """Return the head for the last stage, whose forward returns its own input; `head_answer` computes the outputs.
 
     Args:
         head: The head of megatron-core's own model.
@@ -60,69 +57,41 @@ def prepared_head(head: ColumnParallelLinear, *, valued: bool) -> torch.nn.Modul
 
 def head_of(chunk: torch.nn.Module) -> torch.Tensor | ValueHead:
     """Return the head in a chunk of the last pipeline stage: this rank's rows [local vocabulary, width], or a critic's head."""
-    while not isinstance(chunk, GPTModel):
-        chunk = chunk.module  # type: ignore[assignment]  # a wrapper
-    if isinstance(chunk.output_layer, ValueHead):
-        return chunk.output_layer
-    tied = chunk.share_embeddings_and_output_weights
-    weight: torch.Tensor = chunk.shared_embedding_or_output_weight() if tied else chunk.output_layer.weight
+    model = unwrapped(chunk)
+    if isinstance(head := model.output_layer, ValueHead):
+        return head
+    tied = model.share_embeddings_and_output_weights
+    weight: torch.Tensor = model.shared_embedding_or_output_weight() if tied else head.weight
     return weight
-
-
-def model_outputs(
-    hidden: torch.Tensor,
-    head: torch.Tensor | ValueHead,
-    micro: MicroBatch,
-    wanted: Collection[OutputName],
-    vocabulary: int,
-    top_k: int = 0,
-) -> ModelOutputs:
-    """Compute the outputs for a micro-batch.
-
-    Args:
-        hidden: [tokens and padding, width], the head's input.
-        head: See `head_of`.
-        micro: The micro-batch.
-        wanted: Outputs that the head has.
-        vocabulary: Number of tokens in the vocabulary; rows of the head beyond them are padding.
-        top_k: How many of the most probable tokens are wanted.
-    """
-    rows = micro.mask.nonzero().squeeze(1)
-    query = PassQuery(rows, "logprobs" in wanted, "entropy" in wanted, top_k, "hidden" in wanted)
-    return ModelOutputs.at(rows, micro, head_answer(hidden, head, micro, query, vocabulary))
 
 
 def head_answer(
     hidden: torch.Tensor, head: torch.Tensor | ValueHead, micro: MicroBatch, query: PassQuery, vocabulary: int
 ) -> dict[str, torch.Tensor]:
-    """Compute the outputs in `query`, by their names in `ModelOutputs`, and ``logits``. Arguments as in `model_outputs`."""
-    rows = query.rows
+    """Compute the outputs in `query`, by their names in `ModelOutputs`, and ``logits``.
+
+    Args:
+        hidden: [tokens and padding, width], the head's input.
+        head: See `head_of`.
+        micro: The micro-batch.
+        query: The wanted outputs.
+        vocabulary: Number of tokens in the vocabulary; rows of the head beyond them are padding.
+    """
     found: dict[str, torch.Tensor] = {}
     if query.hidden:
         found["hidden"] = _read_by_all(hidden)[: len(micro.tokens)]
     if isinstance(head, ValueHead):
-        found["values"] = head.values(_read_by_all(hidden)[rows])
+        found["values"] = head.values(_read_by_all(hidden)[query.rows])
         return found
     if query.logit_rows is not None:
         mine = torch.nn.functional.linear(hidden[query.logit_rows].to(head.dtype), head).float()
         found["logits"] = gather_from_tensor_model_parallel_region(mine)[:, :vocabulary]
     if query.asks_head:
-        ranks, temperatures = parallel_state.get_tensor_model_parallel_world_size(), micro.temperatures
+        ranks = parallel_state.get_tensor_model_parallel_world_size()
         first = parallel_state.get_tensor_model_parallel_rank() * len(head)
-        outputs = head_outputs(
-            hidden[rows].to(head.dtype),
-            head[: max(0, vocabulary - first)],
-            micro.targets[rows],
-            entropy=query.entropy,
-            temperatures=None if temperatures is None else temperatures[rows],
-            top_k=query.top_k,
-            share=VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None,
-        )
-        found["logprobs"] = outputs.logprobs
-        if query.entropy:
-            found["entropy"] = outputs.entropy
-        if query.top_k:
-            found |= {"top_tokens": outputs.top_tokens, "top_logprobs": outputs.top_logprobs}
+        share = VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None
+        weight = head[: max(0, vocabulary - first)]
+        found |= query.from_head(hidden[query.rows].to(head.dtype), weight, micro, share=share)
     return found
 
 

@@ -30,6 +30,7 @@ from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.sites import LoraSite, chosen_sites
 from .checkpoint_names import CheckpointShape, checkpoint_shapes
+from .weights import unwrapped
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class MegatronAdapted:
     """
 
     def __init__(self, chunks: Sequence[Any], model: CheckpointShape, *, sequence_parallel: bool) -> None:
-        self._chunks = [_unwrapped(chunk) for chunk in chunks]
+        self._chunks = [unwrapped(chunk) for chunk in chunks]
         self._model, self._sequence_parallel = model, sequence_parallel
         self.weights = {f"{name}.weight": (name, 0) for name in _linear_layers(model)}
         self.groups = LoraGroups(
@@ -131,12 +132,6 @@ def frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     finally:
         for parameter in parameters:
             parameter.requires_grad_(True)
-
-
-def _unwrapped(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
 
 
 def _linear_layers(model: CheckpointShape) -> dict[str, tuple[int, int]]:

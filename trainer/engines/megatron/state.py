@@ -131,7 +131,8 @@ def save_state(
         for piece, mine in zip(slices, owned, strict=True):
             if mine:
                 for kind, tensor in piece.kinds():
-                    tensors[_key(kind, piece.name, piece.box)] = tensor.detach().cpu().contiguous()
+                    key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
+                    tensors[key] = tensor.detach().cpu().contiguous()
         try:
             save_file(tensors, partial / f"rank-{rank:05d}.safetensors")
         except (SafetensorError, OSError) as cause:
@@ -221,29 +222,17 @@ def _saved_shapes(stored: Mapping[str, Sequence[StoredSlice]]) -> dict[str, tupl
     """Return the shape of each checkpoint tensor in a state, from `stored`, all its slices by ``kind|name``."""
     kinds = {key: key.split("|") for key in stored}
     return {
-        name: tuple(map(max, zip(*(_end(piece.box) for piece in stored[key]), strict=True)))
+        name: tuple(map(max, zip(*(piece.box.stops for piece in stored[key]), strict=True)))
         for key, (kind, name) in kinds.items()
         if kind == WEIGHT
     }
 
 
-def _end(box: Box) -> tuple[int, ...]:
-    return tuple(start + length for start, length in zip(box.starts, box.shape, strict=True))
-
-
-def _described(slices: Iterable[WeightSlice]) -> list[Any]:
-    return [[piece.name, piece.box.to_plain()] for piece in slices]
-
-
 def _owned(slices: Sequence[WeightSlice], rank: int, device: torch.device) -> list[bool]:
     """Return for each slice whether this is the first rank that holds it: replicas are written once."""
-    held = share_json(_described(slices), device)
+    held = share_json([[piece.name, piece.box.to_plain()] for piece in slices], device)
     before = {f"{name} {plain}" for described in held[:rank] for name, plain in described}
     return [f"{name} {plain}" not in before for name, plain in held[rank]]
-
-
-def _key(kind: str, name: str, box: Box) -> str:
-    return f"{kind}|{name}|{','.join(map(str, box.starts))}"
 
 
 def _state_tensors(directory: Path) -> tuple[dict[str, Any], dict[str, list[StoredSlice]]]:

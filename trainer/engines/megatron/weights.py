@@ -23,10 +23,10 @@ from weightlane.sync.version.box import Box, boxes_of_run
 
 from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
+from ..optimizer_settings import MOMENTS, init_optimizer_state
 from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
 WEIGHT = "weight"
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
 
@@ -88,6 +88,13 @@ class _Master:
     state: Mapping[str, torch.Tensor]
 
 
+def unwrapped(chunk: Any) -> Any:
+    """Return the ``GPTModel`` inside megatron-core's wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
 def weight_slices(
     chunks: Sequence[torch.nn.Module],
     optimizer: MegatronOptimizer | FrozenWeights,
@@ -138,19 +145,9 @@ def megatron_optimizer(
         config_overrides={},  # megatron-core's own would exempt norms from weight decay
         use_gloo_process_groups=False,
     )
-    init_moments(optimizer)
-    return optimizer
-
-
-def init_moments(optimizer: MegatronOptimizer) -> None:
-    """Create AdamW's state of zeros for every parameter, so that it can be saved or loaded before the first step."""
     for inner in inner_optimizers(optimizer):
-        for group in inner.optimizer.param_groups:
-            for parameter in group["params"]:
-                inner.optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32),
-                    **{key: torch.zeros_like(parameter, requires_grad=False) for key in MOMENTS},
-                }
+        init_optimizer_state(inner.optimizer, torch.device("cpu"))
+    return optimizer
 
 
 def forget_moments(slices: Iterable[WeightSlice]) -> None:
@@ -193,9 +190,7 @@ def _pieces(
     """Return the checkpoint slices of every parameter, and of every buffer in a checkpoint, by tensor."""
     pieces: dict[torch.Tensor, list[CheckpointSlice]] = {}
     for wrapped in chunks:
-        chunk: Any = wrapped
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
+        chunk = unwrapped(wrapped)
         buffers = ((name, buffer) for name, buffer in chunk.named_buffers() if name.endswith(_UNTRAINED))
         for local_name, tensor in (*chunk.named_parameters(), *buffers):
             name = local_name

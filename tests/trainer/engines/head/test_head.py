@@ -10,10 +10,11 @@ from head_oracle import Case, compare
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, Qwen3Config
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer.engines.head import LogitTransform, head_outputs
+from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
+from weightlane.trainer.engines.head import LogitTransform, PassQuery, head_outputs
 from weightlane.trainer.engines.head.chunks import LEAST_ROWS
 from weightlane.trainer.engines.head.top_tokens import best_keys, unpacked
-from weightlane.trainer.engines.hf.causal_head import HeadQuery, replace_head
+from weightlane.trainer.engines.hf.heads import HeadQuery, replace_head
 
 ROWS, WIDTH, VOCAB = 3 * LEAST_ROWS + 5, 16, 61
 
@@ -58,7 +59,7 @@ SIZES: dict[str, Any] = {
 
 def test_log_probabilities_are_those_of_the_models_own_logits() -> None:
     """Whatever the architecture does with its logits: a factor, a soft cap, nothing."""
-    rows, labels = torch.tensor([0, 3, 10, 17]), torch.tensor([1, 2, 3, 4])
+    rows = torch.tensor([0, 3, 10, 17])
     for config in (
         Qwen3Config(**SIZES),
         Gemma2Config(**SIZES, final_logit_softcapping=2.0),
@@ -71,8 +72,9 @@ def test_log_probabilities_are_those_of_the_models_own_logits() -> None:
         with torch.no_grad():
             logs = torch.log_softmax(model(input_ids=tokens, use_cache=False).logits.double(), -1).flatten(0, 1)
             replace_head(model)
-            found = model(HeadQuery(rows, labels, top_k=2), input_ids=tokens)
-        torch.testing.assert_close(found["logprobs"].double(), logs[rows, labels], atol=1e-5, rtol=0)
+            micro = MicroBatch.of([TokenSequence(each, each) for each in tokens])
+            found = model(HeadQuery(PassQuery(rows, top_k=2), micro, torch.arange(18)), input_ids=tokens)
+        torch.testing.assert_close(found["logprobs"].double(), logs[rows, tokens.flatten()[rows]], atol=1e-5, rtol=0)
         assert torch.equal(found["top_tokens"], logs[rows].topk(2).indices)
 
 
@@ -89,7 +91,7 @@ def test_a_model_that_does_something_else_with_its_logits_or_has_no_head_is_refu
     replace_head(model)
     one = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ConfigError, match="neither a factor nor a soft cap"):
-        model(HeadQuery(one, one), input_ids=one[None])
+        model(HeadQuery(PassQuery(one), MicroBatch.of([TokenSequence(one, one)]), one), input_ids=one[None])
     headless = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES))
     headless.lm_head = None
     with pytest.raises(ConfigError, match="no linear head"):
