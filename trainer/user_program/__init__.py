@@ -7,8 +7,7 @@ tensor([   7,    9, -100])
 
 from ..engines.optimizer_settings import AdamParams
 from .inputs import UNSET, ForwardInput, ForwardInputs
-from .micro_batch import MicroBatch, MicroBatchStats
-from .outputs import ForwardOutput, ForwardOutputs, TopK
+from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, TopK
 from .trainer_rank import TrainerRank
 
 __all__ = [

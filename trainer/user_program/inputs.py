@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -133,3 +134,30 @@ def widened(sequence: TokenSequence, labels: int) -> TokenSequence:
     missing = labels - sequence.targets.shape[1]
     targets = torch.nn.functional.pad(sequence.targets, (0, missing), value=IGNORED)
     return TokenSequence(sequence.tokens, targets, sequence.per_token, sequence.per_sequence)
+
+
+def digest(inputs: Sequence[ForwardInput], slot_of: Callable[[ForwardInput], str]) -> str:
+    """Return a digest of tokens, targets, slots and wanted outputs of `inputs`."""
+    found = hashlib.sha256()
+    for each in inputs:
+        wanted = (each.top_k, each.entropy, each.logits, each.hidden_states, each.temperature, slot_of(each))
+        found.update(repr((*wanted, len(each.tokens), None if each.targets is None else each.targets.shape)).encode())
+        for tensor in (each.tokens, each.targets):
+            if tensor is not None:
+                found.update(tensor.contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def refuse_different(told: Sequence[tuple[int, str]]) -> None:
+    """Raise `ProtocolError` where ranks of one share have different digests, which would give wrong gradients, or hang.
+
+    Args:
+        told: For every rank, its data parallel share and the digest of its inputs.
+    """
+    first: dict[int, str] = {}
+    if any(first.setdefault(share, inputs) != inputs for share, inputs in told):
+        raise ProtocolError(
+            "ranks that compute together were given different inputs.",
+            part=PART,
+            hint="Seed what draws and orders the inputs alike on all ranks; dp_rank_forward takes those of one rank.",
+        )

@@ -153,4 +153,4 @@ def free_bytes(device: torch.device) -> int:
         known = available_memory_bytes()
         free = _PLENTY if known is None else known // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     left = int(free * (1 - _RESERVE))
-    return left & -(1 << max(0, left.bit_length() - 6))  # two figures, so that cached plans are reused
+    return left & -(1 << max(0, left.bit_length() - 6))  # two figures, so that small changes change no plan

@@ -16,16 +16,14 @@ from ..engines.lora.engine import AdaptedEngine
 from ..engines.lora.peft_files import saved_config
 from ..engines.optimizer_settings import AdamParams
 from ..engines.rank_collectives import on_every_rank, share_json
-from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, flattened
-from .likeness import digest, refuse_different
+from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, digest, flattened, refuse_different
 from .live_graphs import LiveGraph
 from .memory import MemoryEstimate, Meter, free_bytes
-from .micro_batch import MicroBatch, MicroBatchStats
 from .open_engine import OpenEngine
-from .outputs import ForwardOutput, ForwardOutputs, shaped_like
+from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, shaped_like
 from .packed_pass import PackedPass, by_slot
 from .slots import SlotChoice, SlotKind, plain
-from .windows import part_of, planned_windows, window_cost
+from .windows import part_of, widest_window, window_cost
 
 
 class TrainerRank(SlotChoice):
@@ -58,9 +56,9 @@ class TrainerRank(SlotChoice):
         self._open = OpenEngine(Path(model_dir), config or TrainerConfig(), seed)
         self._limit = memory_limit_bytes
         self._estimate = MemoryEstimate(
-            self._engine.layer_widths,
-            self._engine.bytes_per_activation,
-            self._engine.vocabulary,
+            self.engine.layer_widths,
+            self.engine.bytes_per_activation,
+            self.engine.vocabulary,
             self._open.hidden,
         )
         self._live: list[weakref.ref[LiveGraph]] = []
@@ -72,12 +70,12 @@ class TrainerRank(SlotChoice):
     @property
     def engine(self) -> AdaptedEngine:
         """The training engine: for its checkpoint tensors, its device, and exports."""
-        return self._engine
+        return self._open.engine
 
     @property
     def data_share(self) -> tuple[int, int]:
         """The index of the data parallel share that this rank computes, and the number of shares."""
-        return self._engine.data_share
+        return self.engine.data_share
 
     def load_lora(self, name: str, source: str | Path) -> None:
         """Load an adapter that is not trained, from a directory of PEFT or `save`. It replaces one of that name. Collective.
@@ -104,7 +102,7 @@ class TrainerRank(SlotChoice):
     def save(self, name: str, directory: str | Path) -> None:
         """Write a slot in PEFT's format, a checkpoint with its optimizer. `directory` must not exist. Collective."""
         self._slots.named(self._slots.kinds.get(name, "checkpoint"), name)
-        self._engine.export_adapter(Path(directory), name, with_optimizer=True)
+        self.engine.export_adapter(Path(directory), name, with_optimizer=True)
 
     def dp_rank_forward(self, inputs: ForwardInputs) -> ForwardOutputs:
         """Compute the inputs of this rank. Each data parallel rank has inputs of its own, any number, or none. Collective.
@@ -125,7 +123,7 @@ class TrainerRank(SlotChoice):
 
         def check() -> None:
             flat.extend(flattened(inputs))
-            check_tokens(flat, self._engine.vocabulary)
+            check_tokens(flat, self.engine.vocabulary)
             self._passes(flat)
 
         self._on_every_rank(check)
@@ -161,7 +159,7 @@ class TrainerRank(SlotChoice):
         def check() -> None:
             items.extend(list(flattened(item)) for item in inputs)
             flat = [each for item in items for each in item]
-            check_tokens(flat, self._engine.vocabulary)
+            check_tokens(flat, self.engine.vocabulary)
             self._passes(flat)
 
         self._on_every_rank(check)
@@ -201,7 +199,7 @@ class TrainerRank(SlotChoice):
 
     def zero_grad(self) -> None:
         """Drop the gradients of all checkpoints."""
-        self._engine.zero_grad()
+        self.engine.zero_grad()
         self._with_gradient.clear()
 
     def optim_step(
@@ -232,7 +230,7 @@ class TrainerRank(SlotChoice):
             of = f" of {', '.join(sorted({*names} - known))}" if names else ""
             raise ProtocolError(f"there is no gradient{of}.", part=PART, hint="Call backward before optim_step.")
         self._with_gradient.difference_update(names)
-        return self._engine.step_adapters(names, params, scale_grads)
+        return self.engine.step_adapters(names, params, scale_grads)
 
     def close(self) -> None:
         """Free the model. Idempotent."""
@@ -245,19 +243,15 @@ class TrainerRank(SlotChoice):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @property
-    def _engine(self) -> AdaptedEngine:
-        return self._open.engine
-
     def _shared(self, value: Any) -> list[Any]:
         """Gather `value` from every rank. Collective."""
         with self._open.collective():
-            return share_json(value, self._engine.device)
+            return share_json(value, self.engine.device)
 
     def _on_every_rank(self, action: Callable[[], object]) -> None:
         """Run `action`. If it fails on any rank, every rank raises. Collective."""
         with self._open.collective():
-            on_every_rank(action, self._engine.device, PART)
+            on_every_rank(action, self.engine.device, PART)
 
     def _load(self, kind: SlotKind, name: str, source: Path | None, config: LoraConfig | None) -> None:
         live = self._shared(sorted({each.slot for each in self._graphs()}))
@@ -270,7 +264,7 @@ class TrainerRank(SlotChoice):
         fresh = config or LoraConfig()
         read = lambda: settings.append(fresh if config or source is None else saved_config(source))  # noqa: E731
         self._on_every_rank(read)
-        self._engine.add_adapter(name, settings[0], source, replace=True, resume=True, trained=kind == "checkpoint")
+        self.engine.add_adapter(name, settings[0], source, replace=True, resume=True, trained=kind == "checkpoint")
         self._slots.kinds[name] = kind
         self._with_gradient.discard(name)
 
@@ -304,7 +298,7 @@ class TrainerRank(SlotChoice):
     def _available(self) -> int:
         """Bytes for inputs on the rank that has least. Adopts the highest memory estimate of all ranks. Collective."""
         live = sum(graph.nbytes for graph in self._graphs())
-        left = free_bytes(self._engine.device) if self._limit is None else self._limit - live
+        left = free_bytes(self.engine.device) if self._limit is None else self._limit - live
         told = self._shared([left, self._estimate.to_plain()])
         self._estimate.raise_to([each[1] for each in told])
         return min(int(each[0]) for each in told) - self._estimate.most_fixed
@@ -314,20 +308,19 @@ class TrainerRank(SlotChoice):
     ) -> MicroBatch:
         available = self._available()
         rank, world = self.data_share
-        costs = tuple(sum(self._cost(each) for each in item) for item in items[first:])
-        width = next(iter(planned_windows(costs, world, available)), 0)
+        costs = [sum(self._cost(each) for each in item) for item in items[first:]]
+        width = widest_window(costs, world, available)
         if not width:
             raise self._too_large(f"item {first}", costs[0], available)
-        indices = part_of(first, width, rank, world)
-        flat = [each for index in indices for each in items[index]]
-        shares = [part_of(first, width, each, world) for each in range(world)]
-        passes = [self._passes([each for index in share for each in items[index]]) for share in shares]
+        shares = [[first + index for index in part_of(width, each, world)] for each in range(world)]
+        flats = [[each for index in share for each in items[index]] for share in shares]
+        passes, indices, flat = [self._passes(each) for each in flats], shares[rank], flats[rank]
         found, measured = self._compute(passes[rank], flat, _most(passes))
         outputs = iter(found)
         mine = [inputs[index] for index in indices]
-        tokens, cost = sum(len(each.tokens) for each in flat), window_cost(costs, 0, width, world)
+        tokens, cost = sum(len(each.tokens) for each in flat), window_cost(costs, width, world)
         stats = MicroBatchStats(first, width, tokens, cost, available, measured)
-        return MicroBatch(mine, [shaped_like(each, outputs) for each in mine], list(indices), stats)
+        return MicroBatch(mine, [shaped_like(each, outputs) for each in mine], indices, stats)
 
     def _compute(
         self, passes: Sequence[PackedPass], flat: Sequence[ForwardInput], counts: tuple[int, int]
@@ -349,17 +342,17 @@ class TrainerRank(SlotChoice):
     def _run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
         """Run one pass. Returns its outputs, and the bytes that it took."""
         query = packed.query(micro := packed.packed())
-        meter = Meter(self._engine.device)
+        meter = Meter(self.engine.device)
         measured = self._estimate.wants_measuring(packed.tokens, gradient=packed.gradient)
         with torch.set_grad_enabled(packed.gradient), meter.forward(measured=measured):
-            found = self._engine.run_pass(micro, query, packed.slot)
+            found = self.engine.run_pass(micro, query, packed.slot)
 
         def learn() -> None:
             self._estimate.learn(packed.inputs, meter.bytes, gradient=packed.gradient)
 
         def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
             with meter.backward():
-                self._engine.run_backward(outputs, gradients, packed.slot)
+                self.engine.run_backward(outputs, gradients, packed.slot)
             learn()
             if packed.inputs:
                 self._with_gradient.add(packed.slot)

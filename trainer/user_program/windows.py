@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate
 
 
-def part_of(first: int, items: int, rank: int, world: int) -> range:
-    """The items of data parallel rank `rank` in a window of `items` items from `first` on: a contiguous range."""
-    return range(first + items * rank // world, first + items * (rank + 1) // world)
+def part_of(items: int, rank: int, world: int) -> range:
+    """The items of data parallel rank `rank` in a window of `items` items: a contiguous range, counted from its first one."""
+    return range(items * rank // world, items * (rank + 1) // world)
 
 
-@lru_cache(maxsize=64)
-def planned_windows(costs: tuple[int, ...], world: int, available: int) -> tuple[int, ...]:
-    """The numbers of items of successive windows, each the widest in which no rank needs more than `available`.
+def widest_window(costs: Sequence[int], world: int, available: int) -> int:
+    """Return the number of items in the widest window, from the first item on, in which no rank needs more than `available`.
 
-    A window grows while it fits, so it doesn't depend on the items after it. The result is cached, because a program often
-    computes the same items several times.
+    A window grows while it fits, so it doesn't depend on the items after it.
 
     Args:
         costs: Bytes that each item takes.
@@ -25,27 +22,18 @@ def planned_windows(costs: tuple[int, ...], world: int, available: int) -> tuple
         available: Bytes that the rank with the fewest has.
 
     Returns:
-        Numbers of items, in order. They end before the first item that does not fit by itself.
+        0 if the first item does not fit by itself.
     """
     sums = [0, *accumulate(costs)]
-    found: list[int] = []
-    first = 0
-    while first < len(costs) and (width := _widest(sums, first, world, available)):
-        found.append(width)
-        first += width
-    return tuple(found)
-
-
-def window_cost(costs: Sequence[int], first: int, items: int, world: int) -> int:
-    """Bytes that the rank with the highest need takes in a window."""
-    return max(sum(costs[index] for index in part_of(first, items, rank, world)) for rank in range(world))
-
-
-def _widest(sums: Sequence[int], first: int, world: int, available: int) -> int:
-    width, most = 0, len(sums) - 1 - first
-    while width < most and all(
+    width = 0
+    while width < len(costs) and all(
         sums[part.stop] - sums[part.start] <= available
-        for part in (part_of(first, width + 1, rank, world) for rank in range(world))
+        for part in (part_of(width + 1, rank, world) for rank in range(world))
     ):
         width += 1
     return width
+
+
+def window_cost(costs: Sequence[int], items: int, world: int) -> int:
+    """Bytes that the rank with the highest need takes in a window."""
+    return max(sum(costs[index] for index in part_of(items, rank, world)) for rank in range(world))
