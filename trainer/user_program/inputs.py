@@ -149,10 +149,9 @@ def digest(inputs: Sequence[ForwardInput], slot_of: Callable[[ForwardInput], str
 
 
 def refuse_different(told: Sequence[tuple[int, str]]) -> None:
-    """Raise `ProtocolError` where ranks of one share have different digests, which would give wrong gradients, or hang.
+    """Raise `ProtocolError` where ranks of one data parallel share `told` different digests.
 
-    Args:
-        told: For every rank, its data parallel share and the digest of its inputs.
+    Different inputs would give wrong gradients, or hang.
     """
     first: dict[int, str] = {}
     if any(first.setdefault(share, inputs) != inputs for share, inputs in told):

@@ -20,13 +20,7 @@ class LiveGraph:
 
     The outputs that a program gets are detached from the graph. torch's own backward pass ends at them and calls this object,
     which runs the rest of it with the slot of the forward pass, whatever is pushed by then. It lives while any of these outputs
-    does.
-
-    Args:
-        slot: The slot that accumulates the gradients.
-        outputs: Outputs of the model, with gradient.
-        nbytes: Estimated memory of the graph.
-        run: Runs its backward pass.
+    does. `slot` accumulates the gradients of the backward pass, which `run` runs; `nbytes` is the graph's estimated memory.
     """
 
     def __init__(self, slot: str, outputs: Sequence[torch.Tensor], nbytes: int, run: RunBackward) -> None:

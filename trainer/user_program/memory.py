@@ -28,13 +28,8 @@ class MemoryEstimate:
 
     The initial estimate is that a pass with gradient keeps every matrix's input and output twice, and a pass without gradient
     four times those of the widest matrix. What a measured pass took beyond that is taken for fixed, until passes of other lengths
-    have been measured. Old measurements are forgotten.
-
-    Args:
-        widths: Number of inputs plus outputs of each matrix.
-        itemsize: Bytes of a number in a forward pass.
-        vocabulary: Tokens of the model.
-        hidden: Width of the head's input.
+    have been measured. Old measurements are forgotten. `widths` are the numbers of inputs plus outputs of each matrix, `itemsize`
+    the bytes of a number in a forward pass, and `hidden` is the width of the head's input.
     """
 
     def __init__(self, widths: Sequence[int], itemsize: int, vocabulary: int, hidden: int) -> None:

@@ -22,10 +22,7 @@ from .inputs import PART
 class OpenEngine:
     """A training engine after its set-up. Its model's own weights are frozen.
 
-    Args:
-        model_dir: The model's Hugging Face directory.
-        config: The trainer's configuration, of which engine, layout, device and precision are used.
-        seed: Seeds torch's generators.
+    Of `config`, engine, layout, device and precision are used.
     """
 
     def __init__(self, model_dir: Path, config: TrainerConfig, seed: int) -> None:

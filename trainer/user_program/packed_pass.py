@@ -70,12 +70,10 @@ class PackedPass:
 
 
 def by_slot(inputs: Sequence[ForwardInput], slots: Sequence[str], trained: Sequence[str]) -> list[PackedPass]:
-    """Group inputs into one pass for each slot. Inputs that need a gradient are in passes of their own, which come first.
+    """Group inputs by their `slots` into one pass for each.
 
-    Args:
-        inputs: The inputs.
-        slots: The slot of each.
-        trained: The slots that can have a gradient; empty while torch's grad mode is off.
+    Those that need a gradient are in passes of their own, which come first. Only slots in `trained`, which is empty while torch's
+    grad mode is off, can have one.
     """
     groups: dict[tuple[str, bool], list[ForwardInput]] = {}
     for slot, each in zip(slots, inputs, strict=True):

@@ -22,11 +22,11 @@ from .memory import MemoryEstimate, Meter, free_bytes
 from .open_engine import OpenEngine
 from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, shaped_like
 from .packed_pass import PackedPass, by_slot
-from .slots import SlotChoice, SlotKind, plain
+from .slots import SlotKind, Slots, plain
 from .windows import part_of, widest_window, window_cost
 
 
-class TrainerRank(SlotChoice):
+class TrainerRank(Slots):
     """One rank of a program that torchrun, or anything that initialised torch.distributed, started on every rank.
 
     The model's own weights are frozen. Slots add low-rank adapters to them: *LoRAs*, which are not trained, and *checkpoints*,
@@ -101,7 +101,7 @@ class TrainerRank(SlotChoice):
 
     def save(self, name: str, directory: str | Path) -> None:
         """Write a slot in PEFT's format, a checkpoint with its optimizer. `directory` must not exist. Collective."""
-        self._slots.named(self._slots.kinds.get(name, "checkpoint"), name)
+        self._slot(self._kinds.get(name, "checkpoint"), name)
         self.engine.export_adapter(Path(directory), name, with_optimizer=True)
 
     def dp_rank_forward(self, inputs: ForwardInputs) -> ForwardOutputs:
@@ -222,9 +222,9 @@ class TrainerRank(SlotChoice):
         """
         state = self._shared([sorted(self._with_gradient), sorted({each.slot for each in self._graphs()})])
         known = {name for gradients, _ in state for name in gradients}
-        names = [name for name in self._slots.checkpoints if name in known]
+        names = [name for name in self._checkpoints if name in known]
         if checkpoints is not None:
-            names = [self._slots.named("checkpoint", name) for name in checkpoints]
+            names = [self._slot("checkpoint", name) for name in checkpoints]
         self._refuse_live(names, [name for _, live in state for name in live])
         if not names or not known.issuperset(names):
             of = f" of {', '.join(sorted({*names} - known))}" if names else ""
@@ -256,21 +256,23 @@ class TrainerRank(SlotChoice):
     def _load(self, kind: SlotKind, name: str, source: Path | None, config: LoraConfig | None) -> None:
         live = self._shared(sorted({each.slot for each in self._graphs()}))
         self._refuse_live([name], [each for names in live for each in names])
-        if self._slots.kinds.get(name, kind) != kind:
+        if self._kinds.get(name, kind) != kind:
             raise ConfigError(
-                f"{name!r} is the name of a {plain(self._slots.kinds[name])}.", part=PART, hint="Choose another."
+                f"{name!r} is the name of a {plain(self._kinds[name])}.", part=PART, hint="Choose another."
             )
         settings: list[LoraConfig] = []
-        fresh = config or LoraConfig()
-        read = lambda: settings.append(fresh if config or source is None else saved_config(source))  # noqa: E731
+
+        def read() -> None:
+            settings.append(config or (LoraConfig() if source is None else saved_config(source)))
+
         self._on_every_rank(read)
         self.engine.add_adapter(name, settings[0], source, replace=True, resume=True, trained=kind == "checkpoint")
-        self._slots.kinds[name] = kind
+        self._kinds[name] = kind
         self._with_gradient.discard(name)
 
     def _require_alike(self, flat: Sequence[ForwardInput], *, by_share: bool) -> None:
         """Raise unless all ranks, or all of a data parallel share, were given the same inputs. Collective."""
-        refuse_different(self._shared([self.data_share[0] if by_share else 0, digest(flat, self._slots.of)]))
+        refuse_different(self._shared([self.data_share[0] if by_share else 0, digest(flat, self._slot_of)]))
 
     def _refuse_live(self, names: Sequence[str], live: Sequence[str]) -> None:
         for name in names:
@@ -288,11 +290,11 @@ class TrainerRank(SlotChoice):
         return found
 
     def _passes(self, flat: Sequence[ForwardInput]) -> list[PackedPass]:
-        trained = self._slots.checkpoints if torch.is_grad_enabled() else []
-        return by_slot(flat, [self._slots.of(each) for each in flat], trained)
+        trained = self._checkpoints if torch.is_grad_enabled() else []
+        return by_slot(flat, [self._slot_of(each) for each in flat], trained)
 
     def _cost(self, each: ForwardInput) -> int:
-        gradient = torch.is_grad_enabled() and each.has_gradient and self._slots.of(each) in self._slots.checkpoints
+        gradient = torch.is_grad_enabled() and each.has_gradient and self._slot_of(each) in self._checkpoints
         return self._estimate.of(each, gradient=gradient)
 
     def _available(self) -> int:
@@ -328,7 +330,7 @@ class TrainerRank(SlotChoice):
         """Run this rank's passes, and empty ones up to `counts`. Returns outputs in the order of `flat`, and measured bytes."""
         mine = [each for each in passes if each.gradient]
         others = [each for each in passes if not each.gradient]
-        trained = self._slots.checkpoints
+        trained = self._checkpoints
         mine += [PackedPass(trained[0], (), gradient=True)] * (counts[0] - len(mine)) if trained else []
         others += [PackedPass("", (), gradient=False)] * (counts[1] - len(others))
         found: dict[int, ForwardOutput] = {}

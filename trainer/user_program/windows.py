@@ -14,15 +14,8 @@ def part_of(items: int, rank: int, world: int) -> range:
 def widest_window(costs: Sequence[int], world: int, available: int) -> int:
     """Return the number of items in the widest window, from the first item on, in which no rank needs more than `available`.
 
-    A window grows while it fits, so it doesn't depend on the items after it.
-
-    Args:
-        costs: Bytes that each item takes.
-        world: Data parallel ranks.
-        available: Bytes that the rank with the fewest has.
-
-    Returns:
-        0 if the first item does not fit by itself.
+    A window grows while it fits, so it doesn't depend on the items after it. It is 0 if the first item does not fit by itself.
+    `costs` are the bytes that each item takes; there are `world` data parallel ranks.
     """
     sums = [0, *accumulate(costs)]
     width = 0
