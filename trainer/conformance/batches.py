@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,29 +75,22 @@ class BatchSpec:
         return TokenSequence(tokens, targets, {WEIGHTS: weights}, {TEMPERATURE: source.choice((0.75, 1.0, 1.5))})
 
 
-@dataclass(frozen=True, slots=True)
-class LossSpec:
-    """The suite's loss, described for another process: each of its sums times `scale`."""
+def three_terms(scale: float = 1.0) -> Loss:
+    """The suite's loss: three sums, each times `scale`, which are divided by tokens, by sequences, and by `CONSTANT`."""
 
-    scale: float = 1.0
-    metrics: Sequence[str] = field(default=("loss", "loss/weighted", "loss/square", "loss/entropy"))
+    @needs("logprobs", "entropy")
+    def loss(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+        logprobs, entropy = outputs.required("logprobs"), outputs.required("entropy")
+        by_token = logprobs if logprobs.ndim == 1 else logprobs.sum(1)
+        squares = logprobs.square() if logprobs.ndim == 1 else logprobs.square().sum(1)
+        lengths = micro.sum_by_sequence(micro.mask.float()).clamp(min=1)
+        squares = micro.sum_by_sequence(squares) / lengths
+        return LossOutput(
+            {
+                "weighted": LossTerm(-(micro.per_token[WEIGHTS] * by_token).sum() * scale),
+                "square": LossTerm(squares.sum() * scale, "sequences"),
+                "entropy": LossTerm(-entropy.sum() * scale, CONSTANT),
+            }
+        )
 
-    def loss(self) -> Loss:
-        """The loss: three terms, which are divided by tokens, by sequences, and by `CONSTANT`."""
-
-        @needs("logprobs", "entropy")
-        def three_terms(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
-            logprobs, entropy = outputs.required("logprobs"), outputs.required("entropy")
-            by_token = logprobs if logprobs.ndim == 1 else logprobs.sum(1)
-            squares = logprobs.square() if logprobs.ndim == 1 else logprobs.square().sum(1)
-            lengths = micro.sum_by_sequence(micro.mask.float()).clamp(min=1)
-            squares = micro.sum_by_sequence(squares) / lengths
-            return LossOutput(
-                {
-                    "weighted": LossTerm(-(micro.per_token[WEIGHTS] * by_token).sum() * self.scale),
-                    "square": LossTerm(squares.sum() * self.scale, "sequences"),
-                    "entropy": LossTerm(-entropy.sum() * self.scale, CONSTANT),
-                }
-            )
-
-        return three_terms
+    return loss

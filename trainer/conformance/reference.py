@@ -22,10 +22,7 @@ TOP_K = 3
 class Reference:
     """A model in float64, and the training that an engine is compared with.
 
-    The loss of `batches.LossSpec` is implemented here a second time, over full log-probabilities.
-
-    Args:
-        path: Directory of the model.
+    The loss of `batches.three_terms` is implemented here a second time, over full log-probabilities.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,9 +90,7 @@ class Reference:
     def train(self, specs: list[BatchSpec], trainer: Mapping[str, Any]) -> list[float]:
         """Step once for each of `specs`, with ``torch.optim.AdamW``; returns the gradient norms before clipping.
 
-        Args:
-            specs: The mini-batches.
-            trainer: ``learning_rate``, ``lr_warmup_steps``, ``betas``, ``weight_decay``, ``max_grad_norm``.
+        `trainer` has ``learning_rate``, ``lr_warmup_steps``, ``betas``, ``weight_decay`` and ``max_grad_norm``.
         """
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, betas=trainer["betas"], weight_decay=trainer["weight_decay"])

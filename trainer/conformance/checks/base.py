@@ -141,12 +141,8 @@ def expect_equal(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.T
     assert found.keys() == wanted.keys(), (
         f"expected {what} by the same names, they differ in {sorted(found.keys() ^ wanted.keys())}"
     )
-    other = [name for name, tensor in wanted.items() if not _same_bits(found[name], tensor)]
+    other = [name for name, each in wanted.items() if found[name].dtype != each.dtype or not found[name].equal(each)]
     assert not other, f"expected {what} bit for bit, other are {', '.join(other)}"
-
-
-def _same_bits(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
 def expect_close(found: torch.Tensor, wanted: torch.Tensor, limit: float, what: str) -> None:

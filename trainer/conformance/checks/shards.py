@@ -82,13 +82,7 @@ class ShardChecks(TrainingConformanceBase):
 
 
 def expect_covered(team: Team, wire_dtype: str, types: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Assemble the shards of all ranks, and check that they are complete and agree.
-
-    Args:
-        team: The ranks.
-        wire_dtype: What `local_shards` is asked for.
-        types: The type on the wire that each tensor must have.
-    """
+    """Assemble the shards of all ranks, and check that they are complete and agree, and have these `types` on the wire."""
     held = team.shards(wire_dtype)
     full: dict[str, torch.Tensor] = {}
     known: dict[str, torch.Tensor] = {}

@@ -30,7 +30,7 @@ from ...config import TrainerConfig
 from ...engines.contract import SequenceOutputs, StatePart, TrainingEngine
 from ...engines.optimizer_settings import AdamParams
 from ...objectives.loss import OutputName
-from ..batches import BatchSpec, LossSpec
+from ..batches import BatchSpec, three_terms
 from .resolve import engine_class
 
 HOST = "127.0.0.1"
@@ -86,8 +86,7 @@ class RankProcess:
 
     def placement(self, wire_dtype: str) -> list[Any]:
         """Return which slices of which tensors this rank publishes, as plain data."""
-        placement: list[Any] = Placement.of_shards(self.engine.local_shards(dtype_of(wire_dtype))).to_plain()
-        return placement
+        return list(Placement.of_shards(self.engine.local_shards(dtype_of(wire_dtype))).to_plain())
 
     def forward(self, batch: dict[str, Any], outputs: list[OutputName], file: str, top_k: int = 0) -> list[list[int]]:
         """Compute outputs for each call of a mini-batch, as `_write_outputs` writes them."""
@@ -106,7 +105,7 @@ class RankProcess:
 
         Unless `counted`, each call is to be a whole mini-batch.
         """
-        spec, loss = BatchSpec.from_plain(batch), LossSpec(scale).loss()
+        spec, loss = BatchSpec.from_plain(batch), three_terms(scale)
         # A mini-batch with a wrong token has the same counts as without it.
         counts = spec.denominators() if counted else None
         results = [self.engine.forward_backward(each, loss, counts, outputs or ()) for each in spec.batches()]
@@ -142,9 +141,8 @@ class RankProcess:
         return self.engine.step
 
     def draw(self) -> list[float]:
-        """Advance the random state, and return the drawn number."""
-        drawn: list[float] = torch.rand(3).tolist()
-        return drawn
+        """Advance the random state, and return the drawn numbers."""
+        return list(torch.rand(3).tolist())
 
     def save(self, directory: str) -> None:
         """Save the training state."""

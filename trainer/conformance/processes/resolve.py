@@ -10,10 +10,7 @@ from ...engines.registry import training_engine_class
 
 
 def engine_class(name: str) -> type[TrainingEngine]:
-    """Return the engine class that `name` names.
-
-    Args:
-        name: Name of an installed training engine, or ``module:Class``, or ``path/to/file.py:Class``.
+    """Return the engine class of an installed training engine, or of ``module:Class`` or ``path/to/file.py:Class``.
 
     Raises:
         ConfigError: There is no such engine, or it cannot be used.

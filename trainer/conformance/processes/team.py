@@ -18,16 +18,10 @@ MODULE = f"{__package__}.rank_process"
 
 
 class Team:
-    """The ranks of one layout.
+    """The ranks of one layout, or only the first `ranks` of them.
 
-    Args:
-        pool: The pool that lends the processes.
-        engine: Name of the engine, as `resolve.engine_class` takes it.
-        trainer: Settings of `TrainerConfig` for this layout, including ``ranks``.
-        files: Directory for tensors exchanged between processes; must exist.
-        deadline_s: Seconds for an operation of one rank.
-        grace_s: Seconds after that at which an operation counts as hanging.
-        ranks: Number of processes; all ranks of the layout by default.
+    `trainer` has the settings of `TrainerConfig` for this layout, including ``ranks``. Tensors are exchanged through files in the
+    directory `files`. An operation has `deadline_s` seconds, and counts as hanging `grace_s` seconds later.
     """
 
     def __init__(
