@@ -26,7 +26,7 @@ from weightlane.ckpt_engines.links.receiver_link import make_receiver_link
 from weightlane.ckpt_engines.links.sender_link import make_sender_link
 from weightlane.ckpt_engines.runtime.devices import HOST
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
-from weightlane.trainer.engines.hf.model_dir import _check_weights
+from weightlane.trainer.engines.hf.model_dir import weight_headers
 
 HOSTILE = ["../x", "..", "", "/etc/x", "a/b", "a\\b", "nul\0", "x" * 5000, "\ud800", "a b", "a\n", "~"]
 
@@ -108,4 +108,4 @@ def test_the_index_of_a_checkpoint_names_files_of_its_own_directory_only(tmp_pat
         with pytest.raises(ConfigError):
             expectation_of(model, dtype=torch.float32, tied_embeddings=False)
         with pytest.raises(ConfigError):
-            _check_weights(model)
+            weight_headers(model)

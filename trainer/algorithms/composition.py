@@ -60,14 +60,8 @@ def role_specs(
 ) -> list[RoleSpec]:
     """The roles of a run, all on the ranks of `trainer`.
 
-    Args:
-        algorithm: The objective and its settings.
-        trainer: Engine and ranks of every role.
-        critic: The critic's own settings.
-        models: Model directories by role; a role that is missing starts from the policy's.
-        objective: The policy's loss.
-        seed: Seed of every rank.
-        state: The policy's saved training state to resume from; the critic's is in the directory next to it.
+    `models` are directories by role; a role that is missing starts from the policy's. `objective` is the policy's loss, and
+    `state` its saved training state to resume from, with the critic's in the directory next to it.
     """
     losses: dict[str, dict[str, Loss]] = {
         POLICY: {OBJECTIVE: objective},

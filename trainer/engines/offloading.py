@@ -14,11 +14,8 @@ class HostCopies:
     """Copies, in the host's memory, of tensors whose own memory is freed.
 
     The tensors and all views of them stay the same objects: they share a storage, which has no bytes until `restore`. Its address
-    may differ afterwards.
-
-    Args:
-        tensors: Tensors whose storages are copied and freed, each storage once. Tensors on the meta device are left out.
-        pinned: Pinned memory by device, 1-D uint8, in which to put the copies. Memory of another size than needed is replaced.
+    may differ afterwards. Tensors on the meta device are left out. `pinned` has memory for the copies by device, 1-D uint8, which
+    is replaced if it has another size than needed.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], pinned: dict[torch.device, torch.Tensor]) -> None:

@@ -36,14 +36,9 @@ _HINT = "Check that the other trainer ranks are alive, or raise trainer.collecti
 
 
 def join_ranks(rank: int, world: int, rendezvous: tuple[str, int], device: torch.device, timeout_s: float) -> bool:
-    """Initialise torch.distributed's default group unless it is initialised already.
+    """Initialise torch.distributed's default group unless it is initialised already: gloo, and NCCL as well for CUDA.
 
-    Args:
-        rank: this process.
-        world: number of ranks.
-        rendezvous: host and port of the store that rank 0 serves, bound to that host only.
-        device: where collectives work: gloo for the CPU, and NCCL as well for CUDA.
-        timeout_s: seconds for joining, and for every later collective.
+    Rank 0 serves the store at `rendezvous`, bound to that host only. Joining and every later collective have `timeout_s` seconds.
 
     Returns:
         Whether this call made the group, so that the caller has to destroy it.

@@ -60,12 +60,7 @@ def training_engine_class(name: str) -> type[TrainingEngine]:
 def check_trainer(config: TrainerConfig, model_dir: Path, *, here: bool = True) -> None:
     """Raise the `ConfigError` with which ranks of `config` would refuse the model in `model_dir`.
 
-    Starts no process, and reads no weights.
-
-    Args:
-        config: The settings of one role.
-        model_dir: A directory that `check_model_dir` accepts.
-        here: Whether the ranks will run on this machine, so that it must have the device in `config`.
+    Starts no process, and reads no weights. With `here`, the ranks will run on this machine, which must have their device.
     """
     engine_class = training_engine_class(config.engine)
     settings = config if here else config.model_copy(update={"device": "auto"})

@@ -64,7 +64,7 @@ def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resources, "weight_elements", lambda path: 7 * GB)
-    model = ModelInfo(Path(), {}, "Qwen3ForCausalLM", 1, tied=False, eos_token_ids=(), dtype="bfloat16")
+    model = ModelInfo(Path(), {}, "Qwen3ForCausalLM", 1, eos_token_ids=(), dtype="bfloat16")
     trained = [Sizes.of(configured(trainer={"ranks": 4, **lora}), model).trained for lora in ({}, {"lora": {}})]
     assert trained == [28 * GB, 14 * GB], "the weights under an adapter have neither gradients nor moments"
     ppo = {"objective": "ppo", "kl_coefficient": 0.1}

@@ -111,7 +111,7 @@ class Worker(LoraCommands, RankCommands):
         else:
             from weightlane.trainer.engines.fsdp2.shards import local_shards
 
-            moments = {name: state["exp_avg"] for name, state in self._engine._named_optimizer_state().items()}
+            moments = {name: state["exp_avg"] for name, state in self._engine._optimizer.state.items()}
             shards = local_shards(self._engine._runs, moments, self._rank, None, ())
             slices = [(s.spec.name, s.starts, s.data) for s in shards]
         return (

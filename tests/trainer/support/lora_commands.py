@@ -98,9 +98,8 @@ class LoraCommands:
         if engine.config.engine == "megatron":
             asks = any(parameter.requires_grad for chunk in engine._chunks for parameter in chunk.parameters())
             return asks, sum(len(piece.moments) for piece in engine._slices)
-        return any(parameter.requires_grad for parameter in engine._model.parameters()), len(
-            engine._named_optimizer_state()
-        )
+        asks = any(parameter.requires_grad for parameter in engine._model.parameters())
+        return asks, len(engine._optimizer.state)
 
 
 def _nothing_is_published(names: Any) -> None:

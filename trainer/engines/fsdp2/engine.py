@@ -41,7 +41,7 @@ from .loading import (
 )
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh, clip_gradients
-from .partwise_adamw import PartwiseAdamW, split_into_parts
+from .partwise_adamw import PartwiseAdamW
 from .shards import checkpoint_tensors, local_shards
 from .state import check_saved, export_saved, resume, save_state
 
@@ -98,7 +98,7 @@ class Fsdp2Engine(AdaptedEngine):
             read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
-        self._optimizer = PartwiseAdamW(split_into_parts(trained, self._runs))
+        self._optimizer = PartwiseAdamW(trained, self._runs)
         self._adapt(model)
 
     def outline(self, model_dir: Path) -> None:
@@ -188,13 +188,13 @@ class Fsdp2Engine(AdaptedEngine):
         return local_shards(self._runs, checkpoint_tensors(self._loaded_model()), self.rank, dtype, self._kept)
 
     def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
-        tensors, optimizer = checkpoint_tensors(self._loaded_model()), self._named_optimizer_state()
-        save_state(directory, tensors, optimizer, self._step, self.rank, self._device, write_beside)
+        tensors = checkpoint_tensors(self._loaded_model())
+        save_state(directory, tensors, self._optimizer.state, self._step, self.rank, self._device, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
-        model = self.config.head, self._runs, checkpoint_tensors(self._loaded_model())
-        moments = self._named_optimizer_state()
-        return resume(directory, *model, moments, self.rank, self._device, optimizer=optimizer)
+        model, moments = checkpoint_tensors(self._loaded_model()), self._optimizer.state
+        about = directory, self.config.head, self._runs
+        return resume(*about, model, moments, self.rank, self._device, optimizer=optimizer)
 
     @classmethod
     def export_saved(
@@ -233,7 +233,7 @@ class Fsdp2Engine(AdaptedEngine):
         if part == "gradients":
             return [*adapters, *(parameter.grad for parameter in self._parameters if parameter.grad is not None)]
         if part == "optimizer":
-            states = self._named_optimizer_state().values()
+            states = self._optimizer.state.values()
             return [*adapters, *(tensor for state in states for tensor in state.values())]
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -287,13 +287,6 @@ class Fsdp2Engine(AdaptedEngine):
             inputs = {"input_ids": tokens}
         answer: dict[str, torch.Tensor] = self._loaded_model()(HeadQuery(query, micro, places), **inputs)
         return answer
-
-    def _named_optimizer_state(self) -> dict[str, dict[str, torch.Tensor]]:
-        return {
-            name: self._optimizer.state_of(parameter)
-            for name, parameter in self._loaded_model().named_parameters()
-            if parameter.requires_grad
-        }
 
 
 def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:

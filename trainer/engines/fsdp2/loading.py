@@ -18,7 +18,7 @@ from ...config import TrainerConfig
 from ..hf.heads import causal_head, unused_heads, value_head
 from ..hf.model_dir import half_precision, stored_types
 from ..hf.names import CheckpointRun, checkpoint_runs
-from ..hf.stored_slices import SliceReader, copy_exactly, hf_tensors
+from ..hf.stored_slices import SliceReader, copy_exactly, hf_tensors, refuse_weights, some_of
 from .lora import check_adapter
 from .mesh import check_mesh, parallel_styles
 from .shards import checkpoint_tensors, local_shards
@@ -60,12 +60,7 @@ def decoder_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def model_without_weights(model_dir: Path, head: str = "tokens") -> torch.nn.Module:
     """Build the model of ``config.json`` with its parameters on the meta device, and its buffers on the CPU.
 
-    Args:
-        model_dir: Holds ``config.json``.
-        head: See ``TrainerConfig.head``.
-
-    Raises:
-        ConfigError: transformers cannot build it.
+    Raises `ConfigError` if transformers cannot build it with the ``TrainerConfig.head`` `head`.
     """
     from transformers import AutoConfig  # noqa: PLC0415 - optional, and slow to import
 
@@ -91,13 +86,8 @@ def model_class(head: str) -> Any:
 def can_read_slices(model: torch.nn.Module, model_dir: Path, runs: Sequence[CheckpointRun], new: str = "") -> bool:
     """Return whether the files in `model_dir` hold exactly the tensors `runs` as which `model` would be saved.
 
-    They don't if transformers converts an older format on loading; `whole_model` loads those.
-
-    Args:
-        model: With parameters on the meta device.
-        model_dir: A directory that `check_model_dir` accepts.
-        runs: The checkpoint tensors of `model`.
-        new: Name of a head that may be missing, while files may hold others; empty for none.
+    They don't if transformers converts an older format on loading; `whole_model` loads those. `new` names a head that may be
+    missing, while files may hold others.
     """
     held = {name: entry.box.shape for name, entry in hf_tensors(model_dir).items()}
     wanted = {run.name: run.shape for run in runs}
@@ -115,12 +105,7 @@ def refuse_other_weights(model: torch.nn.Module, model_dir: Path, head: str = "t
     """Raise the `ConfigError` of `whole_model` if the headers show that the files in `model_dir` are not those of `model`.
 
     They show a tensor with another shape. They show missing tensors only if the files hold nothing that transformers could
-    convert into them.
-
-    Args:
-        model: With parameters on the meta device.
-        model_dir: A directory that `check_model_dir` accepts.
-        head: See ``TrainerConfig.head``. A value head may be missing, and files may hold another head.
+    convert into them. A value head may be missing, and files may hold another head.
     """
     held = {name: entry.box.shape for name, entry in hf_tensors(model_dir).items()}
     wanted = {run.name: run.shape for run in checkpoint_runs(model, checkpoint_tensors(model))}
@@ -140,13 +125,8 @@ def refuse_other_weights(model: torch.nn.Module, model_dir: Path, head: str = "t
 
 def _refuse_names(model_dir: Path, kind: str, found: Iterable[object]) -> None:
     """Raise `ConfigError` if `found` is not empty; `kind` is the key of such tensors in transformers' loading report."""
-    if names := sorted(map(str, found)):
-        raise ConfigError(
-            f"the weights in {model_dir} do not fit their config.json: {kind.replace('_', ' ')} {', '.join(names[:5])}"
-            f"{' and more' if len(names) > 5 else ''}.",  # noqa: PLR2004 - enough names to recognise the pattern
-            part="model",
-            hint="Fetch the model again, or repair its config.json.",
-        )
+    if names := set(map(str, found)):
+        refuse_weights(model_dir, f"{kind.replace('_', ' ')} {some_of(names)}")
 
 
 def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -161,14 +141,7 @@ def weights_reader(
 ) -> Callable[[], None]:
     """Return a function that fills this rank's slices of `tensors`, by in-memory name, with the weights in `model_dir`.
 
-    Args:
-        model_dir: A Hugging Face directory that `check_model_dir` accepts.
-        head: See ``TrainerConfig.head``. A value head that the files don't hold is zeros.
-        runs: The checkpoint tensors of the model.
-        tensors: The tensors to fill.
-
-    Raises:
-        ConfigError: The directory is of another model.
+    A value head that the files don't hold is zeros. Raises `ConfigError` if the directory is of another model than `runs`.
     """
     model = model_without_weights(model_dir, head)
     found = checkpoint_runs(model, checkpoint_tensors(model))
@@ -190,11 +163,8 @@ def weights_reader(
 def hold_as_stored(model: torch.nn.Module, model_dir: Path) -> None:
     """Give the parameters of a model that is not trained the half-precision dtype in which `model_dir` has them.
 
-    Layers compute as with float32 copies: FSDP converts a parameter, exactly or with one rounding, when it is gathered.
-
-    Args:
-        model: With parameters on the meta device, before they are sharded.
-        model_dir: The directory whose weights are read into it.
+    Layers compute as with float32 copies: FSDP converts a parameter, exactly or with one rounding, when it is gathered. Call it
+    before the model is sharded.
     """
     stored, found = stored_types(model_dir), defaultdict[str, list[torch.dtype | None]](list)
     for run in checkpoint_runs(model, checkpoint_tensors(model)):
@@ -225,23 +195,19 @@ def _parameters_on_meta() -> Iterator[None]:
 
     This applies to all threads of the process while the context is open, so a lock admits one of them at a time.
     """
-    with _ONE_AT_A_TIME:
-        yield from _registering_on_meta()
-
-
-def _registering_on_meta() -> Iterator[None]:
-    register = torch.nn.Module.register_parameter
 
     def on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    with _ONE_AT_A_TIME:
+        register = torch.nn.Module.register_parameter  # not before: another thread may have replaced it until now
+        torch.nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
 def whole_model(model_dir: Path, head: str = "tokens") -> torch.nn.Module:

@@ -18,14 +18,7 @@ from .mesh import RankMesh
 
 
 class Fsdp2Adapted:
-    """The linear layers of a model that `RankMesh` sharded, for `Adapters`. Fused experts are not linear layers.
-
-    Args:
-        model: The model.
-        layers: Its decoder layers.
-        mesh: The ranks.
-        runs: The checkpoint tensors that its parameters are saved as.
-    """
+    """The linear layers in the decoder layers of a model that `RankMesh` sharded, for `Adapters`, without fused experts."""
 
     def __init__(
         self,

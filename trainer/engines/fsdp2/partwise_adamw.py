@@ -7,7 +7,6 @@ snapshot; one that steps a part at a time only waits for the tensors of its next
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,58 +19,28 @@ PARTS = 8
 """Most parts that a model is split into: each costs one launch of the fused kernel and one call of the fence."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterPart:
-    """Parameters that follow each other in the checkpoint and are stepped together."""
-
-    parameters: tuple[torch.nn.Parameter, ...]
-    names: tuple[str, ...]
-    """The checkpoint tensors that `parameters` are saved as, in their order; several for a fused parameter."""
-
-
-def split_into_parts(
-    parameters: Mapping[str, torch.nn.Parameter], runs: Sequence[CheckpointRun], most: int = PARTS
-) -> list[ParameterPart]:
-    """Split `parameters` into at most `most` parts of about equal bytes, in the order of the checkpoint.
-
-    Sizes are those of the full tensors, so every rank of a sharded model gets the same parts.
-
-    Args:
-        parameters: what the optimizer changes, by in-memory name, tied ones once.
-        runs: the checkpoint tensors of the model, ordered; those of anything not in `parameters` never change and are left out.
-        most: number of parts, at least 1. There are fewer if a parameter is larger than an equal share.
-    """
-    names: dict[str, list[str]] = {}
-    for run in runs:
-        if run.source in parameters:
-            names.setdefault(run.source, []).append(run.name)
-    total = sum(_whole_bytes(parameters[source]) for source in names)
-    members: dict[int, list[str]] = {}
-    before = 0
-    for source in names:
-        size = _whole_bytes(parameters[source])
-        # Chosen by the tensor's middle: parts stay in order, and a large tensor pulls no other into its own part.
-        members.setdefault((2 * before + size) * most // (2 * total), []).append(source)
-        before += size
-    return [
-        ParameterPart(
-            tuple(parameters[source] for source in sources), tuple(name for source in sources for name in names[source])
-        )
-        for sources in members.values()
-    ]
-
-
 class PartwiseAdamW:
     """One fused AdamW per part. A step's result is, bit for bit, that of one AdamW over all parameters.
 
     Args:
-        parts: every parameter in exactly one of them.
+        parameters: What the optimizer changes, by in-memory name, tied ones once.
+        runs: The checkpoint tensors of the model, in order; those of anything not in `parameters` never change.
     """
 
-    def __init__(self, parts: Iterable[ParameterPart]) -> None:
-        self._parts = [(part.names, torch.optim.AdamW(_by_mesh(part.parameters), fused=True)) for part in parts]
-        for _, optimizer in self._parts:
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], runs: Sequence[CheckpointRun]) -> None:
+        names: dict[str, list[str]] = {}
+        """The checkpoint tensors that each parameter is saved as; several for a fused one."""
+        for run in runs:
+            if run.source in parameters:
+                names.setdefault(run.source, []).append(run.name)
+        self._parts: list[tuple[list[str], torch.optim.AdamW]] = []
+        self.state: dict[str, dict[str, torch.Tensor]] = {}
+        """AdamW's live state of each parameter, by name: ``step``, ``exp_avg``, ``exp_avg_sq``."""
+        for sources in _split({source: parameters[source] for source in names}):
+            optimizer = torch.optim.AdamW(_by_mesh(parameters[source] for source in sources), fused=True)
             init_optimizer_state(optimizer)
+            self.state |= {source: optimizer.state[parameters[source]] for source in sources}
+            self._parts.append(([name for source in sources for name in names[source]], optimizer))
 
     def step(self, params: AdamParams, before_change: Callable[[Collection[str]], None]) -> None:
         """Step each part with `params`, directly after calling `before_change` with the names of its checkpoint tensors."""
@@ -85,13 +54,21 @@ class PartwiseAdamW:
         for _, optimizer in self._parts:
             optimizer.zero_grad()
 
-    def state_of(self, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        """Return AdamW's live state of `parameter`: ``step``, ``exp_avg``, ``exp_avg_sq``. KeyError if it is in no part."""
-        for _, optimizer in self._parts:
-            if parameter in optimizer.state:
-                state: dict[str, torch.Tensor] = optimizer.state[parameter]
-                return state
-        raise KeyError("the parameter is in no part of the optimizer")
+
+def _split(parameters: Mapping[str, torch.nn.Parameter]) -> Iterable[list[str]]:
+    """Split `parameters` into at most `PARTS` parts of about equal bytes, in their order.
+
+    Sizes are those of the full tensors, so every rank of a sharded model gets the same parts. There are fewer if a parameter is
+    larger than an equal share.
+    """
+    sizes = {name: parameter.numel() * parameter.element_size() for name, parameter in parameters.items()}
+    members: dict[int, list[str]] = {}
+    before, total = 0, sum(sizes.values())
+    for name, size in sizes.items():
+        # Chosen by the tensor's middle: parts stay in order, and a large tensor pulls no other into its own part.
+        members.setdefault((2 * before + size) * PARTS // (2 * total), []).append(name)
+        before += size
+    return members.values()
 
 
 def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
@@ -100,7 +77,3 @@ def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> list[dict[str, Any]]:
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
     return [{"params": group} for group in groups.values()]
-
-
-def _whole_bytes(parameter: torch.Tensor) -> int:
-    return parameter.numel() * parameter.element_size()

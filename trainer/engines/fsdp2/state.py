@@ -25,8 +25,7 @@ from ..hf.export import ExportedModel, export_alone
 from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
-from ..hf.saved_shapes import refuse_other_state
-from ..hf.stored_slices import copy_exactly
+from ..hf.stored_slices import copy_exactly, refuse_other_state
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
 from .loading import weights_reader
@@ -174,17 +173,10 @@ def export_saved(
     kept: Collection[str],
     directory: Path,
 ) -> None:
-    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process.
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. Raises as `check_saved`.
 
-    Args:
-        state: The saved state.
-        about: The model.
-        runs: The checkpoint tensors of the model.
-        shapes: Full shapes of the tensors in the state, by in-memory name.
-        kept: Names of the checkpoint tensors that keep their own dtype.
-        directory: Must not exist.
-
-    Raises as `check_saved`. In memory at a time: one tensor of the state, and what is written of it.
+    `runs` are the checkpoint tensors of the model, of which `kept` keep their own dtype; `shapes` those of the tensors in the
+    state. In memory at a time: one tensor of the state, and what is written of it.
     """
     saved, adapters = check_saved(state, shapes), SavedAdapters.read(state)
     dtypes = {name: saved[f"{_MODEL}{name}"].properties.dtype for name in shapes}

@@ -19,13 +19,8 @@ def forward(
 ) -> LogitSums:
     """Compute sums over logits, of which only one chunk exists at a time.
 
-    Args:
-        terms: The head.
-        labels: int64 [rows, labels], rows of its weight, or -1.
-        entropy: Whether entropies are wanted; they cost another pass over the logits.
-        top_k: How many of the largest logits are wanted; keys take twice the memory of a chunk.
-        first: Token of the weight's first row.
-        chunk_bytes: See `CHUNK_BYTES`.
+    `labels` are int64 [rows, labels], rows of the head's weight, or -1; its first row is that of token `first`. Entropies cost
+    another pass over the logits, and the keys of the `top_k` largest ones take twice the memory of a chunk.
     """
     hidden, temperatures = terms.hidden, terms.temperatures
     chosen = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)

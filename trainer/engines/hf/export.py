@@ -12,8 +12,7 @@ import json
 import shutil
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
@@ -22,12 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from weightlane.ckpt_engines import ConfigError, WeightlaneError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_error
+from .partial_dir import PART, discard_partial, make_partial, partial_name, writing
 from .rank_rounds import RankRounds
 from .weight_files import FILE_BYTES, Bucket, Part, WeightFile, buckets_of, plan_files
 
@@ -53,11 +52,6 @@ class ExportedModel:
     """Dtype that the configuration declares."""
 
 
-def live_values(shard: LocalShard) -> torch.Tensor:
-    """Return the data of a slice as they are."""
-    return shard.data
-
-
 def export_model(
     directory: Path,
     about: ExportedModel,
@@ -65,18 +59,12 @@ def export_model(
     rank: int,
     device: torch.device,
     timeout_s: float,
-    values_of: ValuesOf = live_values,
+    values_of: ValuesOf = lambda shard: shard.data,
 ) -> None:
-    """Write the model as a Hugging Face directory. Collective.
+    """Write the model as a Hugging Face directory, on a file system of all ranks. Collective.
 
-    Args:
-        directory: Must not exist, on a file system of all ranks.
-        about: The model.
-        shards: This rank's slices. The dtypes of their specs are those of the files.
-        rank: This rank.
-        device: Where collectives work.
-        timeout_s: Seconds that the slowest rank may take for a round of at most `ROUND_BYTES` bytes.
-        values_of: The values to write for a slice.
+    `shards` are this rank's slices, in the dtypes of the files, whose values `values_of` returns. The slowest rank may take
+    `timeout_s` seconds for a round of at most `ROUND_BYTES` bytes.
 
     Raises:
         ConfigError: A rank does not see the directory that rank 0 made.
@@ -104,7 +92,7 @@ def _write(
     (name, host, _), partial = told[0], partial_name(directory)
     mark, complete = partial / name, False
     try:
-        with ranks.telling(), _typed(directory):
+        with ranks.telling(), writing(directory):
             if ranks.rank == 0:
                 make_partial(directory)
                 mark.touch()
@@ -129,16 +117,6 @@ def _write(
         raise
 
 
-@contextmanager
-def _typed(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as cause:
-        if isinstance(cause, WeightlaneError):
-            raise
-        raise storage_error("written", directory, cause) from cause
-
-
 def _require_shared(mark: Path, host: str, rank: int) -> None:
     """Raise `ConfigError` unless this rank sees the file that rank 0 made on `host`."""
     if not mark.is_file():
@@ -156,11 +134,7 @@ def _write_files(
 ) -> list[WeightFile]:
     """Write this rank's files, and send to the others what they need. Returns the files of all ranks.
 
-    Args:
-        partial: The directory.
-        held: The slices of each rank.
-        ranks: The ranks.
-        values: Returns the values of one of this rank's slices, by tensor and box.
+    `held` are the slices of each rank; `values` returns the values of one of this rank's, by tensor and box.
     """
     files = plan_files(held, FILE_BYTES)
     share = ROUND_BYTES // ranks.world
@@ -176,14 +150,7 @@ def _write_round(
     ranks: RankRounds,
     values: Callable[[str, Box], torch.Tensor],
 ) -> None:
-    """Write this rank's bucket, and send to the others the parts of theirs that are here.
-
-    Args:
-        partial: The directory.
-        buckets: By the rank that writes them; None for a rank that has no more.
-        ranks: The ranks.
-        values: See `_write_files`.
-    """
+    """Write this rank's one of `buckets`, which are by rank, and send to the others the parts of theirs that are here."""
 
     def parts(writer: int, sender: int) -> list[Part]:
         bucket = buckets[writer]

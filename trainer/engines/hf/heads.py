@@ -66,13 +66,9 @@ def replace_head(model: torch.nn.Module) -> int:
 
     Afterwards, ``model(query, **inputs)`` runs it on ``inputs`` and returns the outputs that ``query``, a `HeadQuery`, asks for,
     under their names in `ModelOutputs`. The head is still computed within the model's own forward pass, where FSDP has gathered
-    its weight. Its parameters keep their names.
+    its weight. Its parameters keep their names. Returns the size of its vocabulary, in tokens.
 
-    Returns:
-        Size of the head's vocabulary, in tokens.
-
-    Raises:
-        ConfigError: The model has no linear head.
+    Raises `ConfigError` if the model has no linear head.
     """
     head = causal_head(model)
     _TokenHead(model, head)

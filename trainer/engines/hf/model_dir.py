@@ -41,8 +41,6 @@ class ModelInfo:
     """Class name, e.g. ``"Qwen3ForCausalLM"``."""
     vocab_size: int
     """Rows of the embedding that the configuration declares, padding included."""
-    tied: bool
-    """Whether input and output embeddings are one tensor."""
     eos_token_ids: tuple[int, ...]
     """Ids that end a completion, the tokenizer's own first."""
     dtype: str
@@ -105,17 +103,20 @@ def check_model_dir(path: Path, head: str = "tokens") -> ModelInfo:
     vocab_size = getattr(text_config, "vocab_size", None)
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise _error(f"{path / 'config.json'} has no usable vocab_size ({vocab_size!r}).", "Repair config.json.")
-    _check_weights(path)
+    if not has_weights(path):
+        raise _error(
+            f"{path} holds no weights: neither {_SINGLE} nor {_INDEX} is there.",
+            "Only safetensors weights are read; convert others with transformers' save_pretrained.",
+        )
+    weight_headers(path)  # which checks them
     eos = _check_tokenizer(path, vocab_size, _model_eos(path, text_config))
-    tied = bool(getattr(config, "tie_word_embeddings", False))
     dtype = str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    return ModelInfo(path, raw, architecture, vocab_size, tied, eos, dtype)
+    return ModelInfo(path, raw, architecture, vocab_size, eos, dtype)
 
 
 def weight_elements(path: Path) -> int:
     """Count the elements of all weights in `path`, a directory that `check_model_dir` accepts."""
-    items = (item for header in _headers(path) for item in header.items())
-    return sum(math.prod(item["shape"]) for key, item in items if key != "__metadata__")
+    return sum(math.prod(item["shape"]) for header in weight_headers(path).values() for item in header.values())
 
 
 def has_weights(path: Path) -> bool:
@@ -135,8 +136,8 @@ def kept_types(path: Path, names: Iterable[str]) -> frozenset[str]:
 
 def stored_types(path: Path) -> dict[str, torch.dtype]:
     """Return the dtype of every tensor of the checkpoint in `path`; empty if it holds no weights."""
-    items = (item for header in (_headers(path) if has_weights(path) else ()) for item in header.items())
-    return {key: SAFETENSORS_DTYPES[item["dtype"]] for key, item in items if key != "__metadata__"}
+    headers = weight_headers(path).values() if has_weights(path) else ()
+    return {key: SAFETENSORS_DTYPES[item["dtype"]] for header in headers for key, item in header.items()}
 
 
 def half_precision(dtypes: Iterable[torch.dtype | None]) -> torch.dtype:
@@ -150,13 +151,19 @@ def half_precision(dtypes: Iterable[torch.dtype | None]) -> torch.dtype:
     return only if only in _HALF else torch.float32
 
 
-def _headers(path: Path) -> list[dict[str, Any]]:
-    """Read the headers of all files with weights in `path`."""
+def weight_headers(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the headers of all files with weights in `path`: tensors by file and name, as the format describes them."""
     index = path / _INDEX
-    names = [_SINGLE]
-    if index.is_file():
-        names = sorted(set(map(str, _read_json(index)["weight_map"].values())))
-    return [_read_header(path, name) for name in names]
+    if not index.is_file():
+        return {_SINGLE: _read_header(path, _SINGLE)}
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise _error(f"{index} has no weight_map.")
+    headers = {name: _read_header(path, name) for name in sorted(set(map(str, weight_map.values())))}
+    for tensor, name in weight_map.items():
+        if tensor not in headers[str(name)]:
+            raise _error(f"{index} places {tensor} in {name}, which does not hold it.")
+    return headers
 
 
 def _error(message: str, hint: str = "Fetch the model again.") -> ConfigError:
@@ -215,26 +222,8 @@ def _model_eos(path: Path, text_config: Any) -> tuple[int, ...]:
     return tuple(dict.fromkeys(flat))
 
 
-def _check_weights(path: Path) -> None:
-    if (path / _INDEX).is_file():
-        weight_map = _read_json(path / _INDEX).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise _error(f"{path / _INDEX} has no weight_map.")
-        headers = {name: _read_header(path, name) for name in sorted(set(map(str, weight_map.values())))}
-        for tensor, name in weight_map.items():
-            if tensor not in headers[name]:
-                raise _error(f"{path / _INDEX} places {tensor} in {name}, which does not hold it.")
-    elif (path / _SINGLE).is_file():
-        _read_header(path, _SINGLE)
-    else:
-        raise _error(
-            f"{path} holds no weights: neither {_SINGLE} nor {_INDEX} is there.",
-            "Only safetensors weights are read; convert others with transformers' save_pretrained.",
-        )
-
-
 def _read_header(folder: Path, name: str) -> dict[str, Any]:
-    """Return the header of one safetensors file, after checking that the file is as long as the header says.
+    """Return the tensors in the header of one safetensors file, after checking that the file is as long as it says.
 
     Layout: 8 bytes little-endian header length, the JSON header, then the data (https://huggingface.co/docs/safetensors).
     """
@@ -253,7 +242,12 @@ def _read_header(folder: Path, name: str) -> dict[str, Any]:
             if not len("{}") <= length <= min(size - 8, _MAX_HEADER_BYTES):
                 raise _error(f"{path} is not a safetensors file, or was cut off inside its header.")
             header = json.loads(file.read(length))
-        end = max((int(item["data_offsets"][1]) for key, item in header.items() if key != "__metadata__"), default=0)
+        tensors = {
+            key: {**item, "shape": tuple(map(int, item["shape"]))}
+            for key, item in header.items()
+            if key != "__metadata__"
+        }
+        end = max((int(item["data_offsets"][1]) for item in tensors.values()), default=0)
     except OSError as cause:
         raise _error(f"{path} cannot be read: {cause.strerror}.", "Check its permissions.") from cause
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError) as cause:
@@ -264,7 +258,7 @@ def _read_header(folder: Path, name: str) -> dict[str, Any]:
         raise _error(
             f"{path} has {size} bytes where its header promises {8 + length + end}; it is truncated or damaged."
         )
-    return dict(header)
+    return tensors
 
 
 def _check_tokenizer(path: Path, vocab_size: int, model_eos: tuple[int, ...]) -> tuple[int, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from weightlane.ckpt_engines import StorageError
+from weightlane.ckpt_engines import StorageError, WeightlaneError
 
 from ..rank_collectives import on_rank_zero
 
@@ -40,15 +41,22 @@ def storage_error(verb: str, directory: Path, detail: object) -> StorageError:
     return StorageError(f"{directory} could not be {verb}: {detail}.", part=PART, hint="Check space and permissions.")
 
 
+@contextmanager
+def writing(directory: Path) -> Iterator[None]:
+    """Raise an `OSError` inside the block as the `StorageError` of `directory`."""
+    try:
+        yield
+    except OSError as cause:
+        if isinstance(cause, WeightlaneError):
+            raise
+        raise storage_error("written", directory, cause) from cause
+
+
 def write_on_rank_zero(action: Callable[[], object], directory: Path, rank: int, device: torch.device) -> None:
     """Run `action`, which writes `directory`, on rank 0; every rank raises its error, `OSError` as `StorageError`. Collective."""
 
     def guarded() -> None:
-        try:
+        with writing(directory):
             action()
-        except StorageError:
-            raise
-        except OSError as cause:
-            raise storage_error("written", directory, cause) from cause
 
     on_rank_zero(guarded, rank, device, PART)

@@ -60,11 +60,7 @@ class RankRounds:
         return cls(0, 1, torch.device("cpu"), 0.0, "")
 
     def begin(self, name: str, value: Any) -> list[Any]:
-        """Exchange plain data with all ranks, and begin rounds under the name that rank 0 gives. Collective.
-
-        Returns:
-            The `value` of each rank.
-        """
+        """Begin rounds under the name that rank 0 gives, and return the `value` of each rank, plain data. Collective."""
         if self.world == 1:
             return [value]
         told = share_json([name, value], self._device)
@@ -93,15 +89,7 @@ class RankRounds:
             raise first from error
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Send tensors, uint8 [bytes] on the CPU, to other ranks, and receive others from them.
-
-        Args:
-            outgoing: What to send, by rank.
-            incoming: How many bytes to receive, by rank.
-
-        Returns:
-            What was received, by rank, on the CPU.
-        """
+        """Send tensors, uint8 [bytes] on the CPU, to other ranks, and receive `incoming` bytes from them; all by rank."""
         if not outgoing and not incoming:
             return {}
         # Messages end in files, so they are on the CPU, unless the group, made by the user, has no backend for it.
@@ -117,7 +105,8 @@ class RankRounds:
                 work.wait(deadline.timedelta())
         except RuntimeError as cause:
             task = f"{peer} to {self._task}"
-            raise self._explained(translate(cause, self._life.part, deadline, task, peer)) from cause
+            lost = translate(cause, self._life.part, deadline, task, peer)
+            raise self._tell(lost, wait_s=_GRACE_S) from cause  # the peer's own error, if it says why
         return {rank: tensor.cpu() for rank, tensor in received.items()}
 
     def __enter__(self) -> Self:
@@ -163,30 +152,23 @@ class RankRounds:
         self._store.set(gate, decided)  # the same again: not every store tells those that wait of a `compare_set`
         return decided
 
-    def _first_told(self, error: WeightlaneError) -> WeightlaneError:
-        """Put `error` at the next gate unless one is there; returns the one that is."""
-        mine = json.dumps(error.to_wire())
-        told = self._decide(mine)
-        return error if told in (mine, _OPEN) else error_from_wire(json.loads(told))
+    def _tell(self, error: WeightlaneError, wait_s: float = 0.0) -> WeightlaneError:
+        """Put `error` at the next gate unless one is there, or comes within `wait_s`; returns the one that is."""
+        store = self._store
+        if store is None:
+            return error
 
-    def _tell(self, error: WeightlaneError) -> WeightlaneError:
-        if self._store is not None:
-            with suppress(WeightlaneError):  # the rank that has the store is gone: this error says so
-                return self._bounded(lambda: self._first_told(error), _GRACE_S)
+        def tell() -> WeightlaneError:
+            if wait_s:
+                with suppress(dist.DistStoreError):
+                    store.wait([f"gate|{self._round}"], timedelta(seconds=wait_s))
+            mine = json.dumps(error.to_wire())
+            told = self._decide(mine)
+            return error if told in (mine, _OPEN) else error_from_wire(json.loads(told))
+
+        with suppress(WeightlaneError):  # the rank that has the store is gone: this error says so
+            return self._bounded(tell, wait_s + _GRACE_S)
         return error
-
-    def _explained(self, lost: WeightlaneError) -> WeightlaneError:
-        """Return the error for a connection that was `lost`: that of the peer if it says why, else `lost`."""
-
-        def look() -> WeightlaneError:
-            assert self._store is not None
-            with suppress(dist.DistStoreError):
-                self._store.wait([f"gate|{self._round}"], timedelta(seconds=_GRACE_S))
-            return self._first_told(lost)
-
-        with suppress(WeightlaneError):
-            return self._bounded(look, 2 * _GRACE_S)
-        return lost
 
     def _bounded(self, action: Callable[[], _T], seconds: float) -> _T:
         """Run `action` with the store, whose requests have no deadline of their own. Raises typed errors."""

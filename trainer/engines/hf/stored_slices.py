@@ -1,9 +1,8 @@
-"""Read slices of tensors from safetensors files, and only the elements that are requested."""
+"""Read slices of tensors from safetensors files, only the requested elements, and compare what files hold with a model."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,14 @@ from typing import Any, Self
 
 import torch
 
-from weightlane.ckpt_engines import StorageError
+from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import dtype_name
 
+from .model_dir import weight_headers
 from .partial_dir import PART, storage_error
 
+_SHOWN = 5
 _MAPPED_BYTES = 64 * 2**20
 """Bytes read after which files are closed and mapped again, so that pages already read do not stay in memory."""
 
@@ -100,14 +101,10 @@ def copy_exactly(values: torch.Tensor, into: torch.Tensor, name: str) -> None:
 
 def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
     """Return every tensor of a directory that `check_model_dir` accepts, by name."""
-    index = model_dir / "model.safetensors.index.json"
-    files = ["model.safetensors"]
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     return {
-        key: StoredSlice(Box.whole(shape), model_dir / file, key)
-        for file in files
-        for key, shape in shapes_in(model_dir / file)
+        key: StoredSlice(Box.whole(item["shape"]), model_dir / file, key)
+        for file, tensors in weight_headers(model_dir).items()
+        for key, item in tensors.items()
     }
 
 
@@ -120,3 +117,46 @@ def shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
             return [(key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - not a dict
     except (SafetensorError, OSError) as cause:
         raise storage_error("read", file, cause) from cause
+
+
+def refuse_other_state(
+    directory: Path, saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise `ConfigError` unless a state has exactly the weights of a model.
+
+    A state with more or larger tensors is refused, too: it is of another model, yet parts of it would load without an error.
+    `saved` and `wanted` are shapes by name.
+    """
+    if difference := misfit(saved, wanted):
+        raise ConfigError(
+            f"the training state in {directory} does not fit this model: {difference}.",
+            part=PART,
+            hint="Check model and path: a state is loaded into the model that it was saved from.",
+        )
+
+
+def misfit(held: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> str:
+    """Describe how the weights in files, shapes by name, differ from those of a model; empty if they do not."""
+    for kind, names in (
+        ("missing keys", wanted.keys() - held.keys()),
+        ("unexpected keys", held.keys() - wanted.keys()),
+        ("mismatched shapes of", {name for name in wanted.keys() & held.keys() if wanted[name] != held[name]}),
+    ):
+        if names:
+            return f"{kind} {some_of(names)}"
+    return ""
+
+
+def refuse_weights(model_dir: Path, difference: str) -> None:
+    """Raise `ConfigError` if there is a `difference` between the weights in `model_dir` and its configuration."""
+    if difference:
+        raise ConfigError(
+            f"the weights in {model_dir} do not fit their config.json: {difference}.",
+            part="model",
+            hint="Fetch the model again, or repair its config.json.",
+        )
+
+
+def some_of(names: Collection[str]) -> str:
+    """Join names for an error: enough to recognise a pattern."""
+    return f"{', '.join(sorted(names)[:_SHOWN])}{' and more' if len(names) > _SHOWN else ''}"

@@ -85,14 +85,7 @@ def plan_files(held: Sequence[Placement], most_bytes: int) -> list[WeightFile]:
     """Divide all tensors among files, and these among the ranks.
 
     A tensor is written by a rank that holds some of it, so that few bytes move; among these by the one that has the fewest bytes
-    to write so far.
-
-    Args:
-        held: The slices of each rank.
-        most_bytes: Most bytes of tensors in a file.
-
-    Raises:
-        ManifestError: Two ranks describe a tensor differently.
+    to write so far. `held` are the slices of each rank. Raises `ManifestError` if two ranks describe a tensor differently.
     """
     specs: dict[str, TensorSpec] = {}
     holders: dict[str, list[int]] = defaultdict(list)
@@ -123,8 +116,7 @@ def buckets_of(
 ) -> Iterator[Bucket]:
     """Yield the buckets of all files of rank `writer`, in their order, each of at most `most_bytes` bytes.
 
-    Raises:
-        ManifestError: No rank holds some element.
+    Raises `ManifestError` if no rank holds some element.
     """
     slices: dict[str, list[tuple[int, Box]]] = defaultdict(list)
     for rank in sorted(range(len(held)), key=lambda rank: rank != writer):  # what the writer holds need not be sent

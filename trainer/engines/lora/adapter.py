@@ -87,16 +87,10 @@ class AdapterSlice:
 
 
 class Adapter:
-    """This rank's A and B of every adapted layer, as float32 parameters, with their optimizer.
+    """This rank's A and B of every adapted layer, as float32 parameters, with their optimizer if the adapter is trained.
 
-    Args:
-        name: The adapter's name.
-        config: The adapter's configuration.
-        trainer: The trainer's configuration, for AdamW.
-        sites: The layers.
-        values: Full A and B of every layer by ``module|A`` and ``module|B``; None for initial values.
-        device: Where the parameters are.
-        trained: Whether they have gradients and an optimizer.
+    `values` are the full A and B of every layer by ``module|A`` and ``module|B``; None for initial values. `trainer` has AdamW's
+    settings.
     """
 
     def __init__(

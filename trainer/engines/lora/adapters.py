@@ -58,14 +58,7 @@ class AdaptedModel(Protocol):
 
 
 class Adapters:
-    """The adapters of one rank's part of a model.
-
-    Args:
-        trainer: The trainer's configuration.
-        model: The model; it is unchanged until there is an adapter.
-        rank: This process's rank.
-        device: Device of the adapters' parameters.
-    """
+    """The adapters of one rank's part of a model, on `device`. The model is unchanged until there is an adapter."""
 
     def __init__(self, trainer: TrainerConfig, model: AdaptedModel, rank: int, device: torch.device) -> None:
         self._trainer, self._model = trainer, model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -56,22 +56,11 @@ class JointPairs:
     def lowered(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute A x: [..., N, largest rank]; 0 beyond a run's own rank."""
         width = self.width
-        parts = [
-            inputs.new_zeros(*part.shape[:-1], width)
-            if pair is None
-            else pad(pair.lowered(part), (0, width - pair.width))
-            for pair, part in self._split(inputs)
-        ]
-        return torch.cat(parts, dim=-2)
+        return self._each_run(inputs, width, lambda pair, part: pad(pair.lowered(part), (0, width - pair.width)))
 
     def raised(self, low: torch.Tensor) -> torch.Tensor:
         """Compute scale * B (A x): [..., N, held rows]."""
-        rows = self._rows
-        parts = [
-            part.new_zeros(*part.shape[:-1], rows) if pair is None else pair.raised(part[..., : pair.width])
-            for pair, part in self._split(low)
-        ]
-        return torch.cat(parts, dim=-2)
+        return self._each_run(low, self._rows, lambda pair, part: pair.raised(part[..., : pair.width]))
 
     def added(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute both products, for a layer that needs no collective in between."""
@@ -79,20 +68,22 @@ class JointPairs:
         alike = len(pairs) == len(counts) and len({pair.width for pair in pairs}) == 1
         if alike and len(counts) * max(counts) <= _PADDED * sum(counts):
             return _stacked(pairs, counts, inputs)
-        rows = self._rows
-        parts = [
-            part.new_zeros(*part.shape[:-1], rows) if pair is None else pair.added(part)
-            for pair, part in self._split(inputs)
-        ]
-        return torch.cat(parts, dim=-2)
+        return self._each_run(inputs, self._rows, LoraPair.added)
 
     @property
     def _rows(self) -> int:
         return next(len(pair.up) for pair, _ in self.runs if pair is not None)
 
-    def _split(self, tensor: torch.Tensor) -> list[tuple[LoraPair | None, torch.Tensor]]:
+    def _each_run(
+        self, tensor: torch.Tensor, width: int, compute: Callable[[LoraPair, torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Compute each run's part of `tensor` with its pair; zeros of `width` for a run without one."""
         parts = torch.split(tensor, [count for _, count in self.runs], dim=-2)
-        return [(pair, part) for (pair, _), part in zip(self.runs, parts, strict=True)]
+        computed = [
+            part.new_zeros(*part.shape[:-1], width) if pair is None else compute(pair, part)
+            for (pair, _), part in zip(self.runs, parts, strict=True)
+        ]
+        return torch.cat(computed, dim=-2)
 
 
 def _stacked(pairs: Sequence[LoraPair], counts: Sequence[int], inputs: torch.Tensor) -> torch.Tensor:

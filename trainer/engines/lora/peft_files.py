@@ -53,11 +53,7 @@ def read_peft(
 ) -> dict[str, torch.Tensor]:
     """Read the full float32 A and B of `sites`, by ``module|A`` and ``module|B``, on the CPU.
 
-    Args:
-        directory: The adapter.
-        config: The configuration that it must have.
-        sites: The layers on this rank that are wanted.
-        modules: Names of all layers, on any rank, that can have an adapter.
+    `modules` are the names of all layers, on any rank, that can have an adapter.
 
     Raises:
         ConfigError: The directory holds no adapter of this configuration and model; it names the key or tensor.
@@ -100,15 +96,9 @@ def write_peft(
     model_dir: Path,
     step: int | None = None,
 ) -> None:
-    """Write an adapter under a temporary name next to `directory`, then rename it.
+    """Write an adapter for `model_dir` under a temporary name next to `directory`, then rename it.
 
-    Args:
-        directory: Must not exist.
-        tensors: Full tensors by `AdapterSlice.key`.
-        config: The adapter's configuration.
-        targets: Last parts of the names of its layers.
-        model_dir: The model that it is for.
-        step: Steps that it has taken, to write also the moments; None to leave them out.
+    `tensors` are full, by `AdapterSlice.key`. With `step`, the number of steps taken, the moments are written, too.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import save_file  # noqa: PLC0415 - optional

@@ -68,10 +68,7 @@ def adapter_shards(
 ) -> list[LocalShard]:
     """List this rank's shards of an adapter: views of its parameters, and empty shards for layers on other ranks.
 
-    Args:
-        adapter: The adapter.
-        layers: Numbers of outputs and inputs of each layer, on any rank, that can have an adapter.
-        wire_dtype: Dtype of the tensors on the wire.
+    `layers` has the numbers of outputs and inputs of each layer, on any rank, that can have an adapter.
     """
     rank, device = adapter.config.rank, adapter.parameters[0].device if adapter.parameters else torch.device("cpu")
     nothing = torch.empty(0, device=device)
@@ -91,14 +88,7 @@ def adapter_shards(
 
 
 def check_carries(published: LoraConfig, wanted: LoraConfig, layers: Mapping[str, tuple[int, int]], name: str) -> None:
-    """Raise `ConfigError`, on every rank alike, unless `copy_padded` can copy an adapter of configuration `wanted`.
-
-    Args:
-        published: The configuration of the published adapter.
-        wanted: The configuration of adapter `name`.
-        layers: As in `adapter_shards`.
-        name: For the error.
-    """
+    """Raise `ConfigError`, on every rank alike, unless `copy_padded` can copy adapter `name`, of configuration `wanted`."""
     if wanted.rank > published.rank:
         raise ConfigError(
             f"adapter {name!r} has rank {wanted.rank}, and what is published rank {published.rank}.",

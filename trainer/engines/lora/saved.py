@@ -73,12 +73,9 @@ class SavedAdapters:
             raise ConfigError(f"{directory / _ABOUT} is no list of adapters: {cause}.", part=PART) from cause
 
     def refuse_others(self, configs: Mapping[str, LoraConfig], published: str, directory: Path) -> None:
-        """Raise `ConfigError` unless these adapters, which were read from `directory`, are those of an engine.
+        """Raise `ConfigError` unless these adapters, read from `directory`, are those of an engine.
 
-        Args:
-            configs: Configuration of each trained adapter that the engine has.
-            published: The adapter that is part of the engine's published weights; empty for none.
-            directory: The state.
+        `configs` are of the engine's trained adapters, of which `published` is part of its published weights; "" if none is.
         """
         saved = {name: config for name, (config, _) in self.about.items()}
         for name in sorted({*configs, *saved}):

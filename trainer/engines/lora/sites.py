@@ -70,14 +70,9 @@ def check_name(name: str) -> None:
 
 
 def chosen_sites(sites: Iterable[LoraSite], config: LoraConfig) -> list[LoraSite]:
-    """Return the sites that an adapter of this configuration has.
+    """Return those of `sites`, all of this rank's, that an adapter of this configuration has.
 
-    Args:
-        sites: All sites of the model; on a pipeline stage, those of its layers.
-        config: The adapter's configuration.
-
-    Raises:
-        ConfigError: A target is none of the model's linear layers.
+    Raises `ConfigError` if a target is none of the model's linear layers.
     """
     found = list(sites)
     known = sorted({site.target for site in found})

@@ -169,13 +169,8 @@ def _attention_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
 def pieces_of(name: str, shape: tuple[int, ...], model: CheckpointShape, at: Coordinates) -> list[CheckpointSlice]:
     """List the checkpoint tensors, or parts of them, in one local tensor; they cover it except for vocabulary padding.
 
-    Args:
-        name: the parameter's or buffer's name within ``GPTModel``, with the layer's number in the full model.
-        shape: the local parameter's shape.
-        model: the model's sizes.
-        at: the rank that holds it.
-
-    Raises `KeyError` for a parameter that is in no supported model.
+    `name` is that within ``GPTModel``, with the layer's number in the full model. Raises `KeyError` for a parameter that is in no
+    supported model.
     """
     if model.valued and name.startswith("output_layer."):
         return [_all_of(name.replace("output_layer.", VALUE_HEAD), shape)]

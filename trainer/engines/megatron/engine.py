@@ -35,6 +35,8 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+    from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
 
@@ -49,7 +51,6 @@ with warnings.catch_warnings():
         parallel_groups,
         transformer_config,
     )
-    from .schedule import Part, run_chunk, run_schedule
     from .state import check_files, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
@@ -79,10 +80,6 @@ class MegatronEngine(AdaptedEngine):
         self._slices: list[WeightSlice] = []
         self._optimizer: Any = None
         self._groups: list[Any] | None = None
-        layout = config.megatron
-        self._multiple = (
-            layout.tensor_parallel if layout.sequence_parallel else 1
-        )  # of which are tokens in a micro-batch
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
@@ -308,25 +305,54 @@ class MegatronEngine(AdaptedEngine):
         forward_only: bool,
         top_k: int = 0,
     ) -> None:
-        """Run this rank's share of `batch` through megatron-core's schedule.
+        """Run this rank's share of `batch` through megatron-core's schedule: forward, and backward unless `forward_only`.
 
         On the last pipeline stage, `use` takes the indices of a micro-batch's sequences, the micro-batch and the model's outputs
         for it, and returns its part of the loss.
         """
-
-        def finish(chunk: Any, part: Part, hidden: torch.Tensor) -> torch.Tensor:
-            micro, head = part[1], head_of(chunk)
-            query = PassQuery.of_targets(micro, wanted, top_k)
-            answer = head_answer(hidden, head, micro, query, self._facts.shape.vocab)
-            return use(*part, ModelOutputs.at(query.rows, micro, answer))
-
         share = self._micro_batches(batch)
-        run_schedule(self._chunks, share, finish, multiple=self._multiple, forward_only=forward_only)
+
+        def forward(
+            parts: Iterator[tuple[list[int], MicroBatch]], chunk: Any
+        ) -> tuple[torch.Tensor, Callable[..., Any]]:
+            indices, micro = next(parts)
+
+            def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+                query = PassQuery.of_targets(micro, wanted, top_k)
+                answer = head_answer(hidden[0], head_of(chunk), micro, query, self._vocabulary)
+                loss = use(indices, micro, ModelOutputs.at(query.rows, micro, answer))
+                return loss, torch.zeros((), dtype=torch.int, device=hidden.device), {}
+
+            return self._run_chunk(chunk, micro), finish
+
+        get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[iter(share) for _ in self._chunks],
+            model=self._chunks,
+            num_microbatches=len(share),
+            seq_length=len(share[0][1].tokens),  # lengths vary, and are sent along
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _run_chunk(self, chunk: Any, micro: MicroBatch) -> torch.Tensor:
+        """Run a chunk on a micro-batch; the last one returns its head's input, [1, tokens, width].
+
+        Tokens are padded by a sequence at the end to a multiple of the ranks of sequence parallelism.
+        """
+        layout = self.config.megatron
+        padding = -len(micro.tokens) % (layout.tensor_parallel if layout.sequence_parallel else 1)
+        tokens, positions = (torch.nn.functional.pad(each, (0, padding)) for each in (micro.tokens, micro.positions))
+        offsets = torch.cat([micro.offsets, micro.offsets[-1:] + padding]) if padding else micro.offsets
+        longest = int(offsets.diff().max())
+        packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
+        output: torch.Tensor = chunk(tokens[None], positions[None], None, packed_seq_params=packed)
+        return output
 
     def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
         (chunk,) = self._chunks
-        (hidden,) = run_chunk(chunk, micro, self._multiple)
-        return head_answer(hidden, head_of(chunk), micro, query, self._facts.shape.vocab)
+        (hidden,) = self._run_chunk(chunk, micro)
+        return head_answer(hidden, head_of(chunk), micro, query, self._vocabulary)
 
     def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
         """This rank's share of the batch, the same on all stages of its pipeline."""

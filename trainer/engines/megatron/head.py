@@ -19,11 +19,7 @@ from .weights import unwrapped
 
 
 class ValueHead(torch.nn.Module):
-    """A critic's head, replicated on every tensor parallel rank; zeros at first.
-
-    Args:
-        head: The head over the vocabulary that it replaces.
-    """
+    """A critic's head, in the place of `head` over the vocabulary: replicated on every tensor parallel rank, zeros at first."""
 
     def __init__(self, head: ColumnParallelLinear) -> None:
         super().__init__()
@@ -37,12 +33,7 @@ class ValueHead(torch.nn.Module):
 
 
 def prepared_head(head: ColumnParallelLinear, *, valued: bool) -> torch.nn.Module:
-    """Return the head for the last stage, whose forward returns its own input; `head_answer` computes the outputs.
-
-    Args:
-        head: The head of megatron-core's own model.
-        valued: Whether to replace it by a critic's head.
-    """
+    """Return `head`, or if `valued` a critic's, with a forward that returns its own input; `head_answer` computes outputs."""
 
     def forward(hidden: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         # Backward, both sum the gradient over the ranks' rows of the head.
@@ -70,12 +61,7 @@ def head_answer(
 ) -> dict[str, torch.Tensor]:
     """Compute the outputs in `query`, by their names in `ModelOutputs`, and ``logits``.
 
-    Args:
-        hidden: [tokens and padding, width], the head's input.
-        head: See `head_of`.
-        micro: The micro-batch.
-        query: The wanted outputs.
-        vocabulary: Number of tokens in the vocabulary; rows of the head beyond them are padding.
+    `hidden` is the head's input, [tokens and padding, width]. Rows of the head beyond the `vocabulary` are padding.
     """
     found: dict[str, torch.Tensor] = {}
     if query.hidden:

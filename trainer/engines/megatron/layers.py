@@ -84,17 +84,7 @@ class CausalAttention(torch.nn.Module):
         packed_seq_params: PackedSeqParams,
         **__: Any,
     ) -> torch.Tensor:
-        """Attend within each sequence.
-
-        Args:
-            query: [tokens, heads, head_dim].
-            key: [tokens, groups, head_dim].
-            value: as `key`.
-            packed_seq_params: where sequences begin.
-
-        Returns:
-            [tokens, heads, head_dim of values].
-        """
+        """Attend within each sequence: see `packed_attention` for the shapes."""
         return packed_attention(query, key, value, packed_seq_params.cu_seqlens_q, scale=self._scale).contiguous()
 
 

@@ -61,13 +61,7 @@ def check_lora(model: CheckpointShape, config: LoraConfig | None = None) -> None
 
 
 class MegatronAdapted:
-    """megatron-core's layers on this rank, for `Adapters`.
-
-    Args:
-        chunks: This rank's parts of the model.
-        model: The model's sizes.
-        sequence_parallel: Whether activations are split along the sequence between the layers.
-    """
+    """megatron-core's layers on this rank, for `Adapters`. With `sequence_parallel`, activations between them are split."""
 
     def __init__(self, chunks: Sequence[Any], model: CheckpointShape, *, sequence_parallel: bool) -> None:
         self._chunks = [unwrapped(chunk) for chunk in chunks]

@@ -23,8 +23,15 @@ from ...config import Head, TrainerConfig
 from ..hf.export import ExportedModel, export_alone
 from ..hf.model_dir import kept_types
 from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
-from ..hf.saved_shapes import misfit, refuse_other_state
-from ..hf.stored_slices import SliceReader, StoredSlice, hf_tensors, shapes_in
+from ..hf.stored_slices import (
+    SliceReader,
+    StoredSlice,
+    hf_tensors,
+    misfit,
+    refuse_other_state,
+    refuse_weights,
+    shapes_in,
+)
 from ..lora.saved import SavedAdapters, check_adapters
 from ..rank_collectives import on_every_rank, share_json
 from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
@@ -45,14 +52,8 @@ def load_model(
 ) -> None:
     """Fill the weights of `slices` from a Hugging Face directory; reads no other element. Collective.
 
-    Args:
-        model_dir: holds safetensors files.
-        model: the model. Files may hold a head that it does not have. They may lack a value head, which is then zeros.
-        shapes: every tensor of the checkpoint.
-        slices: what to fill.
-        device: where collectives work.
-
-    Raises `ConfigError`, with nothing filled on any rank, when the files of one do not hold exactly the tensors of `shapes`.
+    Raises `ConfigError`, with nothing filled on any rank, when the files of one do not hold exactly the tensors of `shapes`. They
+    may hold a head that `model` does not have, and may lack a value head, which is then zeros.
     """
     stored: dict[str, StoredSlice] = {}
     on_every_rank(lambda: stored.update(_fitting_tensors(model_dir, model, shapes)), device, PART)
@@ -93,12 +94,7 @@ def _fitting_tensors(
         if name in held or not (model.valued and name.startswith(VALUE_HEAD))
     }
     held = {name: shape for name, shape in held.items() if not _is_extra_layer(name, shapes)}
-    if difference := misfit(held, shapes):
-        raise ConfigError(
-            f"the weights in {model_dir} do not fit their config.json: {difference}.",
-            part="model",
-            hint="Fetch the model again, or repair its config.json.",
-        )
+    refuse_weights(model_dir, misfit(held, shapes))
     return stored
 
 
@@ -164,14 +160,7 @@ def load_state(
 ) -> int:
     """Fill weights and moments from a state of `save_state`, restore this rank's random state, return the step. Collective.
 
-    Args:
-        directory: holds the state.
-        shapes: every tensor of the model's checkpoint.
-        slices: what to fill.
-        rank: this one.
-        device: where collectives work.
-
-    Raises `ConfigError`, with nothing filled on any rank, when the state is not one of a model with exactly these tensors.
+    Raises `ConfigError`, with nothing filled on any rank, when the state is not one of a model with exactly the tensors `shapes`.
     """
     wanted = [(f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds()]
     found: list[tuple[int, dict[str, list[StoredSlice]]]] = []

@@ -52,11 +52,7 @@ class WeightSlice:
 class FrozenWeights:
     """Replaces the optimizer of a model whose own weights are not trained: holds only master weights.
 
-    Args:
-        chunks: This rank's parts of the model.
-        model: The model.
-        at: This rank's part of it.
-        stored: Dtype of each tensor of the checkpoint in which to hold it; empty for float32.
+    They have the dtypes in `stored`, by checkpoint tensor, where these are of half precision, else float32.
     """
 
     def __init__(
