@@ -33,7 +33,7 @@ class EndChecks(TrainingConformanceBase):
         *survivors, victim = team.ranks
         victim.kill()
         for rank in survivors:
-            rank.start("forward_backward", batch=BatchSpec().to_plain(), deadline_s=self.prompt_s)
+            team.start(rank, "forward_backward", batch=BatchSpec(), deadline_s=self.prompt_s)
         waiting = list(survivors)
         while waiting:
             for rank in first_answers(waiting):

@@ -75,7 +75,7 @@ class GradientChecks(TrainingConformanceBase):
     ) -> None:
         """A token or target beyond the vocabulary in a mini-batch's second call also drops the gradient of the first."""
         team.setup(first_model, **READABLE)
-        broken = BatchSpec(seed=1, calls=((0, 1, 2, 3), (4, 5, 6)), wrong=wrong).to_plain()
+        broken = BatchSpec(seed=1, calls=((0, 1, 2, 3), (4, 5, 6)), wrong=wrong)
         team.all_fail(ProtocolError, "forward_backward", batch=broken)
         for rank in team.ranks:
             team.start(rank, "forward", batch=broken, outputs=["logprobs"], file="")
@@ -87,8 +87,8 @@ class GradientChecks(TrainingConformanceBase):
         """Another mini-batch before the step is refused on every rank, also an equal one: gradients would be added."""
         team.setup(first_model)
         team.forward_backward(BatchSpec())
-        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(seed=1, rows=3).to_plain())
-        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec().to_plain(), counted=False)
+        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(seed=1, rows=3))
+        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(), counted=False)
 
 
 def expect_gradient(team: Team, path: Path, spec: BatchSpec, limit: float = GRADIENT_LIMIT) -> None:

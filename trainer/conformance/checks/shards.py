@@ -40,9 +40,9 @@ class ShardChecks(TrainingConformanceBase):
         calls: dict[str, Callable[[], Any]] = {
             "a forward pass": lambda: team.forward(BatchSpec()),
             "a step": lambda: team.step(BatchSpec()),
-            "save": lambda: team.all("save", directory=str(tmp_path / "state")),
-            "export_hf": lambda: team.all("export_hf", directory=str(tmp_path / "exported")),
-            "load": lambda: team.all("load", directory=str(tmp_path / "state")),
+            "save": lambda: team.all("save", directory=tmp_path / "state"),
+            "export_hf": lambda: team.all("export_hf", directory=tmp_path / "exported"),
+            "load": lambda: team.all("load", directory=tmp_path / "state"),
         }
         before = addresses()
         for name, call in calls.items():
@@ -63,7 +63,7 @@ class ShardChecks(TrainingConformanceBase):
         arguments = {
             "engine": self.engine,
             "trainer": outlines.trainer,
-            "model": str(each_model),
+            "model": each_model,
             "wire_dtype": "bfloat16",
         }
         for number, rank in enumerate(outlines.ranks):

@@ -25,7 +25,7 @@ class StateChecks(TrainingConformanceBase):
 
     def test_a_saved_run_continues_bit_for_bit(self, team: Team, first_model: Path, tmp_path: Path) -> None:
         """It continues in the same engine, which drops a half-done step, and in a new one; so does the random state."""
-        state = str(tmp_path / "state")
+        state = tmp_path / "state"
         team.setup(first_model, **SMOOTH)
         for seed in range(2):
             team.step(BatchSpec(seed))
@@ -52,14 +52,14 @@ class StateChecks(TrainingConformanceBase):
         state, exported = tmp_path / "state", tmp_path / "exported"
         team.setup(first_model, **SMOOTH)
         team.step(BatchSpec(0))
-        team.all("save", directory=str(state))
-        team.all("export_hf", directory=str(exported))
+        team.all("save", directory=state)
+        team.all("export_hf", directory=exported)
         weights = team.tensors()
         team.setup(exported, **SMOOTH)
         norm, trained = team.step(BatchSpec(1)), team.tensors()
         for source, optimizer in ((exported, True), (state, False)):
             team.forward_backward(BatchSpec(5, rows=3))
-            team.all("load", directory=str(source), optimizer=optimizer)
+            team.all("load", directory=source, optimizer=optimizer)
             expect_equal(team.tensors(), weights, f"the weights in {source.name}")
             assert team.all("steps") == [0] * len(team.ranks), f"expected step 0 with the weights in {source.name}"
             again = team.step(BatchSpec(1))
@@ -78,12 +78,12 @@ class StateChecks(TrainingConformanceBase):
         team.setup(first_model, **SMOOTH)
         for spec in specs[:2]:
             team.step(spec)
-        team.all("save", directory=str(tmp_path / "state"))
+        team.all("save", directory=tmp_path / "state")
         saved = team.tensors()
         team.close()
         other = teams(others[0])
         other.setup(first_model, **SMOOTH)
-        other.all("load", directory=str(tmp_path / "state"))
+        other.all("load", directory=tmp_path / "state")
         expect_equal(other.tensors(), saved, f"the weights that {world} ranks saved in {other.world}")
         assert other.all("steps") == [2] * other.world, "expected step 2 of the saved state"
         other.step(specs[2])
@@ -101,16 +101,16 @@ class StateChecks(TrainingConformanceBase):
         taken.mkdir(parents=True)
         team.setup(first_model)
         for op in ("save", "export_hf"):
-            team.all_fail(StorageError, op, directory=str(taken))
+            team.all_fail(StorageError, op, directory=taken)
             team.all("limit_files", nbytes=2000)
-            team.all_fail(StorageError, op, directory=str(new))
+            team.all_fail(StorageError, op, directory=new)
             team.all("limit_files", nbytes=None)
             left = sorted(path.name for path in place.iterdir())
             assert left == ["taken"], f"expected {op} to leave nothing behind, there is {left}"
             assert not list(taken.iterdir()), f"expected {op} not to touch a directory that exists"
         team.step(BatchSpec())
         for op in ("save", "export_hf"):
-            team.all(op, directory=str(place / op))
+            team.all(op, directory=place / op)
         left = sorted(path.name for path in place.iterdir())
         assert left == ["export_hf", "save", "taken"], f"expected two more directories, there is {left}"
 
@@ -118,9 +118,9 @@ class StateChecks(TrainingConformanceBase):
         """Neither is a broken model. Every rank raises a typed error, and the engine continues training."""
         team.setup(first_model)
         weights = team.tensors()
-        team.all_fail(WeightlaneError, "load", directory=str(tmp_path / "nothing"))
+        team.all_fail(WeightlaneError, "load", directory=tmp_path / "nothing")
         (tmp_path / "config.json").write_text("{}")
-        team.all_fail(WeightlaneError, "load", directory=str(tmp_path))
+        team.all_fail(WeightlaneError, "load", directory=tmp_path)
         expect_equal(team.tensors(), weights, "the weights after what could not be loaded")
         team.step(BatchSpec())
 
@@ -131,9 +131,9 @@ class StateChecks(TrainingConformanceBase):
             "wider": {"intermediate_size": 48},
             "larger": {"vocab_size": VOCABULARY + 6},
         }
-        own, states = str(tmp_path / "own"), {name: str(tmp_path / name) for name in others}
+        own, states = tmp_path / "own", {name: tmp_path / name for name in others}
 
-        def refuse(state: str, what: str) -> None:
+        def refuse(state: Path, what: str) -> None:
             weights = team.tensors()
             team.all_fail(ConfigError, "load", directory=state)
             expect_equal(team.tensors(), weights, f"the weights of {what} after a state that does not fit")
@@ -175,10 +175,10 @@ class StateChecks(TrainingConformanceBase):
         team.all("offload", parts=["parameters"])  # which are offloaded already
         told = team.all("offloaded")
         assert told == [sorted(STATE_PARTS)] * len(told), f"expected all state to be away, the engine says {told}"
-        batch = BatchSpec().to_plain()
+        batch = BatchSpec()
         team.all_fail(ProtocolError, "forward", batch=batch, outputs=["logprobs"], file="")
         team.all("onload", parts=["parameters"])
-        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(1, calls=((3, 4, 5, 6),)).to_plain())
+        team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(1, calls=((3, 4, 5, 6),)))
         team.all("onload", parts=list(STATE_PARTS))
         told = team.all("offloaded")
         assert told == [[]] * len(told), f"expected no state to be away, the engine says {told}"
@@ -188,16 +188,16 @@ class StateChecks(TrainingConformanceBase):
         state = tmp_path / "state"
         team.setup(each_model, **SMOOTH)
         team.step(BatchSpec())
-        team.all("save", directory=str(state))
+        team.all("save", directory=state)
         trained = team.tensors()
         for dtype in ("float32", "bfloat16"):
             directory = tmp_path / dtype
-            team.all("export_hf", directory=str(directory), dtype=dtype)
+            team.all("export_hf", directory=directory, dtype=dtype)
             expect_export(directory, each_model, trained, dtype)
-        arguments = {"engine": self.engine, "state": str(state), "model": str(each_model), "dtype": "bfloat16"}
+        arguments = {"engine": self.engine, "state": state, "model": each_model, "dtype": "bfloat16"}
         team.close()
         alone = team.ranks[0]
-        team.start(alone, "export_saved", directory=str(tmp_path / "saved"), **arguments)
+        team.start(alone, "export_saved", directory=tmp_path / "saved", **arguments)
         alone.result()
         expect_export(tmp_path / "saved", each_model, trained, "bfloat16")
 

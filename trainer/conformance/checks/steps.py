@@ -97,7 +97,7 @@ class StepChecks(TrainingConformanceBase):
         team.setup(first_model, **SMOOTH)
         for before in ("nothing", "a wrong token", "zero_grad"):
             if before == "a wrong token":
-                team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(wrong="token").to_plain())
+                team.all_fail(ProtocolError, "forward_backward", batch=BatchSpec(wrong="token"))
             elif before == "zero_grad":
                 team.forward_backward(BatchSpec(1))
                 team.all("zero_grad")
@@ -121,18 +121,18 @@ class StepChecks(TrainingConformanceBase):
         """The fence fails in its second call. A state that is then loaded continues as usual."""
         team.setup(first_model, **SMOOTH)
         team.step(BatchSpec(1))
-        team.all("save", directory=str(tmp_path / "state"))
+        team.all("save", directory=tmp_path / "state")
         team.forward_backward(BatchSpec())
         reports = team.all("optim_step", fail_at=1)
         if not any(report["error"] for report in reports):
             pytest.skip("the engine tells the fence of all tensors at once")
         for report in reports:
             assert FENCE_FAILED in report["error"], f"expected the fence's error, it was {report['error']}"
-        team.all_fail(WeightlaneError, "forward_backward", batch=BatchSpec().to_plain())
-        team.all_fail(WeightlaneError, "save", directory=str(tmp_path / "torn"))
-        team.all("load", directory=str(tmp_path / "state"))
+        team.all_fail(WeightlaneError, "forward_backward", batch=BatchSpec())
+        team.all_fail(WeightlaneError, "save", directory=tmp_path / "torn")
+        team.all("load", directory=tmp_path / "state")
         norm, after = team.step(BatchSpec()), team.tensors()
-        team.all("load", directory=str(tmp_path / "state"))
+        team.all("load", directory=tmp_path / "state")
         again = team.step(BatchSpec())
         assert again == norm, f"expected the same step from the same state, the gradient norms are {norm} and {again}"
         expect_equal(team.tensors(), after, "weights after the same step from the same state")
@@ -140,7 +140,7 @@ class StepChecks(TrainingConformanceBase):
     def test_a_gradient_that_is_not_finite_changes_nothing(self, team: Team, first_model: Path) -> None:
         """``GradientError`` on every rank, before the fence; the next step succeeds."""
         team.setup(first_model, **SMOOTH)
-        team.all("forward_backward", batch=BatchSpec().to_plain(), scale=math.inf)
+        team.all("forward_backward", batch=BatchSpec(), scale=math.inf)
         reports = team.all("optim_step")
         expect_nothing_changed(reports, "GradientError")
         assert not any(report["calls"] for report in reports), "expected no call of the fence, there was one"

@@ -45,8 +45,8 @@ class Team:
             rank.name = f"rank {number}"
 
     def start(self, rank: RemoteHalf, op: str, /, **arguments: Any) -> None:
-        """Request an operation of `RankProcess` from one rank."""
-        rank.start(op, **{"deadline_s": self._deadline_s, **arguments})
+        """Request an operation of `RankProcess` from one rank. Batches and paths are sent as JSON."""
+        rank.start(op, **{"deadline_s": self._deadline_s, **{name: _plain(each) for name, each in arguments.items()}})
 
     def all(self, op: str, **arguments: Any) -> list[Any]:
         """Run an operation on every rank and return the results. Raises the first error, after all ranks have answered."""
@@ -93,7 +93,7 @@ class Team:
 
     def refusal(self, model: Path) -> str:
         """Return the reason why the engine cannot train the model in this layout; empty if it can."""
-        self.start(self.ranks[0], "refusal", engine=self.engine, trainer=self.trainer, model=str(model))
+        self.start(self.ranks[0], "refusal", engine=self.engine, trainer=self.trainer, model=model)
         return str(self.ranks[0].result())
 
     def start_setup(self, model: Path, **trainer: Any) -> None:
@@ -112,7 +112,7 @@ class Team:
                 trainer={**self.trainer, **trainer},
                 rank=number,
                 port=port,
-                model=str(model),
+                model=model,
             )
 
     def forward(
@@ -121,16 +121,13 @@ class Team:
         """Compute the outputs of every call of `batch`, by ``index/name``; exactly one rank must return each sequence."""
         answers = self._all(
             "forward",
-            [
-                {"batch": batch.to_plain(), "outputs": list(outputs), "top_k": top_k, "file": file}
-                for file in self._rank_files()
-            ],
+            [{"batch": batch, "outputs": list(outputs), "top_k": top_k, "file": file} for file in self._rank_files()],
         )
         return self._gathered(batch, answers)
 
     def forward_backward(self, batch: BatchSpec, *, scale: float = 1.0) -> list[dict[str, float]]:
         """Add the gradient of all calls of `batch`; returns the metrics of each, which must be the same on every rank."""
-        answers = self.all("forward_backward", batch=batch.to_plain(), scale=scale)
+        answers = self.all("forward_backward", batch=batch, scale=scale)
         for rank, answer in zip(self.ranks, answers, strict=True):
             assert answer["metrics"] == answers[0]["metrics"], (
                 f"expected the same metrics on every rank, {rank.name} returned {answer['metrics']}, and rank 0"
@@ -141,7 +138,7 @@ class Team:
 
     def outputs_beside_gradient(self, batch: BatchSpec) -> list[dict[str, torch.Tensor]]:
         """Return outputs like `forward`, but from ``forward_backward``."""
-        arguments = {"batch": batch.to_plain(), "outputs": ["logprobs", "entropy"]}
+        arguments = {"batch": batch, "outputs": ["logprobs", "entropy"]}
         answers = self._all("forward_backward", [{**arguments, "file": file} for file in self._rank_files()])
         return self._gathered(batch, [answer["rows"] for answer in answers])
 
@@ -202,3 +199,9 @@ class Team:
 def slices(shard: Mapping[str, Any], data: torch.Tensor) -> tuple[slice, ...]:
     """Return the index of `data`, the data of `shard`, in its full tensor."""
     return tuple(slice(start, start + size) for start, size in zip(shard["starts"], data.shape, strict=True))
+
+
+def _plain(argument: Any) -> Any:
+    if isinstance(argument, BatchSpec):
+        return argument.to_plain()
+    return str(argument) if isinstance(argument, Path) else argument
