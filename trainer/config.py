@@ -17,10 +17,14 @@ KlEstimator = Literal["k1", "k2", "k3"]
 """Estimators of a KL divergence from samples; see `weightlane.trainer.objectives.reference_kl`."""
 
 
-class Fsdp2Config(BaseModel):
-    """How the fsdp2 engine splits a model over the ranks; ranks / tensor_parallel is data parallel, sharded by FSDP2."""
+class Section(BaseModel):
+    """A section of a configuration: unknown keys are errors, and values stay as they are read."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Fsdp2Config(Section):
+    """How the fsdp2 engine splits a model over the ranks; ranks / tensor_parallel is data parallel, sharded by FSDP2."""
 
     tensor_parallel: int = Field(
         default=1,
@@ -34,10 +38,8 @@ class Fsdp2Config(BaseModel):
     )
 
 
-class MegatronConfig(BaseModel):
+class MegatronConfig(Section):
     """How the megatron engine splits a model over the ranks; what is left over, ranks / (tensor x pipeline), is data parallel."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tensor_parallel: int = Field(
         default=1,
@@ -65,13 +67,11 @@ class MegatronConfig(BaseModel):
     )
 
 
-class LoraConfig(BaseModel):
+class LoraConfig(Section):
     """A low-rank adapter (arXiv 2106.09685): y = W x becomes y = W x + alpha / rank * B (A x).
 
     It has no dropout, since rollouts have none: the policy that is trained would be another one than the policy that sampled.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     rank: int = Field(default=16, ge=1, description="Rows of A and columns of B.")
     alpha: float = Field(default=32.0, gt=0, description="B (A x) is scaled by alpha / rank.")
@@ -99,10 +99,8 @@ class LoraConfig(BaseModel):
         return self.alpha / self.rank
 
 
-class TrainerConfig(BaseModel):
+class TrainerConfig(Section):
     """How the policy is trained: engine, ranks, precision and optimizer."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     engine: str = Field(
         default="fsdp2", description="Training engine, by entry-point name in group weightlane.training_engines."
@@ -229,10 +227,8 @@ class TrainerConfig(BaseModel):
         return self.lora is not None and self.lora.publish == "adapter"
 
 
-class AlgorithmConfig(BaseModel):
+class AlgorithmConfig(Section):
     """The policy-gradient objective and how completions are sampled for it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     objective: str = Field(
         default="dual_clip",
@@ -326,10 +322,8 @@ class AlgorithmConfig(BaseModel):
         return self
 
 
-class CriticConfig(BaseModel):
+class CriticConfig(Section):
     """The critic that ppo trains beside the policy, on the same ranks and with the same engine settings."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(
         default="",
@@ -339,10 +333,8 @@ class CriticConfig(BaseModel):
     learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False, description="AdamW's, on the trainer's schedule.")
 
 
-class ReferenceConfig(BaseModel):
+class ReferenceConfig(Section):
     """The policy from which the trained one shall not go far, where algorithm.kl_coefficient is above 0; it is not trained."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str = Field(
         default="",
@@ -350,10 +342,8 @@ class ReferenceConfig(BaseModel):
     )
 
 
-class TextDataConfig(BaseModel):
+class TextDataConfig(Section):
     """The settings that files of tasks and files of examples share."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     special_tokens: bool = Field(
         True, description="Whether prompts begin with the BOS token, if the tokenizer adds one to texts; chats don't."
@@ -379,10 +369,8 @@ class DataConfig(TextDataConfig):
     answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
 
 
-class RewardConfig(BaseModel):
+class RewardConfig(Section):
     """The function that judges a completion."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     function: str = Field(
         description="'module:function', called as function(completion: str, task: Mapping) -> float, or async; the module is"
