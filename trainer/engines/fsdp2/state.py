@@ -24,7 +24,7 @@ from weightlane.sync.version.tensor_spec import LocalShard
 from ..hf.export import ExportedModel, export_alone
 from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
-from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from ..hf.partial_dir import PART, storage_error, write_together
 from ..hf.stored_slices import copy_exactly, refuse_other_state
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
@@ -44,30 +44,17 @@ def save_state(
     device: torch.device,
     write_beside: Callable[[Path], None],
 ) -> None:
-    """Write the state under a temporary name next to `directory`, then rename it.
-
-    Before the rename, rank 0 calls `write_beside` with the temporary directory to write the other files of the state.
-    """
-    partial = partial_name(directory)
-    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
+    """Write the state, with the other files of it that `write_beside` writes into its directory on rank 0."""
     state = _state(tensors, optimizer, rank)
     state["step"] = torch.tensor(step)
-    try:
-        save(state, checkpoint_id=partial)
-    except (CheckpointException, OSError) as cause:
-        if rank == 0:
-            discard_partial(directory)
-        raise _storage_error("written", directory, cause) from cause
 
-    def finish() -> None:
+    def write(partial: Path) -> None:
         try:
-            write_beside(partial)
-            partial.rename(directory)
-        except BaseException:
-            discard_partial(directory)
-            raise
+            save(state, checkpoint_id=partial)
+        except (CheckpointException, OSError) as cause:
+            raise _storage_error("written", directory, cause) from cause
 
-    write_on_rank_zero(finish, directory, rank, device)
+    write_together(directory, write, write_beside, rank, device)
 
 
 def resume(

@@ -26,7 +26,7 @@ from weightlane.sync.version.box import Box
 from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from .partial_dir import PART, discard_partial, make_partial, partial_name, writing
+from .partial_dir import PART, discard_partial, make_partial, partial_name, storage_errors
 from .rank_rounds import RankRounds
 from .weight_files import FILE_BYTES, Bucket, Part, WeightFile, buckets_of, plan_files
 
@@ -92,7 +92,7 @@ def _write(
     (name, host, _), partial = told[0], partial_name(directory)
     mark, complete = partial / name, False
     try:
-        with ranks.telling(), writing(directory):
+        with ranks.telling(), storage_errors("written", directory):
             if ranks.rank == 0:
                 make_partial(directory)
                 mark.touch()

@@ -42,21 +42,46 @@ def storage_error(verb: str, directory: Path, detail: object) -> StorageError:
 
 
 @contextmanager
-def writing(directory: Path) -> Iterator[None]:
-    """Raise an `OSError` inside the block as the `StorageError` of `directory`."""
+def storage_errors(verb: str, path: Path) -> Iterator[None]:
+    """Raise what an operating system or safetensors raises inside the block as `storage_error`."""
+    from safetensors import SafetensorError  # noqa: PLC0415 - optional
+
     try:
         yield
-    except OSError as cause:
+    except (SafetensorError, OSError) as cause:  # safetensors has errors of its own, also for a full disk
         if isinstance(cause, WeightlaneError):
             raise
-        raise storage_error("written", directory, cause) from cause
+        raise storage_error(verb, path, cause) from cause
+
+
+def write_together(
+    directory: Path, write: Callable[[Path], None], finish: Callable[[Path], None], rank: int, device: torch.device
+) -> None:
+    """Write a directory under its temporary name, then rename it; after any failure there is none. Collective.
+
+    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`.
+    """
+    partial = partial_name(directory)
+
+    def last() -> None:
+        finish(partial)
+        partial.rename(directory)
+
+    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
+    try:
+        write(partial)
+        write_on_rank_zero(last, directory, rank, device)
+    except BaseException:
+        if rank == 0:
+            discard_partial(directory)
+        raise
 
 
 def write_on_rank_zero(action: Callable[[], object], directory: Path, rank: int, device: torch.device) -> None:
     """Run `action`, which writes `directory`, on rank 0; every rank raises its error, `OSError` as `StorageError`. Collective."""
 
     def guarded() -> None:
-        with writing(directory):
+        with storage_errors("written", directory):
             action()
 
     on_rank_zero(guarded, rank, device, PART)

@@ -15,7 +15,7 @@ from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import dtype_name
 
 from .model_dir import weight_headers
-from .partial_dir import PART, storage_error
+from .partial_dir import PART, storage_errors
 
 _SHOWN = 5
 _MAPPED_BYTES = 64 * 2**20
@@ -71,16 +71,14 @@ class SliceReader:
         return not missing
 
     def _open(self, file: Path) -> Any:
-        from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+        from safetensors import safe_open  # noqa: PLC0415 - optional
 
         if self._mapped > _MAPPED_BYTES:
             self._stack.close()
             self._opened, self._mapped = {}, 0
         if file not in self._opened:
-            try:
+            with storage_errors("read", file):
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as cause:
-                raise storage_error("read", file, cause) from cause
         return self._opened[file]
 
 
@@ -110,13 +108,10 @@ def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
 
 def shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
     """List key and shape of every tensor in a safetensors file. Raises `StorageError` if it cannot be read."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+    from safetensors import safe_open  # noqa: PLC0415 - optional
 
-    try:
-        with safe_open(file, framework="pt") as opened:
-            return [(key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - not a dict
-    except (SafetensorError, OSError) as cause:
-        raise storage_error("read", file, cause) from cause
+    with storage_errors("read", file), safe_open(file, framework="pt") as opened:
+        return [(key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - not a dict
 
 
 def refuse_other_state(

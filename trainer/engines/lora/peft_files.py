@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig
-from ..hf.partial_dir import discard_partial, make_partial, storage_error
+from ..hf.partial_dir import discard_partial, make_partial, storage_errors
 from .sites import PART, LoraSite
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -100,7 +100,6 @@ def write_peft(
 
     `tensors` are full, by `AdapterSlice.key`. With `step`, the number of steps taken, the moments are written, too.
     """
-    from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
     about = {
@@ -128,12 +127,9 @@ def write_peft(
             moments[key] = tensor.contiguous()
     partial = make_partial(directory)
     try:
-        try:
-            save_file(named, partial / _TENSORS, metadata={"format": "pt"})
-            if step is not None:
-                save_file(moments, partial / _OPTIMIZER, metadata={"step": str(step)})
-        except SafetensorError as cause:  # safetensors raises this when the disk is full
-            raise storage_error("written", directory, cause) from cause
+        save_file(named, partial / _TENSORS, metadata={"format": "pt"})
+        if step is not None:
+            save_file(moments, partial / _OPTIMIZER, metadata={"step": str(step)})
         (partial / _CONFIG).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
         partial.rename(directory)
     except BaseException:
@@ -156,16 +152,14 @@ def saved_config(directory: Path) -> LoraConfig:
 
 def read_optimizer(directory: Path) -> tuple[dict[str, torch.Tensor], int] | None:
     """Read the moments, by `AdapterSlice.key`, and the steps that `write_peft` wrote with an adapter; None without any."""
-    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+    from safetensors import safe_open  # noqa: PLC0415 - optional
 
     path = directory / _OPTIMIZER
     if not path.exists():
         return None
     try:
-        with safe_open(path, "pt") as file:
+        with storage_errors("read", path), safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in list(file.keys())}, int((file.metadata() or {})["step"])
-    except (SafetensorError, OSError) as cause:
-        raise storage_error("read", path, cause) from cause
     except (KeyError, ValueError) as cause:
         raise _error(f"{path} does not say how many steps its moments have seen.") from cause
 
@@ -173,13 +167,10 @@ def read_optimizer(directory: Path) -> tuple[dict[str, torch.Tensor], int] | Non
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _error(f"{directory} has no {_CONFIG}.") from None
+        with storage_errors("read", _existing(path)):
+            found = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as cause:
         raise _error(f"{path} is not valid JSON: {cause}.") from cause
-    except OSError as cause:
-        raise storage_error("read", path, cause) from cause
     if not isinstance(found, dict):
         raise _error(f"{path} holds a {type(found).__name__}, not an object.")
     return found
@@ -211,16 +202,18 @@ def _plain(value: Any) -> str:
 
 
 def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError  # noqa: PLC0415 - optional
     from safetensors.torch import load_file  # noqa: PLC0415 - optional
 
-    try:
-        tensors: dict[str, torch.Tensor] = load_file(directory / _TENSORS)
-    except FileNotFoundError:
-        raise _error(f"{directory} has no {_TENSORS}.") from None
-    except (SafetensorError, OSError) as cause:
-        raise storage_error("read", directory / _TENSORS, cause) from cause
+    path = _existing(directory / _TENSORS)
+    with storage_errors("read", path):
+        tensors: dict[str, torch.Tensor] = load_file(path)
     return tensors
+
+
+def _existing(path: Path) -> Path:
+    if not path.exists():
+        raise _error(f"{path.parent} has no {path.name}.")
+    return path
 
 
 def _error(

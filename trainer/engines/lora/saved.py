@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import LoraConfig, TrainerConfig
-from ..hf.partial_dir import storage_error
+from ..hf.partial_dir import storage_errors
 from .sites import DEFAULT, PART
 
 _ABOUT, _TENSORS = "adapters.json", "adapters.safetensors"
@@ -35,18 +35,15 @@ class SavedAdapters:
 
     def write(self, directory: Path) -> None:
         """Write both files, or none if there is no adapter."""
-        from safetensors import SafetensorError  # noqa: PLC0415 - optional
         from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
         if not self.about:
             return
         adapters = {name: {"config": config.model_dump(), "step": step} for name, (config, step) in self.about.items()}
         text = json.dumps({"published": self.published, "adapters": adapters}, indent=1)
-        try:
+        with storage_errors("written", directory):
             save_file(dict(self.tensors), directory / _TENSORS)
             (directory / _ABOUT).write_text(text, encoding="utf-8")
-        except (SafetensorError, OSError) as cause:
-            raise storage_error("written", directory, cause) from cause
 
     @classmethod
     def read(cls, directory: Path) -> SavedAdapters:
@@ -54,21 +51,20 @@ class SavedAdapters:
 
         Raises `ConfigError` for files that no engine wrote, `StorageError` for those that cannot be read.
         """
-        from safetensors import SafetensorError  # noqa: PLC0415 - optional
         from safetensors.torch import load_file  # noqa: PLC0415 - optional
 
-        try:
-            about = json.loads((directory / _ABOUT).read_text(encoding="utf-8"))
+        if not all((directory / name).exists() for name in (_ABOUT, _TENSORS)):
+            return cls()
+        with storage_errors("read", directory):
+            text = (directory / _ABOUT).read_bytes()
             tensors = load_file(directory / _TENSORS)
+        try:
+            about = json.loads(text)
             adapters = {
                 str(name): (LoraConfig.model_validate(each["config"]), int(each["step"]))
                 for name, each in about["adapters"].items()
             }
             return cls(adapters, tensors, str(about["published"]))
-        except FileNotFoundError:
-            return cls()
-        except (SafetensorError, OSError) as cause:
-            raise storage_error("read", directory, cause) from cause
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, ValidationError) as cause:
             raise ConfigError(f"{directory / _ABOUT} is no list of adapters: {cause}.", part=PART) from cause
 

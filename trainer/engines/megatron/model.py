@@ -109,20 +109,9 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
 
 def _latent(facts: ModelFacts) -> dict[str, Any]:
     """Return megatron-core's settings for multi-latent attention; empty for a model without it."""
-    latent, yarn = facts.shape.latent, facts.yarn
+    latent = facts.shape.latent
     if latent is None:
         return {}
-    scaled: dict[str, Any] = {"rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if yarn is not None:
-        scaled = {
-            "rope_type": "yarn",
-            "rotary_scaling_factor": yarn.factor,
-            "original_max_position_embeddings": yarn.original_max_positions,
-            "beta_fast": yarn.beta_fast,
-            "beta_slow": yarn.beta_slow,
-            "mscale": yarn.mscale,
-            "mscale_all_dim": yarn.mscale_all_dim,
-        }
     return {
         "q_lora_rank": latent.query_rank or None,
         "kv_lora_rank": latent.rank,
@@ -130,7 +119,9 @@ def _latent(facts: ModelFacts) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "rotary_base": facts.rope_theta,
-        **scaled,
+        "rope_type": "yarn" if facts.yarn else "rope",
+        "rotary_scaling_factor": 1.0,
+        **facts.yarn,
     }
 
 

@@ -37,18 +37,6 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True)
-class Yarn:
-    """YaRN's scaling of rotary frequencies (arXiv 2309.00071)."""
-
-    factor: float
-    original_max_positions: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
-
-
-@dataclass(frozen=True, slots=True)
 class ModelFacts:
     """Facts about a model that are known before it is built."""
 
@@ -60,8 +48,8 @@ class ModelFacts:
     max_positions: int
     routing: Routing | None
     """None without experts."""
-    yarn: Yarn | None = None
-    """None without."""
+    yarn: Mapping[str, float]
+    """YaRN's scaling of rotary frequencies (arXiv 2309.00071), as megatron-core's settings; empty without."""
 
 
 def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
@@ -203,15 +191,19 @@ def _llama3_factor(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Ref
     raise refuse(f"scales its rotary embedding by {dict(rope)}")
 
 
-def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> Yarn | None:
+def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> dict[str, float]:
     if rope["rope_type"] != "yarn" or not shape.latent:
-        return None
-    mscales = float(rope.get("mscale") or 0), float(rope.get("mscale_all_dim") or 0)
-    if "attention_factor" in rope or rope.get("truncate") is False or 0 in mscales:
+        return {}
+    mscales = {key: float(rope.get(key) or 0) for key in ("mscale", "mscale_all_dim")}
+    if "attention_factor" in rope or rope.get("truncate") is False or 0 in mscales.values():
         raise refuse(f"scales its rotary embedding by {dict(rope)}")
-    original = int(rope["original_max_position_embeddings"])
-    betas = float(rope.get("beta_fast") or 32), float(rope.get("beta_slow") or 1)
-    return Yarn(float(rope["factor"]), original, *betas, *mscales)
+    return {
+        "rotary_scaling_factor": float(rope["factor"]),
+        "original_max_position_embeddings": int(rope["original_max_position_embeddings"]),
+        "beta_fast": float(rope.get("beta_fast") or 32),
+        "beta_slow": float(rope.get("beta_slow") or 1),
+        **mscales,
+    }
 
 
 def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 
 import torch
 
-from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
 
 from ...config import Head, TrainerConfig
 from ..hf.export import ExportedModel, export_alone
 from ..hf.model_dir import kept_types
-from ..hf.partial_dir import PART, discard_partial, make_partial, partial_name, storage_error, write_on_rank_zero
+from ..hf.partial_dir import PART, storage_errors, write_together
 from ..hf.stored_slices import (
     SliceReader,
     StoredSlice,
@@ -113,42 +113,27 @@ def save_state(
     device: torch.device,
     write_beside: Callable[[Path], None],
 ) -> None:
-    """Write the state under a temporary name next to `directory`, then rename it. Collective.
-
-    Before the rename, rank 0 calls `write_beside` with the temporary directory to write the other files of the state.
-    """
-    from safetensors import SafetensorError  # noqa: PLC0415 - optional
+    """Write the state, with the other files of it that `write_beside` writes into its directory on rank 0. Collective."""
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
-    partial = partial_name(directory)
+    owned = _owned(slices, rank, device)
 
-    def write() -> None:
+    def write(partial: Path) -> None:
         tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
         for piece, mine in zip(slices, owned, strict=True):
             if mine:
                 for kind, tensor in piece.kinds():
                     key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
                     tensors[key] = tensor.detach().cpu().contiguous()
-        try:
+        with storage_errors("written", directory):
             save_file(tensors, partial / f"rank-{rank:05d}.safetensors")
-        except (SafetensorError, OSError) as cause:
-            raise storage_error("written", directory, cause) from cause
 
-    def finish() -> None:
+    def finish(partial: Path) -> None:
         write_beside(partial)
         about = {"engine": _KIND[0], "format": _KIND[1], "step": step, **layout}
         (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
-        partial.rename(directory)
 
-    write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
-    owned = _owned(slices, rank, device)
-    try:
-        on_every_rank(write, device, PART)
-        write_on_rank_zero(finish, directory, rank, device)
-    except StorageError:
-        if rank == 0:
-            discard_partial(directory)
-        raise
+    write_together(directory, lambda partial: on_every_rank(lambda: write(partial), device, PART), finish, rank, device)
 
 
 def load_state(
