@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -17,6 +17,7 @@ from weightlane.sync.version.tensor_spec import dtype_name
 from .model_dir import weight_headers
 from .partial_dir import PART, storage_errors
 
+Source = TypeVar("Source")
 _SHOWN = 5
 _MAPPED_BYTES = 64 * 2**20
 """Bytes read after which files are closed and mapped again, so that pages already read do not stay in memory."""
@@ -49,26 +50,17 @@ class SliceReader:
 
     def read(self, name: str, box: Box, into: torch.Tensor) -> None:
         """Copy the elements `box` of tensor `name` into `into`, as far as files hold them."""
-        missing = [box]
-        for stored in self._stored.get(name, ()):
-            left: list[Box] = []
-            for part in missing:
-                common = part.intersect(stored.box)
-                if common is None:
-                    left.append(part)
-                    continue
-                tensor = self._open(stored.file).get_slice(stored.key)[common.within(stored.box).index]
-                copy_exactly(tensor, into[common.within(box).index], name)
-                self._mapped += tensor.nbytes
-                left += part.minus(common)
-            missing = left
+        for stored, part in sources_of(box, self._held(name))[0]:
+            tensor = self._open(stored.file).get_slice(stored.key)[part.within(stored.box).index]
+            copy_exactly(tensor, into[part.within(box).index], name)
+            self._mapped += tensor.nbytes
 
     def holds(self, name: str, box: Box) -> bool:
         """Return whether files hold all elements `box` of tensor `name`."""
-        missing = [box]
-        for stored in self._stored.get(name, ()):
-            missing = [left for part in missing for left in part.minus(stored.box)]
-        return not missing
+        return not sources_of(box, self._held(name))[1]
+
+    def _held(self, name: str) -> list[tuple[StoredSlice, Box]]:
+        return [(stored, stored.box) for stored in self._stored.get(name, ())]
 
     def _open(self, file: Path) -> Any:
         from safetensors import safe_open  # noqa: PLC0415 - optional
@@ -80,6 +72,19 @@ class SliceReader:
             with storage_errors("read", file):
                 self._opened[file] = self._stack.enter_context(safe_open(file, framework="pt"))
         return self._opened[file]
+
+
+def sources_of(box: Box, held: Iterable[tuple[Source, Box]]) -> tuple[list[tuple[Source, Box]], list[Box]]:
+    """Find the first of the sources `held`, each with its box, that has each element of `box`.
+
+    Returns:
+        Parts of `box`, each with its source; and the parts that no source has.
+    """
+    found, missing = [], [box]
+    for source, its in held:
+        found += [(source, common) for part in missing if (common := part.intersect(its)) is not None]
+        missing = [left for part in missing for left in part.minus(its)]
+    return found, missing
 
 
 def copy_exactly(values: torch.Tensor, into: torch.Tensor, name: str) -> None:

@@ -19,6 +19,7 @@ from weightlane.sync.version.placement import Placement
 from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES, TensorSpec
 
 from .partial_dir import PART
+from .stored_slices import sources_of
 
 FILE_BYTES = 5 * 10**9
 """Most bytes of a file, as Hugging Face's libraries split by default; a single tensor may be larger."""
@@ -118,10 +119,10 @@ def buckets_of(
 
     Raises `ManifestError` if no rank holds some element.
     """
-    slices: dict[str, list[tuple[int, Box]]] = defaultdict(list)
+    slices: dict[str, list[tuple[tuple[int, Box], Box]]] = defaultdict(list)
     for rank in sorted(range(len(held)), key=lambda rank: rank != writer):  # what the writer holds need not be sent
         for spec, box in held[rank].slices:
-            slices[spec.name].append((rank, box))
+            slices[spec.name].append(((rank, box), box))
     for file in (each for each in files if each.writer == writer):
         parts: list[Part] = []
         size, first = 0, True
@@ -133,23 +134,10 @@ def buckets_of(
                     yield Bucket(file, size, tuple(parts), first)
                     parts, size, first = [], 0, False
                 for outer in boxes_of_run(spec.shape, start, count):
-                    parts += _parts(spec, outer, size, slices[spec.name])
+                    found, missing = sources_of(outer, slices[spec.name])
+                    if missing:
+                        raise ManifestError(f"no rank holds all of {spec.name}.", part=PART)
+                    parts += [Part(rank, its, spec, box, size, outer) for (rank, its), box in found]
                     size += outer.numel * spec.dtype.itemsize
                 start += count
         yield Bucket(file, size, tuple(parts), first)
-
-
-def _parts(spec: TensorSpec, outer: Box, at: int, slices: Sequence[tuple[int, Box]]) -> Iterator[Part]:
-    """Yield from whom the elements `outer` come: each from the first slice that has it."""
-    missing = [outer]
-    for rank, box in slices:
-        left: list[Box] = []
-        for each in missing:
-            if (common := each.intersect(box)) is not None:
-                yield Part(rank, box, spec, common, at, outer)
-                left += each.minus(common)
-            else:
-                left.append(each)
-        missing = left
-    if missing:
-        raise ManifestError(f"no rank holds all of {spec.name}.", part=PART)
