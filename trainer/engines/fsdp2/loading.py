@@ -18,7 +18,7 @@ from ...config import TrainerConfig
 from ..hf.heads import causal_head, unused_heads, value_head
 from ..hf.model_dir import half_precision, stored_types
 from ..hf.names import CheckpointRun, checkpoint_runs
-from ..hf.stored_slices import SliceReader, copy_exactly, hf_tensors, refuse_weights, some_of
+from ..hf.stored_slices import SliceReader, StoredSlice, copy_exactly, hf_tensors, refuse_weights, some_of
 from .lora import check_adapter
 from .mesh import check_mesh, parallel_styles
 from .shards import checkpoint_tensors, local_shards
@@ -131,7 +131,13 @@ def _refuse_names(model_dir: Path, kind: str, found: Iterable[object]) -> None:
 
 def read_slices(model_dir: Path, runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill this rank's slices of `tensors`, by in-memory name, from the files in `model_dir`."""
-    with SliceReader({name: [entry] for name, entry in hf_tensors(model_dir).items()}) as reader:
+    _read(hf_tensors(model_dir), runs, tensors)
+
+
+def _read(
+    stored: Mapping[str, StoredSlice], runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    with SliceReader({name: [entry] for name, entry in stored.items()}) as reader:
         for shard in local_shards(runs, tensors, rank=0, dtype=None, kept=()):
             reader.read(shard.spec.name, shard.box, shard.data)
 
@@ -148,7 +154,8 @@ def weights_reader(
     if {run.name: run.shape for run in found} != {run.name: run.shape for run in runs}:
         raise ConfigError(f"the weights in {model_dir} are of another model.", part="model", hint="Check the path.")
     if can_read_slices(model, model_dir, runs):
-        return lambda: read_slices(model_dir, runs, tensors)
+        stored = hf_tensors(model_dir)  # broken headers are found before any rank reads
+        return lambda: _read(stored, runs, tensors)
     whole = checkpoint_tensors(whole_model(model_dir, head))
     by_name = {shard.spec.name: shard.data for shard in local_shards(found, whole, rank=0, dtype=None, kept=())}
 
