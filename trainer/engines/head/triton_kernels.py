@@ -29,19 +29,24 @@ def _place(row_blocks, parts, GROUP: tl.constexpr):  # noqa: N803 - Triton's hab
 
 @triton.jit
 def _logits(
-    head,
+    hidden,
+    weight,
+    bias,
     rows,
     row_count,
     columns,
     column_count,
     width,
+    hidden_stride,
+    weight_stride,
+    scale,
+    softcap,
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_COLUMNS: tl.constexpr,  # noqa: N803
     BLOCK_WIDTH: tl.constexpr,  # noqa: N803
     PRECISION: tl.constexpr,  # noqa: N803
 ):
     """Compute float32 logits of `rows` for the tokens `columns`, with bias and transform."""
-    hidden, weight, bias, hidden_stride, weight_stride, scale, softcap = head
     at = tl.arange(0, BLOCK_WIDTH)
     row_inside = rows < row_count
     column_inside = columns < column_count
@@ -100,7 +105,6 @@ def sums_kernel(
     row_block, split = _place(tl.cdiv(row_count, BLOCK_ROWS), splits, GROUP)
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = rows < row_count
-    head = (hidden, weight, bias, hidden_stride, weight_stride, scale, softcap)
     highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)  # finite, because infinity minus infinity is NaN
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     moment = tl.zeros((BLOCK_ROWS,), tl.float32)
@@ -108,7 +112,22 @@ def sums_kernel(
     for block in range(split * blocks_per_split, last):
         columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
         logits = _logits(
-            head, rows, row_count, columns, column_count, width, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_WIDTH, PRECISION
+            hidden,
+            weight,
+            bias,
+            rows,
+            row_count,
+            columns,
+            column_count,
+            width,
+            hidden_stride,
+            weight_stride,
+            scale,
+            softcap,
+            BLOCK_ROWS,
+            BLOCK_COLUMNS,
+            BLOCK_WIDTH,
+            PRECISION,
         )
         if temperatures is not None:
             logits = logits / tl.load(temperatures + rows, mask=row_inside, other=1.0)[:, None]
@@ -173,9 +192,23 @@ def slopes_kernel(
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = rows < row_count
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    head = (hidden, weight, bias, hidden_stride, weight_stride, scale, softcap)
     transformed = _logits(
-        head, rows, row_count, columns, column_count, width, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_WIDTH, PRECISION
+        hidden,
+        weight,
+        bias,
+        rows,
+        row_count,
+        columns,
+        column_count,
+        width,
+        hidden_stride,
+        weight_stride,
+        scale,
+        softcap,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_WIDTH,
+        PRECISION,
     )
     logs = transformed
     if temperatures is not None:
@@ -228,9 +261,23 @@ def logits_kernel(
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_inside = rows < row_count
     columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    head = (hidden, weight, bias, hidden_stride, weight_stride, scale, softcap)
     logits = _logits(
-        head, rows, row_count, columns, column_count, width, BLOCK_ROWS, BLOCK_COLUMNS, BLOCK_WIDTH, PRECISION
+        hidden,
+        weight,
+        bias,
+        rows,
+        row_count,
+        columns,
+        column_count,
+        width,
+        hidden_stride,
+        weight_stride,
+        scale,
+        softcap,
+        BLOCK_ROWS,
+        BLOCK_COLUMNS,
+        BLOCK_WIDTH,
+        PRECISION,
     )
     if temperatures is not None:
         logits = logits / tl.load(temperatures + rows, mask=row_inside, other=1.0)[:, None]
