@@ -4,14 +4,40 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-from .builtin import OBSERVERS
 from .hooks import RunHooks
+from .prometheus import PROMETHEUS_ENV, prometheus_from_environment
+from .tensorboard import TENSORBOARD_ENV, tensorboard_from_environment
+from .trace.observer import TRACE_ENV, trace_from_environment
+from .trackers import MLFLOW_ENV, TRACKIO_ENV, WANDB_ENV, tracker_from_environment
 
 ENTRY_POINT_GROUP = "weightlane.plugins"
 """Entry-point group of observers. An entry is a module, an object, or a class, which is instantiated without arguments."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltinObserver:
+    """A built-in observer."""
+
+    name: str
+    variable: str
+    """Name of the environment variable that requests the observer. Its value is a path, an address or a project."""
+    make: Callable[[str], object]
+    """Makes the observer from that value."""
+
+
+OBSERVERS = (
+    BuiltinObserver("trace", TRACE_ENV, trace_from_environment),
+    BuiltinObserver("tensorboard", TENSORBOARD_ENV, tensorboard_from_environment),
+    BuiltinObserver("prometheus", PROMETHEUS_ENV, prometheus_from_environment),
+    BuiltinObserver("wandb", WANDB_ENV, tracker_from_environment("wandb")),
+    BuiltinObserver("mlflow", MLFLOW_ENV, tracker_from_environment("mlflow")),
+    BuiltinObserver("trackio", TRACKIO_ENV, tracker_from_environment("trackio")),
+)
+"""Every built-in observer. Each is active only if its variable is set."""
 
 
 def make_hooks(observers: Iterable[object] = ()) -> RunHooks:
@@ -37,34 +63,26 @@ def make_hooks(observers: Iterable[object] = ()) -> RunHooks:
 def process_hooks() -> RunHooks:
     """Return the hooks of this process, for parts of weightlane that were given none of their own.
 
-    They call installed plugins, and the built-in observers whose environment variables are set: see
-    `weightlane.plugins.builtin.OBSERVERS`. The first call makes them.
+    They call installed plugins, and the `OBSERVERS` whose environment variables are set. The first call makes them.
     """
-    return _PROCESS.get()
+    global _process  # noqa: PLW0603 - each process has one
+    with _making:
+        if _process is None:
+            _process = _from_environment()
+        return _process
 
 
-class _ProcessHooks:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._hooks: RunHooks | None = None
-
-    def get(self) -> RunHooks:
-        with self._lock:
-            if self._hooks is None:
-                self._hooks = _from_environment()
-            return self._hooks
+_making = threading.Lock()
+_process: RunHooks | None = None
 
 
-_PROCESS = _ProcessHooks()
+def _start_over() -> None:
+    """Give a forked child hooks of its own, and a lock that no thread of its parent holds."""
+    global _making, _process
+    _making, _process = threading.Lock(), None
 
 
-def _replace_in_child() -> None:
-    """Give a forked child hooks of its own."""
-    global _PROCESS  # noqa: PLW0603 - each process has one
-    _PROCESS = _ProcessHooks()
-
-
-os.register_at_fork(after_in_child=_replace_in_child)
+os.register_at_fork(after_in_child=_start_over)
 
 
 def _from_environment() -> RunHooks:

@@ -122,6 +122,12 @@ def __getattr__(name: str) -> Any:
         ) from cause
 
 
+def uses_weightlane(vllm_config: Any) -> bool:
+    """Whether an engine with this configuration names weightlane's transfer engine; False for None."""
+    transfer = None if vllm_config is None else vllm_config.weight_transfer_config
+    return transfer is not None and transfer.backend == BACKEND
+
+
 def check_internals(*, on_cpu: bool) -> None:
     """Raise `ConfigError` for the plugin's first error, or for the first internal that this vLLM does not have."""
     for failure in failures:

@@ -13,6 +13,8 @@ from weightlane.sync import CommitMode
 from ..config import AdapterConfig
 
 _Request = TypeVar("_Request", bound=BaseModel)
+ENGINE_SHARE = 0.9
+"""Share of a commit's time after which the engine gives up: before its client does, so that it never resumes unnoticed."""
 RANKS = "ranks"
 """Key in the mailbox of `replica_scope` of the number of the replica's ranks."""
 
@@ -95,12 +97,12 @@ class EngineCommit(BaseModel):
     )
 
 
-def validated(model: type[_Request], fields: Mapping[str, Any]) -> _Request:
-    """`fields` as a request; raises a `ConfigError` that names the wrong fields."""
+def validated(
+    model: type[_Request], fields: Mapping[str, Any], *, part: str = "weight-transfer call", hint: str = ""
+) -> _Request:
+    """`fields` as a `model`; raises a `ConfigError` that names the wrong fields, by default with all that there are."""
     try:
         return model.model_validate(dict(fields))
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in error.errors())
-        raise ConfigError(
-            f"{problems}.", part="weight-transfer call", hint=f"Fields: {', '.join(model.model_fields)}."
-        ) from None
+        raise ConfigError(f"{problems}.", part=part, hint=hint or f"Fields: {', '.join(model.model_fields)}.") from None

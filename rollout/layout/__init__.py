@@ -11,11 +11,6 @@ The steps from a staged version to live parameters:
 
 `VersionLoader` makes these steps for a vLLM worker, and repeats them if parameters move or other tensors are sent.
 
-    >>> from weightlane.rollout.layout import LayoutMap, SourceSpec
-    >>> import torch
-    >>> SourceSpec((2, 3), torch.bfloat16).numel
-    6
-
 In a vLLM worker, inside vLLM's current config::
 
     layout = trace_loading(model, {"lm_head.weight": SourceSpec((300, 64), torch.bfloat16), ...})
@@ -23,40 +18,3 @@ In a vLLM worker, inside vLLM's current config::
     needed_boxes(method.layout)  # the parts of the tensors that this rank uses
     CommitPlan(method.layout, model).commit(tensors)
 """
-
-from __future__ import annotations
-
-import importlib
-from typing import TYPE_CHECKING, Any
-
-from .map.layout_map import Constant, LayoutCopy, LayoutMap, Refusal, SourceSpec, TargetSpec
-from .map.needs import needed_boxes
-from .trace.trace import trace_loading
-from .write.commit_plan import CommitPlan, LiveElements
-from .write_method import WriteKind, WriteMethod, choose_write_method
-
-if TYPE_CHECKING:
-    from .version_loader import VersionLoader
-
-__all__ = [
-    "CommitPlan",
-    "Constant",
-    "LayoutCopy",
-    "LayoutMap",
-    "LiveElements",
-    "Refusal",
-    "SourceSpec",
-    "TargetSpec",
-    "VersionLoader",
-    "WriteKind",
-    "WriteMethod",
-    "choose_write_method",
-    "needed_boxes",
-    "trace_loading",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "VersionLoader":  # Its module needs vLLM.
-        return importlib.import_module(".version_loader", __name__).VersionLoader
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -120,7 +120,7 @@ class VersionLoader:
         signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
         self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> WriteKind:
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace every weight of the model, in place, by `tensors` of the learned signature (Hugging Face names).
 
         On a CUDA device the copies are queued on the current stream when this returns.
@@ -130,20 +130,16 @@ class VersionLoader:
                 version was loaded completely.
         """
         assert self._writer is not None, "learned"
-        assert self._method is not None, "as above"
         self._writer.write(tensors)
-        return self._method.kind
 
-    def write_arriving(self, arriving: Iterator[LivePart]) -> WriteKind:
+    def write_arriving(self, arriving: Iterator[LivePart]) -> None:
         """Replace every weight by a version of which a few consecutive elements arrive at a time.
 
         Raises:
             WeightlaneError: The error that `arriving` raised, or `CommitError` as from `write`.
         """
         assert self._writer is not None, "learned"
-        assert self._method is not None, "as above"
         self._writer.write_arriving(run for run in arriving if run.name not in self._left_out)
-        return self._method.kind
 
     def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
         """Find out how versions with `signature` are written, and prove that this is right, unless that is known.

@@ -162,7 +162,7 @@ def repacked(model: torch.nn.Module) -> dict[str, str]:
 
 
 def _private_kernel(module: Any) -> str | None:
-    """The evidence that a linear layer on CPU computes from a packed copy; see `vllm_cpu.linear`."""
+    """The evidence that a linear layer on CPU computes from a packed copy; see `vllm_cpu.layers`."""
     linear = module.__dict__.get("cpu_linear")
     if linear is not None and linear is not torch.nn.functional.linear:
         return "the layer computes from a packed copy of this weight"

@@ -15,18 +15,17 @@ from weightlane.ckpt_engines import (
     ConfigError,
     DeadlineExceededError,
     QuarantinedError,
+    UntouchedError,
     WeightlaneError,
 )
 
-from ..commit.commit_client import CommitFailure, commit_version, roll_back
 from ..commit.records import CommitReport, Completion, RolloutStats
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
 from ..layout.loading.adapter_tensors import adapted_layers
 from .adapter_versions import AdapterVersions
-from .generation import generate
+from .generation import Sampling, generate
 from .replica_hooks import Observed
-from .sampling import Sampling
 from .vllm_engine import VllmEngine
 
 _WATCH_S = 0.5
@@ -280,9 +279,7 @@ class LocalReplica:
             async with self._updating(f"the commit of version {version}"):
                 if self.config.adapter is not None:
                     made, more = self._adapters.begin(version, self._in_flight.values())
-                report = await commit_version(
-                    self._engine, self.config, self.clock, version, trusted=before is not None, more=more
-                )
+                report = await self._engine.commit(version, self.clock, trusted=before is not None, more=more)
                 if self.config.adapter is not None:
                     self._adapters.committed(made)
             if stops == self._stops:  # Otherwise a quarantine came during the commit, and outlives it.
@@ -311,7 +308,7 @@ class LocalReplica:
             if self.config.adapter is not None:
                 more = self._adapters.begin_rollback(version, self._in_flight.values())
             async with self._updating(f"the rollback of version {version}"):
-                self._blocked_s += await roll_back(self._engine, self.config, version, self._before, more)
+                self._blocked_s += await self._engine.roll_back(version, self._before, more)
             self._adapters.rolled_back()
             self.version, self._before = self._before, None
 
@@ -355,17 +352,17 @@ class LocalReplica:
 
     @asynccontextmanager
     async def _updating(self, action: str) -> AsyncIterator[None]:
-        """Raise the typed error of a failed update of the weights, and stop serving if they cannot be trusted."""
+        """Stop serving if an update of the weights fails and they cannot be trusted."""
         _ = self._engine.running  # Raises if the engine is closed.
         self._updates += 1
         try:
             yield
-        except CommitFailure as failure:
-            if failure.serving:
-                self._adapters.untouched()
-            else:
-                await self._stop_serving(failure.error)
-            raise failure.error from failure.__cause__
+        except UntouchedError:
+            self._adapters.untouched()
+            raise
+        except WeightlaneError as error:
+            await self._stop_serving(error)
+            raise
         except asyncio.CancelledError:
             await self._stop_serving(QuarantinedError(f"{action} was cancelled.", part=self.name))
             raise

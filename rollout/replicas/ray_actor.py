@@ -50,10 +50,6 @@ class ReplicaActor:
         """Call one of the replica's coroutine methods."""
         return await self._outcome(getattr(self._replica, method)(*args, **kwargs))
 
-    async def quarantine(self, error: dict[str, str]) -> _Outcome:
-        """See `LocalReplica.quarantine`; `error` is plain data."""
-        return await self._outcome(self._replica.quarantine(error_from_wire(error)))
-
     async def stats(self) -> RolloutStats:
         """The replica's running totals."""
         return self._replica.stats()
@@ -162,7 +158,7 @@ class RolloutReplica:
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """See `LocalReplica.quarantine`."""
-        await self._answer(self._actor.quarantine.remote(error.to_wire()), _GRACE_S, "quarantine")
+        await self._call("quarantine", _GRACE_S, error)
 
     async def stats(self) -> RolloutStats:
         """See `LocalReplica.stats`."""

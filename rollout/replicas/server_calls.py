@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WorkerDiedError
 
-from ..commit.remote_failure import RemoteFailure, failure_from_text
+from ..commit.remote_failure import RemoteFailureError, failure_from_text
 
 if TYPE_CHECKING:
     import aiohttp
@@ -23,16 +23,8 @@ _UNAUTHORIZED = (401, 403)
 _NOT_FOUND = (404, 405)
 
 
-class CallFailedError(Exception):
-    """A failed call, with its typed error and whether the old weights are certainly in place."""
-
-    def __init__(self, failure: RemoteFailure) -> None:
-        super().__init__(str(failure.error))
-        self.failure = failure
-
-
 class ServerCalls:
-    """Calls to one server, inside an ``async with`` block.
+    """Calls to one server, inside an ``async with`` block. Each raises a `RemoteFailureError` if it fails.
 
     Args:
         url: Address of the server without a path, e.g. ``http://127.0.0.1:8000``.
@@ -70,11 +62,11 @@ class ServerCalls:
             await self._session.close()
 
     async def get(self, path: str, deadline: Deadline, **query: str) -> dict[str, Any]:
-        """The JSON object at `path`. Raises `CallFailedError`."""
+        """The JSON object at `path`."""
         return await self._call("GET", path, deadline, query, None)
 
     async def post(self, path: str, deadline: Deadline, body: Mapping[str, Any] | None = None, **query: str) -> None:
-        """Post `body` to `path`. Raises `CallFailedError`."""
+        """Post `body` to `path`."""
         await self._call("POST", path, deadline, query, body or {})
 
     async def _call(
@@ -92,10 +84,10 @@ class ServerCalls:
                 status = answer.status
         except TimeoutError as cause:
             waited = deadline.error(f"the answer to {method} /{path}", part=self._part, peer=self._url)
-            raise CallFailedError(RemoteFailure(waited, intact=False)) from cause
+            raise RemoteFailureError(waited, intact=False) from cause
         except aiohttp.InvalidURL as cause:
             wrong = ConfigError(f"{self._url!r} is not the address of a server.", part=self._part)
-            raise CallFailedError(RemoteFailure(wrong, intact=True)) from cause
+            raise RemoteFailureError(wrong, intact=True) from cause
         except (aiohttp.ClientError, OSError) as cause:
             gone = WorkerDiedError(
                 f"the server does not answer {method} /{path}: {cause or type(cause).__name__}.",
@@ -103,9 +95,9 @@ class ServerCalls:
                 peer=self._url,
                 hint="Start it, or check the address; its log has the cause if it ended.",
             )
-            raise CallFailedError(RemoteFailure(gone, intact=False)) from cause
+            raise RemoteFailureError(gone, intact=False) from cause
         if status != _OK:
-            raise CallFailedError(refusal(f"{method} /{path}", status, text, part=self._part, peer=self._url))
+            raise refusal(f"{method} /{path}", status, text, part=self._part, peer=self._url)
         return self._parsed(path, text)
 
     def _parsed(self, path: str, text: str) -> dict[str, Any]:
@@ -118,10 +110,10 @@ class ServerCalls:
             peer=self._url,
             hint="Check the address.",
         )
-        raise CallFailedError(RemoteFailure(error, intact=False))
+        raise RemoteFailureError(error, intact=False)
 
 
-def refusal(call: str, status: int, text: str, *, part: str, peer: str) -> RemoteFailure:
+def refusal(call: str, status: int, text: str, *, part: str, peer: str) -> RemoteFailureError:
     """The failure that a server `peer` has answered a `call` with, such as ``POST /update_weights``."""
     refusals = {
         _UNAUTHORIZED: (f"{call} was refused with status {status}.", "Check the token."),
@@ -132,7 +124,7 @@ def refusal(call: str, status: int, text: str, *, part: str, peer: str) -> Remot
     }
     for statuses, (message, hint) in refusals.items():
         if status in statuses:
-            return RemoteFailure(ConfigError(message, part=part, peer=peer, hint=hint), intact=True)
+            return RemoteFailureError(ConfigError(message, part=part, peer=peer, hint=hint), intact=True)
     said = _message_of(text)
     failure = failure_from_text(said, part=part)
     if failure.error.message == said:

@@ -29,9 +29,9 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitMode, CommitReport
 
-from ..commit.commit_client import ENGINE_SHARE, quarantined, untouched
-from ..commit.transfer_calls import EngineCommit
-from .server_calls import CallFailedError, ServerCalls
+from ..commit.remote_failure import RemoteFailureError, quarantined, untouched
+from ..commit.transfer_calls import ENGINE_SHARE, EngineCommit
+from .server_calls import ServerCalls
 
 _log = logging.getLogger(__name__)
 _CLEAN_UP_S = 10.0
@@ -134,11 +134,11 @@ class ServerReplica:
                     )
                 await server.post("init_weight_transfer_engine", deadline, {"init_info": info | self._staging})
                 self._take_over = False  # two that take the server from each other would both believe that they have it
-            except CallFailedError as cause:
-                if isinstance(cause.failure.error, QuarantinedError):
+            except RemoteFailureError as failure:
+                if isinstance(failure.error, QuarantinedError):
                     self.serving = False
                     await _stop(server)
-                raise with_hint(cause.failure.error) from cause
+                raise with_hint(failure.error) from failure
 
     async def commit(self, version: int) -> CommitReport:
         """Put `version`, which every rank has staged, into service between two decode steps.
@@ -181,8 +181,8 @@ class ServerReplica:
         async with self._control, self._calls() as server:
             try:
                 await server.post("pause", Deadline.after(_CLEAN_UP_S), mode="abort", clear_cache="true")
-            except CallFailedError as cause:
-                raise cause.failure.error from cause
+            except RemoteFailureError as failure:
+                raise failure.error from failure
 
     def _calls(self) -> ServerCalls:
         return ServerCalls(self.url, self._token, self.name)
@@ -202,15 +202,14 @@ class ServerReplica:
                 self.serving = False
                 await _stop(server)
                 raise
-            except CallFailedError as cause:
-                failure = cause.failure
+            except RemoteFailureError as failure:
                 if self.serving and failure.intact:
-                    raise untouched(failure.error, self.name) from cause
+                    raise untouched(failure.error, self.name) from failure
                 self.serving = False
                 answers = await _stop(server)
                 if isinstance(failure.error, WorkerDiedError) and not answers:
-                    raise failure.error from cause
-                raise quarantined(failure.error, self.name, "The server stays paused") from cause
+                    raise failure.error from failure
+                raise quarantined(failure.error, self.name, "The server stays paused") from failure
             self.serving = True
             return CommitReport(serves, time.monotonic() - began)
 
@@ -222,7 +221,7 @@ async def _stop(server: ServerCalls) -> bool:
     """
     try:
         await server.post("pause", Deadline.after(_CLEAN_UP_S), mode="abort", clear_cache="true")
-    except CallFailedError:
+    except RemoteFailureError:
         return False  # The caller raises the error of the failed commit.
     return True
 

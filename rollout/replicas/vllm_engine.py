@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import time
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,12 +19,14 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 
-from ..commit.remote_failure import failure_from_text
+from ..commit.records import CommitReport
+from ..commit.remote_failure import failure_from_text, quarantined, untouched
+from ..commit.token_clock import TokenClock
+from ..commit.transfer_calls import ENGINE_SHARE, EngineCommit
 from ..config import RolloutConfig
 from ..layout.loading.refused_models import refusal_by_vllm
 from ..vllm.environment import replica_config
-from ..vllm.shared_memory import segments_of_trees
-from .shared_memory_cleaner import SharedMemoryCleaner
+from ..vllm.shared_memory import SharedMemoryCleaner, segments_of_trees
 
 _CLOSE_TIMEOUT_S = 10.0
 """Most seconds that each step of a shutdown may take, so that a hung engine cannot block its owner."""
@@ -151,11 +154,74 @@ class VllmEngine:
             )
         processor.tokenizer = tokenizer
 
-    async def update_weights(self, update_info: Mapping[str, Any]) -> dict[str, float]:
-        """Call ``update_weights``; see `weightlane.rollout.commit.commit_client.Engine`."""
+    async def commit(self, version: int, clock: TokenClock, *, trusted: bool, more: Mapping[str, Any]) -> CommitReport:
+        """Put the staged `version` into service. A cancelled commit continues in the engine.
+
+        Args:
+            version: The version.
+            clock: Watches the requests in flight.
+            trusted: Whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
+                loading. After a failure that leaves the weights untrusted the engine stays paused.
+            more: Further fields of the `UpdateRequest`.
+
+        Raises:
+            UntouchedError: The old weights serve again.
+            WorkerDiedError: The engine is gone.
+            QuarantinedError: Any other failure.
+        """
+        in_flight = clock.commit_begins(version)
+        began = time.monotonic()
+        figures = await self._update({**more, "version": version}, version, trusted=trusted)
+        clock.commit_ends(version)
+        waited_s = time.monotonic() - began - figures["blocked_s"]
+        recomputed = int(figures["recomputed_tokens"])
+        clock.recomputed_tokens += recomputed
+        return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight, recomputed)
+
+    async def roll_back(self, version: int, before: int, more: Mapping[str, Any]) -> float:
+        """Replace `version`, which serves, by version `before`. Returns the seconds in which nothing was generated.
+
+        Raises as `commit`.
+        """
+        return (await self._update({**more, "rollback_of": version}, before, trusted=True))["blocked_s"]
+
+    async def _update(self, update: Mapping[str, Any], label: int, *, trusted: bool) -> dict[str, float]:
+        """Let every rank make `update` while nothing is generated. Later tokens carry the version `label`."""
+        limit_s = self.config.commit_timeout_s
+        options = EngineCommit(
+            weight_version=str(label),
+            # Cached blocks belong to one adapter, which stays what it is.
+            caches=self.config.kv_on_commit if self.config.adapter is None else "keep",
+            within_s=ENGINE_SHARE * limit_s,
+            trusted=trusted,
+        )
+        info = {**update, "engine_commit": options.model_dump()}
         figures: dict[str, float]
-        (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": dict(update_info)})
+        try:
+            async with asyncio.timeout(limit_s):
+                (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": info})
+        except Exception as cause:
+            error, intact = self._diagnosed(cause, limit_s)
+            if intact and trusted:
+                raise untouched(error, self.name) from cause
+            if isinstance(error, WorkerDiedError):
+                raise error from cause
+            raise quarantined(error, self.name, "The replica must not serve") from cause
         return figures
+
+    def _diagnosed(self, cause: Exception, limit_s: float) -> tuple[WeightlaneError, bool]:
+        """The typed error of a failed update, and whether the old weights are in place on every rank."""
+        if isinstance(cause, TimeoutError):
+            late = DeadlineExceededError(
+                f"the weights were not replaced within {limit_s:.0f} s.",
+                part=self.name,
+                hint="Raise rollout.commit_timeout_s.",
+            )
+            return late, False
+        if isinstance(error := self.typed(cause), WorkerDiedError):
+            return error, False
+        failure = failure_from_text(str(cause), part=self.name)
+        return failure.error, failure.intact
 
     async def abort(self, requests: Collection[str]) -> None:
         """End requests by their keys. Never raises: an engine too broken to abort requests ends them by dying."""

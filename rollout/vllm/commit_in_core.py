@@ -34,9 +34,9 @@ from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, as_weightlane_error
 
-from ..commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
+from ..commit.remote_failure import RemoteFailureError, failure_from_text
 from ..commit.transfer_calls import EngineCommit, validated
-from ..vllm_surface import BACKEND, EngineCore, EngineCoreProc, EngineCoreRequestType, check_attributes
+from ..vllm_surface import EngineCore, EngineCoreProc, EngineCoreRequestType, check_attributes, uses_weightlane
 
 _PART = "vLLM's engine core"
 _HINT = "Raise commit_timeout_s."
@@ -59,8 +59,7 @@ def install() -> None:
 
     @functools.wraps(plain)
     def collective_rpc(core: Any, *args: Any, **kwargs: Any) -> Any:
-        transfer = core.vllm_config.weight_transfer_config
-        if transfer is not None and transfer.backend == BACKEND:
+        if uses_weightlane(core.vllm_config):
             call = signature.bind(core, *args, **kwargs).arguments
             update = (call.get("kwargs") or {}).get("update_info")
             if call["method"] == "init_weight_transfer_engine":
@@ -277,4 +276,4 @@ def _drop_caches(core: Any) -> int:
 
 
 def _failure(error: Exception, *, intact: bool) -> RemoteFailureError:
-    return RemoteFailureError(RemoteFailure(as_weightlane_error(error, _PART), intact))
+    return RemoteFailureError(as_weightlane_error(error, _PART), intact=intact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,11 @@ from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
 from ..commit.transfer_calls import UpdateRequest, validated
-from ..layout import SourceSpec
+from ..layout.map.layout_map import SourceSpec
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..layout.write.live_delta import LiveDelta
 from ..rank_group import RankGroup
-from .graph_memory import GraphMemory, captures_graphs
 
 logger = init_logger("vllm.weightlane")
 
@@ -67,8 +66,9 @@ class LiveWeights:
         """The version before `_version`; None if it cannot be restored."""
         self._undo: LiveDelta | None = None
         """The delta that rolls `_version` back, if `_version` was a delta."""
-        self._graph_memory: GraphMemory | None = None
-        """None until the first update, and for an engine that captures no graphs."""
+        self._captured: dict[str, int] | None = None
+        """The addresses of all tensors, which captured CUDA graphs read. None for an engine that captures none, and until the
+        first update: layers may move some tensors before the model serves."""
 
     @property
     def version(self) -> int | None:
@@ -110,8 +110,8 @@ class LiveWeights:
 
     def _prepare(self, change: _Change, request: UpdateRequest, subscriber: Subscriber) -> None:
         """Fill in `change`. It stays empty if there is nothing to roll back."""
-        if self._graph_memory is None and captures_graphs(self._rank.config):
-            self._graph_memory = GraphMemory(self._rank.model, self._part)
+        if self._captured is None and _captures_graphs(self._rank.config):
+            self._captured = dict(_addresses(self._rank.model))
         if request.version is None:
             assert request.rollback_of is not None, "one of the two is given"
             self._prepare_rollback(change, request.rollback_of, subscriber)
@@ -266,13 +266,21 @@ class LiveWeights:
         """Wait until the device has written everything: the ranks then agree on what is so, and staging memory is used again.
 
         Raises:
-            QuarantinedError: A tensor has moved away from where captured graphs read it.
+            QuarantinedError: A tensor has moved away from where captured graphs read it: by a layer that replaces a parameter
+                instead of filling it. Nothing would compute with the version.
         """
         device = self._rank.device
         if runtime_of(device).has_streams:
             torch.accelerator.synchronize(device)  # not one stream: layers may use their own
-        if self._graph_memory is not None:
-            self._graph_memory.check()
+        here = {} if self._captured is None else dict(_addresses(self._rank.model))
+        moved = [name for name, address in (self._captured or {}).items() if here.get(name) != address]
+        if moved:
+            raise QuarantinedError(
+                f"{moved[0]} and {len(moved) - 1} more tensors have moved to other memory, and captured CUDA graphs compute with"
+                " the memory from before.",
+                part=self._part,
+                hint="Start this replica anew; with --enforce-eager (rollout.extra_engine_args) tensors may move.",
+            )
 
     def _release(self, change: _Change, subscriber: Subscriber) -> None:
         """Give back the staging memory of `change`. Never raises."""
@@ -294,3 +302,16 @@ class LiveWeights:
             peer=error.peer,
             hint="The replica must not serve until a complete version has been committed.",
         )
+
+
+def _captures_graphs(vllm_config: Any) -> bool:
+    """Whether an engine with this configuration captures CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.name != "NONE"
+
+
+def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            if tensor.numel():
+                yield name, tensor.data_ptr()

@@ -3,10 +3,20 @@
 vLLM unlinks its segments at shutdown, and Python's resource tracker unlinks the segments that it knows. A killed process does not
 unlink the buffers between tensor-parallel ranks. A tracker that is killed with its parent (Ray ends whole trees) unlinks nothing.
 A segment without a name disappears with the last process that maps it, so that unlinking is safe once all have opened it.
+
+Ray kills a dead actor's whole process group at once, and an actor whose raylet has died first kills its child processes, so that
+none of the replica's own processes can clean up. A cleaner therefore runs in a separate session, as nobody's child:
+``python -m weightlane.rollout.vllm.shared_memory``. It reads lines of JSON, which say what is to be removed, until the end of its
+standard input, which closes with the replica, even if the replica is killed.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import select
+import subprocess
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +26,10 @@ from weightlane.ckpt_engines.runtime.process_tree import children_by_parent
 _FOLDER = Path("/dev/shm")  # noqa: S108 - where Linux keeps POSIX shared memory, not a place for temporary files
 _PREFIXES = ("vllm_", "psm_", "sem.mp-")
 """vLLM's own segments, and those and the semaphores of Python's ``multiprocessing`` that it uses."""
+_WAIT_S = 5.0
+"""Most seconds that `close` waits for the cleaner, which needs a few milliseconds."""
+_POLL_S = 0.5
+"""Seconds between two looks at a replica that starts."""
 
 
 def mapped_segments(pid: int | str = "self") -> set[Path]:
@@ -54,3 +68,69 @@ def unlink(segments: Iterable[Path]) -> None:
     for segment in segments:
         with suppress(OSError):
             segment.unlink()
+
+
+class SharedMemoryCleaner:
+    """The cleaner of one replica, which outlives it for a moment. Closing it, or the death of this process, starts the removal.
+
+    Until `settle`, it looks for itself what this process and its descendants map: vLLM makes segments long before it has started.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 - this interpreter, this module
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,  # nothing is written: the end of it is the end of the cleaner
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_WAIT_S)  # it has forked the cleaner
+        before = segments_of_trees([os.getpid()])  # of other engines in this process
+        self._send({"watched": os.getpid(), "before": sorted(map(str, before))})
+
+    def settle(self, segments: Iterable[Path]) -> None:
+        """Say which segments are the replica's: these and no other ones are removed."""
+        self._send({"segments": sorted(map(str, segments))})
+
+    def close(self) -> None:
+        """Let the cleaner remove the segments now. Idempotent, never raises, ends within seconds."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        if not self._process.stdout.closed:
+            select.select([self._process.stdout], [], [], _WAIT_S)
+            self._process.stdout.close()
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        with suppress(OSError):  # a cleaner that was killed costs names, not the replica
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+
+
+def main() -> None:
+    """In a process of its own, find out what is to be removed until the end of standard input, then remove it."""
+    if os.fork():
+        os._exit(0)
+    segments: set[str] = set()
+    before: set[str] = set()
+    watched, rest = 0, b""
+    while True:
+        readable = select.select([0], [], [], _POLL_S if watched else None)[0]
+        piece = os.read(0, 1 << 16) if readable else b""
+        if watched and not piece:
+            segments |= {str(each) for each in segments_of_trees([watched])} - before
+        if readable and not piece:
+            break
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            watched, before = message.get("watched", 0), set(message.get("before", ()))
+            segments = set(message.get("segments", ()))
+    unlink(map(Path, segments))
+
+
+if __name__ == "__main__":
+    main()

@@ -20,7 +20,7 @@ import torch
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError, error_from_wire
 
 from ..layout.loading.model_errors import described_failure, failed_layer, model_error
-from ..vllm_surface import BACKEND, WorkerWrapperBase
+from ..vllm_surface import WorkerWrapperBase, uses_weightlane
 from .watchdog import WATCH_ENV
 
 _STEPS = {
@@ -40,8 +40,7 @@ def install() -> None:
     @functools.wraps(plain)
     def init_device(wrapper: Any) -> None:
         plain(wrapper)
-        transfer = wrapper.vllm_config.weight_transfer_config
-        if WATCH_ENV in os.environ and transfer is not None and transfer.backend == BACKEND:
+        if WATCH_ENV in os.environ and uses_weightlane(wrapper.vllm_config):
             for method, action in _STEPS.items():
                 if hasattr(wrapper.worker, method):
                     setattr(wrapper.worker, method, _reporting(getattr(wrapper.worker, method), action, wrapper))

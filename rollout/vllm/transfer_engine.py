@@ -37,11 +37,11 @@ from vllm.distributed.weight_transfer.base import (
 from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, WeightlaneError
 from weightlane.sync import Subscriber
 
-from ..commit.remote_failure import RemoteFailure, RemoteFailureError
+from ..commit.remote_failure import RemoteFailureError
 from ..commit.transfer_calls import RANKS, ConnectRequest, UpdateRequest, replica_scope, validated
-from ..layout import SourceSpec
 from ..layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
+from ..layout.map.layout_map import SourceSpec
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
 from ..rank_group import RankGroup
@@ -264,4 +264,4 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
     def _raise(self, error: WeightlaneError) -> None:
         """Raise `error` on the rank that reports failures."""
         if self._group.raises:
-            raise RemoteFailureError(RemoteFailure(error, intact=self._weights is None or self._weights.intact))
+            raise RemoteFailureError(error, intact=self._weights is None or self._weights.intact)

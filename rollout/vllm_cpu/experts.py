@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .linear import uses_weightlane
+from .layers import in_use
 
 _LIVE = "_weightlane_live"
 _GPT_OSS_LIMIT = 7.0
@@ -34,7 +34,7 @@ def keep_expert_parameters_live() -> None:
 
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
         # zentorch's kernel computes from the weights as they were loaded.
-        if not uses_weightlane() or cpu_moe.is_zentorch_moe_supported(layer):
+        if not in_use() or cpu_moe.is_zentorch_moe_supported(layer):
             prepare(self, layer)
             return
         setattr(self, _LIVE, True)

@@ -26,8 +26,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.links.bounded_calls import start_call
 from weightlane.sync import CommitReport, Rendezvous
 
-from ..commit.commit_client import quarantined, untouched
-from ..commit.remote_failure import RemoteFailure, failure_from_text
+from ..commit.remote_failure import RemoteFailureError, failure_from_text, quarantined, untouched
 from ..commit.transfer_calls import RANKS, replica_scope
 from ..replicas.server_calls import refusal
 from ..replicas.server_replica import checked_address, with_hint
@@ -130,7 +129,7 @@ class ClientReplica:
             raise ProtocolError(f"{ranks!r} is no number of ranks.", part=self.name, peer=self._url)
         return ranks
 
-    def _failure(self, cause: Exception) -> RemoteFailure:
+    def _failure(self, cause: Exception) -> RemoteFailureError:
         """The typed error of a failed call, and whether the old weights are certainly in place."""
         answer = getattr(cause, "response", None)  # of an HTTP client
         if answer is not None:
@@ -143,7 +142,7 @@ class ClientReplica:
                 peer=self._url,
                 hint="Start it, or check the address; its log has the cause if it ended.",
             )
-            return RemoteFailure(gone, intact=False)
+            return RemoteFailureError(gone, intact=False)
         return failure_from_text(str(cause), part=self.name)
 
 

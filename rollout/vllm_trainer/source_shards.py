@@ -8,12 +8,10 @@ copies the ones that it holds into memory that stays in place: rank 0 all of the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from vllm.distributed.weight_transfer.base import (
     ModuleSource,
     ParamMeta,
@@ -21,9 +19,10 @@ from vllm.distributed.weight_transfer.base import (
     materialize_full_tensor,
 )
 
-from weightlane.ckpt_engines import ConfigError, ManifestError
+from weightlane.ckpt_engines import ManifestError
 from weightlane.sync import LocalShard, TensorSpec, dtype_name
-from weightlane.sync.version.tensor_spec import LiveTensor, kept_in_float32
+from weightlane.sync.torchrun.module_slices import held_slice, live_tensors
+from weightlane.sync.version.tensor_spec import kept_in_float32
 
 from ..vllm_surface import check_attributes
 
@@ -66,12 +65,13 @@ class _ModuleShards:
         specs = _specs(source.metadata(), wire_dtype)
         self.shards: list[LocalShard] = []
         device = torch.device("cpu")
-        for name, parameter in module.named_parameters():
-            starts, data = _held_slice(name, parameter)
+        parameters = dict(module.named_parameters())
+        live = live_tensors(module, parameters)
+        for name, parameter in parameters.items():
+            box, data = held_slice(name, parameter, _PART)
             device = data.device
             if data.numel() and (rank == 0 or isinstance(parameter, DTensor)):
-                live = LiveTensor(name, data, partial(_current, module, name, parameter))
-                self.shards.append(LocalShard(specs[name], starts, data, (live,)))
+                self.shards.append(LocalShard(specs[name], box.starts, data, live[name]))
         self.shards = self.shards or _no_elements(specs, device)
 
     def refresh(self) -> None:
@@ -156,31 +156,6 @@ def _specs(metadata: Sequence[ParamMeta], wire_dtype: torch.dtype | None) -> Map
         return own if wire_dtype is None or not own.is_floating_point or meta.name in kept else wire_dtype
 
     return {meta.name: TensorSpec(meta.name, tuple(meta.shape), on_wire(meta)) for meta in metadata}
-
-
-def _held_slice(name: str, tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    """The first index and the memory of this rank's slice of a parameter."""
-    if not isinstance(tensor, DTensor):
-        return (0,) * tensor.dim(), tensor.detach()
-    if any(placement.is_partial() for placement in tensor.placements):
-        raise ConfigError(
-            f"parameter {name} is a partial sum, of which no rank has the values.",
-            part=_PART,
-            hint="Parameters are sharded or replicated; reduce partial sums first.",
-        )
-    _, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(starts), tensor.to_local().detach()
-
-
-def _current(module: torch.nn.Module, name: str, before: torch.Tensor) -> torch.Tensor | None:
-    """This rank's slice of the module's present parameter `name`; None if it has none."""
-    try:
-        now: torch.Tensor = module.get_parameter(name)
-    except AttributeError:
-        return None
-    if isinstance(before, DTensor) and not isinstance(now, DTensor):
-        now = before  # FSDP has put the gathered parameter there for a while
-    return _held_slice(name, now)[1]
 
 
 def _no_elements(specs: Mapping[str, TensorSpec], device: torch.device) -> list[LocalShard]:

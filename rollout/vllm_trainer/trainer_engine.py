@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from vllm.distributed.weight_transfer.base import (
     TrainerInitInfo,
     TrainerWeightTransferEngine,
@@ -25,6 +24,7 @@ from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.sync import CollectivePublisher, SyncConfig, dtype_of
 from weightlane.sync.torchrun.rank_exchange import RankExchange
 
+from ..commit.transfer_calls import validated
 from ..vllm_surface import BACKEND
 from .client_replica import ClientReplica, replicas_behind
 from .source_shards import SourceShards, source_shards
@@ -112,7 +112,10 @@ class WeightlaneTrainerWeightTransferEngine(
                     part=_PART,
                     hint="Every trainer rank is a member of torch.distributed's default process group, by that number.",
                 )
-            config = _config(init_info)
+            host = {"host": init_info.master_address, "port": init_info.master_port}
+            settings = {"quorum": 1.0, **host, **init_info.sync}
+            hint = "The settings are those of [sync] in a run's configuration."
+            config = validated(SyncConfig, settings, part=_PART, hint=hint)
             wire_dtype = None if config.wire_dtype == "auto" else dtype_of(config.wire_dtype)
             made.append((source, config, source_shards(source, init_info.rank, wire_dtype)))
             if init_info.is_sender:
@@ -190,18 +193,6 @@ def _group_device() -> torch.device:
     if accelerator is None or not dist.is_initialized() or "cpu:" in dist.get_backend_config():
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def _config(init_info: WeightlaneTrainerInitInfo) -> SyncConfig:
-    """The sync's settings. Raises `ConfigError` for wrong ones."""
-    host = {"host": init_info.master_address, "port": init_info.master_port}
-    try:
-        return SyncConfig.model_validate({"quorum": 1.0, **host, **init_info.sync})
-    except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigError(
-            f"{problems}.", part=_PART, hint="The settings are those of [sync] in a run's configuration."
-        ) from None
 
 
 def _check_world(init_info: WeightlaneTrainerInitInfo, replicas: list[ClientReplica]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from installed import install
 
 from weightlane.plugins import HOOK_NAMES, RunHooks, make_hooks
-from weightlane.plugins.builtin import OBSERVERS
+from weightlane.plugins.loading import OBSERVERS
 from weightlane.plugins.prometheus import PrometheusObserver
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/hooks.md").read_text()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,19 +35,13 @@ class _Loader(BaseModelLoader):  # type: ignore[misc]  # vLLM is untyped to us
         model.load_weights(iter(self._values.items()))  # type: ignore[operator]
 
 
-@dataclass
-class FreshModel:
-    """A model of this rank that was loaded by vLLM's ordinary loading."""
-
-    rank: RankModel
-    stale_views: list[StaleView]
-    """Tensors that were views of the model's parameters until it was loaded."""
-
-
-def fresh_model(rank: RankModel, values: Mapping[str, torch.Tensor]) -> FreshModel:
+def fresh_model(rank: RankModel, values: Mapping[str, torch.Tensor]) -> tuple[RankModel, list[StaleView]]:
     """Build a second model like that of `rank` and load `values` into it. All tensor-parallel ranks call this together.
 
     Memory that nothing is loaded into holds a pattern.
+
+    Returns:
+        The model, and the tensors that were views of its parameters until it was loaded.
 
     Raises:
         Exception: The error of vLLM's loading.
@@ -62,7 +56,7 @@ def fresh_model(rank: RankModel, values: Mapping[str, torch.Tensor]) -> FreshMod
         model = loader.load_model(vllm_config=config, model_config=config.model_config)
     tensors = tensors_of(model)
     stale = [view for view in loader.views if _is_stale(view, tensors)]
-    return FreshModel(replace(rank, model=model, config=config), stale)
+    return replace(rank, model=model, config=config), stale
 
 
 def _views(model: torch.nn.Module) -> list[StaleView]:

@@ -30,7 +30,7 @@ from ..trace.loading_reads import OnlyRead
 from ..write.version_writer import VersionWriter
 from ..write_method import WriteMethod
 from .device_room import room_for_second
-from .fresh_model import FreshModel, fresh_model
+from .fresh_model import fresh_model
 from .layer_outputs import output_checksums
 from .made_up_values import MadeUpValues
 from .model_tensors import tensor_checksums, tensor_placements
@@ -95,24 +95,24 @@ class Rehearsal:
     def _compare(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
         if self._second_state is None and (mismatch := self._load_second()) is not None:
             return mismatch
-        built: list[FreshModel] = []
-        mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._first)))
+        built: list[RankModel] = []
+        mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._first)[0]))
         return mismatch if mismatch is not None else self._write_and_compare(built[0], method, read)
 
     def _load_second(self) -> str | None:
         """Load the second version, and keep its state. Returns the first rank's mismatch, or None."""
-        built: list[FreshModel] = []
+        built: list[tuple[RankModel, list[StaleView]]] = []
         mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._second)))
-        mismatch = mismatch or self._find_unsteady(built[0])
+        mismatch = mismatch or self._find_unsteady(built[0][0])
         states: list[dict[str, str]] = []
-        mismatch = mismatch or self._on_all_ranks(lambda: states.append(self._state(built[0])))
+        mismatch = mismatch or self._on_all_ranks(lambda: states.append(self._state(built[0][0])))
         if mismatch is None:
-            (self._second_state,), self.stale_views = states, built[0].stale_views
+            (self._second_state,), self.stale_views = states, built[0][1]
         built.clear()
         gc.collect()
         return mismatch
 
-    def _find_unsteady(self, fresh: FreshModel) -> str | None:
+    def _find_unsteady(self, fresh: RankModel) -> str | None:
         """Find what is not computed the same twice. Returns the first rank's mismatch, or None."""
         while self._computes:
             runs: list[dict[str, str]] = []
@@ -129,27 +129,25 @@ class Rehearsal:
             )
         return None
 
-    def _run_twice(self, fresh: FreshModel, runs: list[dict[str, str]]) -> None:
+    def _run_twice(self, fresh: RankModel, runs: list[dict[str, str]]) -> None:
         runs += [self._outputs(fresh, inputs=True), self._outputs(fresh, inputs=True)]
 
-    def _outputs(self, fresh: FreshModel, *, inputs: bool = False) -> dict[str, str]:
+    def _outputs(self, fresh: RankModel, *, inputs: bool = False) -> dict[str, str]:
         try:
-            return output_checksums(fresh.rank, self._unsteady, inputs=inputs)
+            return output_checksums(fresh, self._unsteady, inputs=inputs)
         except Exception as cause:
             raise _MismatchError(f"vLLM has loaded it and cannot compute with it: {_described(cause)}") from cause
 
-    def _state(self, fresh: FreshModel) -> dict[str, str]:
+    def _state(self, fresh: RankModel) -> dict[str, str]:
         """Checksums of every layer's output and of every tensor.
 
         Tensors come second, because some of them are made or converted when a layer first computes.
         """
         computed = self._outputs(fresh) if self._computes else {}
-        return tensor_checksums(fresh.rank.model) | {
-            f"{_OUTPUT}{layer}": checksum for layer, checksum in computed.items()
-        }
+        return tensor_checksums(fresh.model) | {f"{_OUTPUT}{layer}": checksum for layer, checksum in computed.items()}
 
     def _write_and_compare(
-        self, fresh: FreshModel, method: WriteMethod, read: Mapping[str, list[Box]] | None
+        self, fresh: RankModel, method: WriteMethod, read: Mapping[str, list[Box]] | None
     ) -> str | None:
         assert self._second_state is not None, "loaded before"
         second, first = self._second_state, {}
@@ -159,11 +157,11 @@ class Rehearsal:
             first.update(self._state(fresh))
             live, built = (
                 {name: each for name, each in tensor_placements(model).items() if first.get(name) != second.get(name)}
-                for model in (self._rank.model, fresh.rank.model)
+                for model in (self._rank.model, fresh.model)
             )
             if (name := _first_difference(live, built)) is not None:
                 raise _MismatchError(f"{name} has another layout in memory than in a model loaded with other values")
-            writers.append(VersionWriter(fresh.rank, method, self._signature, self.stale_views))
+            writers.append(VersionWriter(fresh, method, self._signature, self.stale_views))
 
         def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
             chosen = values.only(self._signature)

@@ -51,15 +51,8 @@ _CLONES = frozenset({_aten.clone.default, _aten._to_copy.default})
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """The origin of a storage that is a checkpoint tensor."""
-
-    index: int
-
-
-@dataclass(frozen=True, slots=True)
 class Arranged:
-    """The origin of a dense storage that holds a view of a checkpoint tensor, such as a transposed one."""
+    """The origin of a dense storage that holds a view of a checkpoint tensor: all of it, or a transposed one, for example."""
 
     index: int
     offset: int
@@ -94,7 +87,7 @@ class Filled(Computed):
     value: float = 0.0
 
 
-Origin = Whole | Arranged | Moved | Computed
+Origin = Arranged | Moved | Computed
 
 
 class Origins:
@@ -132,14 +125,12 @@ class Origins:
         spec = self.specs[name]
         with _disable_current_modes():
             tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
-        self.note(tensor, Whole(self._indices[name]))
+        self.note(tensor, Arranged(self._indices[name], 0, ((1, spec.numel, 1),), spec.dtype))
         return tensor
 
     def dtype(self, tensor: torch.Tensor) -> torch.dtype:
         """The dtype in which the elements of `tensor` were made; a view may reinterpret their bits."""
         origin = self.of(tensor)
-        if isinstance(origin, Whole):
-            return self.specs[self._names[origin.index]].dtype
         return origin.dtype if isinstance(origin, Moved | Arranged) else tensor.dtype
 
     def was_cast(self, tensor: torch.Tensor) -> bool:
@@ -151,7 +142,7 @@ class Origins:
         names: set[str] = set()
         for tensor in tensors:
             origin = self.of(tensor)
-            if isinstance(origin, Whole | Arranged):
+            if isinstance(origin, Arranged):
                 names.add(self._names[origin.index])
             elif isinstance(origin, Moved):
                 names |= {self._names[index] for index in _distinct(origin.ids[origin.ids >= 0] >> _ELEMENT_BITS)}
@@ -162,8 +153,6 @@ class Origins:
     def view_of_source(self, tensor: torch.Tensor) -> tuple[str, int, tuple[int, ...]] | None:
         """The checkpoint tensor that `tensor` is a view of, with the view's offset and strides in it; None if it is no view."""
         origin = self.of(tensor)
-        if isinstance(origin, Whole):
-            return self._names[origin.index], offset_of(tensor), tuple(tensor.stride())
         if not isinstance(origin, Arranged):
             return None
         offset, rest, room = origin.offset, offset_of(tensor), []
@@ -221,7 +210,7 @@ class Origins:
             self.note(destination, origin)
             return
         why = None
-        if isinstance(already, Whole | Arranged):
+        if isinstance(already, Arranged):
             why = "it is overwritten while loading"
         elif origin is not None and self.dtype(source) != source.dtype:
             why = "its bits are read as another dtype (copy_)"
@@ -284,15 +273,15 @@ class Origins:
         origin = self.of(tensor)
         if isinstance(origin, Moved):
             return origin.ids.as_strided(tensor.size(), tensor.stride(), offset_of(tensor))
-        if isinstance(origin, Arranged):
-            with _disable_current_modes():
-                lengths, steps = ([dim[at] for dim in origin.dims] for at in (1, 2))
-                first = (origin.index << _ELEMENT_BITS) + origin.offset
-                stored = storage_positions(lengths, steps, first).contiguous().flatten()
-                return stored.as_strided(tensor.size(), tensor.stride(), offset_of(tensor))
-        assert isinstance(origin, Whole), "computed values have no numbers"
-        first = (origin.index << _ELEMENT_BITS) + offset_of(tensor)
-        return storage_positions(tensor.size(), tensor.stride(), first)
+        assert isinstance(origin, Arranged), "computed values have no numbers"
+        first = origin.index << _ELEMENT_BITS
+        with _disable_current_modes():
+            if (found := self.view_of_source(tensor)) is not None:
+                _, offset, strides = found
+                return storage_positions(tensor.size(), strides, first + offset)
+            lengths, steps = ([dim[at] for dim in origin.dims] for at in (1, 2))
+            stored = storage_positions(lengths, steps, first + origin.offset).contiguous().flatten()
+            return stored.as_strided(tensor.size(), tensor.stride(), offset_of(tensor))
 
 
 def storage_of(tensor: torch.Tensor) -> int:

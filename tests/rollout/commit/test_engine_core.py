@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from weightlane.ckpt_engines import ConfigError, Deadline, DeadlineExceededError
-from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError
+from weightlane.rollout.commit.remote_failure import RemoteFailureError
 
 pytestmark = pytest.mark.vllm
 
@@ -134,11 +134,11 @@ def test_what_fails_before_the_exchange_leaves_the_old_weights_serving_and_says_
     core.reset_prefix_cache = lambda **_: False  # type: ignore[method-assign]
     with pytest.raises(RemoteFailureError, match="KV connector") as raised:
         commit_in_core(core, UPDATE)
-    assert (raised.value.failure.intact, core.done) == (True, ["pause", "resume"])
+    assert (raised.value.intact, core.done) == (True, ["pause", "resume"])
     untouched = Core()
     with pytest.raises(RemoteFailureError, match="weight_version") as refused:
         commit_in_core(untouched, {"version": 7, "engine_commit": {}})
-    assert isinstance(refused.value.failure.error, ConfigError)
+    assert isinstance(refused.value.error, ConfigError)
     assert untouched.done == []
 
 
@@ -156,8 +156,8 @@ def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_a
     late = Core(pass_time)
     with pytest.raises(RemoteFailureError, match="commit_timeout_s") as raised:
         commit_in_core(late, UPDATE)
-    assert isinstance(raised.value.failure.error, DeadlineExceededError)
-    assert not raised.value.failure.intact
+    assert isinstance(raised.value.error, DeadlineExceededError)
+    assert not raised.value.intact
     assert late.done[-1] == "stamp 7"
     core = Core()
     core.under_way = Future()
@@ -166,7 +166,7 @@ def test_a_client_that_has_given_up_finds_the_engine_paused_after_the_exchange_a
     core.under_way.set_result(None)
     with pytest.raises(RemoteFailureError) as before:
         answer.result(0)
-    assert (before.value.failure.intact, core.done) == (True, ["pause", "resume"])
+    assert (before.value.intact, core.done) == (True, ["pause", "resume"])
 
 
 def test_the_last_of_vllms_own_calls_is_a_complete_commit_which_leaves_an_engine_paused_that_a_client_has_paused(
@@ -186,7 +186,7 @@ def test_the_last_of_vllms_own_calls_is_a_complete_commit_which_leaves_an_engine
     def finish(paused: bool, intact: bool | None = None) -> list[str]:
         core.paused = paused
         core.done.clear()
-        failures[:] = [] if intact is None else [RemoteFailureError(RemoteFailure(ConfigError("no"), intact=intact))]
+        failures[:] = [] if intact is None else [RemoteFailureError(ConfigError("no"), intact=intact)]
         with suppress(RemoteFailureError):
             EngineCore.collective_rpc(core, "finish_weight_update")
         return [*core.done]

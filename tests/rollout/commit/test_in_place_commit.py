@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 def in_place(setup: Setup) -> Setup:
     """The replica takes versions in place, for one test."""
     changed = {"commit": "in_place", "staging_limit_bytes": 1 << 20}
-    setup.replica.config = setup.replica.config.model_copy(update=changed)
+    setup.replica.configure(**changed)
     setup.connect("gloo")
     return setup
 

@@ -126,8 +126,8 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
 ) -> None:
     setup.serve(1)
     setup.probe("probe_hold", "commit", str(tmp_path))
-    patient = setup.replica.config
-    setup.replica.config = patient.model_copy(update={"commit_timeout_s": 1234.0})
+    patient_s = setup.replica.config.commit_timeout_s
+    setup.replica.configure(commit_timeout_s=1234.0)
     timeouts: list[asyncio.Timeout] = []
     timeout = asyncio.timeout
 
@@ -159,7 +159,7 @@ def test_a_commit_that_is_given_up_while_loading_stops_the_replica_and_the_next_
         with pytest.raises(SyncAbortedError, match="not replaced within") as raised:
             setup.run(give_up_meanwhile())
         assert isinstance(raised.value.reason, QuarantinedError)
-    setup.replica.config = patient
+    setup.replica.configure(commit_timeout_s=patient_s)
     assert not setup.replica.stats().serving
     with pytest.raises(QuarantinedError, match="serves again after the next commit"):
         setup.greedy([1, 2])

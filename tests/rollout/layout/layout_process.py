@@ -36,14 +36,16 @@ from loaded_models import (
 from rank_needs import rank_layout, slices_of_reloads  # noqa: F401 - tests call them by these names
 
 from weightlane.ckpt_engines import WeightlaneError
-from weightlane.rollout.layout import SourceSpec, VersionLoader, trace_loading
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
+from weightlane.rollout.layout.map.layout_map import SourceSpec
 from weightlane.rollout.layout.offline.layout_report import make_report
 from weightlane.rollout.layout.offline.rank_models import as_rank, engine_config, model_of_rank
 from weightlane.rollout.layout.proof import rehearsal as rehearsal_module
 from weightlane.rollout.layout.proof.rehearsal import Rehearsal
 from weightlane.rollout.layout.rank_model import RankModel
+from weightlane.rollout.layout.trace.trace import trace_loading
+from weightlane.rollout.layout.version_loader import VersionLoader
 from weightlane.rollout.layout.write.version_writer import VersionWriter
 from weightlane.rollout.layout.write_method import choose_write_method
 from weightlane.rollout.rank_group import RankGroup
@@ -161,10 +163,10 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str, unsteady: st
         after_learning = differing(before, state(model))
         second = other(first, seed=2000)
         for tensors in (second, first, second):
-            way = loader.write_arriving(arriving(tensors, bucket_bytes))
+            loader.write_arriving(arriving(tensors, bucket_bytes))
         assert loader.method is not None
         return {
-            "way": way,
+            "way": loader.method.kind,
             "reloaded": list(loader.method.reloaded_layers),
             "why": loader.method.summary,
             "after_learning": after_learning,

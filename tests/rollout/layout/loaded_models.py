@@ -15,9 +15,10 @@ from bits import bits
 from layout_models import random_bits
 from tiny_models import copy_with
 
-from weightlane.rollout.layout import Refusal, VersionLoader
 from weightlane.rollout.layout import version_loader as loader_module
+from weightlane.rollout.layout.map.layout_map import Refusal
 from weightlane.rollout.layout.offline.rank_models import engine_config
+from weightlane.rollout.layout.version_loader import VersionLoader
 from weightlane.rollout.layout.write_method import full_reload
 from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
@@ -59,7 +60,9 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
     """Put a version into the loader's model as a worker does; the way it went."""
     loader.learn_for(tensors, group)
-    return loader.write(tensors)
+    loader.write(tensors)
+    assert loader.method is not None
+    return loader.method.kind
 
 
 def in_slices(tensors: dict[str, torch.Tensor], needed: Placement) -> SlicedTensors:

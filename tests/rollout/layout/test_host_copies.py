@@ -10,7 +10,9 @@ from bits import bits
 from layout_models import random_bits
 
 from weightlane.ckpt_engines import CommitError
-from weightlane.rollout.layout import CommitPlan, SourceSpec, trace_loading
+from weightlane.rollout.layout.map.layout_map import SourceSpec
+from weightlane.rollout.layout.trace.trace import trace_loading
+from weightlane.rollout.layout.write.commit_plan import CommitPlan
 from weightlane.sync import Manifest, TensorSpec
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 from layout_models import random_bits
 
 from weightlane.ckpt_engines import CommitError, DeltaBaseError, ProtocolError
-from weightlane.rollout.layout import CommitPlan, LayoutMap, SourceSpec, trace_loading
 from weightlane.rollout.layout.map.coverage import target_coverage, unused_elements
+from weightlane.rollout.layout.map.layout_map import LayoutMap, SourceSpec
+from weightlane.rollout.layout.trace.trace import trace_loading
+from weightlane.rollout.layout.write.commit_plan import CommitPlan
 from weightlane.rollout.layout.write.live_delta import LiveDelta
 
 Loader = Callable[[torch.nn.Parameter, torch.Tensor], Any]

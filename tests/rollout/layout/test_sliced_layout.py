@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.rollout.layout import LayoutMap, SourceSpec, TargetSpec
 from weightlane.rollout.layout.map.geometry import simplified_copy
+from weightlane.rollout.layout.map.layout_map import LayoutMap, SourceSpec, TargetSpec
 from weightlane.rollout.layout.map.sliced_layout import sliced_layout
 from weightlane.sync import TensorSlice, TensorSpec
 from weightlane.sync.version.box import Box

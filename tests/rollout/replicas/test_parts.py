@@ -27,25 +27,22 @@ from waiting import HANG_S, MovableClock, wait_until
 from weightlane import rollout
 from weightlane.ckpt_engines import ConfigError, SyncAbortedError
 from weightlane.rollout import vllm_surface
-from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError, failure_from_text
+from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.rank_group import RankGroup
-from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
-from weightlane.rollout.vllm.shared_memory import mapped_segments, segments_of_trees
+from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner, mapped_segments, segments_of_trees
 
 
 def test_a_typed_error_survives_being_quoted_in_another_errors_text_and_other_text_promises_nothing() -> None:
     error = SyncAbortedError('the "old" one {serves}', part="x", peer="y", hint="z", version=3)
     for intact in (True, False):
-        quoted = (
-            f"Call failed: Worker failed with error '{RemoteFailureError(RemoteFailure(error, intact))}', see above"
-        )
+        quoted = f"Call failed: Worker failed with error '{RemoteFailureError(error, intact=intact)}', see above"
         failure = failure_from_text(quoted, part="replica")
         assert type(failure.error) is SyncAbortedError
         assert str(failure.error) == str(error)
@@ -137,7 +134,7 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
     )
     starts = (
         "import subprocess, sys\n"
-        "from weightlane.rollout.replicas.shared_memory_cleaner import SharedMemoryCleaner\n"
+        "from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner\n"
         "cleaner = SharedMemoryCleaner()\n"
         f"subprocess.run([sys.executable, '-c', {made_below!r}])"
     )
@@ -154,7 +151,7 @@ def test_the_cleaner_removes_what_a_replica_leaves_that_is_killed_with_all_below
         assert replica.stdout is not None
         paths += [Path("/dev/shm") / name for name in replica.stdout.readline().split()]
         assert [path.exists() for path in paths] == [True, True]
-        (cleaner,) = (each for each in _marked(marker) if each.cmdline()[-1].endswith(".shared_memory_cleaner"))
+        (cleaner,) = (each for each in _marked(marker) if each.cmdline()[-1].endswith(".vllm.shared_memory"))
         # It sleeps between two looks, so after three sleeps it has looked once from beginning to end.
         slept = cleaner.num_ctx_switches().voluntary
         wait_until(lambda: cleaner.num_ctx_switches().voluntary >= slept + 3, "the cleaner has looked")
@@ -283,7 +280,7 @@ def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere(mo
     inside = re.compile(r"from (vllm\.model_executor|vllm\.forward_context|vllm\.utils)[\w.]* import")
     folder = Path(rollout.__file__).parent
     found = [path.name for path in folder.rglob("*.py") if inside.search(path.read_text())]
-    assert sorted(found) == ["experts.py", "linear.py"], "they replace functions of modules"
+    assert sorted(found) == ["experts.py", "layers.py"], "they replace functions of modules"
 
 
 @pytest.mark.vllm

@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.rollout.commit.remote_failure import RemoteFailure, RemoteFailureError
+from weightlane.rollout.commit.remote_failure import RemoteFailureError
 
 if TYPE_CHECKING:
     from sync_clients import DictSource, FakeVLLM
@@ -139,7 +139,7 @@ def test_a_source_that_fails_in_the_middle_sends_nothing(
 
 
 def marked(*, intact: bool) -> RemoteFailureError:
-    return RemoteFailureError(RemoteFailure(WeightlaneError("a rank failed"), intact))
+    return RemoteFailureError(WeightlaneError("a rank failed"), intact=intact)
 
 
 def test_a_client_that_fails_leaves_every_vllm_with_the_version_before(

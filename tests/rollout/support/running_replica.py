@@ -30,6 +30,10 @@ class RecordingReplica(LocalReplica):
 
     report: CommitReport
 
+    def configure(self, **changed: Any) -> None:
+        """Change options of the replica, and of its engine, which has started."""
+        self.config = self._engine.config = self.config.model_copy(update=changed)
+
     async def commit(self, version: int) -> CommitReport:
         self.report = await super().commit(version)
         return self.report
@@ -140,7 +144,7 @@ class Setup:
 
     def serve(self, model: int, kv_on_commit: str = "recompute") -> int:
         """Make the replica serve the weights of a model; returns their version."""
-        self.replica.config = self.replica.config.model_copy(update={"kv_on_commit": kv_on_commit})
+        self.replica.configure(kv_on_commit=kv_on_commit)
         self.run(self.trainer.sync(self.models[model]))
         assert self.replica.version == self.trainer.version
         return self.trainer.version

@@ -6,28 +6,26 @@ is not sharded; rank 0 then publishes everything.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.eval_frame import OptimizedModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.torchrun.module_slices import held_slice, live_tensors
 from weightlane.sync.version.box import Box, boxes_of_run
 from weightlane.sync.version.tensor_spec import LiveTensor, LocalShard, TensorSpec, kept_in_float32
 
 from ..hf.model_dir import has_weights, kept_types
 from ..hf.names import CheckpointRun, checkpoint_runs
 
+_PART = "fsdp2 shards"
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """Components that ``torch.compile`` and activation checkpointing add to the names of the modules they wrap."""
 
@@ -61,7 +59,7 @@ def shards_of(
     kept = kept_in_float32({run.name: tensors[run.source].dtype for run in runs})
     if directory := _checkpoint_of(model, checkpoint):
         kept = kept_types(directory, [run.name for run in runs])
-    return local_shards(runs, tensors, rank, dtype, kept, live=_live_tensors(model, tensors))
+    return local_shards(runs, tensors, rank, dtype, kept, live=live_tensors(model, tensors, _plain_name))
 
 
 def local_shards(
@@ -77,7 +75,7 @@ def local_shards(
 
     Tensors named in `kept` are sent in their own dtype.
     """
-    local = {name: local_slice(name, tensor) for name, tensor in tensors.items()}
+    local = {name: held_slice(name, tensor, _PART) for name, tensor in tensors.items()}
     shards = []
     for run in runs:
         source = tensors[run.source]
@@ -107,13 +105,13 @@ def _unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     if any("_fsdp_wrapped_module" in name or name.endswith("_flat_param") for name in names):
         raise ConfigError(
             "the model is wrapped by FullyShardedDataParallel (FSDP1), which keeps flat pieces of parameters.",
-            part="fsdp2 shards",
+            part=_PART,
             hint="Use torch.distributed.fsdp.fully_shard (FSDP2), whose parameters keep their names and shapes.",
         )
     if adapted := next((name for name in names if ".base_layer." in name or ".lora_" in name), None):
         raise ConfigError(
             f"the model has adapters of PEFT that are not merged: {adapted}.",
-            part="fsdp2 shards",
+            part=_PART,
             hint="Publish what model.merge_and_unload() returns, or train adapters with trainer.lora.",
         )
     return model
@@ -140,45 +138,8 @@ def _checkpoint_of(model: torch.nn.Module, given: str | Path | None) -> Path | N
     if name and has_weights(path):
         return path
     if given is not None:
-        raise ConfigError(
-            f"there are no weights in {given}.", part="fsdp2 shards", hint="Name a Hugging Face directory."
-        )
+        raise ConfigError(f"there are no weights in {given}.", part=_PART, hint="Name a Hugging Face directory.")
     return None
-
-
-def _live_tensors(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[LiveTensor, ...]]:
-    """Return the modules' references to each of `tensors`; a tied tensor has several."""
-    sources = {id(tensor): name for name, tensor in tensors.items()}
-    found: dict[str, tuple[LiveTensor, ...]] = defaultdict(tuple)
-    for module_name, module in model.named_modules():
-        held: dict[str, torch.Tensor] = {**module._parameters, **module._buffers}
-        for leaf, tensor in held.items():
-            if tensor is not None and (source := sources.get(id(tensor))) is not None:
-                name = _plain_name(f"{module_name}.{leaf}" if module_name else leaf)
-                now = partial(_now, module, leaf, tensor)
-                found[source] += (LiveTensor(name, local_slice(name, tensor)[1], now),)
-    return found
-
-
-def _now(module: torch.nn.Module, leaf: str, before: torch.Tensor) -> torch.Tensor | None:
-    current = getattr(module, leaf, None)
-    if isinstance(before, DTensor) and not isinstance(current, DTensor):
-        current = before  # FSDP has the gathered parameter there for now, and will put this one back
-    return None if current is None else local_slice(leaf, current)[1]
-
-
-def local_slice(name: str, tensor: torch.Tensor) -> tuple[Box, torch.Tensor]:
-    """Return the slice of `tensor` that this rank holds, as a box, and its live data."""
-    if not isinstance(tensor, DTensor):
-        return Box.whole(tuple(tensor.shape)), tensor.detach()
-    if odd := [each for each in tensor.placements if not isinstance(each, Shard | Replicate | _StridedShard)]:
-        raise ConfigError(
-            f"parameter {name} is placed as {odd[0]}, of which no rank has the values.",
-            part="fsdp2 shards",
-            hint="Parameters are sharded or replicated; reduce partial sums first.",
-        )
-    shape, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Box(tuple(starts), tuple(shape)), tensor.to_local().detach()
 
 
 def _overlap(

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.sync.torchrun.module_slices import held_slice
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ..hf.export import ExportedModel, export_alone
@@ -29,7 +30,7 @@ from ..hf.stored_slices import copy_exactly, refuse_other_state
 from ..lora.saved import SavedAdapters
 from ..rank_collectives import on_every_rank
 from .loading import weights_reader
-from .shards import local_shards, local_slice
+from .shards import local_shards
 
 _MODEL = "model."
 """Prefix of the names of weights in a saved state."""
@@ -142,7 +143,9 @@ def load_state(
 
     def take() -> None:
         for name, tensor in wider.items():
-            copy_exactly(local_slice(name, tensor)[1], local_slice(name, tensors[name])[1], name)
+            _, wide = held_slice(name, tensor, PART)
+            _, own = held_slice(name, tensors[name], PART)
+            copy_exactly(wide, own, name)
 
     on_every_rank(take, device, PART)  # or only the ranks would fail whose own slices are of another model
     if f"cpu_{rank}" in state["random"]:

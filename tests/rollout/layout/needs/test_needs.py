@@ -12,7 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightlane.rollout.layout import LayoutCopy, LayoutMap, Refusal, SourceSpec, needed_boxes
+from weightlane.rollout.layout.map.layout_map import LayoutCopy, LayoutMap, Refusal, SourceSpec
+from weightlane.rollout.layout.map.needs import needed_boxes
 from weightlane.sync.version.box import Box
 
 Block = tuple[int, tuple[int, ...], tuple[int, ...]]
