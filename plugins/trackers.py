@@ -13,11 +13,10 @@ import importlib
 import io
 import json
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .curves import CurvesObserver
 from .hooks import Facts, hookimpl
@@ -43,6 +42,9 @@ class TrackerObserver(CurvesObserver):
     Raises `ImportError` if the tracker is not installed (extra ``trackers``).
     """
 
+    library: ClassVar[str]
+    """Name of the tracker's module."""
+
     def __init__(
         self, project: str, name: str, settings: Mapping[str, Any] | None = None, directory: Path | None = None
     ) -> None:
@@ -50,12 +52,7 @@ class TrackerObserver(CurvesObserver):
         self._project, self._name, self._settings = project, name, dict(settings or {})
         self._directory = directory
         self._failed = False
-        self._library: Any = importlib.import_module(self.library())
-
-    @staticmethod
-    @abstractmethod
-    def library() -> str:
-        """Return the name of the tracker's module."""
+        self._module: Any = importlib.import_module(self.library)
 
     @hookimpl
     def run_ended(self, facts: Facts) -> None:
@@ -66,20 +63,17 @@ class TrackerObserver(CurvesObserver):
 class WandbObserver(TrackerObserver):
     """Logs to Weights & Biases. Curves over versions have ``sync/version`` as their axis."""
 
-    @staticmethod
-    def library() -> str:
-        """See `TrackerObserver.library`."""
-        return "wandb"
+    library = "wandb"
 
     def _open(self) -> Any:
-        run = self._library.init(
+        run = self._module.init(
             project=self._project,
             name=self._name,
             group=self._name,
             config=self._settings,
             dir=None if self._directory is None else str(self._directory),
             reinit="create_new",  # whatever else this process logs
-            settings=self._library.Settings(silent=True, console="off", login_timeout=_LOGIN_S),
+            settings=self._module.Settings(silent=True, console="off", login_timeout=_LOGIN_S),
         )
         for group, axis in (("train", "step"), ("eval", "step"), ("sync", "version")):
             run.define_metric(f"{group}/*", step_metric=f"{group}/{axis}")
@@ -104,24 +98,21 @@ class _MlflowRun:
 class MlflowObserver(TrackerObserver):
     """Logs to MLflow. Texts are tags; a later text replaces an earlier one of the same name."""
 
-    @staticmethod
-    def library() -> str:
-        """See `TrackerObserver.library`."""
-        return "mlflow"
+    library = "mlflow"
 
     def _open(self) -> Any:
-        client = self._library.MlflowClient()
+        client = self._module.MlflowClient()
         found = client.get_experiment_by_name(self._project)
         experiment = client.create_experiment(self._project) if found is None else found.experiment_id
         run = _MlflowRun(client, client.create_run(experiment, run_name=self._name).info.run_id)
-        entities = self._library.entities
+        entities = self._module.entities
         params = [entities.Param(key, value[:_PARAM_CHARACTERS]) for key, value in _flat(self._settings)]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             client.log_batch(run.id, params=params[start : start + _PARAMS_PER_CALL])
         return run
 
     def _write(self, writer: Any, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:
-        entities, now = self._library.entities, int(1e3 * time.time())
+        entities, now = self._module.entities, int(1e3 * time.time())
         metrics = [entities.Metric(name, value, now, step) for name, value in numbers.items()]
         tags = [entities.RunTag(name, text[:_PARAM_CHARACTERS]) for name, text in texts.items()]
         writer.last = writer.client.log_batch(writer.id, metrics=metrics, tags=tags, synchronous=False)
@@ -137,15 +128,12 @@ class MlflowObserver(TrackerObserver):
 class TrackioObserver(TrackerObserver):
     """Logs to trackio."""
 
-    @staticmethod
-    def library() -> str:
-        """See `TrackerObserver.library`."""
-        return "trackio"
+    library = "trackio"
 
     def _open(self) -> Any:
         with contextlib.redirect_stdout(io.StringIO()):  # how to start its dashboard
             return contextvars.Context().run(  # elsewhere the process may have a current run of its own
-                self._library.init, self._project, name=self._name, config=self._settings, resume="never", embed=False
+                self._module.init, self._project, name=self._name, config=self._settings, resume="never", embed=False
             )
 
     def _write(self, writer: Any, step: int, numbers: Mapping[str, float], texts: Mapping[str, str]) -> None:

@@ -30,21 +30,15 @@ class RankGroup:
         return self._group is None or self._group.rank() == self._group.size() - 1
 
     def run(self, step: Callable[[], object], part: str) -> WeightlaneError | None:
-        """Run `step` on every rank. Returns the error of the lowest failed rank, or None.
+        """Run `step`, this rank's share of the work, on every rank. Returns the error of the lowest failed rank, or None.
 
-        Args:
-            step: This rank's share of the work.
-            part: Name of this rank for an error that is not yet a `WeightlaneError`.
+        `part` names this rank in an error that is not yet a `WeightlaneError`.
         """
         error: WeightlaneError | None = None
         try:
             step()
         except Exception as cause:  # noqa: BLE001 - the other ranks wait for this rank's outcome, whatever it is
             error = as_weightlane_error(cause, part)
-        return self.first_error(error)
-
-    def first_error(self, error: WeightlaneError | None) -> WeightlaneError | None:
-        """The error of the lowest failed rank, or None; `error` is that of this rank."""
         if self._group is None:
             return error
         answers = self.gather(None if error is None else error.to_wire())

@@ -237,7 +237,7 @@ def check_observers(observers: ObserversSection) -> None:
     needs = {
         "tensorboard": "tensorboardX",
         "prometheus_port": "prometheus_client",
-        **{name: tracker.library() for name, tracker in TRACKERS.items()},
+        **{name: tracker.library for name, tracker in TRACKERS.items()},
     }
     for key, module in needs.items():
         if getattr(observers, key) is not None and importlib.util.find_spec(module) is None:

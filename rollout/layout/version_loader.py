@@ -46,10 +46,9 @@ class VersionLoader:
     Args:
         rank: This rank with its live model.
         expectation: The tensors of the checkpoint.
-        computes: Whether all ranks are present, so that the model can compute.
     """
 
-    def __init__(self, rank: RankModel, *, expectation: Expectation | None = None, computes: bool = True) -> None:
+    def __init__(self, rank: RankModel, *, expectation: Expectation | None = None) -> None:
         self._rank = rank
         self.expectation = expectation or Expectation({})
         """The tensors that a version has to have. Once `learn` has returned, these are the tensors that some rank reads."""
@@ -58,7 +57,6 @@ class VersionLoader:
         """The checkpoint's tensors that versions need not have: second names, and those that no rank reads."""
         self._left_out: frozenset[str] = frozenset()
         """Tensors of versions of this signature that are not written: no rank reads them."""
-        self._computes = computes
         self._signature: _Signature = {}
         self._method: WriteMethod | None = None
         self._writer: VersionWriter | None = None
@@ -283,7 +281,6 @@ class VersionLoader:
             self._rank,
             self._signature,
             group,
-            computes=self._computes,
             may_move=before_serving,
             optional=self._optional,
             tied=self.expectation.tied,

@@ -60,12 +60,9 @@ class WriteMethod:
 
 
 def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_layouts: Sequence[LayoutMap]) -> WriteMethod:
-    """Choose how versions are written on this rank, inside vLLM's current config.
+    """Choose how versions are written into the live `model`, which `layout` was traced from, inside vLLM's current config.
 
-    Args:
-        model: The live model.
-        layout: The traced layout of `model`.
-        all_layouts: The layouts of all ranks, including this one.
+    `all_layouts` are those of all ranks, including this one.
     """
     refused = {_owner(target, model): f"{target}: {why}" for target, why in repacked(model).items()}
     reasons = [Refusal(module, why) for module, why in refused.items()]
@@ -89,12 +86,9 @@ def choose_write_method(model: torch.nn.Module, layout: LayoutMap, all_layouts: 
         if owner not in refused:
             reasons.append(Refusal(name, why))
         refused.setdefault(owner, why)
-    excused = {refusal.tensor for rank in all_layouts for refusal in rank.refused_sources}
-    excused |= {source for rank in all_layouts for source, _ in rank.feeds}
     broken += [
         Refusal(name, f"{count} of its elements are used by no rank")
         for name, count in unused_elements(all_layouts).items()
-        if name not in excused
     ]
     if broken:
         return full_reload((*broken, *(reason for reason in reasons if reason not in broken)))

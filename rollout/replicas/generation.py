@@ -142,16 +142,10 @@ async def generate(
     clock: TokenClock,
     adapter: AdapterVersion | None = None,
 ) -> Generated:
-    """Run one request to its end.
+    """Run one request, called `key`, on vLLM's ``AsyncLLM`` to its end; `params` are vLLM's.
 
-    Args:
-        engine: vLLM's ``AsyncLLM``.
-        key: A unique name for the request.
-        prompt_ids: Token ids of the prompt.
-        params: See `Sampling.params`.
-        cache_salt: Requests share cached prefixes only with requests of the same salt; empty for no salt.
-        clock: Gets the arrival of every token.
-        adapter: The adapter that the request computes with from its first token to its last; None for no adapter.
+    It shares cached prefixes only with requests of the same `cache_salt` (empty for none), and computes with `adapter`, if there
+    is one, from its first token to its last. `clock` gets the arrival of every token.
     """
     prompt: dict[str, Any] = {"prompt_token_ids": list(prompt_ids)}
     if cache_salt:

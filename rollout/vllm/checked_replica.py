@@ -16,24 +16,19 @@ from ..layout.offline.rank_models import as_rank, quiet_vllm
 from .environment import replica_config
 
 _PART = "rollout"
+_TIMEOUT_S = 600.0
 
 
-def check_replica(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 600.0) -> str:
+def check_replica(config: RolloutConfig, model_dir: Path) -> str:
     """Raise the `ConfigError` with which a replica of `config` would refuse `model_dir` or its arguments.
 
     vLLM is loaded in a separate process, which builds no weights. Everything is refused by the code of the replicas themselves.
 
-    Args:
-        config: Options of the replica.
-        model_dir: Hugging Face checkpoint directory.
-        timeout_s: Most seconds that the process may take.
-
-    Returns:
-        What could not be found out without weights, and why; empty if nothing.
+    Returns what could not be found out without weights, and why; empty if nothing.
     """
     asked = {"config": config.model_dump(mode="json"), "model_dir": str(model_dir.resolve())}
     what = f"the check of {model_dir} by vLLM"
-    unknown: str = ask_process(__name__, asked, part=_PART, what=what, timeout_s=timeout_s)
+    unknown: str = ask_process(__name__, asked, part=_PART, what=what, timeout_s=_TIMEOUT_S)
     return unknown
 
 

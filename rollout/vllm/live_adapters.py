@@ -114,9 +114,7 @@ class LiveAdapters:
     def _ids(self) -> set[int]:
         return set(self._manager.list_adapters())
 
-    def _adapter(
-        self, identity: int, version: int, subscriber: Subscriber, announced: AdapterConfig | None = None
-    ) -> Any:
+    def _adapter(self, identity: int, version: int, subscriber: Subscriber, announced: AdapterConfig | None) -> Any:
         """VLLM's adapter `identity` from the tensors of a staged version, which is released."""
         staged: Mapping[str, torch.Tensor] = subscriber.take(version)
         try:

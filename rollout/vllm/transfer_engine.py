@@ -6,13 +6,8 @@ therefore carry only control messages, and one call makes a complete commit::
     init_weight_transfer_engine({"rendezvous": {...}, "replica": "rollout-0", "backend": "shm", "options": {}, ...})
     update_weights({"version": 7, "engine_commit": {"weight_version": "7"}})
 
-vLLM's engine core reads ``engine_commit``, pauses, passes the rest to the ranks, and resumes: see `commit_in_core`.
-A client of vLLM's own sequence gets the same commit, in its last call. Nothing changes before it::
-
-    start_weight_update(); update_weights({"version": 7}); finish_weight_update()
-
-An update that is never finished is dropped at the next ``start_weight_update``. ``update_weights({"rollback_of": 7, ...})`` rolls
-version 7 back in the same way.
+See `commit_in_core` for that, and for vLLM's own three calls, which make the same commit. An update that is never finished is
+dropped at the next ``start_weight_update``. ``update_weights({"rollback_of": 7, ...})`` rolls version 7 back in the same way.
 
 With ``"commit": "in_place"`` nothing is staged: the commit itself receives the version, and writes one bucket after the
 other into the parameters. A failure before the first write leaves the old weights in place, a later one leaves a mixture.

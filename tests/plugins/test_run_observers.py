@@ -72,9 +72,7 @@ class Unreachable(TRACKERS["mlflow"]):  # type: ignore[misc]
 
     at_end = False
 
-    @staticmethod
-    def library() -> str:
-        return "json"
+    library = "json"
 
     def _open(self) -> str:
         if not self.at_end:

@@ -36,14 +36,9 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 def adapted_layers(model: str | os.PathLike[str], adapter: AdapterConfig) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of every layer that an adapter is for, by its Hugging Face name.
+    """Outputs and inputs of every layer that an adapter for the checkpoint in `model` is for, by its Hugging Face name.
 
-    Args:
-        model: Checkpoint directory.
-        adapter: The adapter.
-
-    Raises:
-        ConfigError: The model cannot be served with such an adapter, or its files cannot be read.
+    Raises `ConfigError` if the model cannot be served with such an adapter, or its files cannot be read.
     """
     _refuse_model(Path(model))
     max_rank(adapter)

@@ -48,11 +48,11 @@ def target_coverage(layout: LayoutMap) -> dict[str, TargetCoverage]:
 
 
 def unused_elements(layouts: Sequence[LayoutMap]) -> dict[str, int]:
-    """The number of elements that no rank uses, for each checkpoint tensor with such elements.
+    """The number of elements that no rank uses, for each checkpoint tensor with such elements. `layouts` are those of all ranks.
 
-    Args:
-        layouts: The layouts of all ranks.
+    Tensors that are uncopied on any rank (`LayoutMap.uncopied_sources`) are left out: their elements may be used.
     """
+    excused = set[str]().union(*(layout.uncopied_sources for layout in layouts))
     blocks: dict[str, set[Block]] = defaultdict(set)
     for layout in layouts:
         for copy in layout.copies:
@@ -61,6 +61,8 @@ def unused_elements(layouts: Sequence[LayoutMap]) -> dict[str, int]:
     known: dict[tuple[tuple[int, ...], frozenset[Block]], int] = {}
     result = {}
     for name, spec in layouts[0].sources.items():
+        if name in excused:
+            continue
         key = spec.shape, frozenset(blocks.get(name, ()))
         if (unused := known.get(key)) is None:
             unused = known[key] = _unused(*key) if spec.numel else 0

@@ -110,6 +110,11 @@ class LayoutMap:
     refused_targets: list[Refusal] = field(default_factory=list)
     feeds: list[tuple[str, str]] = field(default_factory=list)
 
+    @property
+    def uncopied_sources(self) -> set[str]:
+        """Tensors that are refused, or from which something is computed."""
+        return {refusal.tensor for refusal in self.refused_sources} | {source for source, _ in self.feeds}
+
     def without(self, sources: Iterable[str], targets: Iterable[str]) -> LayoutMap:
         """The part of the layout that neither reads `sources` nor writes `targets`, with nothing refused."""
         read, written = set(sources), set(targets)

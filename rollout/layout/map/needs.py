@@ -35,7 +35,7 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     tensors that one rank reads completely. A copy with more than a few gaps gets boxes that contain the gaps.
 
     Args:
-        layout: A layout. Tensors that are refused, or from which something is computed, are needed completely.
+        layout: A layout. Its `uncopied_sources` are needed completely.
 
     Returns:
         Disjoint boxes in ascending order for every tensor of ``layout.sources``. Every element that a copy reads is in one box.
@@ -44,7 +44,7 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     blocks: dict[str, set[Block]] = defaultdict(set)
     for copy in layout.copies:
         blocks[copy.source].add(source_block(copy))
-    complete = {refusal.tensor for refusal in layout.refused_sources} | {source for source, _ in layout.feeds}
+    complete = layout.uncopied_sources
     # Layers are alike, and so are experts: most tensors are cut like one before.
     known: dict[tuple[tuple[int, ...], frozenset[Block]], list[Box]] = {}
     result: dict[str, list[Box]] = {}

@@ -26,15 +26,9 @@ class _Step:
 
 
 def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> LayoutMap:
-    """The copies of `layout` with slices as their sources.
+    """`layout`, which is accepted, with the slices that are received as the sources of its copies: `regions`, by name.
 
-    Args:
-        layout: An accepted layout.
-        regions: The slices that are received, by name.
-
-    Returns:
-        A layout whose sources are the slices. A tensor stays a source under its own name if a copy of it does not follow its
-        dimensions.
+    A tensor stays a source under its own name if a copy of it does not follow its dimensions.
     """
     received: dict[str, list[tuple[str, Box]]] = defaultdict(list)
     for name, region in regions.items():

@@ -18,6 +18,7 @@ from .rank_layouts import RankLayout, checked_config, rank_layouts, rehearsed
 _PART = "layout"
 _MODELS = 3
 """Memory that a rehearsal needs, in sizes of a rank's model: one built, one loaded, and one that vLLM repacks."""
+_TIMEOUT_S = 600.0
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -27,7 +28,6 @@ def layout_report(
     tensor_parallel: int,
     dtype: str = "auto",
     expert_parallel: bool = False,
-    timeout_s: float = 600.0,
 ) -> dict[str, Any]:
     """Find out where the tensors of `model` go, in a separate process that needs vLLM and no GPU.
 
@@ -39,7 +39,6 @@ def layout_report(
         tensor_parallel: Ranks of a replica.
         dtype: Data type the replica computes in and tensors are sent in; ``auto`` takes the checkpoint's.
         expert_parallel: Whether experts are divided between the ranks by number.
-        timeout_s: Most seconds that the process may take.
 
     Returns:
         Plain data: ``model``, ``architecture``, ``dtype``, ``quantization`` (vLLM's name for it, or nothing),
@@ -52,7 +51,7 @@ def layout_report(
 
     Raises:
         ConfigError: There is no such model, its files are broken, or vLLM cannot run it with these options.
-        DeadlineExceededError: The process took longer than `timeout_s`.
+        DeadlineExceededError: The process took longer than ten minutes.
         WorkerDiedError: The process ended without an answer.
     """
     if tensor_parallel < 1:
@@ -67,7 +66,7 @@ def layout_report(
     name = str(path.resolve()) if path.exists() else model
     asked = {"model": name, "tensor_parallel": tensor_parallel, "dtype": dtype, "expert_parallel": expert_parallel}
     report: dict[str, Any] = ask_process(
-        __name__, asked, part=_PART, what=f"the layout of {model}", timeout_s=timeout_s
+        __name__, asked, part=_PART, what=f"the layout of {model}", timeout_s=_TIMEOUT_S
     )
     return report
 
@@ -87,10 +86,7 @@ def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel
     sources = ranks[0].layout.sources
     layouts = [rank.layout for rank in ranks]
     kinds = {rank.method.kind for rank in ranks}
-    excused = {source for layout in layouts for source, _ in layout.feeds}
-    excused |= {refusal.tensor for layout in layouts for refusal in layout.refused_sources}
-    unused = {name: count for name, count in unused_elements(layouts).items() if name not in excused}
-    unused |= {
+    unused = unused_elements(layouts) | {
         name: spec.numel
         for name, spec in sources.items()
         if spec.numel and not any(rank.needed[name] for rank in ranks)

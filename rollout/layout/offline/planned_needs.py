@@ -20,6 +20,7 @@ from .needs_cache import remembered
 from .rank_layouts import checked_config, rank_layouts
 
 _PART = "rollout layout"
+_TIMEOUT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class _UntracedError(Exception):
     """Raised when ranks will ask for complete tensors. The arguments are the reason and the dtype that the ranks compute in."""
 
 
-def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 600.0) -> PlannedNeeds:
+def planned_needs(config: RolloutConfig, model_dir: Path) -> PlannedNeeds:
     """Trace loading without weights in a separate process, as replicas do at their start, or read the `needs_cache`.
 
     A replica also rehearses what it traced. If copies are not right, it asks for other slices, or takes no versions.
@@ -46,7 +47,6 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
     Args:
         config: The run's rollout section.
         model_dir: Checkpoint directory.
-        timeout_s: Most seconds that the process may take.
 
     Raises:
         ConfigError: vLLM does not know the model or cannot divide it between the ranks, or its weights cannot be replaced.
@@ -72,7 +72,7 @@ def planned_needs(config: RolloutConfig, model_dir: Path, *, timeout_s: float = 
         raise ProtocolError("the answer names no needs of ranks.", part=_PART)
 
     def find() -> Any:
-        answer = ask_process(__name__, asked, part=_PART, what=f"the layout of {model_dir}", timeout_s=timeout_s)
+        answer = ask_process(__name__, asked, part=_PART, what=f"the layout of {model_dir}", timeout_s=_TIMEOUT_S)
         if answer["why"]:
             raise _UntracedError(answer["why"], answer["dtype"])  # Not cached: the next attempt may succeed.
         return answer

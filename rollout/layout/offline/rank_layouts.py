@@ -150,9 +150,7 @@ def _first_mismatch(
     for number, rank in enumerate(ranks):
         with model_of_rank(config, number) as built:
             this_rank = RankModel(built, config, torch.device(config.device_config.device), f"rank {number}")
-            rehearsal = Rehearsal(
-                this_rank, rank.layout.sources, RankGroup(None), computes=True, optional=optional, tied=tied
-            )
+            rehearsal = Rehearsal(this_rank, rank.layout.sources, RankGroup(None), optional=optional, tied=tied)
             read = rank.needed if rank.method.kind is WriteKind.RELOAD else None
             if (mismatch := rehearsal.first_mismatch(rank.method, read)) is not None:
                 return mismatch

@@ -50,7 +50,6 @@ class Rehearsal:
         rank: The rank with its live model, which is not changed.
         signature: Shape and dtype of every tensor of the versions.
         group: The ranks.
-        computes: Whether all ranks are present, so that a model can compute.
         may_move: Whether the live model's weights may move to other memory: nothing that holds their addresses exists yet.
         optional: Tensors that the checkpoint has and versions need not have. Ordinary loads get them, and the written versions
             do not, so that a difference shows if they matter.
@@ -63,12 +62,11 @@ class Rehearsal:
         signature: Mapping[str, SourceSpec],
         group: RankGroup,
         *,
-        computes: bool,
         may_move: bool = True,
         optional: Mapping[str, SourceSpec] | None = None,
         tied: Mapping[str, str] | None = None,
     ) -> None:
-        self._rank, self._signature, self._group, self._computes = rank, signature, group, computes
+        self._rank, self._signature, self._group = rank, signature, group
         specs = {**signature, **(optional or {})}
         self._first, self._second = (MadeUpValues(specs, seed, rank.device, tied) for seed in (0, 1))
         self._may_move = may_move
@@ -114,7 +112,7 @@ class Rehearsal:
 
     def _find_unsteady(self, fresh: RankModel) -> str | None:
         """Find what is not computed the same twice. Returns the first rank's mismatch, or None."""
-        while self._computes:
+        while True:
             runs: list[dict[str, str]] = []
             mismatch = self._on_all_ranks(partial(self._run_twice, fresh, runs))
             if mismatch is not None:
@@ -143,8 +141,8 @@ class Rehearsal:
 
         Tensors come second, because some of them are made or converted when a layer first computes.
         """
-        computed = self._outputs(fresh) if self._computes else {}
-        return tensor_checksums(fresh.model) | {f"{_OUTPUT}{layer}": checksum for layer, checksum in computed.items()}
+        computed = {f"{_OUTPUT}{layer}": checksum for layer, checksum in self._outputs(fresh).items()}
+        return tensor_checksums(fresh.model) | computed
 
     def _write_and_compare(
         self, fresh: RankModel, method: WriteMethod, read: Mapping[str, list[Box]] | None

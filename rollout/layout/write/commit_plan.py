@@ -54,10 +54,7 @@ class CommitPlan:
     """Commits versions into one rank's parameters.
 
     The parameters are looked up once, by the constructor: `moved` shows whether the plan is out of date. Not thread-safe.
-
-    Args:
-        layout: An accepted layout of `model`.
-        model: The live model it was traced from.
+    `layout` is an accepted layout of the live `model`.
     """
 
     def __init__(self, layout: LayoutMap, model: torch.nn.Module) -> None:
@@ -106,9 +103,7 @@ class CommitPlan:
 
     @torch.no_grad()
     def commit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a version into the parameters.
-
-        When this returns on a CUDA device, the copies are queued on the current stream.
+        """Copy a version into the parameters. On a CUDA device, the copies are queued on the current stream afterwards.
 
         Args:
             tensors: Contiguous checkpoint tensors, at least those of `sources`, on the CPU or the parameters' device. Lazy
@@ -124,19 +119,15 @@ class CommitPlan:
             staged.run(memory)
             _copy_all((copy.live, copy.source_view(tensors[name])) for name, copy in self._by_torch)
             return
+        specs = without_data(tensors)
+        for name in self.sources:
+            self._checked(name, specs)  # Raises before anything is copied.
+        self.fill()
         if isinstance(tensors, LazyTensors):
-            for name, tensor in without_data(tensors).items():
-                if name in self.sources:
-                    self._checked(name, {name: tensor})  # Raises before anything is copied.
-            if absent := self.sources.keys() - tensors.keys():
-                raise CommitError(f"the version lacks {min(absent)}.", part=_PART)
-            self.fill()
             for name in self._copies:
                 _copy_all(self._copy_by_libc(name, self._checked(name, tensors)))
             return
-        checked = {name: self._checked(name, tensors) for name in self.sources}
-        self.fill()
-        _copy_all(pair for name, tensor in checked.items() for pair in self._copy_by_libc(name, tensor))
+        _copy_all(pair for name in self._copies for pair in self._copy_by_libc(name, tensors[name]))
         # Only a dict keeps its tensors alive, so that no two of them shared an address.
         if type(tensors) is dict and all(tensor.is_cpu and tensor.is_contiguous() for tensor in tensors.values()):
             self._staged = StagedCopies(tensors, self._by_libc)
@@ -151,12 +142,11 @@ class CommitPlan:
     def write_elements(self, name: str, start: int, values: torch.Tensor) -> None:
         """Copy consecutive elements of one checkpoint tensor into the parameters.
 
-        On a CUDA device `values` must stay unchanged until the current stream has made the copies.
-
         Args:
             name: The checkpoint tensor.
             start: Index of the first element in the row-major flattened tensor.
-            values: The elements, 1-D, contiguous, in the dtype that was traced.
+            values: The elements, 1-D, contiguous, in the dtype that was traced. On a CUDA device they must stay unchanged until
+                the current stream has made the copies.
 
         Raises:
             CommitError: The elements are not part of what was traced. Nothing has been copied.
@@ -174,13 +164,9 @@ class CommitPlan:
         _copy_all(pairs)
 
     def locate(self, name: str, positions: torch.Tensor) -> list[LiveElements]:
-        """Find the live elements of a checkpoint tensor on this rank.
+        """Find the live elements at `positions` of checkpoint tensor `name`: strictly ascending, int64 of shape ``[n]``.
 
         Elements that only other ranks have are in none of the results; an element that this rank has twice is in two.
-
-        Args:
-            name: The checkpoint tensor.
-            positions: Strictly ascending element positions in it, int64 of shape ``[n]``.
 
         Raises:
             CommitError: The tensor does not go by copies, or the positions are not ascending positions in it.

@@ -31,12 +31,9 @@ class HostCopy:
 
     @classmethod
     def of(cls, copy: LayoutCopy, source: SourceSpec, storage: torch.Tensor) -> HostCopy | None:
-        """The host copy of `copy`; None for casts, other devices, and blocks with gaps, which torch copies as fast.
+        """The host copy of `copy`, from `source` to a `storage` of shape ``[elements]``.
 
-        Args:
-            copy: The copy.
-            source: The checkpoint tensor that it reads.
-            storage: The storage that it writes, of shape ``[elements]``.
+        None for casts, other devices, and blocks with gaps, which torch copies as fast.
         """
         dimensions = simplified(zip(copy.shape, copy.source_strides, copy.target_strides, strict=True))
         if storage.device.type != "cpu" or source.dtype != storage.dtype or not copy.numel:

@@ -233,7 +233,7 @@ def rehearsed_badly(path: str) -> str | None:
         layout = trace_loading(model, specs)
         method = choose_write_method(model, layout, [layout])
         alone = RankGroup(None)
-        rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone, computes=True)
+        rehearsal = Rehearsal(RankModel(model, config, torch.device("cpu"), "test"), specs, alone)
         return rehearsal.first_mismatch(method, None)
 
 

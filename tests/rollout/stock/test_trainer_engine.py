@@ -65,15 +65,20 @@ def test_each_version_of_a_modules_parameters_is_served_when_send_weights_return
     from vllm.distributed.weight_transfer.base import TrainerWeightTransferEngine
 
     module, fake = module_of({name: tensor.double() for name, tensor in WEIGHTS.items()}), fakes[0]
+    parameter = module.get_parameter("layers.0.w")
+    module.get_submodule("layers.1").register_parameter("tied", parameter)
     engine = connected(fake, ModuleSource(module), world_size=2, sync={**PATIENT, "wire_dtype": "float32"})
     assert isinstance(engine, TrainerWeightTransferEngine)
-    parameter = module.get_parameter("layers.0.w")
     for value in (1.0, 2.0):
         with torch.no_grad():
             parameter.fill_(value)
         engine.send_weights()
         assert fake.serves({name: tensor.detach().float() for name, tensor in module.named_parameters()})
     assert fake.calls == ["init", *ROUND, *ROUND]
+    module.get_submodule("layers.1").tied = torch.nn.Parameter(parameter.detach().clone())
+    with pytest.raises(ManifestError, match=r"layers\.1\.tied is in other memory"):
+        engine.send_weights()
+    module.get_submodule("layers.1").tied = parameter
     parameter.data = torch.zeros(3, dtype=torch.float64)
     with pytest.raises(ManifestError, match=r"layers\.0\.w is in other memory"):
         engine.send_weights()

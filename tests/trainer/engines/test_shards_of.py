@@ -37,8 +37,7 @@ def test_what_is_float32_in_the_files_is_sent_as_that_whatever_the_model_is_held
 ) -> None:
     (source,) = models["qwen3-moe"].glob("*.safetensors")
     tensors = {name: tensor if name == GATE else tensor.bfloat16() for name, tensor in load_file(source).items()}
-    directory = tmp_path / "Modell für Träger"
-    directory.mkdir()
+    (directory := tmp_path / "Modell für Träger").mkdir()
     (directory / "config.json").write_text((models["qwen3-moe"] / "config.json").read_text())
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -69,6 +68,7 @@ CHANGES: list[tuple[Callable[[PreTrainedModel], object], str]] = [
     (lambda model: setattr(norm(model).weight, "data", norm(model).weight.data + 1), "other memory"),
     (lambda model: setattr(norm(model), "weight", other(norm(model).weight)), "other memory"),
     (lambda model: norm(model).to(torch.float64), "other memory"),
+    (lambda model: setattr(model.model, "norm", torch.nn.Identity()), "other memory"),
     (lambda model: torch.utils.swap_tensors(norm(model).weight, other(norm(model).weight)), "other memory"),
     (assigned, "other memory"),
     (lambda model: delattr(norm(model), "weight"), "other memory"),
@@ -92,13 +92,14 @@ def test_memory_that_is_no_longer_trained_is_not_published(models: dict[str, Pat
 
 
 def test_wrappers_that_change_no_parameter_are_looked_through(model: PreTrainedModel) -> None:
-    names = [shard.spec.name for shard in shards_of(model)]
+    before = shards_of(model)
+    names = [shard.spec.name for shard in before]
     assert [shard.spec.name for shard in shards_of(torch.compile(model))] == names
     model.model.layers[0] = checkpoint_wrapper(model.model.layers[0])
     model.model.layers[1] = torch.compile(model.model.layers[1])
     wrapped = shards_of(model)
     assert [shard.spec.name for shard in wrapped] == names
-    check_live(wrapped)
+    check_live([*before, *wrapped])
     model.model.layers[1].mlp.up_proj.weight.data = torch.zeros_like(model.model.layers[1].mlp.up_proj.weight)
     with pytest.raises(ManifestError, match=r"model\.layers\.1\.mlp\.up_proj\.weight is in other memory"):
         check_live(wrapped)

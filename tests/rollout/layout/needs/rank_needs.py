@@ -66,9 +66,7 @@ def slices_of_reloads(path: str, other_path: str, world: int) -> list[dict[str, 
             model = loaded(config)
             before = state(model)
             specs = checkpoint_specs(path, torch.bfloat16)
-            blind, loader = (
-                VersionLoader(RankModel(model, config, torch.device("cpu"), "test"), computes=False) for _ in range(2)
-            )
+            blind, loader = (VersionLoader(RankModel(model, config, torch.device("cpu"), "test")) for _ in range(2))
             assert loader.needed() is None, "slices are asked for before it is shown that they are enough"
             with mock.patch.object(loader_module, "read_by_loading", too_few):
                 blind.learn(specs, alone)
