@@ -8,11 +8,7 @@ from collections.abc import Callable
 
 
 class TokenClock:
-    """Arrival times of the tokens of all requests of one replica. All calls come from one event loop.
-
-    Args:
-        now: A monotonic clock in seconds.
-    """
+    """Arrival times of the tokens of all requests of one replica. All calls come from one event loop."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

@@ -43,9 +43,7 @@ _Signature = dict[str, SourceSpec]
 class VersionLoader:
     """Loads versions into one rank's model. All ranks make every call together, inside vLLM's current config.
 
-    Args:
-        rank: This rank with its live model.
-        expectation: The tensors of the checkpoint.
+    The `expectation` has the tensors of the checkpoint that the model was started from.
     """
 
     def __init__(self, rank: RankModel, *, expectation: Expectation | None = None) -> None:
@@ -58,7 +56,8 @@ class VersionLoader:
         self._left_out: frozenset[str] = frozenset()
         """Tensors of versions of this signature that are not written: no rank reads them."""
         self._signature: _Signature = {}
-        self._method: WriteMethod | None = None
+        self.method: WriteMethod | None = None
+        """How versions of the last learned signature are written; None before `learn`."""
         self._writer: VersionWriter | None = None
         """None until writing versions with this signature is proven to be right."""
         self._proven: tuple[_Signature, WriteMethod, WriteMethod] | None = None
@@ -71,11 +70,6 @@ class VersionLoader:
         tensors."""
 
     @property
-    def method(self) -> WriteMethod | None:
-        """How versions of the last learned signature are written; None before `learn`."""
-        return self._method
-
-    @property
     def plan(self) -> CommitPlan | None:
         """The copies of a version; None if no tensor is copied, and before `learn`."""
         return None if self._writer is None else self._writer.plan
@@ -83,7 +77,7 @@ class VersionLoader:
     @property
     def takes_deltas(self) -> bool:
         """Whether changed elements can be written straight into the parameters: every weight is copied, and none is rounded."""
-        if self.plan is None or self._method is None or self._method.kind is not WriteKind.TRACED:
+        if self.plan is None or self.method is None or self.method.kind is not WriteKind.TRACED:
             return False
         return self.plan.keeps_sent_bits
 
@@ -188,8 +182,8 @@ class VersionLoader:
         chosen = self._choose(group)
         proven = self._known_proof(chosen)
         proven_everywhere = all(group.gather(proven is not None))
-        self._method = proven if proven_everywhere and proven is not None else self._prove(chosen, group)
-        self._writer = VersionWriter(self._rank, self._method, self._signature, self._stale_views, self._read_as_sent())
+        self.method = proven if proven_everywhere and proven is not None else self._prove(chosen, group)
+        self._writer = VersionWriter(self._rank, self.method, self._signature, self._stale_views, self._read_as_sent())
         if any(group.gather(sliced and _needed_slices(self.needed(), self.expectation) != received)):
             raise CommitError(
                 "slices of a version were received, and others are needed: parameters have moved to other memory, or the"

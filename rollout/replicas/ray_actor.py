@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,29 +42,22 @@ class ReplicaActor:
     def __init__(self, name: str, config: RolloutConfig, model_dir: str, initial_version: int) -> None:
         self._replica = LocalReplica(name, config, model_dir, initial_version)
 
-    async def start(self) -> _Outcome:
-        """Start the engine; returns this process's id, the engine's dtype, and its longest sequence."""
-        return await self._outcome(self._start())
-
     async def call(self, method: str, *args: Any, **kwargs: Any) -> _Outcome:
         """Call one of the replica's coroutine methods."""
-        return await self._outcome(getattr(self._replica, method)(*args, **kwargs))
-
-    async def stats(self) -> RolloutStats:
-        """The replica's running totals."""
-        return self._replica.stats()
-
-    async def _start(self) -> tuple[int, str, int]:
-        await self._replica.start()
-        return os.getpid(), self._replica.dtype, self._replica.max_model_len
-
-    async def _outcome(self, call: Coroutine[Any, Any, Any]) -> _Outcome:
         try:
-            return _Outcome(value=await call)
+            return _Outcome(value=await getattr(self._replica, method)(*args, **kwargs))
         except Exception as error:  # noqa: BLE001 - the caller raises it
             if isinstance(error, ExceptionGroup):
                 error = error.exceptions[0]
             return _Outcome(error=as_weightlane_error(error, self._replica.name).to_wire())
+
+    async def facts(self) -> tuple[int, str, int]:
+        """This process's id, the dtype of the engine, which has started, and its longest sequence."""
+        return os.getpid(), self._replica.dtype, self._replica.max_model_len
+
+    async def stats(self) -> RolloutStats:
+        """The replica's running totals."""
+        return self._replica.stats()
 
 
 class RolloutReplica:
@@ -112,8 +105,8 @@ class RolloutReplica:
 
     async def start(self) -> None:
         """Wait until the engine serves."""
-        started = await self._answer(self._actor.start.remote(), self.config.start_limit_s, "start")
-        self.pid, self.dtype, self.max_model_len = started
+        await self._call("start", self.config.start_limit_s)
+        self.pid, self.dtype, self.max_model_len = await self._answer(self._actor.facts.remote(), _GRACE_S, "start")
 
     async def connect(
         self, rendezvous: Mapping[str, Any], backend: str, options: Mapping[str, Any] | None = None

@@ -15,12 +15,7 @@ _GAP_WAIT_S = 0.5
 
 
 class Observed:
-    """The observers of one replica. All calls come from one event loop.
-
-    Args:
-        replica: The replica's name.
-        clock: Knows how long requests waited for their tokens.
-    """
+    """The observers of one replica, whose `clock` knows how long requests waited. All calls come from one event loop."""
 
     def __init__(self, replica: str, clock: TokenClock) -> None:
         self._replica, self._clock = replica, clock

@@ -33,13 +33,7 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class VllmEngine:
-    """The engine of one replica. All coroutines run on one event loop.
-
-    Args:
-        name: The replica's name.
-        config: Options of the replica.
-        model_dir: Hugging Face checkpoint directory.
-    """
+    """The engine of replica `name`. All coroutines run on one event loop."""
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
         self.name = name
@@ -157,12 +151,9 @@ class VllmEngine:
     async def commit(self, version: int, clock: TokenClock, *, trusted: bool, more: Mapping[str, Any]) -> CommitReport:
         """Put the staged `version` into service. A cancelled commit continues in the engine.
 
-        Args:
-            version: The version.
-            clock: Watches the requests in flight.
-            trusted: Whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
-                loading. After a failure that leaves the weights untrusted the engine stays paused.
-            more: Further fields of the `UpdateRequest`.
+        `trusted` says whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
+        loading. After a failure that leaves the weights untrusted the engine stays paused. `more` are fields of the
+        `UpdateRequest`.
 
         Raises:
             UntouchedError: The old weights serve again.

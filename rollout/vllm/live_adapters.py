@@ -32,6 +32,7 @@ from ..layout.loading.adapter_tensors import (
     announced_layers,
     announced_tensors,
 )
+from ..layout.loading.checkpoint_expectation import renames_of
 from ..layout.rank_model import RankModel
 from ..rank_group import RankGroup
 from ..vllm_surface import LoRAModel, PEFTHelper, check_attributes
@@ -40,15 +41,11 @@ logger = init_logger("vllm.weightlane")
 
 
 class LiveAdapters:
-    """The adapters of one rank. All ranks make every call together.
+    """The adapters of one rank, whose model vLLM has wrapped for adapters. All ranks make every call together.
 
-    Args:
-        rank: The rank with its model, which vLLM has wrapped for adapters.
-        group: The ranks.
-        adapter: The adapter that versions are sent as. An announced version is one of at most this rank, padded with zeros.
+    Versions are sent as `adapter`; an announced version is one of at most its rank, padded with zeros.
 
-    Raises:
-        ConfigError: The model has a layer for which vLLM has no such adapter.
+    Raises `ConfigError` if the model has a layer for which vLLM has no such adapter.
     """
 
     in_place = False
@@ -74,12 +71,7 @@ class LiveAdapters:
         """Every rank needs all of an adapter: vLLM itself takes its part of each tensor."""
 
     def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
-        """Commit or roll back a version on every rank. Returns the first rank's error, or None.
-
-        Args:
-            fields: The fields of an `UpdateRequest`.
-            subscriber: The subscriber that has staged the version.
-        """
+        """Make an `UpdateRequest` with these `fields` on every rank. Returns the first rank's error, or None."""
         requests: list[UpdateRequest] = []
         made: list[Any] = []
 
@@ -133,7 +125,7 @@ class LiveAdapters:
             peft,
             device="cpu",
             dtype=self._manager.lora_config.lora_dtype,
-            weights_mapper=_mapper(self._model),
+            weights_mapper=renames_of(self._model),
         )
 
     def _add(self, *made: Any) -> None:
@@ -152,20 +144,12 @@ def peft_settings(manager: Any, adapter: AdapterConfig, layers: Collection[str])
 
 
 def refuse_unknown_layers(manager: Any, model: torch.nn.Module, names: Iterable[str], peft: Any, part: str) -> None:
-    """Refuse layers that vLLM wraps no module for: it would leave their tensors out without a word.
+    """Raise `ConfigError`, from `part`, for layers that vLLM wraps no module for: it would silently leave their tensors out.
 
-    Args:
-        manager: vLLM's manager of the adapters of `model`.
-        model: The model, wrapped for adapters.
-        names: The tensors of a version.
-        peft: The `peft_settings` of the adapter.
-        part: The caller's name for the error.
-
-    Raises:
-        ConfigError: There are such layers.
+    `manager` is vLLM's, of the adapters of `model`; `names` are the tensors of a version; `peft` has its `peft_settings`.
     """
     empty = {name: torch.empty(0) for name in names}
-    asked = LoRAModel.from_lora_tensors(1, empty, peft, device="cpu", weights_mapper=_mapper(model)).loras
+    asked = LoRAModel.from_lora_tensors(1, empty, peft, device="cpu", weights_mapper=renames_of(model)).loras
     known = {*manager.modules, *(name for packed in manager.packed_modules.values() for name in packed)}
     if missing := sorted(asked.keys() - known):
         raise ConfigError(
@@ -174,9 +158,3 @@ def refuse_unknown_layers(manager: Any, model: torch.nn.Module, names: Iterable[
             part=part,
             hint='Leave such layers out of trainer.lora.targets, or set trainer.lora.publish to "merged".',
         )
-
-
-def _mapper(model: torch.nn.Module) -> Any:
-    """Renames checkpoint tensors as vLLM's own loading of adapters does; None where the model has the checkpoint's names."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return None if mapper is None else mapper.get_rename_mapper()

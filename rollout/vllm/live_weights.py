@@ -45,13 +45,7 @@ class _Change:
 
 
 class LiveWeights:
-    """The weights of one rank's model. All ranks make every call together.
-
-    Args:
-        rank: The rank with its model.
-        loader: The loader of the model.
-        group: The ranks.
-    """
+    """The weights of one rank's model. All ranks make every call together."""
 
     def __init__(self, rank: RankModel, loader: VersionLoader, group: RankGroup) -> None:
         self.loader = loader
@@ -60,20 +54,15 @@ class LiveWeights:
         """Whether the weights are one complete version, or the checkpoint."""
         self.in_place = False
         """Whether full versions are written while they are received."""
-        self._version: int | None = None
+        self.version: int | None = None
         """The version of the weights; None if they are the checkpoint's, or not intact."""
         self._before: int | None = None
-        """The version before `_version`; None if it cannot be restored."""
+        """The version before `version`; None if it cannot be restored."""
         self._undo: LiveDelta | None = None
-        """The delta that rolls `_version` back, if `_version` was a delta."""
+        """The delta that rolls `version` back, if `version` was a delta."""
         self._captured: dict[str, int] | None = None
         """The addresses of all tensors, which captured CUDA graphs read. None for an engine that captures none, and until the
         first update: layers may move some tensors before the model serves."""
-
-    @property
-    def version(self) -> int | None:
-        """The version of the weights; None if they are the checkpoint's, or not intact."""
-        return self._version
 
     @property
     def expectation(self) -> Expectation:
@@ -85,12 +74,7 @@ class LiveWeights:
         return self.loader.needed()
 
     def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
-        """Commit or roll back a version on every rank. Returns the first rank's error, or None; see `intact` after an error.
-
-        Args:
-            fields: The fields of an `UpdateRequest`.
-            subscriber: The subscriber that has staged the version.
-        """
+        """Make an `UpdateRequest` with these `fields` on every rank. Returns the first rank's error, or None; see `intact`."""
         change = _Change()
         error = self._run(lambda: self._prepare(change, validated(UpdateRequest, fields), subscriber))
         if change.stream is not None:
@@ -116,7 +100,7 @@ class LiveWeights:
             assert request.rollback_of is not None, "one of the two is given"
             self._prepare_rollback(change, request.rollback_of, subscriber)
             return
-        change.version, change.before = request.version, self._version
+        change.version, change.before = request.version, self.version
         change.stream = subscriber.take_stream(request.version)
         if change.stream is not None:
             change.stream.begin()
@@ -128,10 +112,10 @@ class LiveWeights:
         change.tensors = subscriber.take(request.version)
 
     def _prepare_rollback(self, change: _Change, version: int, subscriber: Subscriber) -> None:
-        if self._version is not None and self._version < version:
+        if self.version is not None and self.version < version:
             return  # The load of `version` failed, and was rolled back.
-        if self._version != version:
-            newer = "the weights" if self._version is None else f"version {self._version}"
+        if self.version != version:
+            newer = "the weights" if self.version is None else f"version {self.version}"
             raise CommitError(
                 f"version {version} cannot be rolled back, {newer} was committed after it.", part=self._part
             )
@@ -147,8 +131,8 @@ class LiveWeights:
         self._take_previous(change, version, self._before, subscriber)
 
     def _check_base(self, delta: LiveDelta) -> None:
-        if not self.intact or self._version != delta.base_version:
-            here = "unknown weights are" if self._version is None or not self.intact else f"version {self._version} is"
+        if not self.intact or self.version != delta.base_version:
+            here = "unknown weights are" if self.version is None or not self.intact else f"version {self.version} is"
             raise DeltaBaseError(
                 f"version {delta.version} is a delta to version {delta.base_version}, {here} here.", part=self._part
             )
@@ -165,10 +149,10 @@ class LiveWeights:
             stream.fail(error)  # The receiving thread must not wait for this rank.
             subscriber.restored()
             return error
-        self._version, self._before, self._undo, self.intact = None, None, None, False
+        self.version, self._before, self._undo, self.intact = None, None, None, False
         error = self._run(lambda: self._write_parts(stream))
         if error is None:
-            self._version, self.intact = stream.version, True
+            self.version, self.intact = stream.version, True
             subscriber.prepare_delta = self.loader.live_delta if self.loader.takes_deltas else None
             return None
         stream.fail(error)
@@ -176,8 +160,8 @@ class LiveWeights:
 
     def _swap(self, change: _Change, delta: LiveDelta, subscriber: Subscriber) -> WeightlaneError | None:
         """Swap live elements with those of `delta` on every rank, or on none: a delta is committed, or rolled back."""
-        version, undoing, swapped = self._version, delta is self._undo, False
-        self._version, self.intact = None, False
+        version, undoing, swapped = self.version, delta is self._undo, False
+        self.version, self.intact = None, False
 
         def swap() -> None:
             nonlocal swapped
@@ -197,11 +181,11 @@ class LiveWeights:
             second = self._run(swap_back)
             if second is not None:
                 return self._mixture(error, f"The version before it could not be restored: {second}")
-            self._version, self.intact = version, True
+            self.version, self.intact = version, True
             if not undoing:
                 subscriber.restored()
             return error
-        self._version, self.intact = change.version, True
+        self.version, self.intact = change.version, True
         if undoing:
             self._before, self._undo = None, None
             subscriber.restored()
@@ -215,11 +199,11 @@ class LiveWeights:
         if error is not None:
             return error
         began = time.perf_counter()
-        version, self._version, self.intact = self._version, None, False
+        version, self.version, self.intact = self.version, None, False
         self._undo = None
         error = self._run(lambda: self._load(change.tensors, subscriber))
         if error is None:
-            self._version, self._before, self.intact = change.version, change.before, True
+            self.version, self._before, self.intact = change.version, change.before, True
             logger.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
             return None
         if isinstance(error, QuarantinedError):
@@ -236,7 +220,7 @@ class LiveWeights:
         self._release(previous, subscriber)
         if second is not None:
             return self._mixture(error, f"The version before it could not be restored: {second}")
-        self._version, self.intact = version, True
+        self.version, self.intact = version, True
         return CommitError(
             f"version {change.version} could not be loaded, version {version} was restored: {error.message}",
             part=error.part,

@@ -37,12 +37,7 @@ _RANKS_S = 10.0
 
 
 class ClientReplica:
-    """The vLLM that one client drives. All methods run on one event loop, one after another.
-
-    Args:
-        client: A client that drives one vLLM.
-        number: Number of the client among those of the run.
-    """
+    """The vLLM that one client drives, the run's client `number`. All methods run on one event loop, one after another."""
 
     def __init__(self, client: Any, number: int) -> None:
         self._client = client

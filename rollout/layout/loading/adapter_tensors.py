@@ -74,15 +74,9 @@ def adapter_expectation(layers: dict[str, tuple[int, int]], rank: int, dtype: to
 
 
 def announced_layers(layers: Collection[str], sent: AdapterConfig, announced: AdapterConfig) -> frozenset[str]:
-    """The layers that an announced adapter is for.
+    """The layers that an announced adapter is for, among `layers`, the names of `adapted_layers` for `sent`.
 
-    Args:
-        layers: The layers whose A and B are sent: the names of `adapted_layers` for `sent`.
-        sent: The adapter that every version is sent as.
-        announced: The adapter that one version is; no targets: all that are sent.
-
-    Raises:
-        ConfigError: `announced` has a higher rank, or is for layers that are not sent.
+    Raises `ConfigError` if `announced` has a higher rank than `sent`, as which every version is sent, or is for other layers.
     """
     if announced.rank > sent.rank:
         raise ConfigError(

@@ -78,12 +78,16 @@ def expectation_of_config(model_config: Any) -> Expectation:
     return expectation_of(model_config.model, dtype=model_config.dtype, tied_embeddings=tied)
 
 
+def renames_of(model: Any) -> Any:
+    """VLLM's mapper that renames checkpoint tensors to a vLLM model's own names; None where the model has the checkpoint's."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else None
+
+
 def place_of(model: Any) -> Callable[[str], str | None] | None:
     """The function that tells where a vLLM model puts a tensor of a checkpoint, if it has one; see `Expectation.place`."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    if mapper is None or not hasattr(mapper, "get_rename_mapper"):
-        return None
-    place: Callable[[str], str | None] = mapper.get_rename_mapper().map_name
+    renames = renames_of(model)
+    place: Callable[[str], str | None] | None = None if renames is None else renames.map_name
     return place
 
 

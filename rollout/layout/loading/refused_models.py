@@ -123,12 +123,7 @@ def refuse_in_place(model_config: Any) -> None:
 
 
 def refuse_indivisible(vllm_config: Any, *, part: str) -> None:
-    """Raise `ConfigError` for a mixture of experts that vLLM would only refuse later, in the replica's own processes.
-
-    Args:
-        vllm_config: vLLM's configuration of the replica.
-        part: The caller's name for the error.
-    """
+    """Raise `ConfigError`, from `part`, for experts that vLLM would only refuse later, in the replica's own processes."""
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     ranks, experts = parallel.tensor_parallel_size, model.get_num_experts()
     if not experts:

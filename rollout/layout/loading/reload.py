@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,17 +18,6 @@ import torch
 from weightlane.ckpt_engines import CommitError
 
 from .derived import made_after_loading
-
-
-class _SomeLayers:
-    """The interface of a model that vLLM's reload uses: its layers."""
-
-    def __init__(self, layers: list[torch.nn.Module]) -> None:
-        self._layers = layers
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """The layers to reload."""
-        return iter(self._layers)
 
 
 def load_version(
@@ -42,13 +32,8 @@ def load_version(
 
     vLLM takes one tensor after the other and keeps it until its layer is complete. Nothing refers to a tensor afterwards.
 
-    Args:
-        model: The live model.
-        model_config: vLLM's configuration of it.
-        tensors: Pairs of Hugging Face name and tensor of full shape.
-        part: Name of this rank for errors.
-        layers: The layers to load, without layers inside of them. They must be all that `tensors` are loaded into, and `tensors`
-            all that they are made of. None loads the whole model.
+    `tensors` are Hugging Face names and tensors of full shapes. `layers` are loaded without layers inside of them. They must
+    be all that `tensors` are loaded into, and `tensors` all that they are made of. None loads the whole model.
 
     Raises:
         CommitError: The layers are now partly old and partly new: the model must not serve until a version was loaded completely.
@@ -59,7 +44,10 @@ def load_version(
     # Taken before the reload, which separates tied parameters while it runs.
     names = {name for name, _ in model.named_parameters() if layers is None or name.rpartition(".")[0] in layers}
     names -= made_after_loading(model)
-    reloaded = model if layers is None else _SomeLayers([model.get_submodule(name) for name in layers])
+    reloaded: Any = model
+    if layers is not None:
+        some = [model.get_submodule(name) for name in layers]
+        reloaded = SimpleNamespace(modules=lambda: some)  # all that vLLM's reload uses of a model
     with torch.no_grad(), _conditions_of_start(model_config):
         try:
             initialize_layerwise_reload(reloaded)

@@ -166,16 +166,9 @@ class Cover:
 def _sorted(block: Block) -> Block:
     """The same elements with the smallest stride last, neighbouring dimensions joined."""
     offset, strides, shape = block
-    order = sorted((item for item in zip(strides, shape, strict=True) if item[1] != 1), reverse=True)
-    merged: list[tuple[int, int]] = []
-    for stride, length in order:
-        if merged and merged[-1][0] == stride * length:
-            merged[-1] = (stride, merged[-1][1] * length)
-        else:
-            merged.append((stride, length))
-    if not merged:
-        return offset, (1,), (1,)
-    return offset, tuple(stride for stride, _ in merged), tuple(length for _, length in merged)
+    ordered = sorted(zip(strides, shape, strict=True), reverse=True)
+    joined = simplified((length, stride, stride) for stride, length in ordered)
+    return offset, tuple(stride for _, stride, _ in joined), tuple(length for length, _, _ in joined)
 
 
 def _granularity(block: Block) -> Iterator[int]:

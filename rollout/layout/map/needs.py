@@ -34,12 +34,9 @@ def needed_boxes(layout: LayoutMap) -> dict[str, list[Box]]:
     The boxes are exact for ranges of rows, columns, heads and experts, for several ranges in one tensor, and for interleaved
     tensors that one rank reads completely. A copy with more than a few gaps gets boxes that contain the gaps.
 
-    Args:
-        layout: A layout. Its `uncopied_sources` are needed completely.
-
     Returns:
-        Disjoint boxes in ascending order for every tensor of ``layout.sources``. Every element that a copy reads is in one box.
-        A tensor that is not read has no boxes.
+        Disjoint boxes in ascending order for every tensor of ``layout.sources``. Every element that a copy reads is in one box,
+        and so is every element of `uncopied_sources`. A tensor that is not read has no boxes.
     """
     blocks: dict[str, set[Block]] = defaultdict(set)
     for copy in layout.copies:
@@ -81,12 +78,9 @@ def _boxes(shape: tuple[int, ...], blocks: Iterable[Block]) -> list[Box]:
 
 
 def _ranges(strides: Sequence[int], offset: int, steps: _Steps) -> Iterator[_Ranges]:
-    """Boxes, as one range per dimension, that together contain a block.
+    """Boxes, as one range per dimension, that together contain the block with `offset` and `steps`.
 
-    Args:
-        strides: Row-major strides of a tensor, or of its inner dimensions.
-        offset: Offset of the block in the tensor.
-        steps: Steps of the block.
+    `strides` are the row-major strides of a tensor, or of its inner dimensions.
     """
     if not strides:
         yield ()
@@ -169,9 +163,7 @@ def _merged(ranges: Iterable[_Range]) -> list[_Range]:
 def _disjoint(boxes: Sequence[_Ranges], dim: int) -> list[_Ranges]:
     """Disjoint boxes that contain the same elements, ascending: one slab after the other along `dim`, equal neighbours joined.
 
-    Args:
-        boxes: One range per dimension each; ranges before `dim` are ignored.
-        dim: The dimension to begin with.
+    Ranges of dimensions before `dim` are ignored.
     """
     if not boxes:
         return []

@@ -43,11 +43,7 @@ def remembered(
 ) -> _Answer:
     """The parsed answer to `asked`, read from the cache, or else found and written to the cache.
 
-    Args:
-        model: Checkpoint directory.
-        asked: The question, as plain data.
-        parse: Parses an answer; raises for plain data that is none.
-        find: Finds the answer, plain data.
+    Question and answer are plain data; `parse` raises for data that is no answer. `model` is the checkpoint's directory.
 
     Raises:
         WeightlaneError: The error of `find`, or of `parse` for its answer; `ConfigError` for a broken checkpoint.

@@ -44,12 +44,7 @@ def planned_needs(config: RolloutConfig, model_dir: Path) -> PlannedNeeds:
 
     A replica also rehearses what it traced. If copies are not right, it asks for other slices, or takes no versions.
 
-    Args:
-        config: The run's rollout section.
-        model_dir: Checkpoint directory.
-
-    Raises:
-        ConfigError: vLLM does not know the model or cannot divide it between the ranks, or its weights cannot be replaced.
+    Raises `ConfigError` if vLLM does not know the model or cannot divide it between the ranks, or its weights cannot be replaced.
     """
     everything = (None,) * config.tensor_parallel
     reason = "rollout.commit is in_place" if config.commit == "in_place" else ""

@@ -122,11 +122,7 @@ def rehearsed(
 
     The rehearsal needs memory for two models of a rank. Ranks are rehearsed one by one; all others seem to compute the same.
 
-    Args:
-        config: As for `rank_layouts`.
-        sources: The tensors of the checkpoint.
-        ranks: The ranks from `rank_layouts`.
-        tied: The first name of each tensor that is a second name of another.
+    `tied` has the first name of each tensor that is a second name of another; the rest is as for `rank_layouts`.
     """
     found = list(ranks)
     optional = {name: spec for name, spec in sources.items() if name not in ranks[0].layout.sources}

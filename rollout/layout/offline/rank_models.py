@@ -11,6 +11,7 @@ import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -114,20 +115,6 @@ def as_rank(config: Any, rank: int) -> Iterator[None]:
             config.compilation_config.static_forward_context.clear()
 
 
-class _ClaimedProcesses:
-    """A process group that claims another size; no collective of torch may run on it."""
-
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank = rank
-        self._world = world
-
-    def size(self) -> int:
-        return self._world
-
-    def rank(self) -> int:
-        return self._rank
-
-
 class _SameOnAllRanks:
     """vLLM's collectives as if every rank had this rank's values: enough to compare a rank's outputs with each other."""
 
@@ -153,8 +140,8 @@ def _claimed(group: Any, rank: int, world: int) -> Any:
     claimed = copy.copy(group)
     claimed.world_size, claimed.rank_in_group, claimed.ranks = world, rank, list(range(world))
     if world > 1:
-        # Some models ask the process group for its size.
-        claimed.device_group = _ClaimedProcesses(rank, world)
+        # Some models ask the process group for its size. No collective of torch may run on it.
+        claimed.device_group = SimpleNamespace(size=lambda: world, rank=lambda: rank)
         claimed.device_communicator, claimed.use_custom_op_call = _SameOnAllRanks(rank, world), False
     return claimed
 

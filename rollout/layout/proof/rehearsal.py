@@ -13,7 +13,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from typing import TypeVar
 
 import torch
 
@@ -36,6 +36,7 @@ from .made_up_values import MadeUpValues
 from .model_tensors import tensor_checksums, tensor_placements
 
 logger = logging.getLogger("vllm.weightlane")
+T = TypeVar("T")
 _RUNS = 3
 """Runs into which a rehearsed tensor is cut, so that some of them end within a row."""
 _OUTPUT = "output of "
@@ -86,37 +87,61 @@ class Rehearsal:
         """
         with ExitStack() as room:
             second = room_for_second(self._rank.model, self._rank.device, may_move=self._may_move)
-            mismatch = self._on_all_ranks(lambda: room.enter_context(second))
-            # No second model is left when `_compare` returns: the first one may need its memory.
-            return mismatch if mismatch is not None else self._compare(method, read)
+            try:
+                self._on_all_ranks(lambda: room.enter_context(second))
+                self._compare(method, read)
+            except _MismatchError as mismatch:
+                return str(mismatch)
+            # Here no second model is left, also not in a traceback: the first one may need its memory.
+        return None
 
-    def _compare(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> str | None:
-        if self._second_state is None and (mismatch := self._load_second()) is not None:
-            return mismatch
-        built: list[RankModel] = []
-        mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._first)[0]))
-        return mismatch if mismatch is not None else self._write_and_compare(built[0], method, read)
+    def _compare(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> None:
+        if self._second_state is None:
+            self._load_second()
+            gc.collect()
+        assert self._second_state is not None, "as above"
+        second = self._second_state
+        fresh, _ = self._on_all_ranks(lambda: fresh_model(self._rank, self._first))
+        first = self._on_all_ranks(lambda: self._state(fresh))
 
-    def _load_second(self) -> str | None:
-        """Load the second version, and keep its state. Returns the first rank's mismatch, or None."""
-        built: list[tuple[RankModel, list[StaleView]]] = []
-        mismatch = self._on_all_ranks(lambda: built.append(fresh_model(self._rank, self._second)))
-        mismatch = mismatch or self._find_unsteady(built[0][0])
-        states: list[dict[str, str]] = []
-        mismatch = mismatch or self._on_all_ranks(lambda: states.append(self._state(built[0][0])))
-        if mismatch is None:
-            (self._second_state,), self.stale_views = states, built[0][1]
-        built.clear()
-        gc.collect()
-        return mismatch
+        def begin() -> VersionWriter:
+            live, built = (
+                {name: each for name, each in tensor_placements(model).items() if first.get(name) != second.get(name)}
+                for model in (self._rank.model, fresh.model)
+            )
+            if (name := _first_difference(live, built)) is not None:
+                raise _MismatchError(f"{name} has another layout in memory than in a model loaded with other values")
+            return VersionWriter(fresh, method, self._signature, self.stale_views)
 
-    def _find_unsteady(self, fresh: RankModel) -> str | None:
-        """Find what is not computed the same twice. Returns the first rank's mismatch, or None."""
+        def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
+            chosen = values.only(self._signature)
+            return chosen if read is None else OnlyRead(chosen, read)
+
+        def compare(wanted: Mapping[str, str]) -> None:
+            if (name := _first_difference(self._state(fresh), wanted)) is None:
+                return
+            if name.startswith(_OUTPUT):
+                layer = name.removeprefix(_OUTPUT) or "the model"
+                raise _MismatchError(f"{layer} does not compute what it computes after an ordinary load")
+            raise _MismatchError(f"{name} differs from an ordinary load")
+
+        writer = self._on_all_ranks(begin)
+        self._on_all_ranks(lambda: writer.write(sent(self._second)))
+        self._on_all_ranks(lambda: compare(second))
+        self._on_all_ranks(lambda: writer.write_arriving(_runs_of(sent(self._first))))
+        self._on_all_ranks(lambda: compare(first))
+
+    def _load_second(self) -> None:
+        """Load the second version, and keep its state."""
+        fresh, stale_views = self._on_all_ranks(lambda: fresh_model(self._rank, self._second))
+        self._find_unsteady(fresh)
+        self._second_state = self._on_all_ranks(lambda: self._state(fresh))
+        self.stale_views = stale_views
+
+    def _find_unsteady(self, fresh: RankModel) -> None:
+        """Find what is not computed the same twice."""
         while True:
-            runs: list[dict[str, str]] = []
-            mismatch = self._on_all_ranks(partial(self._run_twice, fresh, runs))
-            if mismatch is not None:
-                return mismatch
+            runs = self._on_all_ranks(lambda: [self._outputs(fresh, inputs=True) for _ in range(2)])
             found = {name for name in self._group.gather(_first_difference(*runs)) if name is not None}
             if not found:
                 break
@@ -125,10 +150,6 @@ class Rehearsal:
             logger.warning(
                 "weightlane: not computed the same twice, and so not compared: %s", ", ".join(sorted(self._unsteady))
             )
-        return None
-
-    def _run_twice(self, fresh: RankModel, runs: list[dict[str, str]]) -> None:
-        runs += [self._outputs(fresh, inputs=True), self._outputs(fresh, inputs=True)]
 
     def _outputs(self, fresh: RankModel, *, inputs: bool = False) -> dict[str, str]:
         try:
@@ -144,56 +165,22 @@ class Rehearsal:
         computed = {f"{_OUTPUT}{layer}": checksum for layer, checksum in self._outputs(fresh).items()}
         return tensor_checksums(fresh.model) | computed
 
-    def _write_and_compare(
-        self, fresh: RankModel, method: WriteMethod, read: Mapping[str, list[Box]] | None
-    ) -> str | None:
-        assert self._second_state is not None, "loaded before"
-        second, first = self._second_state, {}
-        writers: list[VersionWriter] = []
-
-        def begin() -> None:
-            first.update(self._state(fresh))
-            live, built = (
-                {name: each for name, each in tensor_placements(model).items() if first.get(name) != second.get(name)}
-                for model in (self._rank.model, fresh.model)
-            )
-            if (name := _first_difference(live, built)) is not None:
-                raise _MismatchError(f"{name} has another layout in memory than in a model loaded with other values")
-            writers.append(VersionWriter(fresh, method, self._signature, self.stale_views))
-
-        def sent(values: MadeUpValues) -> Mapping[str, torch.Tensor]:
-            chosen = values.only(self._signature)
-            return chosen if read is None else OnlyRead(chosen, read)
-
-        def compare(wanted: Mapping[str, str]) -> None:
-            if (name := _first_difference(self._state(fresh), wanted)) is None:
-                return
-            if name.startswith(_OUTPUT):
-                layer = name.removeprefix(_OUTPUT) or "the model"
-                raise _MismatchError(f"{layer} does not compute what it computes after an ordinary load")
-            raise _MismatchError(f"{name} differs from an ordinary load")
-
-        steps: list[Callable[[], object]] = [
-            begin,
-            lambda: writers[0].write(sent(self._second)),
-            lambda: compare(second),
-            lambda: writers[0].write_arriving(_runs_of(sent(self._first))),
-            lambda: compare(first),
-        ]
-        return next((mismatch for step in steps if (mismatch := self._on_all_ranks(step)) is not None), None)
-
-    def _on_all_ranks(self, step: Callable[[], object]) -> str | None:
-        """Run `step` on every rank. Returns the reason of the first rank on which it failed, or None."""
+    def _on_all_ranks(self, step: Callable[[], T]) -> T:
+        """The result of `step`, which every rank runs. Raises `_MismatchError` with the reason of the first failed rank."""
+        results: list[T] = []
         reason: str | None = None
         try:
-            step()
+            results.append(step())
         except _MismatchError as different:
             reason = str(different)
         except WeightlaneError as error:
             reason = error.message
         except Exception as cause:  # noqa: BLE001 - other ranks wait; without a comparison there is no proof
             reason = f"it cannot be compared with an ordinary load: {_described(cause)}"
-        return next((fact for fact in self._group.gather(reason) if fact), None)
+        for failed in self._group.gather(reason):
+            if failed:
+                raise _MismatchError(failed)
+        return results[0]
 
 
 class _MismatchError(Exception):

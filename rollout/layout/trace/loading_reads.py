@@ -21,7 +21,7 @@ from weightlane.sync.version.tensor_spec import raw_bytes
 from ..map.coverage import target_coverage
 from ..map.layout_map import SourceSpec
 from ..map.needs import needed_boxes
-from .model_snapshot import ModelSnapshot
+from .model_snapshot import restored_afterwards
 from .trace import trace_loading
 
 
@@ -60,9 +60,7 @@ def unread_by_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec])
 class OnlyRead(Mapping[str, torch.Tensor]):
     """Tensors that have their values only in the boxes that are read; every other bit is set, which is NaN in float types.
 
-    Args:
-        tensors: The values; each may be made on access.
-        boxes: The boxes of each tensor, see `read_by_loading`. A tensor that is missing here is given completely.
+    A tensor without an entry in `boxes`, see `read_by_loading`, has all its values.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], boxes: Mapping[str, list[Box]]) -> None:
@@ -93,7 +91,7 @@ def _parameters_before_processing(model: torch.nn.Module) -> Iterator[None]:
     # Torch changes these sets in place when buffers are replaced.
     unsaved = [(layer, set(layer._non_persistent_buffers_set)) for layer in model.modules()]
     try:
-        with ModelSnapshot(model):
+        with restored_afterwards(model):
             for layer, _ in unsaved:
                 restore_layer_on_meta(layer, get_layerwise_info(layer))
                 for tensor in (*layer._parameters.values(), *layer._buffers.values()):

@@ -91,11 +91,7 @@ Origin = Arranged | Moved | Computed
 
 
 class Origins:
-    """The origins of all tensors that hold checkpoint elements.
-
-    Args:
-        specs: The checkpoint tensors.
-    """
+    """The origins of all tensors that hold elements of the checkpoint tensors `specs`."""
 
     def __init__(self, specs: Mapping[str, SourceSpec]) -> None:
         self.specs = dict(specs)

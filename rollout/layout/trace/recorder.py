@@ -27,12 +27,7 @@ _SAMPLE = 1 << 20
 
 
 class CopyRecorder:
-    """The copies, constants and refusals of one loading.
-
-    Args:
-        model: The live model, which nothing here changes.
-        origins: The origins of the tensors that are copied.
-    """
+    """The copies, constants and refusals of one loading into a live model, which nothing here changes."""
 
     def __init__(self, model: torch.nn.Module, origins: Origins) -> None:
         self._origins = origins

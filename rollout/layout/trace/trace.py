@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..map.layout_map import LayoutMap, SourceSpec
-from .model_snapshot import ModelSnapshot
+from .model_snapshot import restored_afterwards
 from .origins import Computed, Filled, Moved, Origins, operator_name, storage_of, stored_elements
 from .recorder import CopyRecorder
 
@@ -51,7 +51,7 @@ def trace_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> 
                     last[:] = [name]
                     yield name, origins.fed(name)
 
-        with ModelSnapshot(model) as snapshot, torch.no_grad():
+        with restored_afterwards(model) as replaced, torch.no_grad():
             try:
                 with _Tracer(origins, recorder):
                     model.load_weights(feed())  # type: ignore[operator]
@@ -61,7 +61,7 @@ def trace_loading(model: torch.nn.Module, sources: Mapping[str, SourceSpec]) -> 
                 failed[last[0]] = f"loading it needs its values: {type(cause).__name__}: {str(cause)[:160]}"
                 _log.debug("weightlane: %s cannot be traced", last[0], exc_info=True)
                 continue
-        for target in snapshot.replaced:
+        for target in replaced:
             recorder.refuse(target, "loading puts another tensor in its place")
         return recorder.layout(failed)
 

@@ -85,9 +85,7 @@ class _Arrangement:
 class StagedCopies:
     """Copies of a version whose tensors share one storage, computed once for all versions with the same arrangement.
 
-    Args:
-        tensors: A version, contiguous tensors on the CPU.
-        copies: Pairs of a tensor's name and a copy of that tensor.
+    The `tensors` of the first version are contiguous ones on the CPU; `copies` have the names of the tensors that they read.
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], copies: Iterable[tuple[str, HostCopy]]) -> None:
