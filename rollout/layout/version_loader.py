@@ -7,7 +7,7 @@ not right, versions go through vLLM's own loading; if that is not right either, 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import CommitError, ConfigError
-from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, SlicedTensors
+from weightlane.sync import Expectation, IncomingDelta, Placement, SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
 from weightlane.sync.version.tensor_spec import is_computed
@@ -112,26 +112,11 @@ class VersionLoader:
         signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
         self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
 
-    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Replace every weight of the model, in place, by `tensors` of the learned signature (Hugging Face names).
-
-        On a CUDA device the copies are queued on the current stream when this returns.
-
-        Raises:
-            CommitError: The write failed on this rank: its model may be partly old and partly new, and must not serve until a
-                version was loaded completely.
-        """
+    @property
+    def writer(self) -> VersionWriter:
+        """The writer of versions with the learned signature."""
         assert self._writer is not None, "learned"
-        self._writer.write(tensors)
-
-    def write_arriving(self, arriving: Iterator[LivePart]) -> None:
-        """Replace every weight by a version of which a few consecutive elements arrive at a time.
-
-        Raises:
-            WeightlaneError: The error that `arriving` raised, or `CommitError` as from `write`.
-        """
-        assert self._writer is not None, "learned"
-        self._writer.write_arriving(run for run in arriving if run.name not in self._left_out)
+        return self._writer
 
     def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
         """Find out how versions with `signature` are written, and prove that this is right, unless that is known.

@@ -32,14 +32,6 @@ class AdapterVersion:
         return LoRARequest(f"weightlane-{self.id}", self.id, "/weightlane/has-no-files")
 
 
-@dataclass(frozen=True, slots=True)
-class _Announcement:
-    """The adapter that a version will be, and the other versions that requests may then still name."""
-
-    adapter: AdapterConfig
-    keep: frozenset[int]
-
-
 class AdapterVersions:
     """The adapters of one replica that requests can name by their versions, the newest one, and the one before.
 
@@ -64,7 +56,8 @@ class AdapterVersions:
         """The adapters that requests can name, by version."""
         self._undo: dict[int, AdapterVersion] = {}
         """`_named` before the update that runs."""
-        self._announced: dict[int, _Announcement] = {}
+        self._announced: dict[int, tuple[AdapterConfig, frozenset[int]]] = {}
+        """The adapter that a version will be, and the other versions that requests may then still name, by version."""
 
     @property
     def ready(self) -> bool:
@@ -83,7 +76,14 @@ class AdapterVersions:
                 raise ConfigError(f"adapter {wanted} was asked for, and versions are weights.", part=self._part)
             return None
         if wanted is None:
-            return self.current()
+            if self._serving is None:
+                raise QuarantinedError(
+                    "no version of the adapter has been committed yet.",
+                    part=self._part,
+                    hint="It serves once the trainer has published one: with trainer.lora.publish = adapter, the weights of"
+                    " model.path alone are no version.",
+                )
+            return self._serving
         if wanted == 0:
             return self._base
         if wanted not in self._named:
@@ -94,17 +94,6 @@ class AdapterVersions:
                 hint="Publish it again under a new version, and name it in `keep` of later announcements.",
             )
         return self._named[wanted]
-
-    def current(self) -> AdapterVersion:
-        """The newest version. Raises `QuarantinedError` before the first one is committed."""
-        if self._serving is None:
-            raise QuarantinedError(
-                "no version of the adapter has been committed yet.",
-                part=self._part,
-                hint="It serves once the trainer has published one: with trainer.lora.publish = adapter, the weights of"
-                " model.path alone are no version.",
-            )
-        return self._serving
 
     def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int], layers: Collection[str]) -> None:
         """Note what `version` will be, in place of an earlier announcement. `layers` are those whose A and B are sent.
@@ -125,7 +114,7 @@ class AdapterVersions:
                 hint="Announce a version before it is published.",
             )
         announced_layers(layers, self._adapter, adapter)
-        self._announced[version] = _Announcement(adapter, frozenset(keep))
+        self._announced[version] = adapter, frozenset(keep)
 
     def begin(self, version: int, in_flight: Iterable[int]) -> tuple[AdapterVersion, dict[str, Any]]:
         """Begin the commit of a version: requests can no longer name what the commit drops.
@@ -133,20 +122,14 @@ class AdapterVersions:
         The version that serves now stays loaded: requests begin under it until the commit is known to have succeeded, and a
         rollback returns to it.
 
-        Args:
-            version: The version.
-            in_flight: Ids of the adapters that requests compute with.
-
-        Returns:
-            The version, and fields of its `UpdateRequest`.
+        Returns the version, and fields of its `UpdateRequest`. `in_flight` are the ids of adapters that requests compute with.
         """
-        announcement = self._announced.get(version)
+        adapter, keep = self._announced.get(version, (None, frozenset()))
         made = AdapterVersion(next(self._ids), version)
-        keep = frozenset() if announcement is None else announcement.keep
         self._undo = self._named
         self._named = {number: each for number, each in self._named.items() if number in keep and number != version}
         fields = self._fields(made.id, in_flight)
-        return made, fields if announcement is None else {**fields, "announced": announcement.adapter.model_dump()}
+        return made, fields if adapter is None else {**fields, "announced": adapter.model_dump()}
 
     def committed(self, made: AdapterVersion) -> None:
         """Let new requests compute with `made`."""

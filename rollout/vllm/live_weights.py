@@ -236,14 +236,14 @@ class LiveWeights:
             )
 
     def _load(self, tensors: Mapping[str, torch.Tensor], subscriber: Subscriber) -> None:
-        self.loader.write(tensors)
+        self.loader.writer.write(tensors)
         # Tensors that arrive quantised are restored completely: one changed scale changes every element of its block.
         takes_deltas = self.loader.takes_deltas and not are_restored(tensors)
         subscriber.prepare_delta = self.loader.live_delta if takes_deltas else None
         self._settle()
 
     def _write_parts(self, stream: LiveStream) -> None:
-        self.loader.write_arriving(stream.parts())
+        self.loader.writer.write_arriving(stream.parts())
         self._settle()
 
     def _settle(self) -> None:

@@ -59,7 +59,8 @@ class VersionWriter:
         On a CUDA device the copies are queued on the current stream when this returns.
 
         Raises:
-            CommitError: A slice that is needed has not arrived; nothing is changed. Or as `load_version`.
+            CommitError: The write failed on this rank, and its model must not serve until a version was loaded completely. Or a
+                slice that is needed has not arrived, and nothing is changed.
         """
         if self.plan is None:
             if isinstance(tensors, SlicedTensors):
@@ -83,6 +84,7 @@ class VersionWriter:
         Raises:
             WeightlaneError: The error that `arriving` raised, or `CommitError` as from `write`.
         """
+        arriving = (run for run in arriving if run.name in self._signature)  # no rank reads the others
         if self.plan is None:
             self._reload_arriving(arriving)
             return

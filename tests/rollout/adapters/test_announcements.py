@@ -34,7 +34,7 @@ def test_a_version_that_is_committed_again_after_its_rollback_is_still_announced
     made, fields = adapters.begin(2, ())
     assert fields["announced"] == SMALL.model_dump()
     assert fields["adapter"] == made.id != first.id, "cached blocks of the first are not those of the second"
-    assert adapters.of_request(1) == adapters.current(), "the version before serves meanwhile"
+    assert adapters.of_request(1) == adapters.of_request(None), "the version before serves meanwhile"
 
 
 def test_what_cannot_be_announced_named_or_rolled_back_is_refused() -> None:

@@ -295,7 +295,7 @@ def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str
 
     mode = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)))
     rank = RankModel(model, mode, torch.device("cpu"), "rollout rank 0")
-    loader = SimpleNamespace(takes_deltas=False, learn_for=lambda *_: None, write=write)
+    loader = SimpleNamespace(takes_deltas=False, learn_for=lambda *_: None, writer=SimpleNamespace(write=write))
     subscriber = SimpleNamespace(
         take=lambda version: {"weight": torch.full((2, 2), float(version))},
         take_previous=lambda version: (version - 1, {"weight": torch.full((2, 2), version - 1.0)}),
