@@ -13,7 +13,8 @@ from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_proces
 from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.coverage import target_coverage, unused_elements
 from ..write_method import WriteKind
-from .rank_layouts import RankLayout, checked_config, rank_layouts, rehearsed
+from .rank_layouts import RankLayout, rank_layouts, rehearsed
+from .rank_models import engine_config
 
 _PART = "layout"
 _MODELS = 3
@@ -73,7 +74,7 @@ def layout_report(
 
 def make_report(model: str, *, tensor_parallel: int, dtype: str, expert_parallel: bool = False) -> dict[str, Any]:
     """Make the `layout_report` in this process, which must not have built a vLLM model before."""
-    config = checked_config(model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel)
+    config = engine_config(model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel)
     expectation = expectation_of_config(config.model_config)
     stored = checkpoint_specs(model, config.model_config.dtype)
     ranks, refusal = rank_layouts(config, stored, tied=expectation.tied), None

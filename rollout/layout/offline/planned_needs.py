@@ -17,7 +17,8 @@ from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_co
 from ..map.needs import needed_boxes, needed_placement
 from ..write_method import WriteKind
 from .needs_cache import remembered
-from .rank_layouts import checked_config, rank_layouts
+from .rank_layouts import rank_layouts
+from .rank_models import engine_config
 
 _PART = "rollout layout"
 _TIMEOUT_S = 600.0
@@ -95,7 +96,7 @@ def find_needs(
     """
     dtype_found, why, needed = "", "", []
     try:
-        config = checked_config(
+        config = engine_config(
             model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel, extra=extra
         )
         dtype_found = dtype_name(config.model_config.dtype)

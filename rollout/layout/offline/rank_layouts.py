@@ -13,8 +13,7 @@ import torch
 from weightlane.sync.version.box import Box
 
 from ...rank_group import RankGroup
-from ..loading.checkpoint_expectation import expectation_of
-from ..loading.refused_models import refuse_other_formats, refuse_unsupported
+from ..loading.refused_models import refuse_unsupported
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec
 from ..map.needs import needed_boxes
 from ..proof.rehearsal import Rehearsal
@@ -22,7 +21,7 @@ from ..rank_model import RankModel
 from ..trace.loading_reads import read_by_loading, unread_by_loading
 from ..trace.trace import trace_loading
 from ..write_method import WriteKind, WriteMethod, choose_write_method, full_reload, untraceable
-from .rank_models import engine_config, model_of_rank, quiet_vllm
+from .rank_models import model_of_rank
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +43,6 @@ class RankLayout:
     """Bytes of the rank's parameters."""
 
 
-def checked_config(
-    model: str,
-    *,
-    tensor_parallel: int,
-    dtype: str,
-    expert_parallel: bool,
-    extra: Mapping[str, Any] | None = None,
-) -> Any:
-    """Check the checkpoint's headers, then build the `engine_config` of a quiet vLLM. Raises `ConfigError`."""
-    # Reading headers is quick, and finds most broken checkpoints.
-    expectation_of(model, dtype=torch.float32, tied_embeddings=False)
-    quiet_vllm()
-    config = engine_config(
-        model, tensor_parallel=tensor_parallel, dtype=dtype, expert_parallel=expert_parallel, extra=extra
-    )
-    refuse_other_formats(config.model_config)
-    return config
-
-
 def rank_layouts(
     config: Any, sources: Mapping[str, SourceSpec], *, tied: Collection[str], require_all: bool = False
 ) -> list[RankLayout]:
@@ -71,7 +51,7 @@ def rank_layouts(
     The version has the tensors that some rank reads: they are the sources of the layouts.
 
     Args:
-        config: A config from `checked_config`; this process must not have built a vLLM model before.
+        config: A config from `engine_config`; this process must not have built a vLLM model before.
         sources: The tensors of the checkpoint.
         tied: Second names of tensors, which versions do not have.
         require_all: Whether the version has the tensors that no rank seems to read, too.

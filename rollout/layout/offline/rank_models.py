@@ -19,8 +19,9 @@ import torch
 from weightlane.ckpt_engines import WeightlaneError
 
 from ...vllm_surface import BACKEND
+from ..loading.checkpoint_expectation import expectation_of
 from ..loading.model_errors import model_error
-from ..loading.refused_models import refusal_by_vllm, refuse_indivisible
+from ..loading.refused_models import refusal_by_vllm, refuse_indivisible, refuse_other_formats
 
 _PART = "layout"
 
@@ -33,13 +34,18 @@ def engine_config(
     expert_parallel: bool = False,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Configure a replica of `model` as vLLM does. For the other arguments see `layout_report`.
+    """Configure a replica of `model` as vLLM does, in a process that only builds models. Must be called before vLLM is imported.
 
-    `extra` are further arguments of vLLM's ``EngineArgs``, which override all of these except how processes are run.
+    `extra` are further arguments of vLLM's ``EngineArgs``, which override all of these except how processes are run. For the
+    other arguments see `layout_report`.
 
     Raises:
-        ConfigError: vLLM does not know the architecture, or cannot divide the model between so many ranks.
+        ConfigError: The checkpoint is broken, or quantised in another format than versions; vLLM does not know the architecture,
+            or cannot divide the model between so many ranks.
     """
+    # Reading headers is quick, and finds most broken checkpoints.
+    expectation_of(model, dtype=torch.float32, tied_embeddings=False)
+    quiet_vllm()
     from vllm.engine.arg_utils import EngineArgs  # noqa: PLC0415 - takes seconds
     from vllm.plugins import load_general_plugins  # noqa: PLC0415 - as above
 
@@ -63,6 +69,7 @@ def engine_config(
         hint = "Name a causal language model that vLLM supports."
         raise refusal_by_vllm(cause, action, part=_PART, hint=hint) from cause
     refuse_indivisible(config, part=_PART)
+    refuse_other_formats(config.model_config)
     return config
 
 
