@@ -164,17 +164,16 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
         "tokens prefilled again after commits",
         f"{summary.recomputed_tokens}, {summary.recomputed_tokens / max(1, summary.generated_tokens):.2f} per generated token",
     )
-    for name, figures in (
-        ("trainer blocked per version", summary.trainer_blocked_s),
-        ("export: weights into the snapshot", summary.export_s),
-        ("transfer: received and verified", summary.transfer_s),
-        ("install: commit of a replica", summary.install_s),
-        ("rollout blocked per version", summary.rollout_blocked_s),
-        ("sync latency", summary.latency_s),
-    ):
-        table.add_row(
-            name, f"p50 {1e3 * figures.p50:.1f} ms, p95 {1e3 * figures.p95:.1f} ms, max {1e3 * figures.max:.1f} ms"
-        )
+    labels = {
+        "trainer_blocked_s": "trainer blocked per version",
+        "export_s": "export: weights into the snapshot",
+        "transfer_s": "transfer: received and verified",
+        "install_s": "install: commit of a replica",
+        "rollout_blocked_s": "rollout blocked per version",
+        "latency_s": "sync latency",
+    }
+    for name, (p50, p95, longest) in summary.sync_quantiles().items():
+        table.add_row(labels[name], f"p50 {1e3 * p50:.1f} ms, p95 {1e3 * p95:.1f} ms, max {1e3 * longest:.1f} ms")
     lost = summary.trainer_lost_per_step_s, summary.rollout_lost_per_step_s
     table.add_row("lost to syncs per step", f"trainer {1e3 * lost[0]:.1f} ms, rollout {1e3 * lost[1]:.1f} ms")
     if summary.synchronous_update_s:

@@ -10,8 +10,7 @@ from typing import NoReturn
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from .ranks import Ranks
-from .role import Role
-from .role_group import RoleGroup
+from .role import Role, RoleGroup
 from .role_spec import RoleSpec
 
 _PART = "worker dispatch"

@@ -1,9 +1,9 @@
-"""`Role`: calls to one model of an algorithm, whatever ranks it runs on."""
+"""`Role`: calls to one model of an algorithm, whatever ranks it runs on; and `RoleGroup`, ranks that host roles."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,14 +16,51 @@ from weightlane.sync.publisher import publisher_name
 from ..config import LoraConfig
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
-from ..engines.contract import BackwardAnswer, ForwardBackward, OptimStep, SequenceOutputs
+from ..engines.contract import STATE_PARTS, BackwardAnswer, ForwardBackward, OptimStep, SequenceOutputs
 from ..engines.optimizer_settings import AdamParams
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_outputs import joined
-from .role_group import RoleGroup
+from .ranks import Ranks
+from .residency import Moves, moves_before
 from .role_spec import RoleSpec
 
 _T = TypeVar("_T")
+
+
+class RoleGroup:
+    """Ranks that host roles, which may take turns on the ranks' devices.
+
+    Args:
+        ranks: The ranks.
+        roles: Names of the roles.
+        shares_device: Whether there is room for one role at a time, see `WorkerDispatch`.
+    """
+
+    def __init__(self, ranks: Ranks, roles: Sequence[str], *, shares_device: bool) -> None:
+        self.ranks, self.roles, self._shares_device = ranks, roles, shares_device
+
+    def call(self, role: str, method: str, *args: Any) -> Awaitable[list[Any]]:
+        """Call `method` for `role` on every rank at once. Returns the answers in rank order."""
+        moves = moves_before(method, role, self.roles) if self._shares_device else Moves()
+        return self.ranks.call("call", role, moves, method, *args)
+
+    async def start(self, specs: Sequence[RoleSpec]) -> dict[str, int]:
+        """Load the roles' models, one after the other. Returns the optimizer steps that each has taken."""
+        address, steps = await self.ranks.rendezvous(), {}
+        for spec in specs:
+            steps[spec.name] = (await self.ranks.call("setup", spec, address))[0]
+            if self._shares_device:
+                await self._offload(spec.name)  # to make room for the next one
+        return steps
+
+    async def offload(self) -> None:
+        """Move the state of roles that share the device to host memory. The next call moves back the parts that it needs."""
+        if self._shares_device:
+            await self._offload(*self.roles)
+
+    async def _offload(self, *roles: str) -> None:
+        everything = Moves(dict.fromkeys(roles, frozenset(STATE_PARTS)))
+        await self.ranks.call("call", roles[0], everything, "rest")
 
 
 class Role:
@@ -51,12 +88,7 @@ class Role:
     ) -> asyncio.Task[list[SequenceOutputs]]:
         """Outputs of each sequence, in the order of the batch, without gradient. See `TrainingEngine.forward`."""
         sent = self._group.ranks.put(batch)
-        calling = self._group.call(self.name, "forward", sent, tuple(outputs), top_k, adapter)
-
-        async def in_order() -> list[SequenceOutputs]:
-            return joined(await calling, len(batch))
-
-        return _started(in_order())
+        return self._call(lambda found: joined(found, len(batch)), "forward", sent, tuple(outputs), top_k, adapter)
 
     def forward_backward(
         self,
@@ -79,12 +111,11 @@ class Role:
                 adapter of ``trainer.lora``, or for the model's own weights without one.
         """
         sent = self._group.ranks.put(batch)
-        calling = self._group.call(self.name, "forward_backward", sent, loss, denominators, tuple(outputs), adapter)
 
-        async def answer() -> BackwardAnswer:
-            return _backward_answer(await calling, batch, outputs)
+        def answer(found: Sequence[Any]) -> BackwardAnswer:
+            return _backward_answer(found, batch, outputs)
 
-        return _started(answer())
+        return self._call(answer, "forward_backward", sent, loss, denominators, tuple(outputs), adapter)
 
     def optim_step(self, adapter: str | None = None, params: AdamParams | None = None) -> asyncio.Task[StepResult]:
         """Take the optimizer step with the accumulated gradients, after the fence. See `TrainingEngine.optim_step`.
@@ -93,12 +124,7 @@ class Role:
             adapter: The adapter that is stepped, as in `forward_backward`.
             params: AdamW's settings for this step; None: those of the configuration.
         """
-        calling = self._group.call(self.name, "optim_step", adapter, params)
-
-        async def slowest() -> StepResult:
-            return StepResult.slowest(await calling)
-
-        return _started(slowest())
+        return self._call(StepResult.slowest, "optim_step", adapter, params)
 
     def together(
         self, calls: Sequence[ForwardBackward | OptimStep]
@@ -110,13 +136,11 @@ class Role:
         Returns:
             The result or the error of each call. An error of one call does not affect the others.
         """
-        calling = self._group.call(self.name, "together", self._group.ranks.put(list(calls)))
 
-        async def answers() -> list[BackwardAnswer | StepResult | WeightlaneError]:
-            found = zip(*await calling, strict=True)
-            return [_answer_to(call, each) for call, each in zip(calls, found, strict=True)]
+        def answers(found: Sequence[Any]) -> list[BackwardAnswer | StepResult | WeightlaneError]:
+            return [_answer_to(call, each) for call, each in zip(calls, zip(*found, strict=True), strict=True)]
 
-        return _started(answers())
+        return self._call(answers, "together", self._group.ranks.put(list(calls)))
 
     def add_adapter(
         self, name: str, config: LoraConfig, source: Path | None = None, *, optimizer: bool = True
@@ -133,19 +157,19 @@ class Role:
             ConfigError: As there, or the name is that of the adapter of ``trainer.lora``. An existing adapter is kept.
             StorageError: A file in `source` cannot be read.
         """
-        return self._steps("add_adapter", name, config, source, optimizer)
+        return self._call(_first, "add_adapter", name, config, source, optimizer)
 
     def drop_gradient(self, adapter: str | None = None) -> asyncio.Task[None]:
         """Drop the gradients of an adapter's mini-batch, and the record of its failure, so that it can start over."""
-        return self._done("drop_gradient", adapter)
+        return self._call(_nothing, "drop_gradient", adapter)
 
     def remove_adapter(self, name: str) -> asyncio.Task[None]:
         """Drop an adapter that `add_adapter` made; `ConfigError` for any other."""
-        return self._done("remove_adapter", name)
+        return self._call(_nothing, "remove_adapter", name)
 
     def export_adapter(self, directory: Path, name: str, *, with_optimizer: bool) -> asyncio.Task[None]:
         """Write an adapter in PEFT's format, with or without its optimizer's state. See `AdapterEngine.export_adapter`."""
-        return self._done("export_adapter", directory, name, with_optimizer)
+        return self._call(_nothing, "export_adapter", directory, name, with_optimizer)
 
     def publish(self, version: int, adapter: str | None = None) -> asyncio.Task[float]:
         """Publish the parameters as `version`. Returns the longest time in seconds that a rank was blocked.
@@ -153,25 +177,19 @@ class Role:
         With `adapter`, the version is that adapter, padded with zeros to the rank and the layers of the one of ``trainer.lora``.
         It is copied once the previous version has been read. See `AdapterEngine.load_published` for what it refuses.
         """
-        calling = self._group.call(self.name, "publish", version, adapter)
-
-        async def longest() -> float:
-            seconds: list[float] = await calling
-            return max(seconds)
-
-        return _started(longest())
+        return self._call(max, "publish", version, adapter)
 
     def save(self, directory: Path) -> asyncio.Task[None]:
         """Save the full training state."""
-        return self._done("save", directory)
+        return self._call(_nothing, "save", directory)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> asyncio.Task[int]:
         """Resume from a saved state, or start over from a model, as `TrainingEngine.load` does. Returns the steps taken."""
-        return self._steps("load", directory, optimizer)
+        return self._call(_first, "load", directory, optimizer)
 
     def export_hf(self, directory: Path, dtype: str) -> asyncio.Task[None]:
         """Write a Hugging Face model directory with weights in `dtype`."""
-        return self._done("export_hf", directory, dtype)
+        return self._call(_nothing, "export_hf", directory, dtype)
 
     async def connect(
         self,
@@ -189,25 +207,23 @@ class Role:
         """The names under which its ranks publish, in rank order."""
         return [publisher_name(rank) for rank in range(self._group.ranks.world)]
 
-    def _steps(self, method: str, *args: Any) -> asyncio.Task[int]:
+    def _call(self, merged: Callable[[list[Any]], _T], method: str, *args: Any) -> asyncio.Task[_T]:
+        """Call `method` on every rank at once. Returns a task of the ranks' answers, merged."""
         calling = self._group.call(self.name, method, *args)
 
-        async def steps() -> int:
-            return int((await calling)[0])
+        async def answer() -> _T:
+            return merged(await calling)
 
-        return _started(steps())
-
-    def _done(self, method: str, *args: Any) -> asyncio.Task[None]:
-        calling = self._group.call(self.name, method, *args)
-
-        async def finish() -> None:
-            await calling
-
-        return _started(finish())
+        return asyncio.get_running_loop().create_task(answer())
 
 
-def _started(running: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-    return asyncio.get_running_loop().create_task(running)
+def _nothing(_: Sequence[Any]) -> None:
+    """Merge the answers of calls without a result."""
+
+
+def _first(found: Sequence[int]) -> int:
+    """Merge answers that are the same on every rank."""
+    return found[0]
 
 
 def _answer_to(

@@ -31,7 +31,7 @@ from .protocols import Newcomer, Rollout, Syncer, Tokenizer, Trainers
 from .rollout_feeder import Judge, Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget
 from .state import LoopState
-from .summary import RunFigures, RunSummary
+from .summary import RunSummary
 from .version_keeper import VersionKeeper
 
 TRAINING = "training"
@@ -139,9 +139,9 @@ class AsyncLoop:
         """Completed only if an evaluation during training has failed, with its error."""
         self._timed = 0
         """Number of synchronous updates so far, aborted ones included."""
-        self._blocked_told = 0
+        self._reported = 0
         """Number of versions whose cost to the replicas was reported to observers."""
-        self._figures = RunFigures(self._keeper.times)
+        self._summary = RunSummary(self._keeper.times)
 
     async def run(self) -> RunSummary:
         """Run to the last step.
@@ -162,10 +162,9 @@ class AsyncLoop:
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
-        self._figures.wall_s = time.perf_counter() - started
-        summary = self._figures.summary()
-        self._parts.hooks.run_ended(facts=summary.to_plain())
-        return summary
+        self._summary.wall_s = time.perf_counter() - started
+        self._parts.hooks.run_ended(facts=self._summary.to_plain())
+        return self._summary
 
     async def _until_done(self, main: Coroutine[Any, Any, None], watchers: Sequence[asyncio.Task[Any]]) -> None:
         task = asyncio.create_task(main, name="loop")
@@ -184,7 +183,7 @@ class AsyncLoop:
 
     async def _main(self) -> None:
         await self._keeper.publish_blocking(self._step)
-        self._figures.accuracy_before = await self._evaluate()
+        self._summary.accuracy_before = await self._evaluate()
         self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
         self._clock.restart()
         self._evaluation_failed = asyncio.get_running_loop().create_future()
@@ -195,7 +194,7 @@ class AsyncLoop:
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._figures.overlap_share = self._clock.share_together()
+            self._summary.overlap_share = self._clock.share_together()
             if self._evaluating is not None:
                 tasks.append(self._evaluating)
             for task in tasks:
@@ -207,16 +206,17 @@ class AsyncLoop:
         await self._keeper.drain(self._step)
         await self._save()
         await self._parts.export(self._step)
-        self._figures.accuracy_after = await self._evaluate()
+        summary = self._summary
+        summary.accuracy_after = await self._evaluate()
         for rollout in self._fleet.living:
             with suppress(WorkerDiedError):  # a death no longer matters here
                 stats = await rollout.stats()
-                self._figures.max_token_gap_s = max(self._figures.max_token_gap_s, stats.max_token_gap_s)
-                self._figures.generated_tokens += stats.tokens
-                self._figures.recomputed_tokens += stats.recomputed_tokens
-        self._figures.replicas_lost, self._figures.replicas_replaced = self._fleet.losses, self._fleet.successions
-        self._figures.drawn_tokens, self._figures.trained_tokens = self._feeder.drawn.mean, self._trained.mean
-        self._figures.dropped_groups, self._figures.failures = self._feeder.dropped_groups, dict(self._failures.counts)
+                summary.max_token_gap_s = max(summary.max_token_gap_s, stats.max_token_gap_s)
+                summary.generated_tokens += stats.tokens
+                summary.recomputed_tokens += stats.recomputed_tokens
+        summary.replicas_lost, summary.replicas_replaced = self._fleet.losses, self._fleet.successions
+        summary.drawn_tokens, summary.trained_tokens = self._feeder.drawn.mean, self._trained.mean
+        summary.dropped_groups, summary.failures = self._feeder.dropped_groups, dict(self._failures.counts)
 
     async def _train(self) -> None:
         while self._step < self._config.steps:
@@ -252,9 +252,9 @@ class AsyncLoop:
             if self._is_timed():
                 self._timed += 1
                 seconds = await self._keeper.time_blocking(self._step)
-                self._figures.synchronous_update_s += [] if seconds is None else [seconds]
+                self._summary.synchronous_updates_s += [] if seconds is None else [seconds]
             else:
-                self._figures.steps += 1
+                self._summary.steps += 1
 
     def _is_timed(self) -> bool:
         """Whether the trainer waits for this version, to time a synchronous update. These versions are spread over the run."""
@@ -286,7 +286,7 @@ class AsyncLoop:
 
         None if there is no such task, or none could be answered and judged.
         """
-        return await self._evaluated(self._step, lambda task, turn: self._feeder.answer(task, turn, self._step))
+        return await self._evaluated(lambda task, turn: self._feeder.answer(task, turn, self._step))
 
     async def _evaluate_beside(self) -> None:
         """Evaluate during training: a few tasks at a time, each with the version that serves when it is answered."""
@@ -296,15 +296,13 @@ class AsyncLoop:
             async with few:
                 return await self._feeder.answer(task, turn)
 
-        await self._evaluated(self._step, answer)
+        await self._evaluated(answer)
 
-    async def _evaluated(
-        self, step: int, answer: Callable[[Task, int], Coroutine[Any, Any, PromptGroup]]
-    ) -> float | None:
+    async def _evaluated(self, answer: Callable[[Task, int], Coroutine[Any, Any, PromptGroup]]) -> float | None:
         tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
         if not tasks:
             return None
-        started = time.perf_counter()
+        started, step = time.perf_counter(), self._step
         groups = await asyncio.gather(*(answer(task, turn) for turn, task in enumerate(tasks)))
         rewards = [reward for group in groups for reward in group.rewards]
         if not rewards:
@@ -324,8 +322,8 @@ class AsyncLoop:
 
     def _report_step(self, groups: Sequence[PromptGroup], report: StepResult, waited_s: float) -> None:
         published = self._keeper.note_fence(report.fence_s)
-        blocked_s = self._keeper.times.rollout_blocked_s
-        blocked_before, self._blocked_told = self._blocked_told, len(blocked_s)
+        committed = self._keeper.times.reports[self._reported :]
+        self._reported += len(committed)
         rewards = [reward for group in groups for reward in group.rewards]
         mean_staleness, max_staleness = staleness(groups, self._step)
         wall = self._clock.wall_s()
@@ -343,9 +341,9 @@ class AsyncLoop:
             "failed_items": self._failures.counts.total(),
             "length_ratio": self._trained.mean / self._feeder.drawn.mean,
             "overlap_share": self._clock.share_together(),
-            "rollout_blocked_s": sum(blocked_s[blocked_before:]),
+            "rollout_blocked_s": sum(each.rollout_blocked_s for each in committed),
             **published,
-            **({"synchronous_update_s": median_s} if (median_s := self._figures.synchronous_update_median_s) else {}),
+            **({"synchronous_update_s": median_s} if (median_s := self._summary.synchronous_update_s) else {}),
             **report.metrics,
         }
         self._parts.hooks.training_step(step=report.step, facts=facts)

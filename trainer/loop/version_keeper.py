@@ -23,13 +23,10 @@ _LONGEST_PAUSE_S = 30.0
 
 @dataclass(slots=True)
 class SyncTimes:
-    """Times of versions in seconds, and numbers of committed and aborted versions, for the closing summary."""
+    """The versions of a run with their times in seconds, for the closing summary."""
 
-    latency_s: list[float] = field(default_factory=list)
-    export_s: list[float] = field(default_factory=list)
-    transfer_s: list[float] = field(default_factory=list)
-    install_s: list[float] = field(default_factory=list)
-    rollout_blocked_s: list[float] = field(default_factory=list)
+    reports: list[SyncReport] = field(default_factory=list)
+    """Reports of committed versions for which the trainer did not wait."""
     publish_s: dict[int, float] = field(default_factory=dict)
     """Time `publish` blocked the trainer, by version."""
     fence_s: dict[int, float] = field(default_factory=dict)
@@ -37,6 +34,7 @@ class SyncTimes:
     committed: list[int] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
 
+    @property
     def trainer_blocked_s(self) -> list[float]:
         """Publish plus fence of every published version."""
         return [seconds + self.fence_s.get(version, 0.0) for version, seconds in self.publish_s.items()]
@@ -254,11 +252,7 @@ class VersionKeeper:
         self._failures = 0
         self._served = version
         self.times.committed.append(version)
-        self.times.latency_s.append(report.latency_s)
-        self.times.export_s.append(report.export_s)
-        self.times.transfer_s.append(report.transfer_s)
-        self.times.install_s.append(report.install_s)
-        self.times.rollout_blocked_s.append(report.rollout_blocked_s)
+        self.times.reports.append(report)
         await self._committed(report)
         return True
 

@@ -104,6 +104,11 @@ class ServiceConfig(BaseModel):
         description="Seconds that running requests have to finish at shutdown; the rest run after the next start.",
     )
 
+    @property
+    def trains_weights(self) -> bool:
+        """Whether models are all weights; otherwise they are adapters."""
+        return self.trains == "all_weights"
+
     @model_validator(mode="after")
     def _open_only_here(self) -> Self:
         if self.allow_anonymous and self.host not in LOOPBACK:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 
+from .base_model import BaseModel
+from .config import ServiceConfig
 from .errors import UnknownError
 from .publications import BASE, AdapterReplica, Publications
 from .records.checkpoints import Checkpoints
@@ -64,10 +66,8 @@ class Samplers:
         publications: Tracks the versions on the replicas.
         replicas: The replicas that generate.
         load: Publishes a sampler's weights to the replicas, if they don't have them.
-        max_model_len: Most tokens of a prompt and its completion.
-        eos_ids: Tokens that end a completion, unless a request says otherwise.
-        max_running: Most requests that run or wait.
-        snapshot_kept_s: Seconds for which an unnamed snapshot is kept after its last use.
+        base: The base model.
+        config: Limits.
     """
 
     def __init__(
@@ -78,17 +78,12 @@ class Samplers:
         publications: Publications,
         replicas: Sequence[AdapterReplica],
         load: Callable[[Sampler], Coroutine[Any, Any, None]],
-        *,
-        max_model_len: int,
-        eos_ids: Sequence[int],
-        max_running: int,
-        snapshot_kept_s: float,
+        base: BaseModel,
+        config: ServiceConfig,
     ) -> None:
         self._store, self._futures, self._checkpoints = store, futures, checkpoints
-        self._publications, self._load = publications, load
+        self._publications, self._load, self._base, self._config = publications, load, base, config
         self._replicas = {replica.name: replica for replica in replicas}
-        self._max_model_len, self._eos_ids = max_model_len, tuple(eos_ids)
-        self._max_running, self._snapshot_kept_s = max_running, snapshot_kept_s
         self._load_of: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Task[None]] = {}
         """Running loads of weights, by key. They are completed even if the requests that started them are cancelled."""
@@ -100,11 +95,6 @@ class Samplers:
     def running(self) -> int:
         """Requests that run or wait."""
         return len(self._running)
-
-    @property
-    def full(self) -> bool:
-        """Whether a further request should be refused with `BusyError`."""
-        return len(self._running) >= self._max_running
 
     def create(
         self, sampler: str, session: str, client: str, *, checkpoint: str | None, model: str | None, inflight: bool
@@ -179,7 +169,7 @@ class Samplers:
             asked = parsed(SampleRequest, stored.payload)
             sampler = self.get(stored.owner, stored.client)
             if sampler.checkpoint is not None:
-                self._checkpoints.used(sampler.checkpoint, self._snapshot_kept_s)
+                self._checkpoints.used(sampler.checkpoint, self._config.snapshot_kept_s)
             async with self._publications.hold(sampler.key, lambda: self._loaded(sampler)) as version:
                 answer = await self._sample(stored.id, asked, version)
         except asyncio.CancelledError:
@@ -205,13 +195,13 @@ class Samplers:
 
     async def _sample(self, request: str, asked: SampleRequest, version: int | None) -> bytes:
         prompt, params = asked.prompt.tokens, asked.sampling_params
-        room = self._max_model_len - len(prompt)
+        room = self._base.max_length - len(prompt)
         if room < 1:
             raise ConfigError(
-                f"a prompt of {len(prompt)} tokens leaves no room for a completion in {self._max_model_len}.",
+                f"a prompt of {len(prompt)} tokens leaves no room for a completion in {self._base.max_length}.",
                 part=_PART,
             )
-        stop_ids = self._eos_ids if params.stop_tokens is None else params.stop_tokens
+        stop_ids = self._base.eos_ids if params.stop_tokens is None else params.stop_tokens
         top_prompt = asked.topk_prompt_logprobs
         options = {
             "temperature": params.temperature or 1.0,

@@ -71,53 +71,19 @@ class Service:
         self.futures = Futures(self.store)
         self.sessions = Sessions(self.store, config.session_timeout_s)
         self.checkpoints = Checkpoints(self.store, directory / "checkpoints")
-        self.trains_weights, jobs = config.trains == "all_weights", ModelJobs(runner, base.directory)
-        self.publications = Publications(
-            runner,
-            syncer,
-            replicas,
-            None if self.trains_weights else describe,
-            config.max_versions,
-            sync_timeout_s,
-        )
         self.limits = WireLimits(body_bytes=config.max_body_bytes)
+        jobs = ModelJobs(runner, base.directory)
+        announced = None if config.trains_weights else describe
+        self.publications = Publications(runner, syncer, replicas, announced, config.max_versions, sync_timeout_s)
         self._operations = Operations(
-            self.futures,
-            runner,
-            jobs,
-            self.checkpoints,
-            self.publications,
-            base,
-            self.limits,
-            config.snapshot_kept_s,
-            trains_weights=self.trains_weights,
+            self.futures, runner, jobs, self.checkpoints, self.publications, base, self.limits, config
         )
         self.scheduler = TrainingScheduler(
-            self.store,
-            self.futures,
-            runner,
-            jobs,
-            self._operations.execute,
-            self._operations.ready,
-            self._operations.joins if config.join_clients else lambda _: None,
-            directory / "models",
-            save_every=config.save_every,
-            max_queued=config.max_queued,
-            max_loaded=1 if self.trains_weights else config.max_loaded,
-            join_wait_s=config.join_wait_s,
-            trains_weights=self.trains_weights,
+            self.store, self.futures, runner, jobs, self._operations, directory / "models", config
         )
+        load = self._operations.load_sampler
         self.samplers = Samplers(
-            self.store,
-            self.futures,
-            self.checkpoints,
-            self.publications,
-            replicas,
-            self._operations.load_sampler,
-            max_model_len=base.max_length,
-            eos_ids=base.eos_ids,
-            max_running=config.max_sampling,
-            snapshot_kept_s=config.snapshot_kept_s,
+            self.store, self.futures, self.checkpoints, self.publications, replicas, load, base, config
         )
         self._operations.scheduler, self._operations.samplers = self.scheduler, self.samplers
         self._replicas = replicas
@@ -167,7 +133,7 @@ class Service:
         self.sessions.require(asked.session_id, client)
         self._check_base(asked.base_model)
         lora, config, train = asked.lora_config, None, dict.fromkeys(("attention", "mlp", "unembed"), True)
-        if not self.trains_weights:
+        if not self.config.trains_weights:
             if lora is None:
                 raise ConfigError(
                     "training of all weights is not offered here: every model is an adapter.",
@@ -208,7 +174,7 @@ class Service:
         """
         found = self.scheduler.model(model, client)
         self.sessions.require(found.session, client)
-        if self.scheduler.full(model):
+        if len(found.waiting) >= self.config.max_queued:
             raise BusyError(f"{self.config.max_queued} requests of {model} wait.", part=_PART, hint="Try again later.")
         request, new = self.futures.accept(kind, model, seq, client, payload)
         if new and refusal is not None:
@@ -224,7 +190,7 @@ class Service:
         A request that can't be carried out is accepted, too, and answered by an error, because later requests wait for its
         number.
         """
-        body = TrainBody.parse(payload, limits=self.limits)
+        body = TrainBody.parse(payload, self.limits)
         return self.train(client, BACKWARD, body.model_id, body.seq_id, payload)
 
     def refuse_backward(self, client: str, address: bytes, error: WeightlaneError) -> StoredRequest:
@@ -234,7 +200,7 @@ class Service:
         gradient.
         """
         try:
-            body = TrainBody.parse(address, limits=self.limits)
+            body = TrainBody.parse(address, self.limits)
         except ProtocolError:
             raise error from None
         return self.train(client, BACKWARD, body.model_id, body.seq_id, address, error)
@@ -250,7 +216,7 @@ class Service:
 
     def sample(self, client: str, asked: SampleRequest, payload: bytes) -> StoredRequest:
         """Begin a sampling request. Raises `BusyError` if too many run or wait."""
-        if self.samplers.full:
+        if self.samplers.running >= self.config.max_sampling:
             raise BusyError(f"{self.config.max_sampling} sampling requests wait.", part=_PART, hint="Try again later.")
         owner, seq = asked.sampling_session_id, asked.seq_id
         if owner is None or seq is None:
@@ -266,7 +232,7 @@ class Service:
         figures = {
             "models": float(len(self.scheduler.models)),
             "models_loaded": float(sum(model.loaded for model in self.scheduler.models.values())),
-            "training_requests_waiting": float(self.scheduler.queued),
+            "training_requests_waiting": float(sum(len(model.waiting) for model in self.scheduler.models.values())),
             "sampling_requests_running": float(self.samplers.running),
             "sampled_tokens_total": float(self.samplers.tokens),
             "versions_loaded": float(len(self.publications.versions)),

@@ -12,8 +12,7 @@ import pytest
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.ckpt_engines.channels.listener import listen_tcp
 from weightlane.trainer import TokenBatch, TokenSequence, sft
-from weightlane.trainer.dispatch.hosted_role import HostedRole
-from weightlane.trainer.dispatch.rank_worker import RankWorker
+from weightlane.trainer.dispatch.rank_worker import HostedRole, RankWorker
 from weightlane.trainer.dispatch.residency import Moves
 from weightlane.trainer.engines.contract import BackwardResult
 

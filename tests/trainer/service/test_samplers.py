@@ -12,6 +12,8 @@ from typing import Any, cast
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import WorkerDiedError
+from weightlane.trainer.service.base_model import BaseModel
+from weightlane.trainer.service.config import ServiceConfig
 from weightlane.trainer.service.publications import Publications
 from weightlane.trainer.service.records.checkpoints import Checkpoints
 from weightlane.trainer.service.records.futures import Futures
@@ -44,8 +46,10 @@ def run(directory: Path, replicas: Sequence[Replica], prompts: Sequence[int]) ->
     async def live() -> None:
         checkpoints = Checkpoints(store, directory / "checkpoints")
         publications = Publications(any_part, any_part, [], lambda _: None, 2, 60.0)
-        limits = {"max_model_len": 64, "eos_ids": [0], "max_running": 16, "snapshot_kept_s": 60}
-        samplers = Samplers(store, futures, checkpoints, publications, cast("Any", replicas), any_part, **limits)  # type: ignore[arg-type]
+        base = BaseModel("tiny", "", directory, 32, 64, [0], {})
+        samplers = Samplers(
+            store, futures, checkpoints, publications, cast("Any", replicas), any_part, base, ServiceConfig()
+        )
         samplers.create("sampler", "session", "client", checkpoint=None, model=None, inflight=False)
         samplers.resume()
         for number, prompt in enumerate(prompts):

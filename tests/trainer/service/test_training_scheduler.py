@@ -16,6 +16,7 @@ from weightlane.ckpt_engines import ConfigError, PeerLostError, WeightlaneError
 from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.runner.job_joiner import JobJoiner, RunJob
 from weightlane.trainer.runner.jobs import Job, JointJob, OptimStep
+from weightlane.trainer.service.config import ServiceConfig
 from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
@@ -58,24 +59,13 @@ class World:
         self.store, self.jobs, self.error = Store(directory / "store.sqlite"), Jobs(), error
         self.futures = Futures(self.store)
         publications = cast("Any", SimpleNamespace(begin=self.begin, finish=self.fail, busy=False))
-        self.operations = Operations(
-            self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), 60.0, trains_weights=False
-        )
+        config = ServiceConfig(save_every=100, max_queued=100, max_loaded=8, join_wait_s=join_wait_s)
+        self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), config)
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
+        execute = self.execute if error is None else self.fail
+        executor = SimpleNamespace(execute=execute, ready=lambda _: True, joins=self.operations.joins)
         self.scheduler = self.operations.scheduler = TrainingScheduler(
-            self.store,
-            self.futures,
-            cast("Any", self.jobs),
-            ANY,
-            self.execute if error is None else self.fail,
-            lambda _: True,
-            self.operations.joins,
-            directory / "models",
-            save_every=100,
-            max_queued=100,
-            max_loaded=8,
-            join_wait_s=join_wait_s,
-            trains_weights=False,
+            self.store, self.futures, cast("Any", self.jobs), ANY, cast("Any", executor), directory / "models", config
         )
         self.models = {name: Model(name, "s", f"client {name}", LORA, {}, next_seq=1, loaded=True) for name in models}
         self.answered: dict[str, Callable[[], None]] = {}
@@ -257,22 +247,24 @@ def test_a_request_fails_whose_predecessor_does_not_arrive_and_so_does_the_prede
         assert said in failed.answer.decode()
 
 
-@pytest.mark.parametrize(("config", "trains_weights"), [(LORA, True), (None, False)])
+@pytest.mark.parametrize(("lora", "trains_weights"), [(LORA, True), (None, False)])
 def test_adapters_and_all_weights_are_not_taken_for_each_other(
-    config: LoraConfig | None, trains_weights: bool, tmp_path: Path
+    lora: LoraConfig | None, trains_weights: bool, tmp_path: Path
 ) -> None:
     store = Store(tmp_path / "store.sqlite")
 
-    def scheduler(*, trains_weights: bool) -> TrainingScheduler:
-        limits: dict[str, Any] = {"save_every": 1, "max_queued": 1, "max_loaded": 1, "join_wait_s": 0.0}
-        return TrainingScheduler(store, *(ANY,) * 6, tmp_path / "models", **limits, trains_weights=trains_weights)
+    def config(*, trains_weights: bool) -> ServiceConfig:
+        return ServiceConfig(trains="all_weights" if trains_weights else "adapters")
 
-    scheduler(trains_weights=not trains_weights).add(Model("m", "s", "c", config, {}))
+    def scheduler(*, trains_weights: bool) -> TrainingScheduler:
+        return TrainingScheduler(store, ANY, ANY, ANY, ANY, tmp_path / "models", config(trains_weights=trains_weights))
+
+    scheduler(trains_weights=not trains_weights).add(Model("m", "s", "c", lora, {}))
     assert scheduler(trains_weights=not trains_weights).resume() == 1
     with pytest.raises(ConfigError, match=r"files have models that are .* service\.trains"):
         scheduler(trains_weights=trains_weights).resume()
     store.close()
-    operations = Operations(*(ANY,) * 7, 60.0, trains_weights=trains_weights)
-    about = {"config": config and config.model_dump(mode="json")}
+    operations = Operations(ANY, ANY, ANY, ANY, ANY, ANY, ANY, config(trains_weights=trains_weights))
+    about = {"config": lora and lora.model_dump(mode="json")}
     with pytest.raises(ConfigError, match="which this service does not train"):
         operations.check_kind(Checkpoint("tinker://m/weights/a", "m", "training", tmp_path, 0.0, None, 0, about))

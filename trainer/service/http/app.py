@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,6 +16,7 @@ from starlette.routing import Route
 
 from ..errors import UnknownError
 from ..service import Service
+from ..training.operations import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER, STEP
 from . import listing, requests
 from .auth import Clients
 from .downloads import ROUTES as DOWNLOADS
@@ -27,19 +29,19 @@ _log = logging.getLogger("weightlane.service.http")
 Handler = Callable[[Service, str, Request], Awaitable[Response]]
 
 _POST: dict[str, Handler] = {
-    "client/config": requests.client_config,
-    "client/dynamic_config": requests.client_dynamic_config,
+    "client/config": partial(requests.constant, answer=requests.CONFIG),
+    "client/dynamic_config": partial(requests.constant, answer=requests.DYNAMIC_CONFIG),
     "create_session": requests.create_session,
     "session_heartbeat": requests.session_heartbeat,
     "sessions/{session}/finish": requests.finish_session,
-    "telemetry": requests.telemetry,
+    "telemetry": partial(requests.constant, answer=requests.TELEMETRY),
     "create_model": requests.create_model,
     "get_info": requests.get_info,
     "forward_backward": requests.forward_backward,
-    "optim_step": requests.optim_step,
-    "save_weights": requests.save_weights,
-    "save_weights_for_sampler": requests.save_weights_for_sampler,
-    "save_weights_external": requests.save_weights_external,
+    "optim_step": partial(requests.train, kind=STEP),
+    "save_weights": partial(requests.train, kind=SAVE),
+    "save_weights_for_sampler": partial(requests.train, kind=SAVE_FOR_SAMPLER),
+    "save_weights_external": partial(requests.train, kind=SAVE_EXTERNAL),
     "load_weights": requests.load_weights,
     "unload_model": requests.unload_model,
     "create_sampling_session": requests.create_sampling_session,
@@ -59,25 +61,19 @@ _GET: dict[str, Handler] = {
     "sessions/{session}": listing.session,
     "samplers/{sampler}": listing.sampler,
 }
-_OTHER: dict[tuple[str, str], Handler] = {
-    ("DELETE", "training_runs/{model}/checkpoints/{checkpoint:path}"): listing.delete_checkpoint,
-    ("PUT", "training_runs/{model}/checkpoints/{checkpoint:path}/ttl"): listing.set_ttl,
-}
+_CHECKPOINT = "training_runs/{model}/checkpoints/{checkpoint:path}"
 
 
 def application(service: Service, clients: Clients) -> Starlette:
     """Make the application that serves `clients` with `service`."""
     links = DownloadLinks()
-    checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
+    unauthorized = partial(problem, 401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
 
     def route(method: str, path: str, handler: Handler) -> Route:
         async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
             client = clients.of(request.headers)
-            if client is None:
-                answer = problem(401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
-            else:
-                answer = await answered(lambda: handler(service, client, request))
+            answer = unauthorized() if client is None else await answered(lambda: handler(service, client, request))
             _log_answer(request, client, answer, began)
             return answer
 
@@ -94,7 +90,7 @@ def application(service: Service, clients: Clients) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         if clients.of(request.headers) is None:
-            return problem(401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
+            return unauthorized()
         lines = [f"weightlane_service_{name} {value:g}" for name, value in sorted(service.figures().items())]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
@@ -109,12 +105,13 @@ def application(service: Service, clients: Clients) -> Starlette:
         routes=[
             Route(API + "healthz", health),
             Route("/metrics", metrics),
-            route("GET", f"{checkpoint}/archive", links.archive),
-            route("GET", f"{checkpoint}/external_weights_urls", links.files),
+            route("GET", f"{_CHECKPOINT}/archive", links.archive),
+            route("GET", f"{_CHECKPOINT}/external_weights_urls", links.files),
+            route("DELETE", _CHECKPOINT, listing.delete_checkpoint),
+            route("PUT", f"{_CHECKPOINT}/ttl", listing.set_ttl),
             *(Route(API + path, download) for path in DOWNLOADS),
             *(route("POST", path, handler) for path, handler in _POST.items()),
             *(route("GET", path, handler) for path, handler in _GET.items()),
-            *(route(method, path, handler) for (method, path), handler in _OTHER.items()),
         ],
         exception_handlers={404: unknown, 405: unknown},
     )

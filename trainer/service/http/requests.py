@@ -13,7 +13,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from ..errors import TooLargeError
 from ..records.futures import ERROR, JSON
 from ..service import Service
-from ..training.operations import REFUSED, SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER, STEP, UNLOAD
+from ..training.operations import LOAD, REFUSED, UNLOAD
 from ..wire.bodies import address_of, decompressed
 from ..wire.requests import (
     AddressedRequest,
@@ -37,27 +37,25 @@ _NO_UNEMBED = "Adapters are beside the linear layers of decoder layers: train_un
 _NO_ADAPTER = "Models here are all weights, no adapters: rank, seed and train_* of a lora_config have no effect."
 
 
-async def client_config(service: Service, client: str, request: Request) -> Response:
-    """The SDK's switches, which choose its simplest protocols."""
-    del client
-    await read_body(request, service.limits)
-    return JSONResponse(
-        {
-            "pjwt_auth_enabled": False,
-            "parallel_fwdbwd_chunks": True,
-            "proto_compress_fwdbwd": True,
-            # For SDKs before 0.30, which would send batches as JSON without the next two.
-            "proto_write_fwdbwd": True,
-            "fwd_via_fwdbwd": True,
-        }
-    )
+CONFIG = {
+    "pjwt_auth_enabled": False,
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": True,
+    # For SDKs before 0.30, which would send batches as JSON without the next two.
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+}
+"""The SDK's switches, which choose its simplest protocols."""
+DYNAMIC_CONFIG = {"sample_cancel_enabled": True}
+"""The SDK's switches that may change."""
+TELEMETRY = {"status": "accepted"}
+"""The answer to the SDK's telemetry, which is discarded."""
 
 
-async def client_dynamic_config(service: Service, client: str, request: Request) -> Response:
-    """The SDK's switches that may change."""
-    del client
+async def constant(service: Service, _: str, request: Request, *, answer: dict[str, Any]) -> Response:
+    """Give every request the same answer."""
     await read_body(request, service.limits)
-    return JSONResponse({"sample_cancel_enabled": True})
+    return JSONResponse(answer)
 
 
 async def create_session(service: Service, client: str, request: Request) -> Response:
@@ -65,7 +63,7 @@ async def create_session(service: Service, client: str, request: Request) -> Res
     asked, _ = await _parsed(service, request, CreateSessionRequest)
     about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "display_name": asked.display_name}
     session = service.sessions.create(client, about)
-    message = _NO_ADAPTER if service.trains_weights else _NO_UNEMBED
+    message = _NO_ADAPTER if service.config.trains_weights else _NO_UNEMBED
     return JSONResponse({"type": "create_session", "session_id": session, "info_message": message})
 
 
@@ -81,13 +79,6 @@ async def finish_session(service: Service, client: str, request: Request) -> Res
     await read_body(request, service.limits)
     service.sessions.end(request.path_params["session"], client, "finished by its client")
     return JSONResponse({})
-
-
-async def telemetry(service: Service, client: str, request: Request) -> Response:
-    """Accept the SDK's telemetry, and discard it."""
-    del client
-    await read_body(request, service.limits)
-    return JSONResponse({"status": "accepted"})
 
 
 async def create_model(service: Service, client: str, request: Request) -> Response:
@@ -134,24 +125,10 @@ async def forward_backward(service: Service, client: str, request: Request) -> R
     return _future(service.backward(client, body).id)
 
 
-async def optim_step(service: Service, client: str, request: Request) -> Response:
-    """Take an optimizer step."""
-    return await _training(service, client, request, STEP)
-
-
-async def save_weights(service: Service, client: str, request: Request) -> Response:
-    """Save a model and its optimizer."""
-    return await _training(service, client, request, SAVE)
-
-
-async def save_weights_for_sampler(service: Service, client: str, request: Request) -> Response:
-    """Publish a model's weights to the replicas."""
-    return await _training(service, client, request, SAVE_FOR_SAMPLER)
-
-
-async def save_weights_external(service: Service, client: str, request: Request) -> Response:
-    """Save a model's weights without its optimizer, for download."""
-    return await _training(service, client, request, SAVE_EXTERNAL)
+async def train(service: Service, client: str, request: Request, *, kind: str) -> Response:
+    """Accept a request of a model. The rest of it is checked in its turn, because later requests continue from its number."""
+    asked, payload = await _parsed(service, request, AddressedRequest)
+    return _future(service.train(client, kind, asked.model_id, asked.seq_id, payload).id)
 
 
 async def load_weights(service: Service, client: str, request: Request) -> Response:
@@ -160,7 +137,7 @@ async def load_weights(service: Service, client: str, request: Request) -> Respo
     if asked.session_id is not None:
         accepted = service.load_as_model(client, asked, payload)
     else:
-        accepted = service.train(client, "load_weights", asked.model_id or "", asked.seq_id or 0, payload)
+        accepted = service.train(client, LOAD, asked.model_id or "", asked.seq_id or 0, payload)
     return _future(accepted.id, model_id=accepted.owner)
 
 
@@ -216,15 +193,9 @@ async def cancel_future(service: Service, client: str, request: Request) -> Resp
     return JSONResponse({})
 
 
-async def _training(service: Service, client: str, request: Request, kind: str) -> Response:
-    """Accept a request of a model. The rest of it is checked in its turn, because later requests continue from its number."""
-    asked, payload = await _parsed(service, request, AddressedRequest)
-    return _future(service.train(client, kind, asked.model_id, asked.seq_id, payload).id)
-
-
 async def _parsed(service: Service, request: Request, form: type[Body]) -> tuple[Any, bytes]:
     body = await read_body(request, service.limits)
-    return parsed(form, body, service.limits), body
+    return parsed(form, body), body
 
 
 def _future(request: str, **more: Any) -> Response:

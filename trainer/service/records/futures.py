@@ -7,7 +7,6 @@ import hashlib
 import json
 import time
 from contextlib import suppress
-from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WeightlaneError
 
@@ -55,26 +54,35 @@ class Futures:
             RepeatedRequestError: A request of that owner with this number has different content.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
-        made = StoredRequest(f"{owner}:{seq}", kind, owner, seq, client, "queued", payload, b"", "")
+        name = f"{owner}:{seq}"
         with self._store.transaction():
-            before = self._store.digest_of(made.id)
-            if before and before != digest:
+            new = self._store.insert(
+                "requests",
+                id=name,
+                kind=kind,
+                owner=owner,
+                seq=seq,
+                client=client,
+                state="queued",
+                created=time.time(),
+                digest=digest,
+                payload=payload,
+            )
+            if not new and self._store.digest_of(name) != digest:
                 raise RepeatedRequestError(
                     f"request {seq} of {owner} was sent before, and said something else.",
                     part=_PART,
                     hint="Each request of a client has a number of its own; two processes may be using one client.",
                 )
-            return self._store.accept(made, digest), not before
+            request = self._store.request(name)
+        assert request is not None
+        return request, new
 
     def finish(self, request: str, body: bytes, media: str = JSON, *, keep_payload: bool = False) -> None:
         """Answer a request. With `keep_payload`, it may have to run again after a crash."""
         self._store.finish(request, body, media, keep_payload=keep_payload)
         if (event := self._answered.pop(request, None)) is not None:
             event.set()
-
-    def finish_json(self, request: str, answer: dict[str, Any], *, keep_payload: bool = False) -> None:
-        """Answer a request by a JSON object."""
-        self.finish(request, json.dumps(answer).encode(), keep_payload=keep_payload)
 
     def fail(self, request: str, error: BaseException, *, keep_payload: bool = False) -> None:
         """Answer a request by an error: the client's for a `ConfigError` or `ProtocolError`, otherwise the server's."""

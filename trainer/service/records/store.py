@@ -155,25 +155,6 @@ class Store:
         found = self.rows(query, *values)
         return found[0] if found else None
 
-    def accept(self, request: StoredRequest, digest: str) -> StoredRequest:
-        """Store a request, unless one of the same id is stored. Returns the stored one. See `digest_of` for `digest`."""
-        with self.transaction():
-            self.insert(
-                "requests",
-                id=request.id,
-                kind=request.kind,
-                owner=request.owner,
-                seq=request.seq,
-                client=request.client,
-                state=request.state,
-                created=time.time(),
-                digest=digest,
-                payload=request.payload,
-            )
-            kept = self.request(request.id)
-        assert kept is not None
-        return kept
-
     def digest_of(self, request: str) -> str:
         """The digest with which a request was accepted; empty if there is no such request."""
         row = self.row("SELECT digest FROM requests WHERE id = ?", request)

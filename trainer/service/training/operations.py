@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ...runner.jobs import DropGradient, Forward, ForwardBackward, OptimStep
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..base_model import BaseModel
+from ..config import ServiceConfig
 from ..losses import ServiceLoss, loss_report
 from ..publications import Pending, Publications
 from ..records.checkpoints import Checkpoint, Checkpoints, Kind
@@ -57,8 +59,7 @@ class Operations:
         publications: Publishes weights for samplers.
         base: The base model.
         limits: Sizes that a request may have.
-        snapshot_kept_s: Seconds since its last use after which a snapshot without a name is deleted.
-        trains_weights: Whether models are all weights; otherwise they are adapters.
+        config: The service's settings.
     """
 
     def __init__(
@@ -70,39 +71,34 @@ class Operations:
         publications: Publications,
         base: BaseModel,
         limits: WireLimits,
-        snapshot_kept_s: float,
-        *,
-        trains_weights: bool,
+        config: ServiceConfig,
     ) -> None:
         self._futures, self._runner, self._jobs, self._checkpoints = futures, runner, jobs, checkpoints
-        self._trains_weights = trains_weights
-        self._publications, self._base, self._limits = publications, base, limits
-        self._snapshot_kept_s = snapshot_kept_s
+        self._publications, self._base, self._limits, self._config = publications, base, limits, config
         self._syncing: set[asyncio.Task[None]] = set()
         self.scheduler: TrainingScheduler
         self.samplers: Samplers
 
     def ready(self, request: StoredRequest) -> bool:
-        """Whether a request can run without waiting for a publication in progress."""
+        """See `Executor.ready`."""
         return request.kind not in (SAVE_FOR_SAMPLER, LOAD) or not self._publications.busy
 
     def joins(self, request: StoredRequest) -> Joining | None:
-        """How a request may be carried out together with those of other models; None if it may not."""
+        """See `Executor.joins`."""
+        if not self._config.join_clients:
+            return None
         return {BACKWARD: Joining.WITH_LATE, STEP: Joining.AT_ONCE}.get(request.kind)
 
     async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
-        """See `Execute`."""
+        """See `Executor.execute`."""
         if request.state == "failed":  # before a crash, or before its turn: it changed no weight then, and doesn't now
             if request.kind == STEP:
                 await self._drop_gradient(model)
-            elif (
-                request.kind == BACKWARD
-                and not TrainBody.parse(request.payload, limits=self._limits).message.forward_only
-            ):
+            elif request.kind == BACKWARD and not self._pass_of(request).message.forward_only:
                 _spoil(model, "it was refused, or failed before the service was started again.")
             return
         operation = getattr(self, f"_{request.kind}")
-        await (operation(model, request, run) if self.joins(request) else operation(model, request))
+        await (operation(model, request, run) if request.kind in (BACKWARD, STEP) else operation(model, request))
 
     async def load_sampler(self, sampler: Sampler) -> None:
         """Publish a sampler's weights to the replicas: those of its checkpoint, of its model now, or of the base model."""
@@ -126,25 +122,25 @@ class Operations:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _create_model(self, model: Model, request: StoredRequest) -> None:
-        parsed(CreateModelRequest, request.payload, self._limits)
+        parsed(CreateModelRequest, request.payload)
         await self.scheduler.make_room()
         await self._jobs.create(model.adapter, model.config)
         model.loaded = True
         self._answer(request, {"type": CREATE, "model_id": model.id})
 
     async def _load_weights(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(LoadWeightsRequest, request.payload, self._limits)
+        asked = parsed(LoadWeightsRequest, request.payload)
         found = self._checkpoints.get(asked.path, model.client)
         self.check_kind(found)
         if not model.loaded:
             await self.scheduler.make_room()
-        elif self._trains_weights:
+        elif self._config.trains_weights:
             await self._save_before(model, request)
         try:
             steps = self._jobs.create(model.adapter, model.config, found.directory, optimizer=asked.optimizer)
             model.steps = await steps
         except StorageError:
-            if self._trains_weights:
+            if self._config.trains_weights:
                 model.loaded = False  # neither the old weights nor the new ones are there
             raise
         model.saved_steps, model.loaded, model.open, model.spoiled = model.steps, True, False, ""
@@ -159,7 +155,7 @@ class Operations:
         await self.scheduler.save(model, request.seq - 1)
 
     async def _forward_backward(self, model: Model, request: StoredRequest, run: RunJob) -> None:
-        body = TrainBody.parse(request.payload, limits=self._limits)
+        body = self._pass_of(request)
         try:
             answer = await self._pass(model, body, run)
         except Exception as error:
@@ -167,6 +163,9 @@ class Operations:
                 _spoil(model, str(error))
             raise
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
+
+    def _pass_of(self, request: StoredRequest) -> TrainBody:
+        return TrainBody.parse(request.payload, self._limits)
 
     async def _pass(self, model: Model, body: TrainBody, run: RunJob) -> bytes:
         """Run the model forward, and backward unless the request is forward-only. Returns the answer."""
@@ -195,7 +194,7 @@ class Operations:
             incomplete = _incomplete(model)
             await self._drop_gradient(model)
             raise incomplete
-        params = parsed(OptimStepRequest, request.payload, self._limits).params()
+        params = parsed(OptimStepRequest, request.payload).params()
         try:
             result = await run(OptimStep(model.adapter, params))
         finally:
@@ -206,7 +205,7 @@ class Operations:
         self._answer(request, {"metrics": {"grad_norm": result.grad_norm, "step": float(result.step)}})
 
     async def _save_weights(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(SaveWeightsRequest, request.payload, self._limits)
+        asked = parsed(SaveWeightsRequest, request.payload)
         path, _ = await self._save(
             model,
             request,
@@ -218,12 +217,12 @@ class Operations:
         self._answer(request, {"type": SAVE, "path": path})
 
     async def _save_weights_external(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(SaveWeightsExternalRequest, request.payload, self._limits)
+        asked = parsed(SaveWeightsExternalRequest, request.payload)
         path, _ = await self._save(model, request, "external", asked.path, asked)
         self._answer(request, {"type": SAVE_EXTERNAL, "path": path})
 
     async def _save_weights_for_sampler(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(SaveWeightsForSamplerRequest, request.payload, self._limits)
+        asked = parsed(SaveWeightsForSamplerRequest, request.payload)
         answer: dict[str, Any] = {"type": SAVE_FOR_SAMPLER}
         if asked.kind == "inflight":
             key, path = inflight_key(model.id), None
@@ -270,13 +269,13 @@ class Operations:
             "user_metadata": asked.user_metadata,
             **({"unnamed": 1} if unnamed else {}),
         }
-        ttl_s = self._snapshot_kept_s if unnamed else asked.ttl_seconds
+        ttl_s = self._config.snapshot_kept_s if unnamed else asked.ttl_seconds
         self._checkpoints.add(path, model.id, model.client, kind, directory, about, ttl_s)
         return path, directory
 
     def check_kind(self, found: Checkpoint) -> None:
         """Raise `ConfigError` unless a checkpoint is of the kind that this service trains: an adapter, or all weights."""
-        if (found.config is None) != self._trains_weights:
+        if (found.config is None) != self._config.trains_weights:
             raise ConfigError(
                 f"{found.path} has {'all weights' if found.config is None else 'an adapter'}, which this service does not train.",
                 part=_PART,
@@ -300,8 +299,8 @@ class Operations:
             found = self._checkpoints.get(sampler.checkpoint, sampler.client)
             self.check_kind(found)
             directory, config = found.directory, found.config
-        name = None if self._trains_weights else "published-from-files"
-        if self._trains_weights:
+        name = None if self._config.trains_weights else "published-from-files"
+        if self._config.trains_weights:
             await self.scheduler.make_room()
         await self._jobs.create(name, config, directory, optimizer=False)
         try:
@@ -327,7 +326,7 @@ class Operations:
         self.scheduler.changed()
 
     def _answer(self, request: StoredRequest, answer: dict[str, Any]) -> None:
-        self._futures.finish_json(request.id, answer, keep_payload=True)
+        self._futures.finish(request.id, json.dumps(answer).encode(), keep_payload=True)
 
 
 def _spoil(model: Model, reason: str) -> None:

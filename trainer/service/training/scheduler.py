@@ -8,11 +8,12 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
+from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -22,6 +23,7 @@ from ...config import LoraConfig
 from ...runner.job_joiner import JobJoiner, RunJob
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
+from ..config import ServiceConfig
 from ..errors import UnknownError
 from ..records.futures import Futures
 from ..records.models import Model
@@ -44,17 +46,27 @@ class Joining(Enum):
     """Such a request waits for models that were answered just now, and are likely to send one of the same kind."""
 
 
-Execute = Callable[[Model, StoredRequest, RunJob], Awaitable[None]]
-"""Carries out one request of a model, and answers it. A request that ran before a crash may have an answer, which is kept.
+class Executor(Protocol):
+    """Carries out requests: `Operations`."""
 
-The `RunJob` argument executes the jobs of requests that may be joined, possibly together with those of other models."""
+    async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
+        """Carry out a request of a model, and answer it. One that ran before a crash may have an answer, which is kept.
+
+        `run` executes the jobs of requests that may be joined, possibly together with those of other models.
+        """
+
+    def ready(self, request: StoredRequest) -> bool:
+        """Whether a request can run without waiting for a publication in progress."""
+
+    def joins(self, request: StoredRequest) -> Joining | None:
+        """How a request may be carried out together with those of other models; None if it may not."""
 
 
 class TrainingScheduler:
     """Carries out the requests of each model in the order of their numbers. Clients take turns, and so do the models of a client.
 
     Requests of one kind that may be joined are carried out together. A client waits for at most one request of every other
-    client, and `join_wait_s` after them. A model's state is saved every `save_every` steps. Later requests are kept, and run
+    client, and ``join_wait_s`` after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run
     again in the same order after a crash, which gives the same weights, except for rounding if requests are joined.
 
     Args:
@@ -62,15 +74,9 @@ class TrainingScheduler:
         futures: Takes answers.
         runner: Runs jobs.
         jobs: Runs the jobs that differ between adapters and all weights.
-        execute: See `Execute`.
-        ready: Whether a request can run without waiting for a publication.
-        joins: How a request may be carried out together with those of other models; None if it may not.
-        join_wait_s: See `ServiceConfig.join_wait_s`.
+        executor: Carries out the requests.
         directory: Where states are saved.
-        save_every: Optimizer steps of a model between two saves.
-        max_queued: Most requests of one model that wait.
-        max_loaded: Most models on the ranks; others are saved to files until their next request. 1 for all weights.
-        trains_weights: Whether models are all weights; otherwise they are adapters.
+        config: Limits.
     """
 
     def __init__(
@@ -79,27 +85,16 @@ class TrainingScheduler:
         futures: Futures,
         runner: Runner,
         jobs: ModelJobs,
-        execute: Execute,
-        ready: Callable[[StoredRequest], bool],
-        joins: Callable[[StoredRequest], Joining | None],
+        executor: Executor,
         directory: Path,
-        *,
-        save_every: int,
-        max_queued: int,
-        max_loaded: int,
-        join_wait_s: float,
-        trains_weights: bool,
+        config: ServiceConfig,
     ) -> None:
         self._store, self._futures, self._runner, self._jobs = store, futures, runner, jobs
-        self._trains_weights = trains_weights
-        self._execute, self._ready, self._joins = execute, ready, joins
-        self._directory, self._save_every, self._max_queued = directory, save_every, max_queued
-        self._max_loaded = max_loaded
-        self._join_wait_s = join_wait_s
+        self._executor, self._directory, self._config = executor, directory, config
         self._ahead = False
         """Whether optimizer steps were carried out last. If so, no further ones go before a waiting pass."""
-        self._models: OrderedDict[str, Model] = OrderedDict()
-        """Models by id, least recently served first."""
+        self.models: OrderedDict[str, Model] = OrderedDict()
+        """All models that are not unloaded, by id, least recently served first."""
         self._served: dict[str, int] = {}
         """The number of requests since the start at which each client was last served."""
         self.between_requests = BetweenRequestQueue(self.changed)
@@ -109,29 +104,14 @@ class TrainingScheduler:
         self._closing, self._count = False, 0
         directory.mkdir(parents=True, exist_ok=True)
 
-    @property
-    def models(self) -> Mapping[str, Model]:
-        """All models that are not unloaded, by id."""
-        return self._models
-
-    @property
-    def queued(self) -> int:
-        """Requests that wait, over all models."""
-        return sum(len(model.waiting) for model in self._models.values())
-
     def model(self, model: str, client: str) -> Model:
         """The model of that id. Raises `UnknownError` if `client` has none."""
-        found = self._models.get(model)
+        found = self.models.get(model)
         if found is None or found.client != client:
             raise UnknownError(
                 f"there is no model {model}.", part=_PART, hint="It may have been unloaded: make one from a checkpoint."
             )
         return found
-
-    def full(self, model: str) -> bool:
-        """Whether a further request of this model should be refused with `BusyError`."""
-        found = self._models.get(model)
-        return found is not None and len(found.waiting) >= self._max_queued
 
     def add(self, model: Model) -> None:
         """Add a model, so that it can have requests. The first one, number 0, creates it on the ranks."""
@@ -145,11 +125,11 @@ class TrainingScheduler:
             used=time.time(),
             about={"config": model.stored_config, **model.about},
         ):
-            self._models[model.id] = model
+            self.models[model.id] = model
 
     def put(self, request: StoredRequest) -> None:
         """Queue an accepted request for its turn."""
-        model = self._models[request.owner]
+        model = self.models[request.owner]
         if request.seq < model.next_seq:
             late = ProtocolError(
                 f"request {request.seq} of {model.id} came after later ones had been given up for it.", part=_PART
@@ -165,7 +145,7 @@ class TrainingScheduler:
     @property
     def has_room(self) -> bool:
         """Whether another model can be loaded: always for adapters; for all weights, if the loaded model is settled."""
-        return not self._trains_weights or all(each.settled for each in self._models.values() if each.loaded)
+        return not self._config.trains_weights or all(each.settled for each in self.models.values() if each.loaded)
 
     def changed(self) -> None:
         """Check again for ready requests and tasks."""
@@ -184,8 +164,8 @@ class TrainingScheduler:
             except ValidationError as error:
                 self._give_up(row["id"], error)
                 continue
-            if (config is None) != self._trains_weights:
-                kinds = ("adapters", "all weights") if self._trains_weights else ("all weights", "adapters")
+            if (config is None) != self._config.trains_weights:
+                kinds = ("adapters", "all weights") if self._config.trains_weights else ("all weights", "adapters")
                 raise ConfigError(
                     f"the service's files have models that are {kinds[0]}, and service.trains says {kinds[1]}.",
                     part=_PART,
@@ -196,16 +176,16 @@ class TrainingScheduler:
                 model.saved_seq, model.saved_dir = row["saved_seq"], Path(row["saved_dir"])
             since = self._store.requests_since(model.id, model.saved_seq)
             model.waiting = {each.seq: each for each in since if each.payload}
-            self._models[model.id] = model
+            self.models[model.id] = model
         self._changed.set()
-        return len(self._models)
+        return len(self.models)
 
     def give_up_gaps(self, timeout_s: float) -> None:
         """Fail requests that have waited for more than `timeout_s` seconds for an earlier one that never arrived.
 
         Each still has its turn, like a request that failed before a crash, so that a crash does not change the result.
         """
-        for model in self._models.values():
+        for model in self.models.values():
             if not model.waiting or model.next_seq in model.waiting or time.monotonic() - model.progress < timeout_s:
                 continue
             error = ProtocolError(
@@ -240,7 +220,7 @@ class TrainingScheduler:
             self._ahead = bool(self._joining(models, Joining.AT_ONCE))
             jobs, serving = JobJoiner(self._runner, len(models)), []
             for model in models:
-                self._models.move_to_end(model.id)
+                self.models.move_to_end(model.id)
                 self._served[model.client] = self._count = self._count + 1
                 serving.append(self._serve(model, model.waiting.pop(model.next_seq), jobs))
             for ended in await asyncio.gather(*serving, return_exceptions=True):
@@ -287,8 +267,8 @@ class TrainingScheduler:
         model.loaded = False
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
-        """Unload a model. Its checkpoints stay. To be called from `Execute` or from a task of `between_requests`."""
-        self._models.pop(model.id, None)
+        """Unload a model. Its checkpoints stay. To be called from `Executor.execute` or from a task of `between_requests`."""
+        self.models.pop(model.id, None)
         self._store.update("models", model.id, state=state)
         gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
         for request in model.waiting.values():
@@ -300,13 +280,14 @@ class TrainingScheduler:
 
     async def make_room(self) -> None:
         """Park the least recently served models, until there is room for one more."""
-        on_ranks = [each for each in self._models.values() if each.loaded]
-        for model in on_ranks[: max(0, len(on_ranks) - self._max_loaded + 1)]:
+        on_ranks = [each for each in self.models.values() if each.loaded]
+        most = 1 if self._config.trains_weights else self._config.max_loaded
+        for model in on_ranks[: max(0, len(on_ranks) - most + 1)]:
             if model.settled:
                 try:
                     await self.park(model)
                 except StorageError:
-                    if self._trains_weights:  # others would take its place
+                    if self._config.trains_weights:  # others would take its place
                         raise
                     _log.exception("model %s stays on the ranks", model.id)
 
@@ -319,12 +300,12 @@ class TrainingScheduler:
     def _next(self) -> list[Model]:
         """The models whose requests are next: the least recently served of the least recently served client, or joined ones."""
         ready = []
-        for model in self._models.values():
+        for model in self.models.values():
             if model.next_seq not in model.waiting and (repeats := model.repeats):
                 missing, model.next_seq = model.next_seq, min(repeats)
                 model.spoiled, model.open = model.spoiled or f"request {missing} never arrived.", True
             request = model.waiting.get(model.next_seq)
-            if request is not None and (model.loaded or self.has_room) and self._ready(request):
+            if request is not None and (model.loaded or self.has_room) and self._executor.ready(request):
                 ready.append(model)
         ready.sort(key=lambda model: self._served.get(model.client, 0))
         steps, passes = (self._joining(ready, kind) for kind in (Joining.AT_ONCE, Joining.WITH_LATE))
@@ -334,14 +315,14 @@ class TrainingScheduler:
 
     def _joining(self, ready: Sequence[Model], kind: Joining) -> list[Model]:
         """The loaded models of `ready` whose next request joins others as `kind`."""
-        return [each for each in ready if each.loaded and self._joins(each.waiting[each.next_seq]) is kind]
+        return [each for each in ready if each.loaded and self._executor.joins(each.waiting[each.next_seq]) is kind]
 
     def _late_s(self, models: Sequence[Model]) -> float:
         """Seconds that passes should wait for those of models that were answered just now."""
         if not self._joining(models, Joining.WITH_LATE):
             return 0.0
-        idle = [each.progress for each in self._models.values() if each.loaded and not each.waiting]
-        return max(idle, default=-math.inf) + self._join_wait_s - time.monotonic()
+        idle = [each.progress for each in self.models.values() if each.loaded and not each.waiting]
+        return max(idle, default=-math.inf) + self._config.join_wait_s - time.monotonic()
 
     async def _serve(self, model: Model, request: StoredRequest, jobs: JobJoiner) -> None:
         """Carry out a request, whose jobs may be joined with those of others."""
@@ -354,7 +335,7 @@ class TrainingScheduler:
         model.next_seq, model.progress = request.seq + 1, time.monotonic()
         try:
             await self.bring_back(model)
-            await self._execute(model, request, run)
+            await self._executor.execute(model, request, run)
             model.progress = time.monotonic()
         except (WorkerDiedError, asyncio.CancelledError):
             raise  # it stays queued, and runs again
@@ -366,7 +347,7 @@ class TrainingScheduler:
             self._futures.fail(request.id, error, keep_payload=True)
             if not request.seq:  # there is no such model then
                 await self.remove(model, "failed")
-        if model.id in self._models and model.settled and model.steps >= model.saved_steps + self._save_every:
+        if model.id in self.models and model.settled and model.steps >= model.saved_steps + self._config.save_every:
             try:
                 await self.save(model)
             except StorageError:  # requests are kept, so that nothing is lost; the next step tries again

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
@@ -100,7 +100,6 @@ def sample_answer(
     prompt_top: Sequence[TopTokens] | None = None,
     top_k: int = 0,
     top_prompt_k: int = 0,
-    cached_tokens: int = 0,
 ) -> bytes:
     """The answer to a request for samples.
 
@@ -110,12 +109,11 @@ def sample_answer(
         prompt_top: The most probable tokens at each prompt token; None if not requested.
         top_k: Entries of each `Sample.top`. Shorter lists are padded, longer ones cut.
         top_prompt_k: Entries of each list of `prompt_top`.
-        cached_tokens: Prompt tokens that were not computed again.
 
     Returns:
         A ``SampleResponse``.
     """
-    message = SampleResponse(prompt_cache_hit_tokens=cached_tokens)
+    message = SampleResponse()
     for sample in samples:
         stop = STOP_REASON_STOP if sample.stop_reason == "stop" else STOP_REASON_LENGTH
         added = message.sequences.add(stop_reason=stop, tokens=_bytes(sample.tokens, "<i4"))
@@ -152,11 +150,7 @@ def _write_top(message: Any, rows: Sequence[TopTokens], k: int) -> None:
     """Fill a ``TopkLogprobs``: matrices of `k` columns, row by row."""
     tokens, logprobs = np.zeros((len(rows), k), "<i4"), np.full((len(rows), k), NO_LOGPROB, "<f4")
     for at, row in enumerate(rows):
-        for place, (token, logprob) in enumerate(_first(row, k)):
+        for place, (token, logprob) in enumerate((row or ())[:k]):
             tokens[at, place], logprobs[at, place] = token, logprob
     message.token_ids, message.logprobs = tokens.tobytes(), logprobs.tobytes()
     message.k, message.length = k, len(rows)
-
-
-def _first(row: TopTokens, k: int) -> Iterator[tuple[int, float]]:
-    yield from (row or ())[:k]

@@ -16,7 +16,7 @@ from weightlane.ckpt_engines import ProtocolError
 
 from ...data.batch import TokenBatch, unpacked_batch
 from ...data.sequences import IGNORED, MicroBatch
-from .bodies import PART, WireLimits, decompressed, parsed
+from .bodies import PART, WireLimits, parsed
 from .messages import ForwardBackwardRequest
 from .names import checked_identifier
 from .tensors import Array, integers, tensor
@@ -70,19 +70,13 @@ class TrainBody:
     limits: WireLimits
 
     @classmethod
-    def parse(cls, body: bytes, *, encoding: str = "", limits: WireLimits | None = None) -> Self:
-        """Read the address.
-
-        Args:
-            body: A ``ForwardBackwardRequest``, in bytes.
-            encoding: The header ``Content-Encoding``; see `decompressed`.
-            limits: Sizes that it may have.
+    def parse(cls, body: bytes, limits: WireLimits) -> Self:
+        """Read the address in the bytes of a ``ForwardBackwardRequest``, which may have the sizes of `limits`.
 
         Raises:
             ProtocolError: It is not such a message, or has no valid address. Nothing else is ever raised.
         """
-        limits = limits or WireLimits()
-        message = parsed(ForwardBackwardRequest, decompressed(body, encoding, limits), limits)
+        message = parsed(ForwardBackwardRequest, body, limits)
         if message.seq_id < 1:
             raise ProtocolError(
                 f"seq_id is {message.seq_id}.", part=PART, hint="Requests of a model are numbered from 1."
@@ -114,7 +108,7 @@ class TrainBody:
             )
         if not 1 <= len(message.loss_fn) <= _TEXT_CHARACTERS:
             raise ProtocolError("the request names no loss.", part=PART)
-        _check_sparse(message.data, limits)
+        _check_cells(_sparse_cells(message.data), limits)  # before any sparse tensor is made dense
         datums = [_datum(each, index, limits) for index, each in enumerate(message.data)]
         _check_ids(datums, vocabulary)
         return TrainRequest(
@@ -136,11 +130,6 @@ class _Datum:
     """int64 [N] or [N, K]."""
     values: dict[str, Array]
     """float32, of the targets' shape."""
-
-
-def _check_sparse(data: Sequence[Any], limits: WireLimits) -> None:
-    """Raise `ProtocolError` if all sparse tensors together have too many entries, before any is made dense."""
-    _check_cells(_sparse_cells(data), limits)
 
 
 def _sparse_cells(data: Sequence[Any]) -> int:

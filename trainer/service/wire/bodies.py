@@ -61,7 +61,7 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
         TooLargeError: The body is too large.
         ProtocolError: The encoding is another one, or the body is not one complete frame that declares its size.
     """
-    checked_size(body, len(body), limits)
+    _check_size(len(body), limits)
     encoding = encoding.strip().lower()
     if encoding in ("", "identity"):
         return body
@@ -79,22 +79,20 @@ def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
                 part=PART,
                 hint="Compress it in one call, which writes it.",
             )
-        checked_size(body, size, limits)
+        _check_size(size, limits)
         found: bytes = zstandard.ZstdDecompressor().decompress(body, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise ProtocolError(f"the body cannot be decompressed: {error}.", part=PART) from None
-    return checked_size(found, size, limits)
+    return found
 
 
-def checked_size(body: bytes, size: int, limits: WireLimits) -> bytes:
-    """Return `body`, which has at least `size` bytes after decompression; `TooLargeError` if these are too many."""
+def _check_size(size: int, limits: WireLimits) -> None:
     if size > limits.body_bytes:
         raise TooLargeError(
             f"the body has {size} bytes or more, {limits.body_bytes} are allowed.",
             part=PART,
             hint="Send fewer sequences at once, or raise service.max_body_bytes.",
         )
-    return body
 
 
 def address_of(body: bytes, encoding: str) -> bytes:

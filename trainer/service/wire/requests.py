@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstra
 from weightlane.ckpt_engines import ProtocolError
 
 from ...engines.optimizer_settings import AdamParams as AdamStep
-from .bodies import PART, WireLimits, checked_size
+from .bodies import PART
 from .names import IDENTIFIER, NAME, CheckpointPath
 
 _METADATA_BYTES = 16384
@@ -72,13 +72,12 @@ class Request(BaseModel):
 AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
-def request(kind: type[AnyRequest], body: bytes, limits: WireLimits | None = None) -> AnyRequest:
+def request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
     """Parse the request of `kind` in `body`, JSON in UTF-8.
 
     Raises:
-        ProtocolError: `body` is no such request, or too large. The error names the wrong fields and repeats no value.
+        ProtocolError: `body` is no such request. The error names the wrong fields and repeats no value.
     """
-    checked_size(body, len(body), limits or WireLimits())
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

@@ -61,7 +61,6 @@ def test_the_sdk_reads_samples_and_finds_nothing_that_nobody_asked_for() -> None
         prompt_top=[None, [(3, -1.0), (4, -1.5), (9, -3.0)], [(4, -0.75)]],
         top_k=2,
         top_prompt_k=2,
-        cached_tokens=2,
     )
     read = deserialize_sample_response(written)
     assert [(each.tokens, each.logprobs, each.stop_reason) for each in read.sequences] == [
@@ -74,7 +73,6 @@ def test_the_sdk_reads_samples_and_finds_nothing_that_nobody_asked_for() -> None
     assert read.topk_prompt_logprobs == [None, [(3, -1.0), (4, -1.5)], [(4, -0.75)]]
     assert read.topk_prompt_logprobs_np is not None
     assert read.topk_prompt_logprobs_np.logprobs[0].tolist() == [-99999.0, -99999.0]
-    assert read.prompt_cache_hit_tokens == 2
     read = deserialize_sample_response(sample_answer([Sample(np.array([2**31 - 1]), np.array([-1.0]), "stop")]))
     assert read.sequences[0].tokens == [2**31 - 1]
     for absent in ("prompt_logprobs", "topk_prompt_logprobs", "target_prompt_logprobs", "prompt_alt_tokens"):

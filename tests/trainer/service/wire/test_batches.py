@@ -20,9 +20,10 @@ from tinker.types import ForwardBackwardInput, ForwardBackwardRequest
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.service.wire.batches import TrainBody, TrainRequest
-from weightlane.trainer.service.wire.bodies import WireLimits, address_of
+from weightlane.trainer.service.wire.bodies import WireLimits, address_of, decompressed
 
 VOCABULARY = 50
+LIMITS = WireLimits()
 
 
 def datum(tokens: list[int], **inputs: Any) -> tinker.Datum:
@@ -35,8 +36,10 @@ def message_of(data: list[tinker.Datum], loss: Any = "cross_entropy", config: An
     return forward_backward_request_to_proto(request)
 
 
-def train_request(body: bytes, *, vocabulary: int = VOCABULARY, **given_options: Any) -> TrainRequest:
-    return TrainBody.parse(body, **given_options).request(vocabulary)
+def train_request(
+    body: bytes, encoding: str = "", *, vocabulary: int = VOCABULARY, limits: WireLimits = LIMITS
+) -> TrainRequest:
+    return TrainBody.parse(decompressed(body, encoding, limits), limits).request(vocabulary)
 
 
 def decoded(message: Any, **given_options: Any) -> TrainRequest:
@@ -90,7 +93,7 @@ def test_what_a_request_may_leave_out_and_which_part_counts() -> None:
     assert batch.target_tokens == 5, "targets of weight 0 stay"
     assert [each.per_token["weights"].tolist() for each in batch.sequences] == [[1.0] * 3, [0.0, 0.5]]
     message.ClearField("data")
-    found = TrainBody.parse(message.SerializeToString())
+    found = TrainBody.parse(message.SerializeToString(), LIMITS)
     assert (found.model_id, found.seq_id) == ("s:train:0", 1), "the address, whatever is wrong with the rest"
     with pytest.raises(ProtocolError, match="0 datums"):
         found.request(VOCABULARY)
@@ -221,7 +224,7 @@ def test_a_request_at_the_limits_is_read_and_one_beyond_a_limit_is_refused() -> 
 def test_a_compressed_body_is_read_and_one_that_would_grow_is_refused_before_it_does() -> None:
     body = valid().SerializeToString()
     compressed = zstandard.ZstdCompressor().compress(body)
-    assert train_request(compressed, encoding="zstd").shapes == ((3, 5), (2,))
+    assert train_request(compressed, "zstd").shapes == ((3, 5), (2,))
     stream = zstandard.ZstdCompressor().compressobj()
     for spoilt, encoding, said in (
         (compressed[:-3], "zstd", "."),
@@ -235,14 +238,14 @@ def test_a_compressed_body_is_read_and_one_that_would_grow_is_refused_before_it_
         (b"\x1a\x80\x80\x40" + b"\x0a\x00" * 2**19, "", "parts"),
     ):
         with pytest.raises(ProtocolError, match=said):
-            train_request(spoilt, encoding=encoding)
+            train_request(spoilt, encoding)
 
 
 def only_protocol_errors(body: bytes, encoding: str = "") -> None:
     assert len(address_of(body, encoding)) <= 1024
     said = ""
     try:
-        train_request(body, encoding=encoding)
+        train_request(body, encoding)
     except ProtocolError as error:
         said = str(error)
     assert len(said) < 2000
