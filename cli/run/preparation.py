@@ -104,7 +104,7 @@ def saved_state(
             part="resume",
             hint=f"Raise {setting} to continue it.",
         )
-    TaskStream(items, seed, may_change=may_change).restore(state.stream)
+    TaskStream(items, seed).restore(state.stream, may_change=may_change)
     return state
 
 

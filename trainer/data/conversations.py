@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
@@ -68,9 +68,9 @@ def template_options(data: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**more, **({"tools": tools} if tools else {})}
 
 
-def refuse_unread(data: Mapping[str, Any], where: str, keys: Sequence[str] = _REFUSED_KEYS) -> None:
-    """Raise `ConfigError` if a line has one of `keys`, which other programs read as a choice of what is trained on."""
-    if found := [key for key in keys if key in data]:
+def refuse_unread(data: Mapping[str, Any], where: str) -> None:
+    """Raise `ConfigError` if a line has a key that other programs read as a choice of what is trained on."""
+    if found := [key for key in _REFUSED_KEYS if key in data]:
         raise ConfigError(
             f"{where}: the key {found[0]!r} is not read.",
             part=_PART,

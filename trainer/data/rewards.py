@@ -44,10 +44,9 @@ class Reward:
     It may also be an ``async`` function. This object can be pickled for another process, which imports the function again.
 
     Args:
-        function: module and function; dots after the colon reach into classes.
-        search_path: folders in which the module is looked for before installed packages; put at the front of ``sys.path``
-            in this order, and left there because the function may import its neighbours later.
-        time_limit_s: seconds after which a call of an ``async`` function is cancelled; None for never.
+        function: See `function_named`, as for `search_path`.
+        search_path: Folders in which the module is looked for before installed packages.
+        time_limit_s: Seconds after which a call of an ``async`` function is cancelled; None for never.
 
     Raises `ConfigError` when the name is malformed, or nothing callable can be imported under it.
     """
@@ -172,22 +171,17 @@ class RewardPool:
 
 
 def _begin_process(judge: Judge) -> None:
-    """Prepare a process of the pool."""
+    """Prepare a process of the pool, which the kernel kills when its parent ends, however the parent ends.
+
+    The latter on Linux only (``prctl(2)``); elsewhere the processes of a killed run end after their current calls.
+    """
     _judges[:] = [judge]
-    _end_with_the_run()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _judged_here(completion: str, task: Mapping[str, Any]) -> float:
     return _judges[0](completion, task)
-
-
-def _end_with_the_run() -> None:
-    """Make the kernel kill this process when its parent ends, however the parent ends.
-
-    Linux only (``prctl(2)``); elsewhere the processes of a killed run end after their current calls.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _awaited(value: Awaitable[object], limit_s: float | None) -> object:

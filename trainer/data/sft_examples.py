@@ -17,7 +17,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -26,21 +26,12 @@ from weightlane.ckpt_engines import ConfigError
 from .conversations import check_messages, is_trained, refuse_unread, shown, template_options
 from .json_lines import json_lines
 from .sequences import IGNORED, TokenSequence
+from .tokenizer import HfTokenizer
 
 _PART = "data"
 _log = logging.getLogger(__name__)
 TooLong = Literal["refuse", "skip"]
 """Handling of a line with more tokens than the limit."""
-
-
-class ChatTokenizer(Protocol):
-    """The parts of `HfTokenizer` that examples are made with."""
-
-    def encode_with_places(self, text: str, *, chat: bool = False) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-        """See `HfTokenizer.encode_with_places`."""
-
-    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False, **options: Any) -> str:
-        """See `HfTokenizer.as_chat`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +71,7 @@ class _Tokens:
 
 def load_examples(
     path: Path,
-    tokenizer: ChatTokenizer,
+    tokenizer: HfTokenizer,
     eos_token_ids: Sequence[int],
     *,
     max_tokens: int,
@@ -163,7 +154,7 @@ def _texts(data: Mapping[str, Any], where: str, keys: Sequence[str]) -> list[str
     return [data[key] for key in keys]
 
 
-def _answered(prompt: str, completion: str, where: str, tokenizer: ChatTokenizer, end: Sequence[int]) -> _Tokens:
+def _answered(prompt: str, completion: str, where: str, tokenizer: HfTokenizer, end: Sequence[int]) -> _Tokens:
     ids, places = tokenizer.encode_with_places(prompt + completion)
     first = next((number for number, (start, _) in enumerate(places) if start >= len(prompt)), len(ids))
     cuts = first > 0 and places[first - 1][1] > len(prompt)
@@ -176,7 +167,7 @@ def _answered(prompt: str, completion: str, where: str, tokenizer: ChatTokenizer
 def _conversation(
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    tokenizer: ChatTokenizer,
+    tokenizer: HfTokenizer,
     eos: Collection[int],
     options: Mapping[str, Any],
 ) -> Iterator[_Tokens]:
@@ -207,9 +198,7 @@ def _conversation(
         yield _trained_on(text, answers, tokenizer, eos)
 
 
-def _trained_on(
-    text: str, answers: Sequence[tuple[int, int]], tokenizer: ChatTokenizer, eos: Collection[int]
-) -> _Tokens:
+def _trained_on(text: str, answers: Sequence[tuple[int, int]], tokenizer: HfTokenizer, eos: Collection[int]) -> _Tokens:
     """Tokenize a conversation; `answers`, ranges of characters, are trained on, each up to its last end-of-text token."""
     ids, places = tokenizer.encode_with_places(text, chat=True)
     trained, cuts = [False] * len(ids), False

@@ -126,15 +126,13 @@ class TaskStream(Generic[_T]):
     Args:
         tasks: at least one.
         seed: seed of the order.
-        may_change: Whether a run may be resumed with equally many tasks of other content.
     """
 
-    def __init__(self, tasks: Sequence[_T], seed: int, *, may_change: bool = False) -> None:
+    def __init__(self, tasks: Sequence[_T], seed: int) -> None:
         if not tasks:
             raise ConfigError("a task stream needs at least one task.", part=_PART)
         self._tasks = tasks
         self._seed = seed
-        self._may_change = may_change
         self._epoch = 0
         self._position = 0
         self._order = self._shuffled(0)
@@ -158,8 +156,11 @@ class TaskStream(Generic[_T]):
         place = {"epoch": self._epoch, "position": self._position}
         return {"seed": self._seed, "tasks": len(self._tasks), **place, "digest": self._digest}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Raises `ConfigError` if it belongs to another seed, number of tasks, or other tasks."""
+    def restore(self, state: Mapping[str, Any], *, may_change: bool = False) -> None:
+        """Resume from `state`. Raises `ConfigError` if it belongs to another seed or number of tasks.
+
+        Also if it belongs to tasks of other content, unless they `may_change`.
+        """
         for key, here in (("seed", self._seed), ("tasks", len(self._tasks))):
             if state.get(key) != here:
                 raise ConfigError(
@@ -167,7 +168,7 @@ class TaskStream(Generic[_T]):
                     part=_PART,
                     hint="Resume with the configuration and task file the run was started with.",
                 )
-        if state.get("digest", self._digest) != self._digest and not self._may_change:
+        if state.get("digest", self._digest) != self._digest and not may_change:
             raise ConfigError(
                 "the training data is not what the run was started with: as many lines, and other content.",
                 part=_PART,

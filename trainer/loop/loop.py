@@ -97,7 +97,7 @@ class AsyncLoop:
         self._algorithm = algorithm
         self._step = resume.step if resume else 0
         self._clock = OverlapClock()
-        self._stream = TaskStream(parts.train_tasks, seed, may_change=True)  # the caller has checked the data
+        self._stream = TaskStream(parts.train_tasks, seed)
         self._fleet = Fleet(
             parts.rollouts,
             parts.syncer,
@@ -124,7 +124,7 @@ class AsyncLoop:
             max_model_len=parts.max_model_len,
         )
         if resume:
-            self._stream.restore(resume.stream)
+            self._stream.restore(resume.stream, may_change=True)  # the caller has checked the data
             self._feeder.requeue([Task.from_plain(plain) for plain in resume.outstanding])
         self._keeper = VersionKeeper(
             parts.trainers,

@@ -13,7 +13,7 @@ from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, Protocol
 
 from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
-from ..data.written_text import WrittenText
+from ..data.tokenizer import WrittenText
 from .failures import Failures
 from .fleet import Fleet
 from .overlap import OverlapClock

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,7 +56,7 @@ rollouts take turns on a device can wait for the device on entry, and call `Work
 exit is the job's error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class JobFigures:
     """Running totals of one kind of jobs."""
 
@@ -109,12 +109,8 @@ class Runner:
         self._waiting: deque[_Submitted] = deque()
         self._working: asyncio.Task[None] | None = None
         self._closed = False
-        self._figures: dict[str, JobFigures] = {}
-
-    @property
-    def figures(self) -> Mapping[str, JobFigures]:
+        self.figures: defaultdict[str, JobFigures] = defaultdict(JobFigures)
         """Totals by kind of job, of all that have ended so far."""
-        return dict(self._figures)
 
     @property
     def waiting(self) -> int:
@@ -196,14 +192,12 @@ class Runner:
         finally:
             seconds, waited_s = time.perf_counter() - began, began - submitted.since
             tokens = sum(_tokens(part) for part in (job.parts if isinstance(job, JointJob) else [job]))
-            before = self._figures.get(job.kind, JobFigures())
-            self._figures[job.kind] = JobFigures(
-                before.count + 1,
-                before.failures + (error is not None),
-                before.seconds + seconds,
-                before.waited_s + waited_s,
-                before.tokens + tokens,
-            )
+            figures = self.figures[job.kind]
+            figures.count += 1
+            figures.failures += error is not None
+            figures.seconds += seconds
+            figures.waited_s += waited_s
+            figures.tokens += tokens
             facts = {
                 "seconds": seconds,
                 "waited_s": waited_s,

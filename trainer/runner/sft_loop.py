@@ -86,9 +86,9 @@ class SftLoop:
         self._save_state, self._export = save, export
         self._step = self._first = resume.step if resume else 0
         self._steps = config.all_steps(len(train))
-        self._stream = TaskStream(train, seed, may_change=True)  # the caller has checked the data
+        self._stream = TaskStream(train, seed)
         if resume:
-            self._stream.restore(resume.stream)
+            self._stream.restore(resume.stream, may_change=True)  # the caller has checked the data
         self._failures = Failures(config.max_failed_share, hooks, setting="sft.max_failed_share")
         self._read_tokens, self._stepped_s = 0, 0.0
         self._figures = SftSummary()

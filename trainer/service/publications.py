@@ -14,6 +14,7 @@ from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError
 from weightlane.sync import SyncReport
 
 from ..config import LoraConfig
+from ..loop.protocols import Syncer
 from ..runner.jobs import Publish
 from ..runner.runner import Runner
 
@@ -37,16 +38,6 @@ class AdapterReplica(Protocol):
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when its process dies."""
-
-
-class Syncer(Protocol):
-    """Carries versions to the replicas."""
-
-    async def sync(self, version: int) -> SyncReport:
-        """Put a published version into service."""
-
-    def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
-        """Report the death of a replica."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,13 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WeightlaneError, WorkerDiedError
 
 from ..config import LoraConfig
+from ..loop.protocols import Syncer
 from ..runner.model_jobs import ModelJobs
 from ..runner.runner import Runner
 from .base_model import BaseModel
 from .config import ServiceConfig
 from .errors import BusyError, UnknownError
-from .publications import AdapterReplica, Publications, Syncer
+from .publications import AdapterReplica, Publications
 from .records.checkpoints import Checkpoints
 from .records.futures import Futures
 from .records.models import Model

@@ -84,7 +84,7 @@ def test_a_restored_stream_continues_where_it_stood_and_a_position_of_another_ru
     TaskStream(moved, seed=3).restore(TaskStream(TASKS, seed=3).state())
     today, tomorrow = (Task(f"It is day {day}. 1+1", 2, {"messages": [{"role": "user"}]}) for day in (1, 2))
     TaskStream([tomorrow], seed=3).restore(TaskStream([today], seed=3).state())  # the template writes the date
-    TaskStream(TASKS[::-1], seed=3, may_change=True).restore(TaskStream(TASKS, seed=3).state())
+    TaskStream(TASKS[::-1], seed=3).restore(TaskStream(TASKS, seed=3).state(), may_change=True)
     state = TaskStream(TASKS, seed=3).state()
     for stream, wrong, problem in (
         (TaskStream(TASKS, seed=4), state, "seed = 3, this one has 4"),
