@@ -132,28 +132,16 @@ INPUTS = (_WEIGHTS, *_POLICY, _RATIO_MASK, _LOW, _HIGH)
 class ServiceLoss:
     """A loss of the Tinker API, as ranks call it. It can be pickled.
 
-    The formula of each, summed over tokens, and its settings:
-
-    - ``cross_entropy``: ``-p``.
-    - ``importance_sampling``: ``-r A``.
-    - ``ppo``: ``-min(r A, clip(r) A)``, with clip_low_threshold 0.8 and clip_high_threshold 1.2.
-    - ``cispo``: ``-stop(clip(r)) p A``, where ``stop`` stops the gradient, with thresholds 0 and 4.
-    - ``dro``: ``-(p A - beta / 2 (p - q)^2)``, with beta 0.05.
-    - ``gspo``: that of ppo with a sequence's ratio instead of ``r``, with thresholds 0.8 and 1.2.
-
-    ``clip(r)`` clamps ``r`` to the thresholds, which may also be inputs of each token under the same names. A log ratio above
-    `LARGEST_LOG_RATIO` is clamped to it and has no gradient, so nothing overflows.
+    The loss of a token is ``-p`` for cross_entropy, and else that of its formula above, in which ``clip(r)`` clamps ``r`` to the
+    thresholds; these may also be inputs of each token under the same names. A log ratio above `LARGEST_LOG_RATIO` is clamped to
+    it and has no gradient, so nothing overflows.
 
     Metrics are sums, since clients add them up. cross_entropy has ``weights``. The others have four, over tokens with an
     advantage and a weight: ``trained_tokens``; ``ratio``; ``clipped``, tokens whose ratio is beyond a threshold; and ``kl``,
     from the sampling policy to the model by the estimator ``r - 1 - log r``.
 
-    Args:
-        name: One of `NAMES`.
-        config: Settings by name; those that are left out have their defaults.
-
-    Raises:
-        ConfigError: There is no such loss or setting, or a setting is not a number in its range.
+    Raises `ConfigError` if there is no such loss or setting, or a setting is not a number in its range. Settings that are left
+    out have their defaults.
     """
 
     def __init__(self, name: str, config: Mapping[str, float | str] | None = None) -> None:
@@ -207,15 +195,9 @@ class ServiceLoss:
 
 
 def loss_report(loss: ServiceLoss, batch: TokenBatch, logprobs: Sequence[torch.Tensor]) -> dict[str, float]:
-    """The loss and the metrics of a forward pass without backward, for which ranks only return log-probabilities.
+    """The loss and metrics, as `LossSums.named`, of a forward pass without backward, for which ranks return log-probabilities.
 
-    Args:
-        loss: The loss.
-        batch: The batch.
-        logprobs: [N] or [N, K] for each sequence: log-probabilities of its targets.
-
-    Returns:
-        The same values as `LossSums.named`.
+    `logprobs` are those of each sequence's targets, [N] or [N, K].
     """
     micro = batch.packed
     sums = LossSums(LossDenominators.of(batch))

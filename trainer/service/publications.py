@@ -7,11 +7,9 @@ import itertools
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError
-from weightlane.sync import SyncReport
 
 from ..config import LoraConfig
 from ..loop.protocols import Syncer
@@ -38,14 +36,6 @@ class AdapterReplica(Protocol):
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when its process dies."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A version that the trainer ranks have published and that is being synced to the replicas."""
-
-    version: int
-    key: str
 
 
 BASE = ""
@@ -99,11 +89,10 @@ class Publications:
         """The version of each loaded key."""
         return dict(self._versions)
 
-    async def begin(self, key: str, adapter: str | None, config: LoraConfig | None) -> Pending:
-        """Publish an adapter of the trainer ranks, or all weights, as they are now; `finish` must follow.
+    async def begin(self, adapter: str | None, config: LoraConfig | None) -> int:
+        """Publish an adapter of the trainer ranks, or all weights, as they are now, and return the version.
 
-        Raises:
-            DeadlineExceededError: The previous publication is still in progress.
+        `finish` must follow. Raises `DeadlineExceededError` if the previous publication is still in progress.
         """
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -124,25 +113,23 @@ class Publications:
         except BaseException:
             self._turn.release()
             raise
-        return Pending(version, key)
+        return version
 
-    async def finish(self, pending: Pending) -> SyncReport:
-        """Wait until the replicas have a version, and make it the version of its key.
+    async def finish(self, key: str, version: int) -> None:
+        """Wait until the replicas have a version, and make it that of `key`.
 
-        Raises:
-            DeadlineExceededError: Requests that use other weights did not end.
+        Raises `DeadlineExceededError` if requests that use other weights did not end.
         """
         try:
             if self._describe is None:
-                await self._without_others(pending.key)
-            report = await self._syncer.sync(pending.version)
-            self._versions[pending.key] = pending.version
-            self._versions.move_to_end(pending.key)
-            for waiting in self._awaited.pop(pending.key, []):
+                await self._without_others(key)
+            await self._syncer.sync(version)
+            self._versions[key] = version
+            self._versions.move_to_end(key)
+            for waiting in self._awaited.pop(key, []):
                 if not waiting.done():
-                    self._held[pending.key, pending.version] += 1
-                    waiting.set_result(pending.version)
-            return report
+                    self._held[key, version] += 1
+                    waiting.set_result(version)
         finally:
             self._turn.release()
 

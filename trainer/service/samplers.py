@@ -41,7 +41,6 @@ class Sampler:
     """The model whose newest published weights it samples from, or of whose snapshot it was made; None for other samplers."""
     checkpoint: str | None
     """The path of its checkpoint; None for the base model and for samplers in flight."""
-    inflight: bool
 
     @property
     def key(self) -> str:
@@ -66,7 +65,7 @@ class Samplers:
         publications: Tracks the versions on the replicas.
         replicas: The replicas that generate.
         load: Publishes a sampler's weights to the replicas, if they don't have them.
-        base: The base model.
+        base: The base model, with the most tokens of a prompt and its completion.
         config: Limits.
     """
 
@@ -97,7 +96,7 @@ class Samplers:
         return len(self._running)
 
     def create(
-        self, sampler: str, session: str, client: str, *, checkpoint: str | None, model: str | None, inflight: bool
+        self, sampler: str, session: str, client: str, *, checkpoint: str | None = None, model: str | None = None
     ) -> Sampler:
         """Create a sampler, or return the one of that id. Raises `UnknownError` for a checkpoint that doesn't exist."""
         if checkpoint is not None:
@@ -109,7 +108,7 @@ class Samplers:
             client=client,
             model=model,
             checkpoint=checkpoint,
-            inflight=int(inflight),
+            inflight=int(model is not None and checkpoint is None),
             created=time.time(),
         )
         return self.get(sampler, client)
@@ -117,11 +116,11 @@ class Samplers:
     def get(self, sampler: str, client: str) -> Sampler:
         """The sampler of that id. Raises `UnknownError` if `client` has none."""
         row = self._store.row(
-            "SELECT id, client, model, checkpoint, inflight FROM samplers WHERE id = ? AND client = ?", sampler, client
+            "SELECT id, client, model, checkpoint FROM samplers WHERE id = ? AND client = ?", sampler, client
         )
         if row is None:
             raise UnknownError(f"there is no sampler {sampler}.", part=_PART, hint="Its session may have ended.")
-        return Sampler(**{**row, "inflight": bool(row["inflight"])})
+        return Sampler(**row)
 
     def join(self, sampler: str) -> int:
         """Assign a unique number to one more client of a sampler. The first client has 0."""
@@ -203,20 +202,17 @@ class Samplers:
             )
         stop_ids = self._base.eos_ids if params.stop_tokens is None else params.stop_tokens
         top_prompt = asked.topk_prompt_logprobs
-        options = {
-            "temperature": params.temperature or 1.0,
-            "greedy": params.temperature == 0,
-            "top_k": max(0, params.top_k),
-            "top_p": params.top_p,
-            "stop_ids": stop_ids,
-            "stop_strings": params.stop_strings,
-            "adapter": version,
-            "top_logprobs": asked.topk_sample_logprobs,
-        }
         wants_prompt = bool(asked.prompt_logprobs) or top_prompt > 0
         calls = [
             {
-                **options,
+                "temperature": params.temperature or 1.0,
+                "greedy": params.temperature == 0,
+                "top_k": max(0, params.top_k),
+                "top_p": params.top_p,
+                "stop_ids": stop_ids,
+                "stop_strings": params.stop_strings,
+                "adapter": version,
+                "top_logprobs": asked.topk_sample_logprobs,
                 "seed": params.seed_of(index),
                 "prompt_logprobs": top_prompt if wants_prompt and index == 0 else None,
             }
@@ -239,10 +235,7 @@ class Samplers:
         """A completion for each of `calls`, each from the replica with the least load.
 
         Calls that a dying replica leaves unfinished are repeated on one other replica at a time, because they may be the cause.
-
-        Raises:
-            ConfigError: Too many replicas have died while they computed this request.
-            WorkerDiedError: No replica is left.
+        Raises `ConfigError` if too many have died of this request, `WorkerDiedError` if none is left.
         """
         found: dict[int, Any] = {}
         only = self._least() if self._store.deaths(request) else ""

@@ -211,9 +211,7 @@ class Service:
         self.sessions.require(session, client)
         if base_model:
             self._check_base(base_model)
-        return self.samplers.create(
-            sampler_id(session, seq), session, client, checkpoint=path, model=None, inflight=False
-        )
+        return self.samplers.create(sampler_id(session, seq), session, client, checkpoint=path)
 
     def sample(self, client: str, asked: SampleRequest, payload: bytes) -> StoredRequest:
         """Begin a sampling request. Raises `BusyError` if too many run or wait."""
@@ -260,7 +258,7 @@ class Service:
         if asked.base_model:
             self._check_base(asked.base_model)
         sampler = f"single-{secrets.token_hex(8)}"
-        self.samplers.create(sampler, "", client, checkpoint=asked.model_path, model=None, inflight=False)
+        self.samplers.create(sampler, "", client, checkpoint=asked.model_path)
         return sampler
 
     def _lora_config(self, rank: int, train: Mapping[str, bool], seed: int | None) -> LoraConfig:

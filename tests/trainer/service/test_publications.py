@@ -37,7 +37,7 @@ class World:
     async def load(self, key: str) -> None:
         async def publish() -> None:
             self.loads += 1
-            await self.publications.finish(await self.publications.begin(key, None, None))
+            await self.publications.finish(key, await self.publications.begin(None, None))
 
         if key not in self.loading:
             self.loading[key] = task = asyncio.create_task(publish())
@@ -80,7 +80,7 @@ def test_a_sampler_in_flight_moves_on_while_its_requests_run() -> None:
         async with world.publications.hold("moving", lambda: world.load("moving")):
             running = asyncio.create_task(world.request("moving", 50))
             await asyncio.sleep(0)
-            await world.publications.finish(await world.publications.begin("moving", None, None))
+            await world.publications.finish("moving", await world.publications.begin(None, None))
         assert not running.done()
         await running
 

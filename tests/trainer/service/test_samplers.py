@@ -50,7 +50,7 @@ def run(directory: Path, replicas: Sequence[Replica], prompts: Sequence[int]) ->
         samplers = Samplers(
             store, futures, checkpoints, publications, cast("Any", replicas), any_part, base, ServiceConfig()
         )
-        samplers.create("sampler", "session", "client", checkpoint=None, model=None, inflight=False)
+        samplers.create("sampler", "session", "client")
         samplers.resume()
         for number, prompt in enumerate(prompts):
             chunks = [{"type": "encoded_text", "tokens": [prompt]}]

@@ -20,11 +20,7 @@ _FIELDS = 2
 class Clients:
     """The clients that may use a service, by their tokens.
 
-    Args:
-        config: Where the tokens are.
-
-    Raises:
-        ConfigError: There is no token, or the file is malformed or unreadable.
+    Raises `ConfigError` if there is no token, or their file is malformed or unreadable.
     """
 
     def __init__(self, config: ServiceConfig) -> None:

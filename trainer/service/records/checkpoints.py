@@ -24,6 +24,7 @@ _SEGMENTS: Mapping[Kind, Segment] = {
     "external": "external_weights",
 }
 _PART = "service checkpoints"
+_DELETE = "DELETE FROM checkpoints WHERE path = ?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +57,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of all clients, each in a directory of its own.
-
-    Args:
-        store: The database that lists them.
-        directory: The parent of their directories.
-    """
+    """The checkpoints of all clients, each in a directory of its own below `directory`, listed in `store`."""
 
     def __init__(self, store: Store, directory: Path) -> None:
         self._store, self._directory = store, directory
@@ -98,7 +94,7 @@ class Checkpoints:
         before = self._rows("path = ?", path)
         now, size = time.time(), sum(file.stat().st_size for file in directory.iterdir())
         with self._store.transaction():
-            self._store.delete("checkpoints", path)
+            self._store.change(_DELETE, path)
             self._store.insert(
                 "checkpoints",
                 path=path,
@@ -142,7 +138,7 @@ class Checkpoints:
     def delete(self, path: str, client: str) -> None:
         """Delete a checkpoint and its files."""
         found = self.get(path, client)
-        self._store.delete("checkpoints", path)
+        self._store.change(_DELETE, path)
         shutil.rmtree(found.directory, ignore_errors=True)
 
     def set_ttl(self, path: str, client: str, ttl_s: float | None) -> None:
@@ -152,17 +148,14 @@ class Checkpoints:
 
     def used(self, path: str, kept_s: float) -> None:
         """Keep an unnamed snapshot, which belongs to one sampler, for `kept_s` seconds from now."""
-        with self._store.transaction() as db:
-            db.execute(
-                "UPDATE checkpoints SET expires = ? WHERE path = ? AND json_extract(about, '$.unnamed') = 1",
-                [time.time() + kept_s, path],
-            )
+        query = "UPDATE checkpoints SET expires = ? WHERE path = ? AND json_extract(about, '$.unnamed') = 1"
+        self._store.change(query, time.time() + kept_s, path)
 
     def drop_expired(self) -> int:
         """Delete expired checkpoints. Returns their number."""
         expired = self._rows("expires IS NOT NULL AND expires <= ?", time.time())
         for each in expired:
-            self._store.delete("checkpoints", each.path)
+            self._store.change(_DELETE, each.path)
             shutil.rmtree(each.directory, ignore_errors=True)
         return len(expired)
 

@@ -27,9 +27,6 @@ class Futures:
     """Accepts requests, each once, and lets clients wait for their answers. Everything is stored before a client hears of it.
 
     A client that repeats a request, because it has lost the answer, gets the same future.
-
-    Args:
-        store: The database.
     """
 
     def __init__(self, store: Store) -> None:
@@ -38,20 +35,9 @@ class Futures:
         self._ending = asyncio.Event()
 
     def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
-        """Keep a request.
+        """Keep a request, number `seq` of a model or sampler, its `owner`. Returns it, and whether it is new.
 
-        Args:
-            kind: The kind of request, such as ``optim_step``.
-            owner: The model, sampler or session that it is for.
-            seq: Its number among the requests of its owner.
-            client: Name of the client that sent it.
-            payload: The request's body.
-
-        Returns:
-            The request, and whether it is new.
-
-        Raises:
-            RepeatedRequestError: A request of that owner with this number has different content.
+        Raises `RepeatedRequestError` if a request of that owner with this number has different content.
         """
         digest = hashlib.sha256(kind.encode() + b"\0" + payload).hexdigest()
         name = f"{owner}:{seq}"

@@ -15,12 +15,7 @@ _PART = "service sessions"
 
 
 class Sessions:
-    """Sessions of clients. A session ends when its client finishes it, or sends no heartbeat for too long.
-
-    Args:
-        store: The database that lists them.
-        timeout_s: Seconds without a heartbeat after which a session ends.
-    """
+    """Sessions of clients, which end when their client finishes them, or sends no heartbeat for `timeout_s` seconds."""
 
     def __init__(self, store: Store, timeout_s: float) -> None:
         self._store, self._timeout_s = store, timeout_s
@@ -38,26 +33,17 @@ class Sessions:
 
     def require(self, session: str, client: str) -> None:
         """Raise `UnknownError` unless `client` has this session, and `ClosedError` if it has ended."""
-        row = self._store.row("SELECT ended FROM sessions WHERE id = ? AND client = ?", session, client)
-        if row is None:
-            raise UnknownError(f"there is no session {session}.", part=_PART, hint="Make a new ServiceClient.")
-        if row["ended"]:
-            raise ClosedError(
-                f"the session {session} has ended: {row['ended']}.", part=_PART, hint="Make a new client."
-            )
+        if ended := self._ended(session, client):
+            raise ClosedError(f"the session {session} has ended: {ended}.", part=_PART, hint="Make a new client.")
 
     def end(self, session: str, client: str, reason: str) -> None:
         """End a session, unless it has ended. Raises `UnknownError` if `client` has none of that id."""
-        row = self._store.row("SELECT ended FROM sessions WHERE id = ? AND client = ?", session, client)
-        if row is None:
-            raise UnknownError(f"there is no session {session}.", part=_PART)
-        if not row["ended"]:
+        if not self._ended(session, client):
             self._store.update("sessions", session, ended=reason)
 
     def give_time(self) -> None:
         """Set the last heartbeat of every open session to now, because clients could send none while no service ran."""
-        for row in self._store.rows("SELECT id FROM sessions WHERE ended IS NULL"):
-            self._store.update("sessions", row["id"], seen=time.time())
+        self._store.change("UPDATE sessions SET seen = ? WHERE ended IS NULL", time.time())
 
     def end_silent(self) -> list[str]:
         """End the sessions without a heartbeat for too long. Returns their ids."""
@@ -67,3 +53,10 @@ class Sessions:
         for row in silent:
             self._store.update("sessions", row["id"], ended=f"no heartbeat for {self._timeout_s:.0f} s")
         return [row["id"] for row in silent]
+
+    def _ended(self, session: str, client: str) -> str | None:
+        """Why a session has ended; None if it has not. Raises `UnknownError` if `client` has none of that id."""
+        row = self._store.row("SELECT ended FROM sessions WHERE id = ? AND client = ?", session, client)
+        if row is None:
+            raise UnknownError(f"there is no session {session}.", part=_PART, hint="Make a new ServiceClient.")
+        return None if row["ended"] is None else str(row["ended"])

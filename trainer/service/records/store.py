@@ -67,11 +67,7 @@ class Store:
 
     Each method is one transaction: all of its changes are stored for the next process, or none.
 
-    Args:
-        path: The file; made if it doesn't exist.
-
-    Raises:
-        StorageError: It can't be opened, or is no such database.
+    Raises `StorageError` if the file at `path`, which is made if there is none, can't be opened or is no such database.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,46 +90,35 @@ class Store:
         self._db.close()
 
     @contextmanager
-    def transaction(self) -> Iterator[sqlite3.Connection]:
+    def transaction(self) -> Iterator[None]:
         """Make several changes inside the block atomic."""
         if self._db.in_transaction:
-            yield self._db
+            yield
             return
         self._db.execute("BEGIN IMMEDIATE")
         try:
-            yield self._db
+            yield
         except BaseException:
             self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
 
+    def change(self, statement: str, *values: Any) -> int:
+        """Execute a statement that changes rows. Returns their number."""
+        return self._db.execute(statement, values).rowcount
+
     def insert(self, table: str, **values: Any) -> bool:
         """Add a row, unless its key exists. Returns whether it was added. Dictionaries are stored as JSON."""
-        plain = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in values.items()}
+        plain = [json.dumps(value) if isinstance(value, dict) else value for value in values.values()]
         marks = ", ".join("?" * len(plain))
-        with self.transaction() as db:
-            made = db.execute(
-                f"INSERT INTO {table} ({', '.join(plain)}) VALUES ({marks}) ON CONFLICT DO NOTHING",  # noqa: S608 - our names
-                list(plain.values()),
-            )
-        return made.rowcount == 1
+        query = f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks}) ON CONFLICT DO NOTHING"  # noqa: S608 - our names
+        return self.change(query, *plain) == 1
 
     def update(self, table: str, key: str, **values: Any) -> None:
         """Change columns of the row whose primary key is `key`."""
-        plain = {name: json.dumps(value) if isinstance(value, dict) else value for name, value in values.items()}
         primary = "path" if table == "checkpoints" else "id"
-        changes = ", ".join(f"{name} = ?" for name in plain)
-        with self.transaction() as db:
-            db.execute(
-                f"UPDATE {table} SET {changes} WHERE {primary} = ?",  # noqa: S608 - our names
-                [*plain.values(), key],
-            )
-
-    def delete(self, table: str, key: str) -> None:
-        """Drop the row whose primary key is `key`."""
-        primary = "path" if table == "checkpoints" else "id"
-        with self.transaction() as db:
-            db.execute(f"DELETE FROM {table} WHERE {primary} = ?", [key])  # noqa: S608 - our names
+        changes = ", ".join(f"{name} = ?" for name in values)
+        self.change(f"UPDATE {table} SET {changes} WHERE {primary} = ?", *values.values(), key)  # noqa: S608 - our names
 
     def rows(self, query: str, *values: Any) -> list[dict[str, Any]]:
         """The rows of a SELECT, with ``about`` parsed. A row whose ``about`` is damaged is left out."""
@@ -177,13 +162,15 @@ class Store:
     def finish(self, request: str, answer: bytes, media: str, *, keep_payload: bool) -> None:
         """Store the answer of a request, unless it has one. Its payload is dropped, unless it may have to run again."""
         payload = "payload" if keep_payload else "NULL"
-        state = "failed" if media == "error" else "done"
-        with self.transaction() as db:
-            db.execute(
-                f"UPDATE requests SET state = ?, answer = ?, media = ?, finished = ?, payload = {payload}"  # noqa: S608
-                " WHERE id = ? AND state = 'queued'",
-                [state, answer, media, time.time(), request],
-            )
+        self.change(
+            f"UPDATE requests SET state = ?, answer = ?, media = ?, finished = ?, payload = {payload}"  # noqa: S608
+            " WHERE id = ? AND state = 'queued'",
+            "failed" if media == "error" else "done",
+            answer,
+            media,
+            time.time(),
+            request,
+        )
 
     def deaths(self, request: str) -> int:
         """Number of replicas that died while they computed a request."""
@@ -192,27 +179,23 @@ class Store:
 
     def add_deaths(self, request: str, count: int) -> int:
         """Record that `count` replicas died while they computed a request. Returns the total."""
-        with self.transaction() as db:
-            db.execute("UPDATE requests SET deaths = deaths + ? WHERE id = ?", [count, request])
+        self.change("UPDATE requests SET deaths = deaths + ? WHERE id = ?", count, request)
         return self.deaths(request)
 
     def forget(self, *, finished_before: float) -> None:
         """Drop requests that were answered before `finished_before` and have no payload, so that they never run again."""
-        with self.transaction() as db:
-            db.execute("DELETE FROM requests WHERE finished < ? AND payload IS NULL", [finished_before])
+        self.change("DELETE FROM requests WHERE finished < ? AND payload IS NULL", finished_before)
 
     def saved(self, model: str, seq: int, directory: Path) -> None:
         """Record that the effects of a model's requests up to `seq` are in `directory`: none of these requests runs again."""
-        with self.transaction() as db:
-            db.execute("UPDATE models SET saved_seq = ?, saved_dir = ? WHERE id = ?", [seq, str(directory), model])
-            db.execute(
-                "UPDATE requests SET payload = NULL WHERE owner = ? AND seq <= ? AND state != 'queued'", [model, seq]
-            )
+        with self.transaction():
+            self.update("models", model, saved_seq=seq, saved_dir=str(directory))
+            self.drop_payloads(model, seq)
 
-    def drop_payloads(self, owner: str) -> None:
-        """Drop the payloads of `owner`'s answered requests, so that none of them runs again."""
-        with self.transaction() as db:
-            db.execute("UPDATE requests SET payload = NULL WHERE owner = ? AND state != 'queued'", [owner])
+    def drop_payloads(self, owner: str, until: int = 2**31) -> None:
+        """Drop the payloads of `owner`'s answered requests up to number `until`, so that none of them runs again."""
+        query = "UPDATE requests SET payload = NULL WHERE owner = ? AND seq <= ? AND state != 'queued'"
+        self.change(query, owner, until)
 
     def _requests(self, condition: str, *values: Any) -> list[StoredRequest]:
         query = "SELECT id, kind, owner, seq, client, state, payload, answer, media FROM requests WHERE "

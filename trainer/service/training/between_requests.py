@@ -23,11 +23,7 @@ class BetweenRequestTask:
 
 
 class BetweenRequestQueue:
-    """The waiting tasks, oldest first.
-
-    Args:
-        changed: Called when a task is added.
-    """
+    """The waiting tasks, oldest first. `changed` is called when one is added."""
 
     def __init__(self, changed: Callable[[], None]) -> None:
         self._changed, self._waiting, self._closed = changed, list[BetweenRequestTask](), False
@@ -35,8 +31,7 @@ class BetweenRequestQueue:
     async def wait_for(self, work: Callable[[], Awaitable[Any]], ready: Callable[[], bool]) -> Any:
         """Queue `work`, which runs once it is `ready`, and return its result.
 
-        Raises:
-            DeadlineExceededError: It had not begun within ten minutes.
+        Raises `DeadlineExceededError` if it had not begun within ten minutes.
         """
         task = BetweenRequestTask(work, ready, asyncio.get_running_loop().create_future())
         if self._closed:

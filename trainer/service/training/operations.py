@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError
@@ -18,7 +17,7 @@ from ...runner.runner import Runner
 from ..base_model import BaseModel
 from ..config import ServiceConfig
 from ..losses import ServiceLoss, loss_report
-from ..publications import Pending, Publications
+from ..publications import Publications
 from ..records.checkpoints import Checkpoint, Checkpoints, Kind
 from ..records.futures import PROTOBUF, Futures
 from ..records.models import Model
@@ -104,11 +103,11 @@ class Operations:
         """Publish a sampler's weights to the replicas: those of its checkpoint, of its model now, or of the base model."""
         if sampler.checkpoint is None and sampler.model is not None:
             await self.scheduler.caught_up(self.scheduler.model(sampler.model, sampler.client))
-        pending = await self.scheduler.between_requests.wait_for(
+        version: int = await self.scheduler.between_requests.wait_for(
             lambda: self._begin_for(sampler), lambda: self._may_begin_for(sampler)
         )
         try:
-            await self._publications.finish(pending)
+            await self._publications.finish(sampler.key, version)
         finally:
             self.scheduler.changed()
 
@@ -206,19 +205,13 @@ class Operations:
 
     async def _save_weights(self, model: Model, request: StoredRequest) -> None:
         asked = parsed(SaveWeightsRequest, request.payload)
-        path, _ = await self._save(
-            model,
-            request,
-            "training",
-            asked.path or f"step-{model.steps}-{request.seq}",
-            asked,
-            overwrite=asked.overwrite,
-        )
+        name = asked.path or f"step-{model.steps}-{request.seq}"
+        path = await self._save(model, request, "training", name, asked, overwrite=asked.overwrite)
         self._answer(request, {"type": SAVE, "path": path})
 
     async def _save_weights_external(self, model: Model, request: StoredRequest) -> None:
         asked = parsed(SaveWeightsExternalRequest, request.payload)
-        path, _ = await self._save(model, request, "external", asked.path, asked)
+        path = await self._save(model, request, "external", asked.path, asked)
         self._answer(request, {"type": SAVE_EXTERNAL, "path": path})
 
     async def _save_weights_for_sampler(self, model: Model, request: StoredRequest) -> None:
@@ -227,21 +220,19 @@ class Operations:
         if asked.kind == "inflight":
             key, path = inflight_key(model.id), None
         else:
-            path, _ = await self._save(model, request, "sampler", asked.path or f"snapshot-{request.seq}", asked)
+            path = await self._save(model, request, "sampler", asked.path or f"snapshot-{request.seq}", asked)
             key = path
         if asked.path is None:
             sampler = sampler_id(model.session, asked.sampling_session_seq_id or 0)
-            self.samplers.create(
-                sampler, model.session, model.client, checkpoint=path, model=model.id, inflight=path is None
-            )
+            self.samplers.create(sampler, model.session, model.client, checkpoint=path, model=model.id)
             answer["sampling_session_id"] = sampler
         else:
             answer["path"] = path
         if request.state != "queued":
             return  # it is published again when a client samples from it
-        pending = await self._publications.begin(key, model.adapter, model.config)
+        version = await self._publications.begin(model.adapter, model.config)
         model.publishing += 1
-        task = asyncio.get_running_loop().create_task(self._finish(pending, model, request, answer))
+        task = asyncio.get_running_loop().create_task(self._finish(key, version, model, request, answer))
         self._syncing.add(task)
         task.add_done_callback(self._syncing.discard)
 
@@ -251,14 +242,14 @@ class Operations:
 
     async def _save(
         self, model: Model, request: StoredRequest, kind: Kind, name: str, asked: Any, *, overwrite: bool = False
-    ) -> tuple[str, Path]:
-        """Write a checkpoint, unless this request has done so before. Returns its path and directory."""
+    ) -> str:
+        """Write a checkpoint, unless this request has done so before. Returns its path."""
         unnamed = kind == "sampler" and asked.path is None
         path, directory = self._checkpoints.place(model.id, kind, name, request.seq)
         if (made := self._checkpoints.made_by(request.id)) is not None:
-            return made.path, made.directory
+            return made.path
         if request.state != "queued":
-            return path, directory  # it was made, and deleted since
+            return path  # it was made, and deleted since
         self._checkpoints.prepare(path, directory, overwrite=overwrite)
         await self._jobs.save(model.adapter, directory, optimizer=kind == "training")
         about = {
@@ -271,7 +262,7 @@ class Operations:
         }
         ttl_s = self._config.snapshot_kept_s if unnamed else asked.ttl_seconds
         self._checkpoints.add(path, model.id, model.client, kind, directory, about, ttl_s)
-        return path, directory
+        return path
 
     def check_kind(self, found: Checkpoint) -> None:
         """Raise `ConfigError` unless a checkpoint is of the kind that this service trains: an adapter, or all weights."""
@@ -289,11 +280,11 @@ class Operations:
         )
         return not self._publications.busy and (loaded or self.scheduler.has_room)
 
-    async def _begin_for(self, sampler: Sampler) -> Pending:
+    async def _begin_for(self, sampler: Sampler) -> int:
         if sampler.checkpoint is None and sampler.model is not None:
             model = self.scheduler.model(sampler.model, sampler.client)
             await self.scheduler.bring_back(model)
-            return await self._publications.begin(sampler.key, model.adapter, model.config)
+            return await self._publications.begin(model.adapter, model.config)
         directory, config = None, None  # the base model's
         if sampler.checkpoint is not None:
             found = self._checkpoints.get(sampler.checkpoint, sampler.client)
@@ -304,7 +295,7 @@ class Operations:
             await self.scheduler.make_room()
         await self._jobs.create(name, config, directory, optimizer=False)
         try:
-            return await self._publications.begin(sampler.key, name, config)
+            return await self._publications.begin(name, config)
         finally:
             await self._jobs.remove(name)
 
@@ -313,9 +304,11 @@ class Operations:
         model.spoiled, model.open = "", False
         await self._runner.run(DropGradient(model.adapter))
 
-    async def _finish(self, pending: Pending, model: Model, request: StoredRequest, answer: dict[str, Any]) -> None:
+    async def _finish(
+        self, key: str, version: int, model: Model, request: StoredRequest, answer: dict[str, Any]
+    ) -> None:
         try:
-            await self._publications.finish(pending)
+            await self._publications.finish(key, version)
         except Exception as error:  # noqa: BLE001 - the client gets it
             if await self._futures.service_is_ending(error):
                 return  # it runs again after the next start, and the model is not settled until then

@@ -48,16 +48,14 @@ class Sample:
 def pass_answer(
     logprobs: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]], metrics: Mapping[str, float]
 ) -> bytes:
-    """The answer to a forward pass, or a forward and a backward one.
+    """The answer to a forward pass, or a forward and a backward one: a ``ForwardBackwardOutput``.
+
+    It has the float32 `logprobs` of each sequence's targets, in one record for neighbours with as many labels.
 
     Args:
-        logprobs: Log-probabilities of the targets of each sequence, in the order of the request: [N], or [N, K] where the batch
-            was padded to K labels.
+        logprobs: [N] for each sequence in the order of the request, or [N, K] where the batch was padded to K labels.
         shapes: `TrainRequest.shapes`: the shape to which each is cut.
         metrics: What `training_metrics` returns.
-
-    Returns:
-        A ``ForwardBackwardOutput``: float32 ``logprobs`` of each sequence, in one record for neighbours with as many labels.
 
     Raises:
         ProtocolError: The numbers of outputs and shapes differ, or an output is smaller than its shape.
@@ -82,13 +80,10 @@ def pass_answer(
 
 
 def training_metrics(report: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of a pass under the names that clients expect.
+    """The metrics of a pass, from `LossSums.named` or `loss_report`, under the names that clients expect.
 
     The SDK splits a batch into several requests and combines their metrics by the ending of each name. All metrics of the
     service's losses are sums.
-
-    Args:
-        report: ``loss`` and the like, as `LossSums.named` or `loss_report` return them.
     """
     return {f"{name.replace(':', '_')}:sum": float(value) for name, value in report.items()}
 
@@ -101,7 +96,7 @@ def sample_answer(
     top_k: int = 0,
     top_prompt_k: int = 0,
 ) -> bytes:
-    """The answer to a request for samples.
+    """The answer to a request for samples: a ``SampleResponse``.
 
     Args:
         samples: The samples.
@@ -109,9 +104,6 @@ def sample_answer(
         prompt_top: The most probable tokens at each prompt token; None if not requested.
         top_k: Entries of each `Sample.top`. Shorter lists are padded, longer ones cut.
         top_prompt_k: Entries of each list of `prompt_top`.
-
-    Returns:
-        A ``SampleResponse``.
     """
     message = SampleResponse()
     for sample in samples:

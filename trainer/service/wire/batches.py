@@ -71,11 +71,7 @@ class TrainBody:
 
     @classmethod
     def parse(cls, body: bytes, limits: WireLimits) -> Self:
-        """Read the address in the bytes of a ``ForwardBackwardRequest``, which may have the sizes of `limits`.
-
-        Raises:
-            ProtocolError: It is not such a message, or has no valid address. Nothing else is ever raised.
-        """
+        """Read the address in a ``ForwardBackwardRequest``. Raises `ProtocolError`, and nothing else."""
         message = parsed(ForwardBackwardRequest, body, limits)
         if message.seq_id < 1:
             raise ProtocolError(
@@ -89,15 +85,10 @@ class TrainBody:
         return self.message.ByteSize() <= _SMALL_BYTES and not _sparse_cells(self.message.data)
 
     def request(self, vocabulary: int) -> TrainRequest:
-        """Decode the rest of the body.
+        """Decode the rest of the body, for a model whose token ids are below `vocabulary`.
 
-        Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one.
-
-        Args:
-            vocabulary: Tokens of the model: ids are below it.
-
-        Raises:
-            ProtocolError: It is not valid; the error names datum and field. Nothing else is ever raised.
+        Sequences with different numbers of labels are padded with `IGNORED` targets and zeros to the largest one. Raises
+        `ProtocolError`, which names datum and field, and nothing else.
         """
         message, limits = self.message, self.limits
         if not 1 <= len(message.data) <= limits.datums:

@@ -50,15 +50,10 @@ class WireLimits:
 
 
 def decompressed(body: bytes, encoding: str, limits: WireLimits) -> bytes:
-    """The body of a request without its content encoding.
-
-    Args:
-        body: The body.
-        encoding: The header ``Content-Encoding``: empty, ``identity`` or ``zstd``.
-        limits: At most `WireLimits.body_bytes` are allocated.
+    """The body of a request without its content encoding: the header ``Content-Encoding``, empty, ``identity`` or ``zstd``.
 
     Raises:
-        TooLargeError: The body is too large.
+        TooLargeError: The body is too large. No more than `WireLimits.body_bytes` are allocated.
         ProtocolError: The encoding is another one, or the body is not one complete frame that declares its size.
     """
     _check_size(len(body), limits)
@@ -100,10 +95,6 @@ def address_of(body: bytes, encoding: str) -> bytes:
 
     The SDK writes fields in the order of their numbers, so these come first. No more of the body is decompressed.
 
-    Args:
-        body: The body, or its first part.
-        encoding: See `decompressed`.
-
     Returns:
         A ``ForwardBackwardRequest`` of these fields, in bytes; empty if the body begins with others, or cannot be read.
     """
@@ -135,11 +126,7 @@ def _begins(body: bytes, encoding: str) -> bytes:
 
 
 def parsed(message_class: Any, body: bytes, limits: WireLimits) -> Any:
-    """A ``ForwardBackwardRequest`` of the bytes `body`.
-
-    Raises:
-        ProtocolError: They are no such message, or have more parts than allowed.
-    """
+    """The message in `body`. Raises `ProtocolError` if there is none, or it has more parts than allowed."""
     if len(body) > _PART_BYTES * limits.parts:  # fewer bytes hold fewer parts, and counting is slow
         _count_parts(body, limits.parts)
     try:

@@ -73,11 +73,7 @@ AnyRequest = TypeVar("AnyRequest", bound=Request)
 
 
 def request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
-    """Parse the request of `kind` in `body`, JSON in UTF-8.
-
-    Raises:
-        ProtocolError: `body` is no such request. The error names the wrong fields and repeats no value.
-    """
+    """The request of `kind` in `body`, JSON in UTF-8. Raises `ProtocolError`, which names wrong fields and repeats no value."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

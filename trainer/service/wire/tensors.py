@@ -19,19 +19,12 @@ _MATRIX = 2
 
 
 def tensor(message: Any, limits: WireLimits, *, part: str) -> Array:
-    """The values of a ``Tensor`` message.
+    """The values of a ``Tensor`` message: float32 or int64 [N] or [N, K], a copy. bfloat16 becomes float32, int32 becomes int64.
 
-    Args:
-        message: The message. A dense one without a shape has one dimension. Compressed sparse rows (values, row pointers and
-            column numbers, as torch has them) have the shape of the dense tensor, whose other entries are 0.
-        limits: Limits of its size.
-        part: Names it in errors.
+    A dense one without a shape has one dimension. Compressed sparse rows (values, row pointers and column numbers, as torch has
+    them) have the shape of the dense tensor, whose other entries are 0.
 
-    Returns:
-        float32 or int64 [N] or [N, K], a copy. bfloat16 becomes float32, int32 becomes int64.
-
-    Raises:
-        ProtocolError: Type, shape, bytes or indices are not those of a tensor, or it is too large.
+    Raises `ProtocolError`, with `part`, if type, shape, bytes or indices are not those of a tensor, or it is too large.
     """
     encoding = message.WhichOneof("encoding")
     shape = list(message.shape[: _MATRIX + 1])
