@@ -13,8 +13,8 @@ from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
-from weightlane.trainer.loop.fleet import Successor
-from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
+from weightlane.trainer.loop.loop import AsyncLoop
+from weightlane.trainer.loop.protocols import LoopParts, Successor
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves

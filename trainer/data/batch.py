@@ -103,9 +103,7 @@ class TokenBatch:
     def with_values(self, name: str, values: Sequence[torch.Tensor]) -> TokenBatch:
         """Return the same batch with one more per-token value, replacing an older one of that name.
 
-        Args:
-            name: The value's name.
-            values: [T] or [T, ...] for each sequence, in the order of the batch.
+        `values` are [T] or [T, ...] for each sequence, in the order of the batch.
         """
         return replace(
             self,

@@ -14,15 +14,11 @@ from weightlane.ckpt_engines import ConfigError
 def function_named(function: str, search_path: Sequence[Path], *, part: str, setting: str) -> Any:
     """Import ``"module:function"``; dots after the colon reach into classes.
 
-    Args:
-        function: the name.
-        search_path: folders in which the module is looked for before installed packages; put at the front of ``sys.path``
-            in this order, and left there because the function may import its neighbours later.
-        part: the part that imports it, for errors.
-        setting: the setting with the name, for errors.
+    The module is looked for in `search_path` before installed packages. These folders are put at the front of ``sys.path`` in
+    this order, and left there because the function may import its neighbours later. `part`, which imports it, and `setting`,
+    which names it, are for errors.
 
-    Raises:
-        ConfigError: The name is malformed, or nothing callable can be imported under it.
+    Raises `ConfigError` if the name is malformed, or nothing callable can be imported under it.
     """
     module_name, colon, attribute = function.partition(":")
     if not colon or not module_name or not attribute:

@@ -10,10 +10,6 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
 
     Longest first, each to the rank with the fewest tokens so far (lowest rank on a tie). A rank's share may be empty.
 
-    Args:
-        lengths: Tokens of each sequence.
-        world: Number of data parallel ranks.
-
     Returns:
         Indices of sequences, longest first, for each rank.
     """

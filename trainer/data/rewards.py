@@ -43,12 +43,8 @@ class Reward:
 
     It may also be an ``async`` function. This object can be pickled for another process, which imports the function again.
 
-    Args:
-        function: See `function_named`, as for `search_path`.
-        search_path: Folders in which the module is looked for before installed packages.
-        time_limit_s: Seconds after which a call of an ``async`` function is cancelled; None for never.
-
-    Raises `ConfigError` when the name is malformed, or nothing callable can be imported under it.
+    Raises what `function_named` does, to which `function` and `search_path` go. A call of an ``async`` function is cancelled
+    after `time_limit_s` seconds; None for never.
     """
 
     def __init__(self, function: str, search_path: Sequence[Path] = (), time_limit_s: float | None = None) -> None:
@@ -95,9 +91,7 @@ class RewardPool:
     It has threads or processes of its own: a slow function delays only the samples that it is called for. A thread beyond its
     limit is abandoned; a process is killed and replaced.
 
-    Args:
-        judge: The function. For processes it must be picklable, as `Reward` is.
-        config: Number of concurrent calls, threads or processes, and the time limit.
+    For processes `judge` must be picklable, as `Reward` is.
     """
 
     def __init__(self, judge: Judge, config: RewardConfig) -> None:

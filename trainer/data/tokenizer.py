@@ -1,11 +1,11 @@
-"""Conversion between text and tokens of the trained model, and texts that have their tokens with them."""
+"""Conversion between text and tokens of the trained model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
 
@@ -71,17 +71,3 @@ class HfTokenizer:
         """Return the special tokens that the tokenizer puts before a text."""
         special = set(self._tokenizer.all_special_ids)
         return list(takewhile(special.__contains__, self._tokenizer.encode("a", add_special_tokens=True)))
-
-
-class WrittenText(str):  # noqa: SLOT000 - a text cannot have slots with names
-    """The text of a completion as the model wrote it, special tokens included, with its tokens and log-probabilities."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """One log-probability for each token, under the rollout's policy."""
-
-    def __new__(cls, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Self:
-        """Make a text with its tokens."""
-        made = super().__new__(cls, text)
-        made.token_ids, made.logprobs = tuple(token_ids), tuple(logprobs)
-        return made

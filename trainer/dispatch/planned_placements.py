@@ -30,13 +30,8 @@ def outlined_placements(
 ) -> list[Placement]:
     """Return the placement that `RankWorker.placement` will return on each rank of `config`, in rank order.
 
-    Needs the training engine's libraries, but neither a GPU nor memory for weights.
-
-    Args:
-        config: The run's trainer section.
-        model_dir: A directory that `check_model_dir` accepts.
-        wire_dtype: Dtype of floating-point tensors on the wire.
-        timeout_s: Longest time it may take, in seconds.
+    Needs the training engine's libraries, but neither a GPU nor memory for weights. `wire_dtype` is that of floating-point
+    tensors on the wire.
 
     Raises:
         ConfigError: The engine cannot train this model with `config`, or cannot tell its placements without running.

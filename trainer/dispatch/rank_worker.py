@@ -69,12 +69,7 @@ class HostedRole:
 
 
 class RankWorker:
-    """The methods of one trainer process. Called from one thread; independent of Ray.
-
-    Args:
-        rank: This process, from 0.
-        world: Number of ranks of its group.
-    """
+    """The methods of one trainer process, rank `rank` of `world`. Called from one thread; independent of Ray."""
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
@@ -87,12 +82,9 @@ class RankWorker:
         return host, int(self._reserved.getsockname()[1])
 
     def setup(self, spec: RoleSpec, rendezvous: tuple[str, int]) -> int:
-        """Load a role's model, and the training state in ``spec.state``, if there is one. Collective.
+        """Load a role's model, and the training state in ``spec.state``, if there is one. Collective. Returns the steps taken.
 
         Roles after the first one use the ranks' process group that the first one created.
-
-        Returns:
-            The optimizer steps taken so far.
         """
         if spec.config.niceness and not self._roles:
             os.nice(spec.config.niceness)
@@ -155,10 +147,7 @@ class RankWorker:
         )
 
     def publish(self, role: str, version: int, adapter: str | None = None) -> float:
-        """Publish the parameters, or `adapter` instead, as `version`. Returns the seconds this call took.
-
-        See `AdapterEngine.load_published`. An adapter is copied once the previous version has been read.
-        """
+        """See `Role.publish`. Returns the seconds this call took. An adapter is copied once the version before has been read."""
         started = time.perf_counter()
         hosted = self._hosted(role)
         if hosted.publisher is None:
@@ -192,13 +181,7 @@ class RankWorker:
         outputs: Collection[OutputName] = (),
         adapter: str | None = None,
     ) -> tuple[Mapping[str, float], RankOutputs]:
-        """Add the gradient of `loss`, which is a loss or the name of one of the role's losses. Collective.
-
-        A failure fails the adapter's entire mini-batch: its further parts and its step raise `ProtocolError`.
-
-        Returns:
-            Metrics, and outputs of this rank's share.
-        """
+        """See `Role.forward_backward`. Returns metrics, and outputs of this rank's share. Collective."""
         started, hosted = time.perf_counter(), self._hosted(role)
         mini_batch = hosted.mini_batches.setdefault(hosted.adapter(adapter), MiniBatch())
         if mini_batch.failed:
@@ -243,11 +226,7 @@ class RankWorker:
         return StepResult(step, grad_norm=grad_norm, fence_s=fence_s, seconds=seconds)
 
     def together(self, role: str, calls: Sequence[ForwardBackward | OptimStep]) -> list[Any]:
-        """Carry out calls of `forward_backward` and `optim_step`, each for a different adapter. Collective.
-
-        Returns:
-            The result or the error of each call.
-        """
+        """See `Role.together`. Returns the result or the error of each call. Collective."""
         computed = iter(self._pass_together(role, [call for call in calls if isinstance(call, ForwardBackward)]))
         found: list[Any] = []
         for call in calls:
@@ -288,10 +267,7 @@ class RankWorker:
     def add_adapter(
         self, role: str, name: str, config: LoraConfig, source: Path | None = None, optimizer: bool = True
     ) -> int:
-        """Add a trainable adapter, which replaces one of that name. Collective. Returns the steps taken.
-
-        With `optimizer`, moments and steps are resumed from `source`, if it has any.
-        """
+        """See `Role.add_adapter`. Collective."""
         hosted = self._hosted(role)
         engine = with_adapters(hosted.engine, name)
         engine.add_adapter(name, config, source, replace=True, resume=optimizer)
@@ -319,10 +295,7 @@ class RankWorker:
         self._engine(role).save(directory)
 
     def load(self, role: str, directory: Path, optimizer: bool = True) -> int:
-        """Resume from a state, or start over from a model, once the publisher no longer reads the parameters.
-
-        Collective. Returns the steps taken.
-        """
+        """See `Role.load`. Waits until the publisher no longer reads the parameters. Collective."""
         hosted = self._hosted(role)
         hosted.fence()
         hosted.engine.load(directory, optimizer=optimizer)

@@ -41,10 +41,7 @@ class Ranks(Protocol):
 class CallLimit:
     """Limits the time of calls that are answered in order: a call's time begins when those before it have ended.
 
-    Args:
-        limit_s: Longest time of a call, in seconds.
-        part: Who is called, for the error.
-        setting: The name of the limit, for the error.
+    `part` and `setting`, the name of the limit, are for the error.
     """
 
     def __init__(self, limit_s: float, part: str, setting: str) -> None:

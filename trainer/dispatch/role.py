@@ -28,13 +28,7 @@ _T = TypeVar("_T")
 
 
 class RoleGroup:
-    """Ranks that host roles, which may take turns on the ranks' devices.
-
-    Args:
-        ranks: The ranks.
-        roles: Names of the roles.
-        shares_device: Whether there is room for one role at a time, see `WorkerDispatch`.
-    """
+    """Ranks that host roles, which take turns on the ranks' devices if `shares_device`; see `WorkerDispatch`."""
 
     def __init__(self, ranks: Ranks, roles: Sequence[str], *, shares_device: bool) -> None:
         self.ranks, self.roles, self._shares_device = ranks, roles, shares_device

@@ -5,58 +5,37 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NoReturn
 
 from weightlane.ckpt_engines import ClosedError, QuarantinedError, WeightlaneError, WorkerDiedError, as_weightlane_error
-from weightlane.plugins import RunHooks
 from weightlane.sync import Outcome, ReplicaState, SyncReport
 
-from .protocols import Newcomer, Rollout, Syncer
-
-Successor = Callable[[str, str], Awaitable[Newcomer]]
-"""Cleans up after the dead replica named first, and starts and connects its successor under the second name."""
+from .protocols import LoopParts, Newcomer, Rollout, Successor
 
 
 class Fleet:
     """Watches the replicas of a run.
 
-    The death of a replica is tolerated while `quorum` of the replicas that the run began with are left. With `succeed`, a
-    successor is started in its place and passed to `on_ready`. The coordinator decides when the successor may get requests:
-    not before it has committed the serving version.
+    The death of a replica is tolerated while `LoopParts.quorum` of the replicas that the run began with are left. With
+    `LoopParts.succeed`, a successor is started in its place and passed to `on_ready`. The coordinator decides when the successor
+    may get requests: not before it has committed the serving version.
 
     Args:
-        rollouts: The replicas.
-        syncer: Knows their states, and is notified of deaths.
-        quorum: Share of the replicas that must be left.
-        hooks: Called for losses and successors.
-        succeed: Starts a successor; None if dead replicas are not replaced.
-        max_successors: Most successors that are started.
+        parts: The replicas, the coordinator, which knows their states, and how successors are started.
         on_ready: Called with the name of the dead replica and its successor.
         on_change: Called when a replica has died.
     """
 
     def __init__(
-        self,
-        rollouts: Sequence[Rollout],
-        syncer: Syncer,
-        *,
-        quorum: float,
-        hooks: RunHooks,
-        succeed: Successor | None,
-        max_successors: int,
-        on_ready: Callable[[str, Newcomer], None],
-        on_change: Callable[[], None],
+        self, parts: LoopParts, *, on_ready: Callable[[str, Newcomer], None], on_change: Callable[[], None]
     ) -> None:
-        self._living = {rollout.name: rollout for rollout in rollouts}
-        self._syncer = syncer
+        self._living = {rollout.name: rollout for rollout in parts.rollouts}
+        self._syncer, self._hooks, self._succeed = parts.syncer, parts.hooks, parts.succeed
         # As the coordinator counts. The tolerance keeps a rounding error of the product from making 4 of 0.3 * 10.
-        self._needed = max(1, math.ceil(quorum * len(rollouts) - 1e-9))
-        self._hooks = hooks
-        self._succeed = succeed
-        self._successors_left = max_successors
-        self._on_ready = on_ready
-        self._on_change = on_change
+        self._needed = max(1, math.ceil(parts.quorum * len(parts.rollouts) - 1e-9))
+        self._successors_left = parts.max_successors
+        self._on_ready, self._on_change = on_ready, on_change
         self._tasks: set[asyncio.Task[None]] = set()
         self._doom: BaseException | None = None
         self._doomed = asyncio.Event()

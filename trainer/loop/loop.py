@@ -12,11 +12,9 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 from weightlane.ckpt_engines import GradientError, WorkerDiedError
-from weightlane.plugins import RunHooks
 from weightlane.sync import SyncReport
 
 from ..config import AlgorithmConfig
@@ -24,11 +22,11 @@ from ..data.step_result import StepResult
 from ..data.tasks import Task, TaskStream
 from .config import LoopConfig
 from .failures import STEP, Failures
-from .fleet import Fleet, Successor
+from .fleet import Fleet
 from .overlap import OverlapClock
 from .prompt_group import PromptGroup, staleness, to_batch
-from .protocols import Newcomer, Rollout, Syncer, Tokenizer, Trainers
-from .rollout_feeder import Judge, Lengths, RolloutFeeder
+from .protocols import LoopParts, Newcomer
+from .rollout_feeder import Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget
 from .state import LoopState
 from .summary import RunSummary
@@ -41,33 +39,6 @@ _EVALUATED_BESIDE = 16
 """Most concurrent requests of an evaluation during training, so that most capacity is left for training samples."""
 _DEATH_NOTICE_S = 5.0
 """Seconds to wait, after a failed call, for the report that a process died, which explains the failure better."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoopParts:
-    """Everything the loop drives."""
-
-    trainers: Trainers
-    rollouts: Sequence[Rollout]
-    syncer: Syncer
-    tokenizer: Tokenizer
-    stop_token_ids: Sequence[int]
-    judge: Judge
-    train_tasks: Sequence[Task]
-    heldout_tasks: Sequence[Task]
-    hooks: RunHooks
-    save: Callable[[LoopState], Coroutine[Any, Any, None]]
-    """Makes the run resumable from the given state."""
-    export: Callable[[int], Coroutine[Any, Any, None]]
-    """Writes the current parameters, which are those of the given step, as a model for others to load."""
-    quorum: float = 1.0
-    """Share of the replicas that must be left for the run to continue."""
-    succeed: Successor | None = None
-    """Starts the successor of a dead replica; None if dead replicas are not replaced."""
-    max_successors: int = 0
-    """Most successors that are started."""
-    max_model_len: int = 0
-    """Most tokens of a prompt and its completion together; 0 if unknown."""
 
 
 class AsyncLoop:
@@ -98,30 +69,18 @@ class AsyncLoop:
         self._step = resume.step if resume else 0
         self._clock = OverlapClock()
         self._stream = TaskStream(parts.train_tasks, seed)
-        self._fleet = Fleet(
-            parts.rollouts,
-            parts.syncer,
-            quorum=parts.quorum,
-            hooks=parts.hooks,
-            succeed=parts.succeed,
-            max_successors=parts.max_successors,
-            on_ready=self._on_ready,
-            on_change=self._on_change,
-        )
+        self._fleet = Fleet(parts, on_ready=self._on_ready, on_change=self._on_change)
         self._failures = Failures(config.max_failed_share, parts.hooks, algorithm.group_size)
         self._feeder = RolloutFeeder(
+            parts,
             self._fleet,
             self._stream,
-            parts.tokenizer,
-            parts.judge,
             algorithm,
-            stop_token_ids=parts.stop_token_ids,
             budget=StalenessBudget(config.max_staleness, algorithm.prompts_per_step, self._step),
             late=config.late_groups,
             clock=self._clock,
             failures=self._failures,
             groups_per_replica=concurrency // algorithm.group_size,
-            max_model_len=parts.max_model_len,
         )
         if resume:
             self._stream.restore(resume.stream, may_change=True)  # the caller has checked the data

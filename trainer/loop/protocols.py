@@ -1,16 +1,19 @@
-"""Protocols through which the fully-async loop uses trainers, rollouts, the coordinator and the tokenizer."""
+"""`LoopParts`, and the Protocols through which the fully-async loop uses trainers, rollouts, coordinator and tokenizer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NoReturn, Protocol
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.plugins import RunHooks
 from weightlane.sync import Replica, ReplicaState, SyncReport
 
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
+from ..data.tasks import Task
+from .state import LoopState
 
 
 class Trainers(Protocol):
@@ -21,9 +24,6 @@ class Trainers(Protocol):
 
     async def publish(self, version: int) -> float:
         """Publish the current parameters as `version` on every rank; returns the seconds the slowest rank was blocked."""
-
-    async def save(self, directory: Path) -> None:
-        """Save the full training state."""
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a rank's process dies."""
@@ -121,3 +121,36 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion as the model wrote it."""
+
+
+Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
+"""The reward of a completion of a task; raises `RewardError`."""
+Successor = Callable[[str, str], Awaitable[Newcomer]]
+"""Cleans up after the dead replica named first, and starts and connects its successor under the second name."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopParts:
+    """Everything the loop drives."""
+
+    trainers: Trainers
+    rollouts: Sequence[Rollout]
+    syncer: Syncer
+    tokenizer: Tokenizer
+    stop_token_ids: Sequence[int]
+    judge: Judge
+    train_tasks: Sequence[Task]
+    heldout_tasks: Sequence[Task]
+    hooks: RunHooks
+    save: Callable[[LoopState], Coroutine[Any, Any, None]]
+    """Makes the run resumable from the given state."""
+    export: Callable[[int], Coroutine[Any, Any, None]]
+    """Writes the current parameters, which are those of the given step, as a model for others to load."""
+    quorum: float = 1.0
+    """Share of the replicas that must be left for the run to continue."""
+    succeed: Successor | None = None
+    """Starts the successor of a dead replica; None if dead replicas are not replaced."""
+    max_successors: int = 0
+    """Most successors that are started."""
+    max_model_len: int = 0
+    """Most tokens of a prompt and its completion together; 0 if unknown."""

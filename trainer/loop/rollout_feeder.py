@@ -5,20 +5,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, RewardError, WeightlaneError
 
 from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
-from ..data.tokenizer import WrittenText
 from .failures import Failures
 from .fleet import Fleet
 from .overlap import OverlapClock
 from .prompt_group import PromptGroup
-from .protocols import Completion, Rollout, Tokenizer
+from .protocols import Completion, LoopParts, Rollout
 from .staleness_budget import StalenessBudget
 
 GENERATION = "generation"
@@ -29,8 +28,19 @@ _PAUSE_S = 0.2
 _FEWEST = 2
 """Completions that a group needs: their rewards are compared."""
 
-Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
-"""The reward of a completion of a task; raises `RewardError`."""
+
+class WrittenText(str):  # noqa: SLOT000 - a text cannot have slots with names
+    """The text of a completion as the model wrote it, special tokens included, with its tokens and log-probabilities."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One log-probability for each token, under the rollout's policy."""
+
+    def __new__(cls, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Self:
+        """Make a text with its tokens."""
+        made = super().__new__(cls, text)
+        made.token_ids, made.logprobs = tuple(token_ids), tuple(logprobs)
+        return made
 
 
 @dataclass(slots=True, eq=False)
@@ -78,48 +88,33 @@ class RolloutFeeder:
     if fewer than two completions remain. Those that take too long are mostly the longest, so all of them count as drawn.
 
     Args:
+        parts: The tokenizer, the reward function, and the limits of prompts and completions.
         fleet: The replicas.
         stream: The source of tasks.
-        tokenizer: Turns prompts into tokens and completions into text.
-        judge: The reward function.
         algorithm: Group size, temperature and length.
-        stop_token_ids: Tokens that end a completion.
         budget: How far ahead of the trainer groups may start.
         late: Treatment of a late group.
         clock: Records when a replica generates.
         failures: Counts failures.
         groups_per_replica: Groups in flight per replica.
-        max_model_len: Most tokens of a prompt and its completion together; 0 if unknown.
     """
 
     def __init__(
         self,
+        parts: LoopParts,
         fleet: Fleet,
         stream: TaskStream[Task],
-        tokenizer: Tokenizer,
-        judge: Judge,
         algorithm: AlgorithmConfig,
         *,
-        stop_token_ids: Sequence[int],
         budget: StalenessBudget,
         late: Literal["wait", "train", "mask", "drop"],
         clock: OverlapClock,
         failures: Failures,
         groups_per_replica: int,
-        max_model_len: int = 0,
     ) -> None:
-        self._fleet = fleet
-        self._stream = stream
-        self._tokenizer = tokenizer
-        self._judge = judge
-        self._algorithm = algorithm
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._budget = budget
-        self._late = late
-        self._clock = clock
-        self._failures = failures
+        self._parts, self._fleet, self._stream, self._algorithm = parts, fleet, stream, algorithm
+        self._budget, self._late, self._clock, self._failures = budget, late, clock, failures
         self._groups_per_replica = max(1, groups_per_replica)
-        self._max_model_len = max_model_len
         self._changed = asyncio.Condition()
         self._waiting: deque[Task] = deque()
         """Tasks that are started before any new one."""
@@ -252,7 +247,7 @@ class RolloutFeeder:
                 count=count,
                 max_new_tokens=self._algorithm.max_new_tokens,
                 temperature=self._algorithm.temperature,
-                stop_token_ids=self._stop_token_ids,
+                stop_token_ids=self._parts.stop_token_ids,
                 greedy=greedy,
             )
         except WeightlaneError as error:
@@ -270,15 +265,15 @@ class RolloutFeeder:
     def _encoded(self, task: Task) -> list[int]:
         """Tokenize the prompt. Raises `ConfigError` if it cannot be tokenized, or leaves no room for a completion."""
         try:
-            prompt_ids = list(self._tokenizer.encode(task.prompt))
+            prompt_ids = list(self._parts.tokenizer.encode(task.prompt))
         except Exception as cause:  # of the tokenizer
             raise ConfigError(
                 f"the prompt cannot be tokenized: {type(cause).__name__}: {cause}",
                 part="data",
                 hint="Correct the data.",
             ) from cause
-        most = self._max_model_len - self._algorithm.max_new_tokens
-        if self._max_model_len and len(prompt_ids) > most:
+        most = self._parts.max_model_len - self._algorithm.max_new_tokens
+        if self._parts.max_model_len and len(prompt_ids) > most:
             raise ConfigError(
                 f"the prompt has {len(prompt_ids)} tokens, and {most} leave room for a completion.",
                 part="data",
@@ -307,12 +302,12 @@ class RolloutFeeder:
             self._failures.failed("request", error, **facts)
             return None
         written = list(answer.token_ids)
-        while written and written[-1] in self._stop_token_ids:
+        while written and written[-1] in self._parts.stop_token_ids:
             written.pop()
-        text = self._tokenizer.decode(written)
+        text = self._parts.tokenizer.decode(written)
         try:
             written_text = WrittenText(text, answer.token_ids, answer.logprobs)
-            reward = await self._judge(written_text, task.as_mapping())
+            reward = await self._parts.judge(written_text, task.as_mapping())
         except RewardError as error:
             drawn.lose(len(answer.token_ids))
             self._failures.failed("reward", error, completion=text, **facts)

@@ -16,9 +16,7 @@ RunJob = Callable[[ForwardBackward | OptimStep], Awaitable[Any]]
 class JobJoiner:
     """Executes jobs of several tasks, each for its own adapter, as one `JointJob` once all tasks have called `run` or `leave`.
 
-    Args:
-        runner: Executes the joint jobs.
-        tasks: Number of tasks. Each calls `run` any number of times, and `leave` at its end, even after an error.
+    There are `tasks` of them. Each calls `run` any number of times, and `leave` at its end, even after an error.
     """
 
     def __init__(self, runner: Runner, tasks: int) -> None:

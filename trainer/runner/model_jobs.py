@@ -14,9 +14,7 @@ class ModelJobs:
 
     Ranks hold any number of adapters, but one set of all weights: creating one drops the previous one.
 
-    Args:
-        runner: Executes the jobs.
-        base: The Hugging Face directory with the initial values of all weights, readable on every rank.
+    `base` is the Hugging Face directory with the initial values of all weights, readable on every rank.
     """
 
     def __init__(self, runner: Runner, base: Path) -> None:

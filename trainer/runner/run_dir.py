@@ -36,10 +36,6 @@ _CHOOSE_ANOTHER = "Another directory is chosen with --set run.dir=..."
 class RunDir:
     """A run's directory. Nothing is written until it is `owned`.
 
-    Args:
-        path: The directory.
-        resume: Whether it must hold a run already, or must not.
-
     Raises `ConfigError` if it holds a run or other files and `resume` is false, or holds no state and `resume` is true.
     """
 
@@ -197,14 +193,10 @@ def refuse_taken(directory: Path, lock: str, what: str) -> None:
 
 @contextmanager
 def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
-    """Lock a directory inside the block, and refuse one that another program uses. The lock ends with the process.
+    """Lock a directory inside the block by the file `lock` in it, which holds the owner's process id, and ends with the process.
 
-    Args:
-        directory: The directory.
-        lock: Name of a file in it, which holds the owner's process id.
-        what: Kind of the other program, for the error, such as ``"run"``.
-
-    Raises `ConfigError`, which names the other process, or `StorageError` if the file cannot be written.
+    Raises `ConfigError`, which names the other process, a `what` such as ``"run"``, if one uses it, and `StorageError` if the
+    file cannot be written.
     """
     try:
         file = (directory / lock).open("a+", encoding="utf-8")

@@ -16,7 +16,6 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, WeightlaneError, as_weightlane_error
@@ -141,10 +140,6 @@ class Runner:
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""
         return await self.run(Publish(version))
-
-    async def save(self, directory: Path) -> None:
-        """See `Trainers.save`."""
-        await self.run(Save(directory))
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""

@@ -19,10 +19,8 @@ from weightlane.trainer.data.sequences import IGNORED, TokenSequence
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
-from weightlane.trainer.loop.fleet import Successor
-from weightlane.trainer.loop.loop import AsyncLoop, LoopParts
-from weightlane.trainer.loop.protocols import Rollout, Syncer
-from weightlane.trainer.loop.rollout_feeder import Judge
+from weightlane.trainer.loop.loop import AsyncLoop
+from weightlane.trainer.loop.protocols import Judge, LoopParts, Rollout, Successor, Syncer
 from weightlane.trainer.loop.state import LoopState
 from weightlane.trainer.loop.summary import RunSummary
 

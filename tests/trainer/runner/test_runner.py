@@ -42,6 +42,7 @@ from weightlane.trainer.runner.jobs import (
     Load,
     OptimStep,
     RlStep,
+    Save,
     SftStep,
 )
 from weightlane.trainer.runner.runner import Runner
@@ -93,7 +94,7 @@ def test_steps_by_jobs_are_bit_for_bit_those_of_the_algorithm_and_resume_as_it_d
     async def by_jobs(dispatch: WorkerDispatch) -> list[float]:
         runner = Runner(dispatch, algorithm_over(dispatch, ALGORITHM))
         norms = [(await runner.train_step(judged(0))).grad_norm]
-        await runner.save(tmp_path / "state" / "trainer")
+        await runner.run(Save(tmp_path / "state" / "trainer"))
         await runner.run(RlStep(judged(5)))  # lost by what follows
         assert await runner.run(Load(tmp_path / "state" / "trainer")) == 1
         norms.append((await runner.run(RlStep(judged(1)))).grad_norm)
