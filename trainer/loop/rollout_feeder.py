@@ -87,16 +87,7 @@ class RolloutFeeder:
     task is lost by that, and none used twice. A completion that fails, or cannot be judged, is left out; so is its group
     if fewer than two completions remain. Those that take too long are mostly the longest, so all of them count as drawn.
 
-    Args:
-        parts: The tokenizer, the reward function, and the limits of prompts and completions.
-        fleet: The replicas.
-        stream: The source of tasks.
-        algorithm: Group size, temperature and length.
-        budget: How far ahead of the trainer groups may start.
-        late: Treatment of a late group.
-        clock: Records when a replica generates.
-        failures: Counts failures.
-        groups_per_replica: Groups in flight per replica.
+    `budget` says how far ahead of the trainer groups may start.
     """
 
     def __init__(

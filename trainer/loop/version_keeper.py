@@ -47,11 +47,7 @@ class VersionKeeper:
     the trainer finishes meanwhile, only the newest is published. So the trainer never waits for a sync. Replicas that do not
     have the serving version get the next one or, if none is due, the serving version again.
 
-    Args:
-        trainers: All trainer ranks.
-        syncer: The coordinator.
-        on_commit: Called with the report of every sync that put a version into service.
-        max_failures: Consecutive aborts the run survives.
+    `on_commit` gets the report of every sync that put a version into service. A run survives `max_failures` consecutive aborts.
     """
 
     def __init__(
@@ -196,6 +192,7 @@ class VersionKeeper:
         ready = self._task is None or (self._task.done() and not self._task.cancelled() and not self._task.exception())
         if ready and (self._newer() or self._due()):
             self._task = asyncio.create_task(self._follow(), name="version-keeper")
+            self._task.add_done_callback(self._followed)
 
     def _newer(self) -> bool:
         return self._offered > self._served
@@ -214,16 +211,12 @@ class VersionKeeper:
             for name, state in states.items()
         )
 
+    def _followed(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            self._broken.set()
+
     async def _follow(self) -> None:
         """Publish and sync the newest offered version until the newest one serves and no replica is due to catch up."""
-        try:
-            await self._follow_on()
-        except Exception:
-            # Set once this task is done, because `watch` then reads its result.
-            asyncio.get_running_loop().call_soon(self._broken.set)
-            raise
-
-    async def _follow_on(self) -> None:
         while True:
             async with self._turn:
                 if self._newer():

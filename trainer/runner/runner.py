@@ -28,23 +28,8 @@ from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.supervised import sft
-from .jobs import (
-    CreateAdapter,
-    DropGradient,
-    Export,
-    Forward,
-    ForwardBackward,
-    Job,
-    JointJob,
-    Load,
-    OptimStep,
-    Publish,
-    RemoveAdapter,
-    RlStep,
-    Save,
-    SaveAdapter,
-    SftStep,
-)
+from . import jobs
+from .jobs import Job
 
 _PART = "runner"
 _T = TypeVar("_T")
@@ -135,11 +120,11 @@ class Runner:
 
     async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
         """See `Trainers.train_step`."""
-        return await self.run(RlStep(batch, denominators))
+        return await self.run(jobs.RlStep(batch, denominators))
 
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""
-        return await self.run(Publish(version))
+        return await self.run(jobs.Publish(version))
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""
@@ -186,7 +171,7 @@ class Runner:
             raise error from cause
         finally:
             seconds, waited_s = time.perf_counter() - began, began - submitted.since
-            tokens = sum(_tokens(part) for part in (job.parts if isinstance(job, JointJob) else [job]))
+            tokens = sum(_tokens(part) for part in (job.parts if isinstance(job, jobs.JointJob) else [job]))
             figures = self.figures[job.kind]
             figures.count += 1
             figures.failures += error is not None
@@ -211,22 +196,24 @@ class Runner:
         """The call that each kind of jobs makes."""
         policy, algorithm = self._policy, self._algorithm
         return {
-            CreateAdapter: lambda job: policy.add_adapter(job.name, job.config, job.source, optimizer=job.optimizer),
-            RemoveAdapter: lambda job: policy.remove_adapter(job.name),
-            SaveAdapter: lambda job: policy.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
-            Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, job.adapter),
-            ForwardBackward: lambda job: policy.forward_backward(
+            jobs.CreateAdapter: lambda job: policy.add_adapter(
+                job.name, job.config, job.source, optimizer=job.optimizer
+            ),
+            jobs.RemoveAdapter: lambda job: policy.remove_adapter(job.name),
+            jobs.SaveAdapter: lambda job: policy.export_adapter(job.directory, job.name, with_optimizer=job.optimizer),
+            jobs.Forward: lambda job: policy.forward(job.batch, job.outputs, job.top_k, job.adapter),
+            jobs.ForwardBackward: lambda job: policy.forward_backward(
                 job.batch, job.loss, job.denominators, job.outputs, job.adapter
             ),
-            OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
-            JointJob: lambda job: policy.together(job.parts),
-            DropGradient: lambda job: policy.drop_gradient(job.adapter),
-            RlStep: lambda job: algorithm.train_step(job.batch, job.denominators),
-            SftStep: lambda job: take_step(policy, job.batch, sft, job.denominators),
-            Save: lambda job: algorithm.save(job.directory),
-            Load: lambda job: algorithm.load(job.directory, optimizer=job.optimizer),
-            Export: lambda job: policy.export_hf(job.directory, job.dtype),
-            Publish: lambda job: policy.publish(job.version, job.adapter),
+            jobs.OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
+            jobs.JointJob: lambda job: policy.together(job.parts),
+            jobs.DropGradient: lambda job: policy.drop_gradient(job.adapter),
+            jobs.RlStep: lambda job: algorithm.train_step(job.batch, job.denominators),
+            jobs.SftStep: lambda job: take_step(policy, job.batch, sft, job.denominators),
+            jobs.Save: lambda job: algorithm.save(job.directory),
+            jobs.Load: lambda job: algorithm.load(job.directory, optimizer=job.optimizer),
+            jobs.Export: lambda job: policy.export_hf(job.directory, job.dtype),
+            jobs.Publish: lambda job: policy.publish(job.version, job.adapter),
         }
 
 

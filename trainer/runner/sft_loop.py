@@ -54,18 +54,10 @@ class SftSummary:
 class SftLoop:
     """One run of supervised fine-tuning, from its first evaluation to its last.
 
-    The seed determines the order of the examples, which differs in every epoch. A batch may end one epoch and begin the next.
+    `seed` determines the order of the examples, which differs in every epoch. A batch may end one epoch and begin the next.
 
-    Args:
-        runner: Executes the jobs. With `resume`, its model must be that of the state.
-        config: Length and batches.
-        train: Examples to train on.
-        heldout: Examples to evaluate; there may be none.
-        seed: Order of the examples.
-        hooks: Notified of steps, evaluations and failures.
-        save: Makes the run resumable from the given state.
-        export: See `ExportModel`.
-        resume: State to resume from.
+    `save` makes the run resumable from the given state. With `resume`, the
+    model of the runner must be that of this state.
     """
 
     def __init__(

@@ -58,15 +58,7 @@ def inflight_key(model: str) -> str:
 class Samplers:
     """Answers sampling requests, each on the replica with the least load.
 
-    Args:
-        store: The database that lists the samplers.
-        futures: Takes the answers.
-        checkpoints: The checkpoints of which samplers can be made.
-        publications: Tracks the versions on the replicas.
-        replicas: The replicas that generate.
-        load: Publishes a sampler's weights to the replicas, if they don't have them.
-        base: The base model, with the most tokens of a prompt and its completion.
-        config: Limits.
+    `load` publishes a sampler's weights to the replicas, if they don't have them.
     """
 
     def __init__(

@@ -43,15 +43,8 @@ _HOUSEKEEPING_S = 5.0
 class Service:
     """The operations that clients can request.
 
-    Args:
-        config: Limits.
-        directory: The service's files.
-        base: The model.
-        runner: Runs jobs on the trainer ranks.
-        syncer: Syncs versions.
-        replicas: The replicas that sample.
-        describe: Converts an adapter's configuration to what replicas need to know.
-        sync_timeout_s: Most seconds that a version may take until it is in service.
+    `describe` converts an adapter's configuration to what replicas need to know. A version may take `sync_timeout_s` until it is
+    in service.
     """
 
     def __init__(

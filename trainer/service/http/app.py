@@ -69,21 +69,24 @@ def application(service: Service, clients: Clients) -> Starlette:
     links = DownloadLinks()
     unauthorized = partial(problem, 401, "the token is unknown.", **{"WWW-Authenticate": "Bearer"})
 
-    def route(method: str, path: str, handler: Handler) -> Route:
+    def route(method: str, path: str, handler: Handler, *, signed: bool = False) -> Route:
+        """A route for clients with a token, or for `signed` links, which need none."""
+
         async def endpoint(request: Request) -> Response:
             began = time.perf_counter()
-            client = clients.of(request.headers)
+            client = "" if signed else clients.of(request.headers)
             answer = unauthorized() if client is None else await answered(lambda: handler(service, client, request))
-            _log_answer(request, client, answer, began)
+            facts = {
+                "method": request.method,
+                "path": request.url.path,
+                "status": answer.status_code,
+                "client": client or None,
+                "ms": round((time.perf_counter() - began) * 1e3, 1),
+            }
+            _log.info(json.dumps(facts))
             return answer
 
         return Route(API + path, endpoint, methods=[method])
-
-    async def download(request: Request) -> Response:
-        began = time.perf_counter()
-        answer = await answered(lambda: links.download(service, request))
-        _log_answer(request, None, answer, began)
-        return answer
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -109,21 +112,9 @@ def application(service: Service, clients: Clients) -> Starlette:
             route("GET", f"{_CHECKPOINT}/external_weights_urls", links.files),
             route("DELETE", _CHECKPOINT, listing.delete_checkpoint),
             route("PUT", f"{_CHECKPOINT}/ttl", listing.set_ttl),
-            *(Route(API + path, download) for path in DOWNLOADS),
+            *(route("GET", path, links.download, signed=True) for path in DOWNLOADS),
             *(route("POST", path, handler) for path, handler in _POST.items()),
             *(route("GET", path, handler) for path, handler in _GET.items()),
         ],
         exception_handlers={404: unknown, 405: unknown},
     )
-
-
-def _log_answer(request: Request, client: str | None, answer: Response, began: float) -> None:
-    """Log an answered request."""
-    facts = {
-        "method": request.method,
-        "path": request.url.path,
-        "status": answer.status_code,
-        "client": client,
-        "ms": round((time.perf_counter() - began) * 1e3, 1),
-    }
-    _log.info(json.dumps(facts))

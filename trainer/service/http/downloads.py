@@ -51,7 +51,7 @@ class DownloadLinks:
         }
         return JSONResponse({"urls": urls, "expires": datetime.fromtimestamp(expires, UTC).isoformat()})
 
-    async def download(self, service: Service, request: Request) -> Response:
+    async def download(self, service: Service, _: str, request: Request) -> Response:
         """Answer with the tar or the file of a link. Raises `UnknownError` unless the link is one of ours and has not expired."""
         named, asked = request.path_params, request.query_params
         what, name = ("files", named["file"]) if "file" in named else ("archives", None)

@@ -14,20 +14,8 @@ from ..errors import TooLargeError
 from ..records.futures import ERROR, JSON
 from ..service import Service
 from ..training.operations import LOAD, REFUSED, UNLOAD
+from ..wire import requests as wire
 from ..wire.bodies import address_of, decompressed
-from ..wire.requests import (
-    AddressedRequest,
-    CancelFutureRequest,
-    CreateModelRequest,
-    CreateSessionRequest,
-    FutureRetrieveRequest,
-    GetInfoRequest,
-    LoadWeightsRequest,
-    SessionHeartbeatRequest,
-    UnloadModelRequest,
-)
-from ..wire.requests import Request as Body
-from ..wire.requests import request as parsed
 from ..wire.sampling_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest
 from .errors import encoding_of, read_body, receive
 
@@ -60,7 +48,7 @@ async def constant(service: Service, _: str, request: Request, *, answer: dict[s
 
 async def create_session(service: Service, client: str, request: Request) -> Response:
     """Begin a session."""
-    asked, _ = await _parsed(service, request, CreateSessionRequest)
+    asked, _ = await _parsed(service, request, wire.CreateSessionRequest)
     about = {"tags": asked.tags, "user_metadata": asked.user_metadata or {}, "display_name": asked.display_name}
     session = service.sessions.create(client, about)
     message = _NO_ADAPTER if service.config.trains_weights else _NO_UNEMBED
@@ -69,7 +57,7 @@ async def create_session(service: Service, client: str, request: Request) -> Res
 
 async def session_heartbeat(service: Service, client: str, request: Request) -> Response:
     """Record a session's heartbeat."""
-    asked, _ = await _parsed(service, request, SessionHeartbeatRequest)
+    asked, _ = await _parsed(service, request, wire.SessionHeartbeatRequest)
     service.sessions.seen(asked.session_id, client)
     return JSONResponse({"type": "session_heartbeat"})
 
@@ -83,14 +71,14 @@ async def finish_session(service: Service, client: str, request: Request) -> Res
 
 async def create_model(service: Service, client: str, request: Request) -> Response:
     """Create a model."""
-    asked, payload = await _parsed(service, request, CreateModelRequest)
+    asked, payload = await _parsed(service, request, wire.CreateModelRequest)
     accepted = service.create_model(client, asked, payload)
     return JSONResponse({"request_id": accepted.id, "model_id": accepted.owner})
 
 
 async def get_info(service: Service, client: str, request: Request) -> Response:
     """Describe a model."""
-    asked, _ = await _parsed(service, request, GetInfoRequest)
+    asked, _ = await _parsed(service, request, wire.GetInfoRequest)
     model, base = service.scheduler.model(asked.model_id, client), service.base
     return JSONResponse(
         {
@@ -107,7 +95,7 @@ async def get_info(service: Service, client: str, request: Request) -> Response:
 async def refuse(service: Service, client: str, request: Request, error: WeightlaneError) -> None:
     """Answer a request that is not offered by `error`, under its number if it names its model, so that later ones don't wait."""
     with suppress(WeightlaneError):
-        asked, payload = await _parsed(service, request, AddressedRequest)
+        asked, payload = await _parsed(service, request, wire.AddressedRequest)
         service.train(client, REFUSED, asked.model_id, asked.seq_id, payload, error)
 
 
@@ -127,13 +115,13 @@ async def forward_backward(service: Service, client: str, request: Request) -> R
 
 async def train(service: Service, client: str, request: Request, *, kind: str) -> Response:
     """Accept a request of a model. The rest of it is checked in its turn, because later requests continue from its number."""
-    asked, payload = await _parsed(service, request, AddressedRequest)
+    asked, payload = await _parsed(service, request, wire.AddressedRequest)
     return _future(service.train(client, kind, asked.model_id, asked.seq_id, payload).id)
 
 
 async def load_weights(service: Service, client: str, request: Request) -> Response:
     """Load a checkpoint into a model, or as a new model."""
-    asked, payload = await _parsed(service, request, LoadWeightsRequest)
+    asked, payload = await _parsed(service, request, wire.LoadWeightsRequest)
     if asked.session_id is not None:
         accepted = service.load_as_model(client, asked, payload)
     else:
@@ -143,7 +131,7 @@ async def load_weights(service: Service, client: str, request: Request) -> Respo
 
 async def unload_model(service: Service, client: str, request: Request) -> Response:
     """Unload a model, after the requests that were sent before."""
-    asked, payload = await _parsed(service, request, UnloadModelRequest)
+    asked, payload = await _parsed(service, request, wire.UnloadModelRequest)
     model = service.scheduler.model(asked.model_id, client)
     seq = max([model.next_seq - 1, *model.waiting]) + 1
     return _future(service.train(client, UNLOAD, asked.model_id, seq, payload).id)
@@ -176,7 +164,7 @@ async def asample(service: Service, client: str, request: Request) -> Response:
 
 async def retrieve_future(service: Service, client: str, request: Request) -> Response:
     """The answer to an earlier request, for which the client waits up to `_WAIT_S` seconds."""
-    asked, _ = await _parsed(service, request, FutureRetrieveRequest)
+    asked, _ = await _parsed(service, request, wire.FutureRetrieveRequest)
     found = await service.futures.wait(asked.request_id, client, _WAIT_S)
     if found is None:
         return JSONResponse({"detail": f"there is no request {asked.request_id}."}, 410)
@@ -187,15 +175,15 @@ async def retrieve_future(service: Service, client: str, request: Request) -> Re
 
 async def cancel_future(service: Service, client: str, request: Request) -> Response:
     """Cancel a sampling request."""
-    asked, _ = await _parsed(service, request, CancelFutureRequest)
+    asked, _ = await _parsed(service, request, wire.CancelFutureRequest)
     if await service.futures.wait(asked.request_id, client, 0) is not None:
         service.samplers.cancel(asked.request_id)
     return JSONResponse({})
 
 
-async def _parsed(service: Service, request: Request, form: type[Body]) -> tuple[Any, bytes]:
+async def _parsed(service: Service, request: Request, form: type[wire.AnyRequest]) -> tuple[wire.AnyRequest, bytes]:
     body = await read_body(request, service.limits)
-    return parsed(form, body), body
+    return wire.request(form, body), body
 
 
 def _future(request: str, **more: Any) -> Response:

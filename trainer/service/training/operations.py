@@ -23,18 +23,10 @@ from ..records.futures import PROTOBUF, Futures
 from ..records.models import Model
 from ..records.store import StoredRequest
 from ..samplers import Sampler, Samplers, inflight_key
+from ..wire import requests as wire
 from ..wire.answers import pass_answer, training_metrics
 from ..wire.batches import TrainBody
 from ..wire.bodies import WireLimits
-from ..wire.requests import (
-    CreateModelRequest,
-    LoadWeightsRequest,
-    OptimStepRequest,
-    SaveWeightsExternalRequest,
-    SaveWeightsForSamplerRequest,
-    SaveWeightsRequest,
-)
-from ..wire.requests import request as parsed
 from .scheduler import Joining, TrainingScheduler
 
 REFUSED = "refused"
@@ -48,18 +40,7 @@ _WHOLE = LossDenominators(1.0, 1.0)
 
 
 class Operations:
-    """Every operation on a model. See `TrainingScheduler`, which calls `execute`.
-
-    Args:
-        futures: Takes answers.
-        runner: Runs jobs.
-        jobs: Runs the jobs that differ between adapters and all weights.
-        checkpoints: Records saved models.
-        publications: Publishes weights for samplers.
-        base: The base model.
-        limits: Sizes that a request may have.
-        config: The service's settings.
-    """
+    """Every operation on a model. See `TrainingScheduler`, which calls `execute`."""
 
     def __init__(
         self,
@@ -121,14 +102,14 @@ class Operations:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _create_model(self, model: Model, request: StoredRequest) -> None:
-        parsed(CreateModelRequest, request.payload)
+        wire.request(wire.CreateModelRequest, request.payload)
         await self.scheduler.make_room()
         await self._jobs.create(model.adapter, model.config)
         model.loaded = True
         self._answer(request, {"type": CREATE, "model_id": model.id})
 
     async def _load_weights(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(LoadWeightsRequest, request.payload)
+        asked = wire.request(wire.LoadWeightsRequest, request.payload)
         found = self._checkpoints.get(asked.path, model.client)
         self.check_kind(found)
         if not model.loaded:
@@ -193,7 +174,7 @@ class Operations:
             incomplete = _incomplete(model)
             await self._drop_gradient(model)
             raise incomplete
-        params = parsed(OptimStepRequest, request.payload).params()
+        params = wire.request(wire.OptimStepRequest, request.payload).params()
         try:
             result = await run(OptimStep(model.adapter, params))
         finally:
@@ -204,18 +185,18 @@ class Operations:
         self._answer(request, {"metrics": {"grad_norm": result.grad_norm, "step": float(result.step)}})
 
     async def _save_weights(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(SaveWeightsRequest, request.payload)
+        asked = wire.request(wire.SaveWeightsRequest, request.payload)
         name = asked.path or f"step-{model.steps}-{request.seq}"
         path = await self._save(model, request, "training", name, asked, overwrite=asked.overwrite)
         self._answer(request, {"type": SAVE, "path": path})
 
     async def _save_weights_external(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(SaveWeightsExternalRequest, request.payload)
+        asked = wire.request(wire.SaveWeightsExternalRequest, request.payload)
         path = await self._save(model, request, "external", asked.path, asked)
         self._answer(request, {"type": SAVE_EXTERNAL, "path": path})
 
     async def _save_weights_for_sampler(self, model: Model, request: StoredRequest) -> None:
-        asked = parsed(SaveWeightsForSamplerRequest, request.payload)
+        asked = wire.request(wire.SaveWeightsForSamplerRequest, request.payload)
         answer: dict[str, Any] = {"type": SAVE_FOR_SAMPLER}
         if asked.kind == "inflight":
             key, path = inflight_key(model.id), None

@@ -68,15 +68,6 @@ class TrainingScheduler:
     Requests of one kind that may be joined are carried out together. A client waits for at most one request of every other
     client, and ``join_wait_s`` after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run
     again in the same order after a crash, which gives the same weights, except for rounding if requests are joined.
-
-    Args:
-        store: The database of models and requests.
-        futures: Takes answers.
-        runner: Runs jobs.
-        jobs: Runs the jobs that differ between adapters and all weights.
-        executor: Carries out the requests.
-        directory: Where states are saved.
-        config: Limits.
     """
 
     def __init__(

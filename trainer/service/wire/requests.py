@@ -241,15 +241,13 @@ class LoadWeightsRequest(Request):
         refuse(
             [
                 (self.weights_access_token is None, "access to checkpoints of other accounts"),
-                (self.checkpoint.kind == "weights", "training from weights that were saved without the optimizer"),
+                (
+                    CheckpointPath.parse(self.path).kind == "weights",
+                    "training from weights that were saved without the optimizer",
+                ),
             ]
         )
         return self
-
-    @property
-    def checkpoint(self) -> CheckpointPath:
-        """The address of the state."""
-        return CheckpointPath.parse(self.path)
 
 
 class SaveWeightsForSamplerRequest(AddressedRequest):
