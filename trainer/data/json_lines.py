@@ -15,13 +15,10 @@ _PART = "data"
 def json_lines(path: Path, *, holds: str, setting: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ``"FILE, line N"`` and the object of each non-blank line of a file.
 
-    Args:
-        path: The file, UTF-8.
-        holds: The content of a line as a noun, for messages: ``"task"``.
-        setting: The configuration key that names the file, for messages.
+    For messages, `holds` is a noun for a line's content, such as ``"task"``, and `setting` the configuration key with the file.
 
-    Raises `ConfigError` naming file and line for a line that is not a JSON object; and for a file that is missing, unreadable
-    or has only blank lines.
+    Raises `ConfigError` naming file and line for a line that is not a JSON object; and for a file that is missing, unreadable,
+    not UTF-8, or has only blank lines.
     """
     found = False
     try:

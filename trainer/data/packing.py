@@ -27,17 +27,12 @@ def micro_batches(
 ) -> list[list[list[int]]]:
     """Return the micro-batches of each rank: equally many on every rank, some of them empty.
 
-    Each holds at most `max_tokens` tokens, except where a single unit of sequences is longer than that.
-
-    Args:
-        lengths: Tokens of each sequence; a multiple of `sequences_per_unit`.
-        world: Number of data parallel ranks.
-        max_tokens: Token budget of a micro-batch.
-        padded: Whether the model pads every sequence of a micro-batch to the longest, so that padding counts, too.
-        sequences_per_unit: Number of consecutive sequences in a unit, which stays in one micro-batch and in its order.
+    Each holds at most `max_tokens` tokens, except where a single unit is longer. A unit is `sequences_per_unit` consecutive
+    sequences, which stay in one micro-batch and in their order. With `padded`, the model pads every sequence of a micro-batch to
+    the longest, so that padding counts, too.
 
     Returns:
-        For each rank its micro-batches, each a list of indices of sequences.
+        For each of the `world` data parallel ranks its micro-batches, each a list of indices of sequences.
     """
     units = [lengths[first : first + sequences_per_unit] for first in range(0, len(lengths), sequences_per_unit)]
     plans = [_cut(share, units, max_tokens, padded=padded) for share in shares([sum(unit) for unit in units], world)]

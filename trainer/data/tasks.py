@@ -121,12 +121,7 @@ def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as
 
 
 class TaskStream(Generic[_T]):
-    """An endless stream of tasks, or other items, reshuffled in every epoch; the same seed gives the same stream.
-
-    Args:
-        tasks: at least one.
-        seed: seed of the order.
-    """
+    """An endless stream of at least one task or other item, reshuffled in every epoch; the same seed gives the same stream."""
 
     def __init__(self, tasks: Sequence[_T], seed: int) -> None:
         if not tasks:

@@ -13,10 +13,8 @@ from weightlane.ckpt_engines import ConfigError
 class HfTokenizer:
     """A Hugging Face tokenizer as the loop uses one.
 
-    Args:
-        model_dir: Its directory.
-        begins: Whether prompts begin with the tokens that the tokenizer puts before a text, such as BOS, if it adds any.
-            Conversations never do, because chat templates write their own.
+    With `begins`, prompts begin with the tokens that the tokenizer puts before a text, such as BOS, if it adds any. Conversations
+    never do, because chat templates write their own.
     """
 
     def __init__(self, model_dir: Path, *, begins: bool = True) -> None:

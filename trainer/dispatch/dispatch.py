@@ -43,7 +43,7 @@ class WorkerDispatch:
         _check(roles, groups)
         self._groups = {}
         for name, ranks in groups.items():
-            hosted = [spec.name for spec in roles if spec.group == name]
+            hosted = [spec for spec in roles if spec.group == name]
             self._groups[name] = RoleGroup(ranks, hosted, shares_device=(shares_device or {}).get(name, False))
         self._roles = {spec.name: Role(spec, self._groups[spec.group]) for spec in roles}
 
@@ -60,7 +60,7 @@ class WorkerDispatch:
 
     async def start(self) -> dict[str, int]:
         """Start all ranks and load every role's model. Returns the optimizer steps taken so far, by role."""
-        starting = [group.start([self._roles[role].spec for role in group.roles]) for group in self._groups.values()]
+        starting = [group.start() for group in self._groups.values()]
         return {role: step for steps in await asyncio.gather(*starting) for role, step in steps.items()}
 
     async def offload(self) -> None:

@@ -76,8 +76,7 @@ class LocalRanks:
 
     Several of them in one process share torch's process group, which ends with the first one.
 
-    Args:
-        timeout_s: Longest time of a call, in seconds. A call that takes longer raises, and continues in its thread.
+    A call that takes longer than `timeout_s` raises, and continues in its thread.
     """
 
     world = 1

@@ -55,9 +55,7 @@ class RayRanks:
     `rendezvous` requests the actors, and waits for them. Each call raises a rank's error, or
     `WorkerDiedError`, which names the rank whose process died.
 
-    Args:
-        config: Number of ranks, and what Ray reserves for each.
-        host: Address of rank 0 for the ranks' process group; None: the address of its Ray node.
+    `host` is the address of rank 0 for the ranks' process group; None: the address of its Ray node.
     """
 
     def __init__(self, config: TrainerConfig, host: str | None) -> None:

@@ -30,18 +30,19 @@ _T = TypeVar("_T")
 class RoleGroup:
     """Ranks that host roles, which take turns on the ranks' devices if `shares_device`; see `WorkerDispatch`."""
 
-    def __init__(self, ranks: Ranks, roles: Sequence[str], *, shares_device: bool) -> None:
-        self.ranks, self.roles, self._shares_device = ranks, roles, shares_device
+    def __init__(self, ranks: Ranks, specs: Sequence[RoleSpec], *, shares_device: bool) -> None:
+        self.ranks, self._specs, self._shares_device = ranks, specs, shares_device
+        self._roles = [spec.name for spec in specs]
 
     def call(self, role: str, method: str, *args: Any) -> Awaitable[list[Any]]:
         """Call `method` for `role` on every rank at once. Returns the answers in rank order."""
-        moves = moves_before(method, role, self.roles) if self._shares_device else Moves()
+        moves = moves_before(method, role, self._roles) if self._shares_device else Moves()
         return self.ranks.call("call", role, moves, method, *args)
 
-    async def start(self, specs: Sequence[RoleSpec]) -> dict[str, int]:
+    async def start(self) -> dict[str, int]:
         """Load the roles' models, one after the other. Returns the optimizer steps that each has taken."""
         address, steps = await self.ranks.rendezvous(), {}
-        for spec in specs:
+        for spec in self._specs:
             steps[spec.name] = (await self.ranks.call("setup", spec, address))[0]
             if self._shares_device:
                 await self._offload(spec.name)  # to make room for the next one
@@ -50,7 +51,7 @@ class RoleGroup:
     async def offload(self) -> None:
         """Move the state of roles that share the device to host memory. The next call moves back the parts that it needs."""
         if self._shares_device:
-            await self._offload(*self.roles)
+            await self._offload(*self._roles)
 
     async def _offload(self, *roles: str) -> None:
         everything = Moves(dict.fromkeys(roles, frozenset(STATE_PARTS)))
@@ -114,9 +115,7 @@ class Role:
     def optim_step(self, adapter: str | None = None, params: AdamParams | None = None) -> asyncio.Task[StepResult]:
         """Take the optimizer step with the accumulated gradients, after the fence. See `TrainingEngine.optim_step`.
 
-        Args:
-            adapter: The adapter that is stepped, as in `forward_backward`.
-            params: AdamW's settings for this step; None: those of the configuration.
+        `adapter` is as in `forward_backward`. `params` are AdamW's settings for this step; None: those of the configuration.
         """
         return self._call(StepResult.slowest, "optim_step", adapter, params)
 
@@ -125,10 +124,8 @@ class Role:
     ) -> asyncio.Task[list[BackwardAnswer | StepResult | WeightlaneError]]:
         """Carry out `forward_backward` and `optim_step` for several adapters, each named once.
 
-        Passes are joined as `AdapterEngine.forward_backward_together` does.
-
-        Returns:
-            The result or the error of each call. An error of one call does not affect the others.
+        Passes are joined as `AdapterEngine.forward_backward_together` does. Returns the result or the error of each call, which
+        does not affect the others.
         """
 
         def answers(found: Sequence[Any]) -> list[BackwardAnswer | StepResult | WeightlaneError]:

@@ -17,12 +17,8 @@ _STEPS, _SAMPLES, _GROUPS = 20, 100, 20
 class Failures:
     """Counts the failed samples and steps of one run.
 
-    Args:
-        share: Share of the last 20 steps, or of the samples of the last 20 groups (100 at least), that may fail. Those that
-            a young run has not had yet count as successes.
-        hooks: Notified of each failure.
-        group_size: Samples of a group; an invalid prompt costs all of them.
-        setting: The configuration key of `share`, for the message.
+    `share` of the last 20 steps, or of the samples of the last 20 groups of `group_size` (100 samples at least), may fail; those
+    that a young run has not had yet count as successes. `setting` is the configuration key of `share`.
     """
 
     def __init__(

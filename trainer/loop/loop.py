@@ -44,13 +44,7 @@ _DEATH_NOTICE_S = 5.0
 class AsyncLoop:
     """One run, from its first published version to its last evaluation.
 
-    Args:
-        parts: What to drive.
-        config: Length and staleness.
-        algorithm: Objective and sampling.
-        seed: Order of the tasks.
-        concurrency: Requests in flight per replica.
-        resume: State to resume from; the trainers must have loaded theirs already.
+    `concurrency` is the number of requests in flight per replica. With `resume`, the trainers must have loaded their state.
     """
 
     def __init__(

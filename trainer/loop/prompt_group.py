@@ -49,10 +49,7 @@ def to_batch(
     Sequences with advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They
     count in the denominators.
 
-    Args:
-        groups: Each has two completions or more.
-        algorithm: How advantages are scaled, and the temperature.
-        oldest: Tokens of older versions are not targets; None: all tokens are.
+    Each group has two completions or more. Tokens of versions older than `oldest` are not targets.
     """
     judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
     if not judged:  # every token is too old, but a batch needs a sequence

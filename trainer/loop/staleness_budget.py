@@ -12,10 +12,7 @@ class StalenessBudget:
     admission rule of AReaL (arXiv 2505.24298, equation 3) with the committed version in place of the trainer's, which makes
     the bound hold under slow syncs too.
 
-    Args:
-        max_staleness: Most versions a token may lag behind the parameters that train on it; 0 is on-policy.
-        groups_per_step: B.
-        version: Version that serves at the start; every group of earlier steps counts as admitted.
+    `version` serves at the start; every group of earlier steps counts as admitted.
     """
 
     def __init__(self, max_staleness: int, groups_per_step: int, version: int = 0) -> None:

@@ -52,10 +52,8 @@ class SamplesFile:
 class MetricsFile:
     """Appends every event of a run to a JSON Lines file, as it happens.
 
-    Args:
-        path: The file.
-        most_bytes: The size at which the file is renamed to ``<path>.1``, replacing an earlier one, and a new file begins; None
-            for no limit, as in a run, which ends.
+    When the file has `most_bytes`, it is renamed to ``<path>.1``, replacing an earlier one, and a new one begins; None, as in a
+    run, which ends: no limit.
     """
 
     def __init__(self, path: Path, most_bytes: int | None = None) -> None:
@@ -117,9 +115,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The events of a `MetricsFile`, without those after a step from which the run was resumed.
 
     A line that is no event, such as one that is being written, is left out. Without a file, there are no events.
-
-    Raises:
-        StorageError: The file can't be read.
+    Raises `StorageError` if the file can't be read.
     """
     left: list[dict[str, Any]] = []
     try:

@@ -76,10 +76,8 @@ class TakenJob:
 class JobFiles:
     """The jobs in a directory, which is made if there is none.
 
-    Every method raises `StorageError` if the file system refuses.
-
-    Args:
-        directory: On a file system of this machine, or one whose locks (flock) hold between all processes that use it.
+    It is on a file system of this machine, or one whose locks (flock) hold between all processes that use it. Every method raises
+    `StorageError` if the file system refuses.
     """
 
     def __init__(self, directory: Path) -> None:

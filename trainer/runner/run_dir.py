@@ -193,7 +193,7 @@ def refuse_taken(directory: Path, lock: str, what: str) -> None:
 
 @contextmanager
 def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
-    """Lock a directory inside the block by the file `lock` in it, which holds the owner's process id, and ends with the process.
+    """Lock a directory inside the block, by a file in it that holds the owner's process id. The lock ends with the process.
 
     Raises `ConfigError`, which names the other process, a `what` such as ``"run"``, if one uses it, and `StorageError` if the
     file cannot be written.

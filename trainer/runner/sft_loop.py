@@ -56,8 +56,7 @@ class SftLoop:
 
     `seed` determines the order of the examples, which differs in every epoch. A batch may end one epoch and begin the next.
 
-    `save` makes the run resumable from the given state. With `resume`, the
-    model of the runner must be that of this state.
+    `save` makes the run resumable from the given state. With `resume`, the model of the runner must be that of this state.
     """
 
     def __init__(

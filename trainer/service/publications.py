@@ -48,13 +48,9 @@ class Publications:
     A key identifies published weights: a checkpoint's path, the newest weights of a model, or `BASE`. Replicas keep versions of
     many adapters, but only one of all weights: a version of another key waits until no request uses the present one.
 
-    Args:
-        runner: Runs jobs on the trainer ranks.
-        syncer: Syncs versions.
-        replicas: The replicas. They have the base model.
-        describe: Converts an adapter's configuration to what replicas need to know; None if versions are all weights.
-        most: Most keys whose adapters replicas keep. The least recently used ones are dropped, and loaded again on use.
-        timeout_s: Most seconds that a publication waits for the previous one.
+    The `replicas` have the base model, and keep the adapters of `most` keys. The least recently used ones are dropped, and loaded
+    again on use. `describe` converts an adapter's configuration to what replicas need to know; None if versions are all weights.
+    A publication waits for the previous one up to `timeout_s`.
     """
 
     def __init__(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints, ValidationError, model_validator
@@ -83,11 +82,10 @@ def request(kind: type[AnyRequest], body: bytes) -> AnyRequest:
         raise ProtocolError(f"{'; '.join(said)}{more}.", part=f"{PART}, {kind.__name__}") from None
 
 
-def refuse(offered: Sequence[tuple[bool, str]]) -> None:
-    """Raise ValueError for the first of `offered` that is False; the text next to it names what is not offered."""
-    for fine, wanted in offered:
-        if not fine:
-            raise ValueError(f"{wanted} is not offered")
+def refuse(asked: bool, what: str) -> None:
+    """Raise ValueError if `what`, which is not offered, was asked for."""
+    if asked:
+        raise ValueError(f"{what} is not offered")
 
 
 class AddressedRequest(Request):
@@ -124,7 +122,7 @@ class LoraConfig(Request):
 
     @model_validator(mode="after")
     def _trains(self) -> Self:
-        refuse([(self.train_unembed or self.train_mlp or self.train_attn, "an adapter that trains no layer")])
+        refuse(not (self.train_unembed or self.train_mlp or self.train_attn), "an adapter that trains no layer")
         return self
 
 
@@ -183,7 +181,7 @@ class OptimStepRequest(AddressedRequest):
 
     @model_validator(mode="after")
     def _adam(self) -> Self:
-        refuse([(self.optimizer_params is None, "an optimizer other than adamw")])
+        refuse(self.optimizer_params is not None, "an optimizer other than adamw")
         if self.adam_params is None:
             raise ValueError("adam_params are missing")
         return self
@@ -214,7 +212,7 @@ class SaveWeightsExternalRequest(AddressedRequest):
 
     @model_validator(mode="after")
     def _plain(self) -> Self:
-        refuse([(not self.age_encryption_recipients, "encryption of files by age")])
+        refuse(bool(self.age_encryption_recipients), "encryption of files by age")
         return self
 
 
@@ -238,15 +236,9 @@ class LoadWeightsRequest(Request):
         into, anew = (self.model_id, self.seq_id), (self.session_id, self.model_seq_id)
         if (None in into) == (None in anew) or any(each is not None for each in (anew if None in anew else into)):
             raise ValueError("it has either model_id and seq_id, or session_id and model_seq_id")
-        refuse(
-            [
-                (self.weights_access_token is None, "access to checkpoints of other accounts"),
-                (
-                    CheckpointPath.parse(self.path).kind == "weights",
-                    "training from weights that were saved without the optimizer",
-                ),
-            ]
-        )
+        refuse(self.weights_access_token is not None, "access to checkpoints of other accounts")
+        kind = CheckpointPath.parse(self.path).kind
+        refuse(kind != "weights", "training from weights that were saved without the optimizer")
         return self
 
 
@@ -265,12 +257,8 @@ class SaveWeightsForSamplerRequest(AddressedRequest):
         if (self.path is None) == (self.sampling_session_seq_id is None):
             raise ValueError("it has either path or sampling_session_seq_id")
         moves = self.kind == "inflight"
-        refuse(
-            [
-                (not moves or self.path is None, "an inflight checkpoint with a name"),
-                (not moves or self.ttl_seconds is None, "a time to live of an inflight checkpoint"),
-            ]
-        )
+        refuse(moves and self.path is not None, "an inflight checkpoint with a name")
+        refuse(moves and self.ttl_seconds is not None, "a time to live of an inflight checkpoint")
         return self
 
 

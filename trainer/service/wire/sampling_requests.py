@@ -130,13 +130,9 @@ class SampleRequest(Request):
 
     @model_validator(mode="after")
     def _offered(self) -> Self:
-        refuse(
-            [
-                (self.target_prompt_logprobs is None, "target_prompt_logprobs"),
-                (self.prompt_alt_tokens_k == 0, "prompt_alt_tokens_k"),
-                (not self.record_stability_info, "record_stability_info"),
-            ]
-        )
+        refuse(self.target_prompt_logprobs is not None, "target_prompt_logprobs")
+        refuse(self.prompt_alt_tokens_k != 0, "prompt_alt_tokens_k")
+        refuse(bool(self.record_stability_info), "record_stability_info")
         if (self.sampling_session_id is None) != (self.seq_id is None):
             raise ValueError("sampling_session_id and seq_id come together")
         if self.sampling_session_id is None and self.base_model is None and self.model_path is None:
