@@ -24,11 +24,11 @@ from .errors import BusyError, UnknownError
 from .publications import AdapterReplica, Publications
 from .records.checkpoints import Checkpoints
 from .records.futures import Futures
-from .records.models import Model
+from .records.models import BACKWARD, CREATE, LOAD, Model
 from .records.sessions import Sessions
 from .records.store import DATABASE, Store, StoredRequest
 from .samplers import SAMPLE, Sampler, Samplers
-from .training.operations import BACKWARD, CREATE, LOAD, Operations, sampler_id
+from .training.operations import Operations, sampler_id
 from .training.scheduler import TrainingScheduler
 from .wire.batches import TrainBody
 from .wire.bodies import WireLimits
@@ -72,12 +72,12 @@ class Service:
         self._operations = Operations(
             self.futures, runner, jobs, self.checkpoints, self.publications, base, self.limits, config
         )
+        execute, load_sampler = self._operations.execute, self._operations.load_sampler
         self.scheduler = TrainingScheduler(
-            self.store, self.futures, runner, jobs, self._operations, directory / "models", config
+            self.store, self.futures, runner, jobs, self.publications, execute, directory / "models", config
         )
-        load = self._operations.load_sampler
         self.samplers = Samplers(
-            self.store, self.futures, self.checkpoints, self.publications, replicas, load, base, config
+            self.store, self.futures, self.checkpoints, self.publications, replicas, load_sampler, base, config
         )
         self._operations.scheduler, self._operations.samplers = self.scheduler, self.samplers
         self._replicas = replicas

@@ -20,9 +20,9 @@ from weightlane.trainer.service.config import ServiceConfig
 from weightlane.trainer.service.records import futures as futures_module
 from weightlane.trainer.service.records.checkpoints import Checkpoint
 from weightlane.trainer.service.records.futures import Futures
-from weightlane.trainer.service.records.models import Model
+from weightlane.trainer.service.records.models import BACKWARD, SAVE, SAVE_FOR_SAMPLER, STEP, Model
 from weightlane.trainer.service.records.store import Store, StoredRequest
-from weightlane.trainer.service.training.operations import BACKWARD, SAVE, SAVE_FOR_SAMPLER, STEP, Operations
+from weightlane.trainer.service.training.operations import Operations
 from weightlane.trainer.service.training.scheduler import TrainingScheduler
 from weightlane.trainer.service.wire.bodies import WireLimits
 
@@ -62,10 +62,15 @@ class World:
         config = ServiceConfig(save_every=100, max_queued=100, max_loaded=8, join_wait_s=join_wait_s)
         self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), config)
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
-        execute = self.execute if error is None else self.fail
-        executor = SimpleNamespace(execute=execute, ready=lambda _: True, joins=self.operations.joins)
         self.scheduler = self.operations.scheduler = TrainingScheduler(
-            self.store, self.futures, cast("Any", self.jobs), ANY, cast("Any", executor), directory / "models", config
+            self.store,
+            self.futures,
+            cast("Any", self.jobs),
+            ANY,
+            publications,
+            self.execute if error is None else self.fail,
+            directory / "models",
+            config,
         )
         self.models = {name: Model(name, "s", f"client {name}", LORA, {}, next_seq=1, loaded=True) for name in models}
         self.answered: dict[str, Callable[[], None]] = {}
@@ -257,7 +262,9 @@ def test_adapters_and_all_weights_are_not_taken_for_each_other(
         return ServiceConfig(trains="all_weights" if trains_weights else "adapters")
 
     def scheduler(*, trains_weights: bool) -> TrainingScheduler:
-        return TrainingScheduler(store, ANY, ANY, ANY, ANY, tmp_path / "models", config(trains_weights=trains_weights))
+        return TrainingScheduler(
+            store, ANY, ANY, ANY, ANY, ANY, tmp_path / "models", config(trains_weights=trains_weights)
+        )
 
     scheduler(trains_weights=not trains_weights).add(Model("m", "s", "c", lora, {}))
     assert scheduler(trains_weights=not trains_weights).resume() == 1

@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from ..errors import UnknownError
+from ..records.models import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER, STEP
 from ..service import Service
-from ..training.operations import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER, STEP
 from . import listing, requests
 from .auth import Clients
 from .downloads import ROUTES as DOWNLOADS

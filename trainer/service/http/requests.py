@@ -12,8 +12,8 @@ from weightlane.ckpt_engines import WeightlaneError
 
 from ..errors import TooLargeError
 from ..records.futures import ERROR, JSON
+from ..records.models import LOAD, REFUSED, UNLOAD
 from ..service import Service
-from ..training.operations import LOAD, REFUSED, UNLOAD
 from ..wire import requests as wire
 from ..wire.bodies import address_of, decompressed
 from ..wire.sampling_requests import CreateSamplingSessionRequest, JoinSamplingSessionRequest, SampleRequest

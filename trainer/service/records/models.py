@@ -1,4 +1,4 @@
-"""`Model`: an adapter, or all weights, that a client trains, and its requests."""
+"""`Model`: an adapter, or all weights, that a client trains, and its requests, whose kinds are named here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ from typing import Any
 
 from ...config import LoraConfig
 from .store import StoredRequest
+
+CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
+SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
+SAVE_EXTERNAL = "save_weights_external"
+REFUSED = "refused"
+"""The kind of requests that are not offered. They have their turn, because later requests wait for it, and do nothing."""
 
 
 @dataclass(slots=True)

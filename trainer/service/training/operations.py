@@ -20,20 +20,15 @@ from ..losses import ServiceLoss, loss_report
 from ..publications import Publications
 from ..records.checkpoints import Checkpoint, Checkpoints, Kind
 from ..records.futures import PROTOBUF, Futures
-from ..records.models import Model
+from ..records.models import BACKWARD, CREATE, LOAD, SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER, STEP, UNLOAD, Model
 from ..records.store import StoredRequest
 from ..samplers import Sampler, Samplers, inflight_key
 from ..wire import requests as wire
 from ..wire.answers import pass_answer, training_metrics
 from ..wire.batches import TrainBody
 from ..wire.bodies import WireLimits
-from .scheduler import Joining, TrainingScheduler
+from .scheduler import TrainingScheduler
 
-REFUSED = "refused"
-"""The kind of requests that are not offered. They have their turn, because later requests wait for it, and do nothing."""
-CREATE, LOAD, BACKWARD, STEP = "create_model", "load_weights", "forward_backward", "optim_step"
-SAVE, SAVE_FOR_SAMPLER, UNLOAD = "save_weights", "save_weights_for_sampler", "unload_model"
-SAVE_EXTERNAL = "save_weights_external"
 _PART = "service"
 _WHOLE = LossDenominators(1.0, 1.0)
 """Denominators of 1: losses of the service are sums, so all parts of a mini-batch have the same denominators."""
@@ -59,18 +54,8 @@ class Operations:
         self.scheduler: TrainingScheduler
         self.samplers: Samplers
 
-    def ready(self, request: StoredRequest) -> bool:
-        """See `Executor.ready`."""
-        return request.kind not in (SAVE_FOR_SAMPLER, LOAD) or not self._publications.busy
-
-    def joins(self, request: StoredRequest) -> Joining | None:
-        """See `Executor.joins`."""
-        if not self._config.join_clients:
-            return None
-        return {BACKWARD: Joining.WITH_LATE, STEP: Joining.AT_ONCE}.get(request.kind)
-
     async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
-        """See `Executor.execute`."""
+        """See `Execute`."""
         if request.state == "failed":  # before a crash, or before its turn: it changed no weight then, and doesn't now
             if request.kind == STEP:
                 await self._drop_gradient(model)

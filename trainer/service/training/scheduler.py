@@ -8,12 +8,10 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
-from typing import Protocol
 
 from pydantic import ValidationError
 
@@ -25,8 +23,9 @@ from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
 from ..config import ServiceConfig
 from ..errors import UnknownError
+from ..publications import Publications
 from ..records.futures import Futures
-from ..records.models import Model
+from ..records.models import BACKWARD, LOAD, SAVE_FOR_SAMPLER, STEP, Model
 from ..records.store import Store, StoredRequest
 from .between_requests import BetweenRequestQueue
 
@@ -37,36 +36,19 @@ _CATCH_UP_S = 600.0
 _POLL_S = 0.05
 
 
-class Joining(Enum):
-    """How requests are carried out together with requests of the same kind for other models."""
+Execute = Callable[[Model, StoredRequest, RunJob], Awaitable[None]]
+"""Carries out one request of a model, and answers it. A request that ran before a crash may have an answer, which is kept.
 
-    AT_ONCE = "at once"
-    """Such a request is short. It goes before passes, but not twice in a row: its model's next pass can then join them."""
-    WITH_LATE = "with late"
-    """Such a request waits for models that were answered just now, and are likely to send one of the same kind."""
-
-
-class Executor(Protocol):
-    """Carries out requests: `Operations`."""
-
-    async def execute(self, model: Model, request: StoredRequest, run: RunJob) -> None:
-        """Carry out a request of a model, and answer it. One that ran before a crash may have an answer, which is kept.
-
-        `run` executes the jobs of requests that may be joined, possibly together with those of other models.
-        """
-
-    def ready(self, request: StoredRequest) -> bool:
-        """Whether a request can run without waiting for a publication in progress."""
-
-    def joins(self, request: StoredRequest) -> Joining | None:
-        """How a request may be carried out together with those of other models; None if it may not."""
+The `RunJob` argument executes the jobs of passes and steps, possibly together with those of other models."""
 
 
 class TrainingScheduler:
     """Carries out the requests of each model in the order of their numbers. Clients take turns, and so do the models of a client.
 
-    Requests of one kind that may be joined are carried out together. A client waits for at most one request of every other
-    client, and ``join_wait_s`` after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run
+    With ``join_clients``, passes of several models are carried out together, and so are steps. Steps, which are short, go before
+    passes, but not twice in a row: a model's next pass can then join the others. Passes wait for models that were answered just
+    now, and are likely to send another one. A client waits for at most one request of every other client, and ``join_wait_s``
+    after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run
     again in the same order after a crash, which gives the same weights, except for rounding if requests are joined.
     """
 
@@ -76,12 +58,13 @@ class TrainingScheduler:
         futures: Futures,
         runner: Runner,
         jobs: ModelJobs,
-        executor: Executor,
+        publications: Publications,
+        execute: Execute,
         directory: Path,
         config: ServiceConfig,
     ) -> None:
         self._store, self._futures, self._runner, self._jobs = store, futures, runner, jobs
-        self._executor, self._directory, self._config = executor, directory, config
+        self._publications, self._execute, self._directory, self._config = publications, execute, directory, config
         self._ahead = False
         """Whether optimizer steps were carried out last. If so, no further ones go before a waiting pass."""
         self.models: OrderedDict[str, Model] = OrderedDict()
@@ -208,7 +191,7 @@ class TrainingScheduler:
                         await self._changed.wait()
                 continue
             self._ran_between = False
-            self._ahead = bool(self._joining(models, Joining.AT_ONCE))
+            self._ahead = bool(self._joining(models, STEP))
             jobs, serving = JobJoiner(self._runner, len(models)), []
             for model in models:
                 self.models.move_to_end(model.id)
@@ -258,7 +241,7 @@ class TrainingScheduler:
         model.loaded = False
 
     async def remove(self, model: Model, state: str = "unloaded") -> None:
-        """Unload a model. Its checkpoints stay. To be called from `Executor.execute` or from a task of `between_requests`."""
+        """Unload a model. Its checkpoints stay. To be called from `Execute` or from a task of `between_requests`."""
         self.models.pop(model.id, None)
         self._store.update("models", model.id, state=state)
         gone = ConfigError(f"the model {model.id} was unloaded.", part=_PART)
@@ -296,21 +279,27 @@ class TrainingScheduler:
                 missing, model.next_seq = model.next_seq, min(repeats)
                 model.spoiled, model.open = model.spoiled or f"request {missing} never arrived.", True
             request = model.waiting.get(model.next_seq)
-            if request is not None and (model.loaded or self.has_room) and self._executor.ready(request):
+            if request is not None and (model.loaded or self.has_room) and self._may_run(request):
                 ready.append(model)
         ready.sort(key=lambda model: self._served.get(model.client, 0))
-        steps, passes = (self._joining(ready, kind) for kind in (Joining.AT_ONCE, Joining.WITH_LATE))
+        steps, passes = (self._joining(ready, kind) for kind in (STEP, BACKWARD))
         if ready[:1] == passes[:1]:
             return steps if steps and not self._ahead else passes  # after these steps, more passes can join
         return steps if ready[:1] == steps[:1] else ready[:1]
 
-    def _joining(self, ready: Sequence[Model], kind: Joining) -> list[Model]:
-        """The loaded models of `ready` whose next request joins others as `kind`."""
-        return [each for each in ready if each.loaded and self._executor.joins(each.waiting[each.next_seq]) is kind]
+    def _may_run(self, request: StoredRequest) -> bool:
+        """Whether a request can run without waiting for a publication in progress."""
+        return request.kind not in (SAVE_FOR_SAMPLER, LOAD) or not self._publications.busy
+
+    def _joining(self, ready: Sequence[Model], kind: str) -> list[Model]:
+        """The loaded models of `ready` whose next request is of `kind` and may be carried out together with others."""
+        if not self._config.join_clients:
+            return []
+        return [each for each in ready if each.loaded and each.waiting[each.next_seq].kind == kind]
 
     def _late_s(self, models: Sequence[Model]) -> float:
         """Seconds that passes should wait for those of models that were answered just now."""
-        if not self._joining(models, Joining.WITH_LATE):
+        if not self._joining(models, BACKWARD):
             return 0.0
         idle = [each.progress for each in self.models.values() if each.loaded and not each.waiting]
         return max(idle, default=-math.inf) + self._config.join_wait_s - time.monotonic()
@@ -326,7 +315,7 @@ class TrainingScheduler:
         model.next_seq, model.progress = request.seq + 1, time.monotonic()
         try:
             await self.bring_back(model)
-            await self._executor.execute(model, request, run)
+            await self._execute(model, request, run)
             model.progress = time.monotonic()
         except (WorkerDiedError, asyncio.CancelledError):
             raise  # it stays queued, and runs again
