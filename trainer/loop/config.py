@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from ..config import Section
 
 
-class LoopConfig(BaseModel):
+class LoopConfig(Section):
     """Length, staleness and bookkeeping of a run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     steps: int = Field(100, ge=1, description="Optimizer steps of the whole run, resumed parts included.")
     max_staleness: int = Field(

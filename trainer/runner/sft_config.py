@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from ..config import TextDataConfig
+from ..config import Section, TextDataConfig
 
 
 class SftDataConfig(TextDataConfig):
@@ -39,10 +39,8 @@ class SftDataConfig(TextDataConfig):
     )
 
 
-class SftConfig(BaseModel):
+class SftConfig(Section):
     """Length, batches and bookkeeping of supervised fine-tuning."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     epochs: int = Field(default=1, ge=1, description="How often every example is trained on, unless steps is set.")
     steps: int | None = Field(

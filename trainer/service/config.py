@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
+
+from ..config import Section
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 TOKEN_ENV = "WEIGHTLANE_SERVICE_TOKEN"  # noqa: S105 - a name, not a token
@@ -14,10 +16,8 @@ MAX_LORA_RANK = 512
 """The largest rank for which vLLM has slots."""
 
 
-class ServiceConfig(BaseModel):
+class ServiceConfig(Section):
     """The HTTP service of ``weightlane tinker``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 chooses a free one, which is printed.")

@@ -141,7 +141,7 @@ class Samplers:
 
     def resume(self) -> int:
         """Begin to answer the requests that an earlier process accepted and did not answer. Returns their number."""
-        left = self._store.queued([SAMPLE])
+        left = self._store.queued(SAMPLE)
         for request in left:
             self.start(request)
         return len(left)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,11 +140,6 @@ class Store:
         found = self.rows(query, *values)
         return found[0] if found else None
 
-    def digest_of(self, request: str) -> str:
-        """The digest with which a request was accepted; empty if there is no such request."""
-        row = self.row("SELECT digest FROM requests WHERE id = ?", request)
-        return "" if row is None else str(row["digest"])
-
     def request(self, request: str) -> StoredRequest | None:
         """The request of that id, with its answer."""
         found = self._requests("id = ?", request)
@@ -154,10 +149,9 @@ class Store:
         """Requests of `owner` after `seq`, in their order, whatever their state."""
         return self._requests("owner = ? AND seq > ? ORDER BY seq", owner, seq)
 
-    def queued(self, kinds: Sequence[str]) -> list[StoredRequest]:
-        """Requests of these kinds that have no answer, oldest first."""
-        marks = ", ".join("?" * len(kinds))
-        return self._requests(f"state = 'queued' AND kind IN ({marks}) ORDER BY created", *kinds)
+    def queued(self, kind: str) -> list[StoredRequest]:
+        """Requests of this kind that have no answer, oldest first."""
+        return self._requests("state = 'queued' AND kind = ? ORDER BY created", kind)
 
     def finish(self, request: str, answer: bytes, media: str, *, keep_payload: bool) -> None:
         """Store the answer of a request, unless it has one. Its payload is dropped, unless it may have to run again."""
@@ -181,10 +175,6 @@ class Store:
         """Record that `count` replicas died while they computed a request. Returns the total."""
         self.change("UPDATE requests SET deaths = deaths + ? WHERE id = ?", count, request)
         return self.deaths(request)
-
-    def forget(self, *, finished_before: float) -> None:
-        """Drop requests that were answered before `finished_before` and have no payload, so that they never run again."""
-        self.change("DELETE FROM requests WHERE finished < ? AND payload IS NULL", finished_before)
 
     def saved(self, model: str, seq: int, directory: Path) -> None:
         """Record that the effects of a model's requests up to `seq` are in `directory`: none of these requests runs again."""

@@ -234,12 +234,6 @@ class TrainingScheduler:
                 f"{model.id} was not brought back within {_CATCH_UP_S} s.", part=_PART
             ) from cause
 
-    async def park(self, model: Model) -> None:
-        """Save a settled model to files, and free its memory on the ranks until its next request."""
-        await self.save(model)
-        await self._jobs.remove(model.adapter)
-        model.loaded = False
-
     async def remove(self, model: Model, state: str = "unloaded") -> None:
         """Unload a model. Its checkpoints stay. To be called from `Execute` or from a task of `between_requests`."""
         self.models.pop(model.id, None)
@@ -253,13 +247,15 @@ class TrainingScheduler:
         self._store.drop_payloads(model.id)
 
     async def make_room(self) -> None:
-        """Park the least recently served models, until there is room for one more."""
+        """Move the least recently served settled models to files until their next request, to make room for one more."""
         on_ranks = [each for each in self.models.values() if each.loaded]
         most = 1 if self._config.trains_weights else self._config.max_loaded
         for model in on_ranks[: max(0, len(on_ranks) - most + 1)]:
             if model.settled:
                 try:
-                    await self.park(model)
+                    await self.save(model)
+                    await self._jobs.remove(model.adapter)
+                    model.loaded = False
                 except StorageError:
                     if self._config.trains_weights:  # others would take its place
                         raise
