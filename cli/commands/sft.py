@@ -21,7 +21,7 @@ from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.lora.sites import DEFAULT
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class
-from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.protocols import LoopState
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
 from weightlane.trainer.runner.run_dir import RunDir

@@ -14,8 +14,7 @@ from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.loop import AsyncLoop
-from weightlane.trainer.loop.protocols import LoopParts, Successor
-from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.protocols import LoopParts, LoopState, Successor
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.jobs import Export, Save

@@ -17,7 +17,7 @@ from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_spl
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class
-from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.protocols import LoopState
 from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.runner.run_dir import RunDir
 

@@ -25,10 +25,9 @@ from .failures import STEP, Failures
 from .fleet import Fleet
 from .overlap import OverlapClock
 from .prompt_group import PromptGroup, staleness, to_batch
-from .protocols import LoopParts, Newcomer
+from .protocols import LoopParts, LoopState, Newcomer
 from .rollout_feeder import Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget
-from .state import LoopState
 from .summary import RunSummary
 from .version_keeper import VersionKeeper
 

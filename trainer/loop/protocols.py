@@ -1,19 +1,18 @@
-"""`LoopParts`, and the Protocols through which the fully-async loop uses trainers, rollouts, coordinator and tokenizer."""
+"""`LoopParts` and `LoopState`, and the Protocols through which the loop uses trainers, rollouts, coordinator and tokenizer."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.sync import Replica, ReplicaState, SyncReport
 
 from ..data.batch import LossDenominators, TokenBatch
 from ..data.step_result import StepResult
 from ..data.tasks import Task
-from .state import LoopState
 
 
 class Trainers(Protocol):
@@ -121,6 +120,30 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of a completion as the model wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopState:
+    """The loop's part of a saved state; the trainer saves its own."""
+
+    step: int
+    """Optimizer steps taken; also the weight version."""
+    stream: Mapping[str, Any]
+    """Position in the stream of tasks."""
+    outstanding: Sequence[Mapping[str, Any]]
+    """Tasks drawn from the stream and not trained on yet."""
+
+    def to_plain(self) -> dict[str, Any]:
+        """This state as JSON-representable data."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> LoopState:
+        """Parse a saved state; `ConfigError` for anything else."""
+        try:
+            return cls(int(plain["step"]), dict(plain["stream"]), [dict(task) for task in plain["outstanding"]])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"the saved loop state is damaged: {error!r}.", part="resume") from None
 
 
 Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]

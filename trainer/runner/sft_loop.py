@@ -15,7 +15,7 @@ from ..data.sequences import IGNORED
 from ..data.sft_examples import Example
 from ..data.tasks import TaskStream
 from ..loop.failures import STEP, Failures
-from ..loop.state import LoopState
+from ..loop.protocols import LoopState
 from .jobs import Forward, SftStep
 from .runner import Runner
 from .sft_config import SftConfig

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, Protocol
 
-from weightlane.ckpt_engines import DeadlineExceededError, WeightlaneError
+from weightlane.ckpt_engines import DeadlineExceededError
 
 from ..config import LoraConfig
 from ..loop.protocols import Syncer
@@ -48,22 +48,21 @@ class Publications:
     A key identifies published weights: a checkpoint's path, the newest weights of a model, or `BASE`. Replicas keep versions of
     many adapters, but only one of all weights: a version of another key waits until no request uses the present one.
 
-    The `replicas` have the base model, and keep the adapters of `most` keys. The least recently used ones are dropped, and loaded
-    again on use. `describe` converts an adapter's configuration to what replicas need to know; None if versions are all weights.
-    A publication waits for the previous one up to `timeout_s`.
+    The living `replicas` have the base model, and keep the adapters of `most` keys. The least recently used ones are dropped, and
+    loaded again on use. `describe` converts an adapter's configuration to what replicas need to know; None if versions are all
+    weights. A publication waits for the previous one up to `timeout_s`.
     """
 
     def __init__(
         self,
         runner: Runner,
         syncer: Syncer,
-        replicas: Sequence[AdapterReplica],
+        replicas: Mapping[str, AdapterReplica],
         describe: Callable[[LoraConfig], Any] | None,
         most: int,
         timeout_s: float,
     ) -> None:
-        self._runner, self._syncer = runner, syncer
-        self._replicas = {replica.name: replica for replica in replicas}
+        self._runner, self._syncer, self._replicas = runner, syncer, replicas
         self._describe, self._most, self._timeout_s = describe, most, timeout_s
         self._versions: OrderedDict[str, int] = OrderedDict({BASE: 0} if describe is None else {})
         """Versions by key, least recently used first."""
@@ -128,11 +127,6 @@ class Publications:
                     waiting.set_result(version)
         finally:
             self._turn.release()
-
-    def lost(self, replica: str, error: WeightlaneError) -> None:
-        """Continue without a replica that died."""
-        self._replicas.pop(replica, None)
-        self._syncer.participant_lost(error, replica)
 
     @asynccontextmanager
     async def hold(self, key: str, load: Callable[[], Awaitable[None]]) -> AsyncIterator[int | None]:

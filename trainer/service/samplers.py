@@ -58,7 +58,7 @@ def inflight_key(model: str) -> str:
 class Samplers:
     """Answers sampling requests, each on the replica with the least load.
 
-    `load` publishes a sampler's weights to the replicas, if they don't have them.
+    Replicas that die are removed from `replicas`. `load` publishes a sampler's weights to the others, if they don't have them.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class Samplers:
         futures: Futures,
         checkpoints: Checkpoints,
         publications: Publications,
-        replicas: Sequence[AdapterReplica],
+        replicas: dict[str, AdapterReplica],
         load: Callable[[Sampler], Coroutine[Any, Any, None]],
         base: BaseModel,
         config: ServiceConfig,
     ) -> None:
         self._store, self._futures, self._checkpoints = store, futures, checkpoints
         self._publications, self._load, self._base, self._config = publications, load, base, config
-        self._replicas = {replica.name: replica for replica in replicas}
+        self._replicas = replicas
         self._load_of: Counter[str] = Counter()
         self._loading: dict[str, asyncio.Task[None]] = {}
         """Running loads of weights, by key. They are completed even if the requests that started them are cancelled."""
@@ -128,10 +128,6 @@ class Samplers:
             task = asyncio.get_running_loop().create_task(self._answer(request))
             self._running[request.id] = task
             task.add_done_callback(lambda _: self._running.pop(request.id, None))
-
-    def lost(self, replica: str) -> None:
-        """Stop sending requests to a replica that died."""
-        self._replicas.pop(replica, None)
 
     def cancel(self, request: str) -> None:
         """Cancel a running request, because its client has given it up."""

@@ -59,7 +59,8 @@ class Service:
         sync_timeout_s: float,
     ) -> None:
         self.config, self.base = config, base
-        self._runner = runner
+        self._runner, self._syncer = runner, syncer
+        self._replicas, self._living = replicas, {replica.name: replica for replica in replicas}
         directory.mkdir(parents=True, exist_ok=True)
         self.store = Store(directory / DATABASE)
         self.futures = Futures(self.store)
@@ -68,7 +69,7 @@ class Service:
         self.limits = WireLimits(body_bytes=config.max_body_bytes)
         jobs = ModelJobs(runner, base.directory)
         announced = None if config.trains_weights else describe
-        self.publications = Publications(runner, syncer, replicas, announced, config.max_versions, sync_timeout_s)
+        self.publications = Publications(runner, syncer, self._living, announced, config.max_versions, sync_timeout_s)
         self._operations = Operations(
             self.futures, runner, jobs, self.checkpoints, self.publications, base, self.limits, config
         )
@@ -77,10 +78,9 @@ class Service:
             self.store, self.futures, runner, jobs, self.publications, execute, directory / "models", config
         )
         self.samplers = Samplers(
-            self.store, self.futures, self.checkpoints, self.publications, replicas, load_sampler, base, config
+            self.store, self.futures, self.checkpoints, self.publications, self._living, load_sampler, base, config
         )
         self._operations.scheduler, self._operations.samplers = self.scheduler, self.samplers
-        self._replicas = replicas
         self._training: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -279,19 +279,16 @@ class Service:
 
     async def _watch_replicas(self) -> None:
         """Continue without replicas that die. Raises when none is left, unless there was none."""
-        left = len(self._replicas)
 
         async def watch(replica: AdapterReplica) -> None:
-            nonlocal left
             try:
                 await replica.watch()
             except WorkerDiedError as error:
-                left -= 1
-                if not left:
+                self._living.pop(replica.name, None)
+                if not self._living:
                     raise
                 _log.error("going on without a replica: %s", error)
-                self.samplers.lost(replica.name)
-                self.publications.lost(replica.name, error)
+                self._syncer.participant_lost(error, replica.name)
 
         await asyncio.gather(*(watch(replica) for replica in self._replicas))
         await asyncio.Event().wait()

@@ -20,8 +20,7 @@ from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.loop import AsyncLoop
-from weightlane.trainer.loop.protocols import Judge, LoopParts, Rollout, Successor, Syncer
-from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.protocols import Judge, LoopParts, LoopState, Rollout, Successor, Syncer
 from weightlane.trainer.loop.summary import RunSummary
 
 ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)

@@ -17,8 +17,7 @@ from waiting import NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, SyncAbortedError, WeightlaneError, WorkerDiedError
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer.loop.protocols import Newcomer, Successor
-from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.protocols import LoopState, Newcomer, Successor
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

@@ -22,7 +22,7 @@ from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.data.sft_examples import Example
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role_spec import RoleSpec
-from weightlane.trainer.loop.state import LoopState
+from weightlane.trainer.loop.protocols import LoopState
 from weightlane.trainer.runner.jobs import Export, Save
 from weightlane.trainer.runner.runner import Runner
 from weightlane.trainer.runner.sft_config import SftConfig

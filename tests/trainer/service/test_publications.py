@@ -19,7 +19,7 @@ class World:
 
     def __init__(self) -> None:
         part = cast("Any", self)
-        self.publications = Publications(part, part, [], None, 2, HANG_S)
+        self.publications = Publications(part, part, {}, None, 2, HANG_S)
         self.loading: dict[str, asyncio.Task[None]] = {}
         self.served: dict[str, list[tuple[int, int]]] = {}
         self.version, self.loads, self.failing = 0, 0, False

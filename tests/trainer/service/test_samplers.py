@@ -45,10 +45,11 @@ def run(directory: Path, replicas: Sequence[Replica], prompts: Sequence[int]) ->
 
     async def live() -> None:
         checkpoints = Checkpoints(store, directory / "checkpoints")
-        publications = Publications(any_part, any_part, [], lambda _: None, 2, 60.0)
+        publications = Publications(any_part, any_part, {}, lambda _: None, 2, 60.0)
+        living = {replica.name: replica for replica in replicas}
         base = BaseModel("tiny", "", directory, 32, 64, [0], {})
         samplers = Samplers(
-            store, futures, checkpoints, publications, cast("Any", replicas), any_part, base, ServiceConfig()
+            store, futures, checkpoints, publications, cast("Any", living), any_part, base, ServiceConfig()
         )
         samplers.create("sampler", "session", "client")
         samplers.resume()

@@ -87,7 +87,6 @@ class Operations:
         await asyncio.gather(*left, return_exceptions=True)
 
     async def _create_model(self, model: Model, request: StoredRequest) -> None:
-        wire.request(wire.CreateModelRequest, request.payload)
         await self.scheduler.make_room()
         await self._jobs.create(model.adapter, model.config)
         model.loaded = True
