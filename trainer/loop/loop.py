@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -79,14 +79,11 @@ class AsyncLoop:
             self._stream.restore(resume.stream, may_change=True)  # the caller has checked the data
             self._feeder.requeue([Task.from_plain(plain) for plain in resume.outstanding])
         self._keeper = VersionKeeper(
-            parts.trainers,
-            parts.syncer,
-            on_commit=self._on_commit,
-            max_failures=config.max_failed_syncs,
+            parts.trainers, parts.syncer, on_commit=self._on_commit, max_failures=config.max_failed_syncs
         )
         self._trained = Lengths()
         self._first = self._saved = self._exported = self._step
-        self._evaluating: asyncio.Task[None] | None = None
+        self._evaluating: asyncio.Task[float | None] | None = None
         self._evaluation_failed: asyncio.Future[None]
         """Completed only if an evaluation during training has failed, with its error."""
         self._timed = 0
@@ -135,7 +132,7 @@ class AsyncLoop:
 
     async def _main(self) -> None:
         await self._keeper.publish_blocking(self._step)
-        self._summary.accuracy_before = await self._evaluate()
+        self._summary.accuracy_before = await self._evaluate(self._step)
         self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
         self._clock.restart()
         self._evaluation_failed = asyncio.get_running_loop().create_future()
@@ -159,7 +156,7 @@ class AsyncLoop:
         await self._save()
         await self._parts.export(self._step)
         summary = self._summary
-        summary.accuracy_after = await self._evaluate()
+        summary.accuracy_after = await self._evaluate(self._step)
         for rollout in self._fleet.living:
             with suppress(WorkerDiedError):  # a death no longer matters here
                 stats = await rollout.stats()
@@ -220,10 +217,10 @@ class AsyncLoop:
     def _begin_evaluation(self) -> None:
         """Start an evaluation during training, unless the previous one still runs."""
         if self._evaluating is None or self._evaluating.done():
-            self._evaluating = asyncio.create_task(self._evaluate_beside(), name="evaluation")
+            self._evaluating = asyncio.create_task(self._evaluate(), name="evaluation")
             self._evaluating.add_done_callback(self._evaluation_ended)
 
-    def _evaluation_ended(self, evaluation: asyncio.Task[None]) -> None:
+    def _evaluation_ended(self, evaluation: asyncio.Task[float | None]) -> None:
         error = None if evaluation.cancelled() else evaluation.exception()
         if error is not None and not self._evaluation_failed.done():
             self._evaluation_failed.set_exception(error)
@@ -233,28 +230,22 @@ class AsyncLoop:
         outstanding = [task.to_plain() for task in self._feeder.outstanding()]
         await self._parts.save(LoopState(self._step, self._stream.state(), outstanding))
 
-    async def _evaluate(self) -> float | None:
+    async def _evaluate(self, version: int | None = None) -> float | None:
         """Mean reward of greedy completions of held-out tasks: exact-match accuracy under an exact-match reward.
 
+        They are generated with `version`; during training, without one, with the version that serves then, a few at a time.
         None if there is no such task, or none could be answered and judged.
         """
-        return await self._evaluated(lambda task, turn: self._feeder.answer(task, turn, self._step))
-
-    async def _evaluate_beside(self) -> None:
-        """Evaluate during training: a few tasks at a time, each with the version that serves when it is answered."""
-        few = asyncio.Semaphore(_EVALUATED_BESIDE)
-
-        async def answer(task: Task, turn: int) -> PromptGroup:
-            async with few:
-                return await self._feeder.answer(task, turn)
-
-        await self._evaluated(answer)
-
-    async def _evaluated(self, answer: Callable[[Task, int], Coroutine[Any, Any, PromptGroup]]) -> float | None:
         tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
         if not tasks:
             return None
         started, step = time.perf_counter(), self._step
+        free = asyncio.Semaphore(_EVALUATED_BESIDE if version is None else len(tasks))
+
+        async def answer(task: Task, turn: int) -> PromptGroup:
+            async with free:
+                return await self._feeder.answer(task, turn, version)
+
         groups = await asyncio.gather(*(answer(task, turn) for turn, task in enumerate(tasks)))
         rewards = [reward for group in groups for reward in group.rewards]
         if not rewards:
