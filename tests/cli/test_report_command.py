@@ -17,7 +17,8 @@ from waiting import HANG_S
 
 from weightlane.cli.report.live_report import PageServer
 from weightlane.cli.report.run_record import read_record
-from weightlane.trainer.service.records.store import DATABASE, Store, StoredRequest
+from weightlane.trainer.service.records.futures import Futures
+from weightlane.trainer.service.records.store import DATABASE, Store
 
 HOSTILE = "</script><script>document.title='owned'</script><b onmouseover=alert(1)>&amp;"
 BEGAN = 1_800_000_000.0
@@ -156,8 +157,8 @@ def test_a_service_is_shown_by_its_models_queues_and_samplers_while_it_writes(tm
     for name, used in (("s-1:train:0", BEGAN), ("s-1:train:1", BEGAN + 1)):
         store.insert("models", id=name, used=used, about={"config": {"rank": 4}}, **model)
     for seq, kind in enumerate(("optim_step", "optim_step", "forward_backward")):
-        store.accept(StoredRequest(f"r-{seq}", kind, "s-1:train:1", seq, "alice", "queued", b"", b"", ""), "digest")
-    store.finish("r-0", b"{}", "json", keep_payload=False)
+        Futures(store).accept(kind, "s-1:train:1", seq, "alice", b"")
+    store.finish("s-1:train:1:0", b"{}", "json", keep_payload=False)
     store.insert("samplers", id="x", session="s-1", client="alice", model="s-1:train:1", inflight=1, created=BEGAN)
     with store.transaction():  # as while it writes
         service = read_record(tmp_path)["service"]
