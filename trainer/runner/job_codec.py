@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
+from pydantic_core import to_jsonable_python
 from safetensors.torch import load, save
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
@@ -63,9 +64,9 @@ def encode_job(job: Job[Any]) -> bytes:
                 hint="Give its name among RoleSpec.losses.",
             )
         else:
-            plain[field.name] = _plain(value)
+            plain[field.name] = value
     try:
-        text = json.dumps(plain)
+        text = json.dumps(to_jsonable_python(plain))
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"a setting of this job cannot be written as JSON: {cause}.", part=_PART) from cause
     data: bytes = save(tensors, metadata={"job": text})
@@ -95,18 +96,6 @@ def decode_job(data: bytes) -> Job[Any]:
 @cache
 def _adapter(field: str) -> TypeAdapter[Any]:
     return TypeAdapter(_FIELDS[field])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        return value.model_dump(mode="json")
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, tuple | set | frozenset) else value
 
 
 def _tensors(packed: MicroBatch) -> dict[str, torch.Tensor]:

@@ -150,8 +150,7 @@ class Service:
         """Begin to create a model from a checkpoint."""
         assert asked.session_id is not None
         self.sessions.require(asked.session_id, client)
-        if asked.base_model:
-            self._check_base(asked.base_model)
+        self._check_base(asked.base_model)
         found = self.checkpoints.get(asked.path, client)
         self._operations.check_kind(found)
         about = {key: found.about.get(key, {}) for key in ("base_model", "train")}
@@ -202,8 +201,7 @@ class Service:
     def create_sampler(self, client: str, session: str, seq: int, base_model: str | None, path: str | None) -> Sampler:
         """Create a sampler of the base model or of a checkpoint."""
         self.sessions.require(session, client)
-        if base_model:
-            self._check_base(base_model)
+        self._check_base(base_model)
         return self.samplers.create(sampler_id(session, seq), session, client, checkpoint=path)
 
     def sample(self, client: str, asked: SampleRequest, payload: bytes) -> StoredRequest:
@@ -221,19 +219,19 @@ class Service:
 
     def figures(self) -> dict[str, float]:
         """The values of ``/metrics``, by name."""
-        figures = {
-            "models": float(len(self.scheduler.models)),
-            "models_loaded": float(sum(model.loaded for model in self.scheduler.models.values())),
-            "training_requests_waiting": float(sum(len(model.waiting) for model in self.scheduler.models.values())),
-            "sampling_requests_running": float(self.samplers.running),
-            "sampled_tokens_total": float(self.samplers.tokens),
-            "versions_loaded": float(len(self.publications.versions)),
+        figures: dict[str, float] = {
+            "models": len(self.scheduler.models),
+            "models_loaded": sum(model.loaded for model in self.scheduler.models.values()),
+            "training_requests_waiting": sum(len(model.waiting) for model in self.scheduler.models.values()),
+            "sampling_requests_running": self.samplers.running,
+            "sampled_tokens_total": self.samplers.tokens,
+            "versions_loaded": len(self.publications.versions),
         }
         for kind, each in self._runner.figures.items():
-            figures[f'jobs_total{{kind="{kind}"}}'] = float(each.count)
-            figures[f'job_failures_total{{kind="{kind}"}}'] = float(each.failures)
+            figures[f'jobs_total{{kind="{kind}"}}'] = each.count
+            figures[f'job_failures_total{{kind="{kind}"}}'] = each.failures
             figures[f'job_seconds_total{{kind="{kind}"}}'] = each.seconds
-            figures[f'job_tokens_total{{kind="{kind}"}}'] = float(each.tokens)
+            figures[f'job_tokens_total{{kind="{kind}"}}'] = each.tokens
         return figures
 
     def _made(self, model: Model, kind: str, payload: bytes) -> StoredRequest:
@@ -248,8 +246,7 @@ class Service:
 
     def _single_sampler(self, client: str, asked: SampleRequest) -> str:
         """Create a sampler for one request that names no sampling session. Returns its id."""
-        if asked.base_model:
-            self._check_base(asked.base_model)
+        self._check_base(asked.base_model)
         sampler = f"single-{secrets.token_hex(8)}"
         self.samplers.create(sampler, "", client, checkpoint=asked.model_path)
         return sampler
@@ -271,8 +268,8 @@ class Service:
             publish="adapter",
         )
 
-    def _check_base(self, name: str) -> None:
-        if name != self.base.name:
+    def _check_base(self, name: str | None) -> None:
+        if name and name != self.base.name:
             raise UnknownError(
                 f"there is no base model {name!r}.", part=_PART, hint=f"This service has {self.base.name!r}."
             )
@@ -296,8 +293,8 @@ class Service:
     async def _keep_house(self) -> None:
         while True:
             await asyncio.sleep(_HOUSEKEEPING_S)
-            ended = set(self.sessions.end_silent())
-            ended |= {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
+            self.sessions.end_silent()
+            ended = {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
             for model in [each for each in self.scheduler.models.values() if each.session in ended]:
                 with suppress(WorkerDiedError):  # the scheduler raises it, too
                     await self.scheduler.between_requests.wait_for(partial(self.scheduler.remove, model), lambda: True)

@@ -45,14 +45,10 @@ class Sessions:
         """Set the last heartbeat of every open session to now, because clients could send none while no service ran."""
         self._store.change("UPDATE sessions SET seen = ? WHERE ended IS NULL", time.time())
 
-    def end_silent(self) -> list[str]:
-        """End the sessions without a heartbeat for too long. Returns their ids."""
-        silent = self._store.rows(
-            "SELECT id FROM sessions WHERE ended IS NULL AND seen < ?", time.time() - self._timeout_s
-        )
-        for row in silent:
-            self._store.update("sessions", row["id"], ended=f"no heartbeat for {self._timeout_s:.0f} s")
-        return [row["id"] for row in silent]
+    def end_silent(self) -> None:
+        """End the sessions without a heartbeat for too long."""
+        reason, since = f"no heartbeat for {self._timeout_s:.0f} s", time.time() - self._timeout_s
+        self._store.change("UPDATE sessions SET ended = ? WHERE ended IS NULL AND seen < ?", reason, since)
 
     def _ended(self, session: str, client: str) -> str | None:
         """Why a session has ended; None if it has not. Raises `UnknownError` if `client` has none of that id."""
