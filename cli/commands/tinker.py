@@ -28,7 +28,7 @@ from weightlane.trainer.engines.registry import check_trainer
 from weightlane.trainer.runner.file_observers import MetricsFile
 from weightlane.trainer.runner.run_dir import alone_in, refuse_taken
 from weightlane.trainer.runner.runner import Runner
-from weightlane.trainer.service.base_model import BaseModel
+from weightlane.trainer.service.config import ServedModel
 from weightlane.trainer.service.http.auth import Clients
 from weightlane.trainer.service.http.server import listening, serve
 from weightlane.trainer.service.service import Service
@@ -144,7 +144,7 @@ async def _start_service(
     await _unless(ended, asyncio.create_task(coordinator.connect()))
     runner = Runner(dispatch, hooks=hooks)
     life.push_async_callback(runner.close)
-    base = BaseModel(
+    base = ServedModel(
         config.service.base_model or config.model.path,
         model.architecture,
         model.path.resolve(),

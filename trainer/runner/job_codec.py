@@ -7,8 +7,7 @@ import json
 import struct
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from pydantic import TypeAdapter
@@ -17,31 +16,15 @@ from safetensors.torch import load, save
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from ..config import LoraConfig
-from ..data.batch import LossDenominators, TokenBatch, unpacked_batch
+from ..data.batch import TokenBatch, unpacked_batch
 from ..data.sequences import MicroBatch
-from ..engines.optimizer_settings import AdamParams
 from ..objectives.loss import OutputName
 from .jobs import JOBS, Job
 
 _PART = "job file"
 _KINDS = {job.kind: job for job in JOBS}
-_FIELDS: Mapping[str, Any] = {
-    "name": str,
-    "config": LoraConfig,
-    "source": Path | None,
-    "directory": Path,
-    "dtype": str,
-    "optimizer": bool,
-    "outputs": tuple[OutputName, ...],
-    "top_k": int,
-    "adapter": str | None,
-    "loss": str,
-    "denominators": LossDenominators | None,
-    "params": AdamParams | None,
-    "version": int,
-}
-"""Types of all fields of jobs except ``batch``, for parsing their JSON."""
+_READ_AS: Mapping[str, Any] = {"loss": str, "outputs": tuple[OutputName, ...]}
+"""Types of the fields whose values in files have fewer types than in jobs."""
 _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 
@@ -78,12 +61,12 @@ def decode_job(data: bytes) -> Job[Any]:
     try:
         (size,) = struct.unpack_from("<Q", data)
         plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["job"])
-        job = _KINDS[plain.pop("kind")]
+        kind: str = plain.pop("kind")
         unit = plain.pop("sequences_per_unit", None)
-        values = {name: _adapter(name).validate_python(value, strict=False) for name, value in plain.items()}
+        values = {name: _adapter(kind, name).validate_python(value, strict=False) for name, value in plain.items()}
         if unit is not None:
             values["batch"] = _batch(load(data), int(unit))
-        return job(**values)
+        return _KINDS[kind](**values)
     except ProtocolError as error:
         raise ProtocolError(f"its batch is damaged: {error.message}", part=_PART, hint=error.hint) from error
     except Exception as cause:  # parsers raise many types for bytes that nobody wrote
@@ -94,8 +77,8 @@ def decode_job(data: bytes) -> Job[Any]:
 
 
 @cache
-def _adapter(field: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_FIELDS[field])
+def _adapter(kind: str, field: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_READ_AS.get(field) or get_type_hints(_KINDS[kind])[field])
 
 
 def _tensors(packed: MicroBatch) -> dict[str, torch.Tensor]:

@@ -1,7 +1,9 @@
-"""`ServiceConfig`: where the service listens, who may use it, and how much it takes."""
+"""`ServiceConfig`: where the service listens, who may use it, and how much it takes; and the `ServedModel`."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
@@ -114,3 +116,20 @@ class ServiceConfig(Section):
         if self.allow_anonymous and self.host not in LOOPBACK:
             raise ValueError(f"allow_anonymous is true, and host {self.host} can be reached from other machines")
         return self
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model that clients train, or train adapters of."""
+
+    name: str
+    """The name that clients ask for."""
+    architecture: str
+    directory: Path
+    """Hugging Face directory, readable on every trainer rank. Clients get it as the tokenizer's name."""
+    vocabulary: int
+    max_length: int
+    """Most tokens of one sequence."""
+    eos_ids: Sequence[int]
+    layers: Mapping[str, str]
+    """``attention`` or ``mlp`` for each linear layer in decoder layers, by the last part of its name."""

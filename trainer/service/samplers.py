@@ -12,8 +12,7 @@ from typing import Any, TypeVar
 
 from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 
-from .base_model import BaseModel
-from .config import ServiceConfig
+from .config import ServedModel, ServiceConfig
 from .errors import UnknownError
 from .publications import BASE, AdapterReplica, Publications
 from .records.checkpoints import Checkpoints
@@ -69,7 +68,7 @@ class Samplers:
         publications: Publications,
         replicas: dict[str, AdapterReplica],
         load: Callable[[Sampler], Coroutine[Any, Any, None]],
-        base: BaseModel,
+        base: ServedModel,
         config: ServiceConfig,
     ) -> None:
         self._store, self._futures, self._checkpoints = store, futures, checkpoints

@@ -18,8 +18,7 @@ from ..config import LoraConfig
 from ..loop.protocols import Syncer
 from ..runner.model_jobs import ModelJobs
 from ..runner.runner import Runner
-from .base_model import BaseModel
-from .config import ServiceConfig
+from .config import ServedModel, ServiceConfig
 from .errors import BusyError, UnknownError
 from .publications import AdapterReplica, Publications
 from .records.checkpoints import Checkpoints
@@ -51,7 +50,7 @@ class Service:
         self,
         config: ServiceConfig,
         directory: Path,
-        base: BaseModel,
+        base: ServedModel,
         runner: Runner,
         syncer: Syncer,
         replicas: Sequence[AdapterReplica],

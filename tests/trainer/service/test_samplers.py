@@ -12,8 +12,7 @@ from typing import Any, cast
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import WorkerDiedError
-from weightlane.trainer.service.base_model import BaseModel
-from weightlane.trainer.service.config import ServiceConfig
+from weightlane.trainer.service.config import ServedModel, ServiceConfig
 from weightlane.trainer.service.publications import Publications
 from weightlane.trainer.service.records.checkpoints import Checkpoints
 from weightlane.trainer.service.records.futures import Futures
@@ -47,7 +46,7 @@ def run(directory: Path, replicas: Sequence[Replica], prompts: Sequence[int]) ->
         checkpoints = Checkpoints(store, directory / "checkpoints")
         publications = Publications(any_part, any_part, {}, lambda _: None, 2, 60.0)
         living = {replica.name: replica for replica in replicas}
-        base = BaseModel("tiny", "", directory, 32, 64, [0], {})
+        base = ServedModel("tiny", "", directory, 32, 64, [0], {})
         samplers = Samplers(
             store, futures, checkpoints, publications, cast("Any", living), any_part, base, ServiceConfig()
         )

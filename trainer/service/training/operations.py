@@ -14,8 +14,7 @@ from ...runner.job_joiner import RunJob
 from ...runner.jobs import DropGradient, Forward, ForwardBackward, OptimStep
 from ...runner.model_jobs import ModelJobs
 from ...runner.runner import Runner
-from ..base_model import BaseModel
-from ..config import ServiceConfig
+from ..config import ServedModel, ServiceConfig
 from ..losses import ServiceLoss, loss_report
 from ..publications import Publications
 from ..records.checkpoints import Checkpoint, Checkpoints, Kind
@@ -44,7 +43,7 @@ class Operations:
         jobs: ModelJobs,
         checkpoints: Checkpoints,
         publications: Publications,
-        base: BaseModel,
+        base: ServedModel,
         limits: WireLimits,
         config: ServiceConfig,
     ) -> None:

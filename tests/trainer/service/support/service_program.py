@@ -27,8 +27,7 @@ from weightlane.trainer.dispatch.ranks import LocalRanks
 from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import check_model_dir
 from weightlane.trainer.runner.runner import Runner
-from weightlane.trainer.service.base_model import BaseModel
-from weightlane.trainer.service.config import ServiceConfig
+from weightlane.trainer.service.config import ServedModel, ServiceConfig
 from weightlane.trainer.service.http.auth import Clients
 from weightlane.trainer.service.http.server import listening, serve
 from weightlane.trainer.service.service import Service
@@ -73,7 +72,9 @@ async def main(model_dir: Path, directory: Path, port_file: Path, settings: dict
             for name in adapted_layers(model.path, adapter)
         }
         longest = min((each.max_model_len for each in replicas), default=64)
-        base = BaseModel("tiny", model.architecture, model.path, model.vocab_size, longest, model.eos_token_ids, layers)
+        base = ServedModel(
+            "tiny", model.architecture, model.path, model.vocab_size, longest, model.eos_token_ids, layers
+        )
         runner = Runner(dispatch)
         stack.push_async_callback(runner.close)
         service = Service(config, directory, base, runner, coordinator, replicas, _announced, sync.deadline_s)
