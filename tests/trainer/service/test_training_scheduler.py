@@ -62,15 +62,9 @@ class World:
         config = ServiceConfig(save_every=100, max_queued=100, max_loaded=8, join_wait_s=join_wait_s)
         self.operations = Operations(self.futures, ANY, ANY, ANY, publications, ANY, WireLimits(), config)
         self.operations.samplers = cast("Any", SimpleNamespace(create=lambda *_, **__: None))
+        jobs, execute = cast("Any", self.jobs), self.execute if error is None else self.fail
         self.scheduler = self.operations.scheduler = TrainingScheduler(
-            self.store,
-            self.futures,
-            cast("Any", self.jobs),
-            ANY,
-            publications,
-            self.execute if error is None else self.fail,
-            directory / "models",
-            config,
+            self.store, self.futures, jobs, ANY, publications, execute, directory / "models", config
         )
         self.models = {name: Model(name, "s", f"client {name}", LORA, {}, next_seq=1, loaded=True) for name in models}
         self.answered: dict[str, Callable[[], None]] = {}
@@ -261,10 +255,8 @@ def test_adapters_and_all_weights_are_not_taken_for_each_other(
     def config(*, trains_weights: bool) -> ServiceConfig:
         return ServiceConfig(trains="all_weights" if trains_weights else "adapters")
 
-    def scheduler(*, trains_weights: bool) -> TrainingScheduler:
-        return TrainingScheduler(
-            store, ANY, ANY, ANY, ANY, ANY, tmp_path / "models", config(trains_weights=trains_weights)
-        )
+    def scheduler(**trains: bool) -> TrainingScheduler:
+        return TrainingScheduler(store, ANY, ANY, ANY, ANY, ANY, tmp_path / "models", config(**trains))
 
     scheduler(trains_weights=not trains_weights).add(Model("m", "s", "c", lora, {}))
     assert scheduler(trains_weights=not trains_weights).resume() == 1

@@ -58,7 +58,7 @@ class Operations:
         if request.state == "failed":  # before a crash, or before its turn: it changed no weight then, and doesn't now
             if request.kind == STEP:
                 await self._drop_gradient(model)
-            elif request.kind == BACKWARD and not self._pass_of(request).message.forward_only:
+            elif request.kind == BACKWARD and not self._pass_of(request).forward_only:
                 _spoil(model, "it was refused, or failed before the service was started again.")
             return
         operation = getattr(self, f"_{request.kind}")
@@ -122,7 +122,7 @@ class Operations:
         try:
             answer = await self._pass(model, body, run)
         except Exception as error:
-            if not body.message.forward_only:  # until the step, since other parts may be queued already
+            if not body.forward_only:  # until the step, since other parts may be queued already
                 _spoil(model, str(error))
             raise
         self._futures.finish(request.id, answer, PROTOBUF, keep_payload=True)
@@ -141,9 +141,9 @@ class Operations:
             )
         loss = ServiceLoss(asked.loss, asked.loss_config)
         loss.check_inputs(asked.batch)
-        if model.spoiled and not asked.forward_only:
+        if model.spoiled and not body.forward_only:
             raise _incomplete(model)
-        if asked.forward_only:
+        if body.forward_only:
             outputs = await self._runner.run(Forward(asked.batch, LOGPROBS, adapter=model.adapter))
             report = loss_report(loss, asked.batch, [each["logprobs"] for each in outputs])
         else:

@@ -40,13 +40,8 @@ _TEXT_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """A client's request for a pass over a batch, decoded and checked."""
+    """The rest of a client's request for a pass over a batch, decoded and checked."""
 
-    model_id: str
-    seq_id: int
-    """The request's number among those of its model, from 1. Requests are carried out in this order."""
-    forward_only: bool
-    """Whether no gradient is wanted."""
     loss: str
     loss_config: Mapping[str, float | str]
     batch: TokenBatch
@@ -65,6 +60,9 @@ class TrainBody:
 
     model_id: str
     seq_id: int
+    """The request's number among those of its model, from 1. Requests are carried out in this order."""
+    forward_only: bool
+    """Whether no gradient is wanted."""
     message: Any
     """The ``ForwardBackwardRequest``."""
     limits: WireLimits
@@ -77,7 +75,8 @@ class TrainBody:
             raise ProtocolError(
                 f"seq_id is {message.seq_id}.", part=PART, hint="Requests of a model are numbered from 1."
             )
-        return cls(checked_identifier(message.model_id, part=f"{PART}, model_id"), message.seq_id, message, limits)
+        model_id = checked_identifier(message.model_id, part=f"{PART}, model_id")
+        return cls(model_id, message.seq_id, message.forward_only, message, limits)
 
     @property
     def decodes_at_once(self) -> bool:
@@ -102,15 +101,8 @@ class TrainBody:
         _check_cells(_sparse_cells(message.data), limits)  # before any sparse tensor is made dense
         datums = [_datum(each, index, limits) for index, each in enumerate(message.data)]
         _check_ids(datums, vocabulary)
-        return TrainRequest(
-            self.model_id,
-            self.seq_id,
-            message.forward_only,
-            message.loss_fn,
-            _config(message),
-            _batch(datums, limits),
-            tuple(tuple(datum.targets.shape) for datum in datums),
-        )
+        shapes = tuple(tuple(datum.targets.shape) for datum in datums)
+        return TrainRequest(message.loss_fn, _config(message), _batch(datums, limits), shapes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,8 +66,10 @@ def test_a_request_of_the_sdk() -> None:
         seq_id=7,
     )
     message.forward_only = True
-    found = decoded(message)
-    assert (found.model_id, found.seq_id, found.forward_only, found.loss) == ("s:train:0", 7, True, "ppo")
+    body = TrainBody.parse(message.SerializeToString(), LIMITS)
+    assert (body.model_id, body.seq_id, body.forward_only) == ("s:train:0", 7, True)
+    found = body.request(VOCABULARY)
+    assert found.loss == "ppo"
     assert found.loss_config == {"clip_low_threshold": 0.9, "mode": "plain"}
     assert found.shapes == ((2,),)
     (sequence,) = found.batch.sequences
