@@ -22,7 +22,7 @@ _DEATH_NOTICE_S = 5.0
 """Seconds to wait, after a rank's error, for the report that another rank died, which explains the error better."""
 
 
-class _RankActor:
+class RankActor:
     """The Ray actor of one trainer rank, with a call that lasts as long as the process."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -117,9 +117,9 @@ class RayRanks:
             num_cpus=config.cpus_per_rank,
             num_gpus=config.gpus_per_rank or 0,
             max_restarts=0,
-            concurrency_groups={"watch": 1, "close": 1},
+            concurrency_groups={"watch": 1, "close": 1},  # beside the call that trains
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
-        )(_with_concurrency_groups(_RankActor))
+        )(RankActor)
         return [
             actor_class.options(scheduling_strategy=place).remote(rank, self.world) for rank, place in enumerate(places)
         ]
@@ -137,7 +137,7 @@ class RayRanks:
     async def watch(self) -> NoReturn:
         """See `Ranks.watch`."""
         await self._started.wait()
-        await self._answers([actor.alive.remote() for actor in self._actors])
+        await self._answers([actor.alive.options(concurrency_group="watch").remote() for actor in self._actors])
         await asyncio.Event().wait()  # the ranks were closed on purpose
         raise AssertionError
 
@@ -147,7 +147,7 @@ class RayRanks:
 
         with suppress(WeightlaneError, TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
-                await self._answers([actor.close.remote() for actor in self._actors])
+                await self._answers([actor.close.options(concurrency_group="close").remote() for actor in self._actors])
         for actor in self._actors:
             with suppress(Exception):  # Ray was shut down before, and the actor with it.
                 ray.kill(actor, no_restart=True)
@@ -194,14 +194,3 @@ class RayRanks:
 def _ranks_that_share_matrices(config: TrainerConfig) -> int:
     """Number of neighbouring ranks that exchange activations in every layer; 1 for an engine that weightlane does not know."""
     return int(getattr(getattr(config, config.engine, None), "tensor_parallel", 1))
-
-
-def _with_concurrency_groups(actor_class: type[_RankActor]) -> type[_RankActor]:
-    """Let `alive` and `close` run concurrently with the call that trains."""
-    import ray  # noqa: PLC0415 - as above
-
-    class RankActor(actor_class):  # type: ignore[misc, valid-type]
-        alive = ray.method(concurrency_group="watch")(actor_class.alive)
-        close = ray.method(concurrency_group="close")(actor_class.close)
-
-    return RankActor

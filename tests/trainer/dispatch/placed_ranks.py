@@ -58,7 +58,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    ray_ranks._RankActor = Actor  # type: ignore[misc,assignment]
+    ray_ranks.RankActor = Actor  # type: ignore[misc,assignment]
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for cpus in (5, 4):
         cluster.add_node(num_cpus=cpus)
