@@ -26,8 +26,8 @@ class Failures:
     ) -> None:
         self._share, self._setting = share, setting
         self._hooks = hooks
-        self._window = {True: _STEPS, False: max(_SAMPLES, _GROUPS * group_size)}
-        self._last = {of_steps: deque[bool]([True] * size, size) for of_steps, size in self._window.items()}
+        windows = {True: _STEPS, False: max(_SAMPLES, _GROUPS * group_size)}
+        self._last = {of_steps: deque[bool]([True] * size, size) for of_steps, size in windows.items()}
         self.counts: Counter[str] = Counter()
         """Number of failures, by kind."""
 
@@ -48,10 +48,10 @@ class Failures:
         last = self._last[of_steps]
         last.extend([False] * count)
         lost = last.count(False)
-        if lost > self._share * self._window[of_steps]:
+        if lost > self._share * len(last):
             what = "optimizer steps" if of_steps else "samples"
             raise TooManyFailuresError(
-                f"{lost} of the last {self._window[of_steps]} {what} failed; the last one: {error}",
+                f"{lost} of the last {len(last)} {what} failed; the last one: {error}",
                 part="loop",
                 hint=f"failures.jsonl in the run's directory lists them; {self._setting} says how many may fail.",
             ) from error
