@@ -63,14 +63,14 @@ class BetweenRequestQueue:
             return
         try:
             result = await task.work()
-        except WorkerDiedError as error:
-            task.done.set_exception(error)
-            raise
         except asyncio.CancelledError:  # the service ends; the caller must not wait for ever
             task.done.cancel()
             raise
-        except Exception as error:  # noqa: BLE001 - the caller gets it
-            task.done.set_exception(error)
+        except Exception as error:
+            if not task.done.cancelled():
+                task.done.set_exception(error)
+            if isinstance(error, WorkerDiedError):
+                raise
         else:
             if not task.done.cancelled():
                 task.done.set_result(result)
