@@ -25,14 +25,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commit.records import CommitReport, Completion, RolloutStats
+    from .commit.records import Completion, RolloutStats
     from .config import RolloutConfig
     from .replicas.local_replica import LocalReplica
     from .replicas.ray_actor import RolloutReplica, start_replicas
     from .replicas.server_replica import ServerReplica
 
 _HOME = {
-    "CommitReport": "commit.records",
     "Completion": "commit.records",
     "RolloutConfig": "config",
     "RolloutReplica": "replicas.ray_actor",
@@ -43,7 +42,6 @@ _HOME = {
 }
 
 __all__ = [
-    "CommitReport",
     "Completion",
     "LocalReplica",
     "RolloutConfig",

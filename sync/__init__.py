@@ -36,7 +36,7 @@ from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .config import CheckpointEngineConfig, SyncConfig
 from .control.coordinator.coordinator import Coordinator
 from .control.coordinator.replica import Replica, ReplicaState
-from .control.coordinator.report import CommitOutcome, CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
+from .control.coordinator.report import CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
 from .control.rendezvous import Rendezvous, RendezvousAddress
 from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream
@@ -55,7 +55,6 @@ __all__ = [
     "CheckpointEngineConfig",
     "CollectivePublisher",
     "CommitMode",
-    "CommitOutcome",
     "CommitReport",
     "Coordinator",
     "Expectation",

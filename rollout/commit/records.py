@@ -31,24 +31,6 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitReport:
-    """The cost of one commit for this replica."""
-
-    version: int
-    blocked_s: float
-    """Seconds in which the engine began no decode step, including the rest of the step in progress."""
-    load_s: float
-    """Seconds of `blocked_s` in which the weights were replaced on all ranks."""
-    waited_s: float
-    """Seconds before `blocked_s`: until the call reached the engine and the engine began to handle it."""
-    in_flight: int
-    """Requests that were generating when the commit began. `RolloutStats.commit_gaps_s` has their longest wait for a token."""
-    recomputed_tokens: int
-    """Tokens of requests in flight, of prompts and completions, that prefill again because their caches were dropped. A prefix
-    that several requests share counts for each of them, although vLLM computes it once."""
-
-
-@dataclass(frozen=True, slots=True)
 class RolloutStats:
     """Running totals of one replica since it started."""
 

@@ -18,8 +18,9 @@ from weightlane.ckpt_engines import (
     UntouchedError,
     WeightlaneError,
 )
+from weightlane.sync import CommitReport
 
-from ..commit.records import CommitReport, Completion, RolloutStats
+from ..commit.records import Completion, RolloutStats
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
 from ..layout.loading.adapter_tensors import adapted_layers

@@ -18,8 +18,9 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
     error_from_wire,
 )
+from weightlane.sync import CommitReport
 
-from ..commit.records import CommitReport, Completion, RolloutStats
+from ..commit.records import Completion, RolloutStats
 from ..config import AdapterConfig, RolloutConfig
 from ..vllm.environment import child_environment
 from .local_replica import LocalReplica

@@ -6,8 +6,9 @@ import asyncio
 import time
 
 from weightlane.plugins import process_hooks
+from weightlane.sync import CommitReport
 
-from ..commit.records import CommitReport, Completion
+from ..commit.records import Completion
 from ..commit.token_clock import TokenClock
 
 _GAP_WAIT_S = 0.5

@@ -18,8 +18,8 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
+from weightlane.sync import CommitReport
 
-from ..commit.records import CommitReport
 from ..commit.remote_failure import failure_from_text, quarantined, untouched
 from ..commit.token_clock import TokenClock
 from ..commit.transfer_calls import ENGINE_SHARE, EngineCommit

@@ -79,6 +79,8 @@ def load_tasks(
     non-empty string; and for a file that is missing, unreadable or without tasks.
     """
     lines = json_lines(path, holds="task", setting="data.train and data.heldout")
+    if prompt_key == answer_key:
+        raise ConfigError(f"data.prompt_key and data.answer_key are both {prompt_key!r}.", part=_PART)
     return [_task(data, where, prompt_key, answer_key, as_chat) for where, data in lines]
 
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapp
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn, Protocol
 
-from weightlane.ckpt_engines import DeadlineExceededError
+from weightlane.ckpt_engines import DeadlineExceededError, WorkerDiedError
 
 from ..config import LoraConfig
 from ..loop.protocols import Syncer
@@ -103,12 +103,19 @@ class Publications:
                     self._versions.popitem(last=False)
                 described = self._describe(config)
                 keep = sorted({*self._versions.values(), *(held for _, held in self._held)})
-                await asyncio.gather(*(each.announce(version, described, keep) for each in self._replicas.values()))
+                await self._announce(version, described, keep)
             await self._runner.run(Publish(version, adapter))
         except BaseException:
             self._turn.release()
             raise
         return version
+
+    async def _announce(self, version: int, described: Any, keep: Collection[int]) -> None:
+        """Tell every replica which adapter a version will be. One that has just died gets no version: others may be left."""
+        calls = [each.announce(version, described, keep) for each in self._replicas.values()]
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerDiedError):
+                raise answer
 
     async def finish(self, key: str, version: int) -> None:
         """Wait until the replicas have a version, and make it that of `key`.

@@ -24,7 +24,7 @@ from ..hub.frames import COORDINATOR
 from ..messages import Failed
 from .message_queue import MessageQueue
 from .replica import ReplicaState
-from .report import CommitOutcome, Outcome, ReplicaReport
+from .report import CommitReport, Outcome, ReplicaReport
 from .roster import Roster, RosterEntry
 
 _log = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class Commits:
         self._roster = roster
         self._queue = queue
         self._hooks = hooks
-        self._running: dict[str, tuple[RosterEntry, Future[CommitOutcome | WeightlaneError]]] = {}
+        self._running: dict[str, tuple[RosterEntry, Future[CommitReport | WeightlaneError]]] = {}
         self._install_s: dict[str, float] = {}
         """Seconds that each commit took."""
         self._before: dict[str, int] = {}
@@ -71,7 +71,7 @@ class Commits:
         """The replicas whose commits have begun and were not finished by `finish` yet."""
         return [entry for entry, _ in self._running.values()]
 
-    def begin(self, entry: RosterEntry) -> Future[CommitOutcome | WeightlaneError]:
+    def begin(self, entry: RosterEntry) -> Future[CommitReport | WeightlaneError]:
         """Start the commit of a replica on the event loop."""
         future = asyncio.run_coroutine_threadsafe(self._commit(entry), self._loop)
         self._running[entry.name] = entry, future
@@ -81,7 +81,7 @@ class Commits:
         """Start the commit of a replica that writes buckets as they arrive. If the commit fails, the attempt fails."""
         session = self._queue.session
 
-        def report(ended: Future[CommitOutcome | WeightlaneError]) -> None:
+        def report(ended: Future[CommitReport | WeightlaneError]) -> None:
             if not ended.cancelled() and isinstance(error := ended.result(), WeightlaneError):
                 failed = Failed(
                     name=entry.subscribers[0], session=session, version=self._version, error=error.to_wire()
@@ -106,7 +106,7 @@ class Commits:
             if self._running.pop(name, None) is None:
                 continue  # a concurrent call of `finish` has handled it
             if future.cancel() or future.cancelled():
-                result: CommitOutcome | WeightlaneError = QuarantinedError(
+                result: CommitReport | WeightlaneError = QuarantinedError(
                     f"its commit of version {self._version} was interrupted.", part=COORDINATOR, peer=name
                 )
             else:
@@ -148,7 +148,7 @@ class Commits:
             *(undo(entry, before) for entry, before in served if entry is not None and entry.version == self._version)
         )
 
-    async def _commit(self, entry: RosterEntry) -> CommitOutcome | WeightlaneError:
+    async def _commit(self, entry: RosterEntry) -> CommitReport | WeightlaneError:
         limit, began = asyncio.timeout(self._deadline.remaining_s), time.perf_counter()
         try:
             async with limit:

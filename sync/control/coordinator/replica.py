@@ -8,7 +8,7 @@ from typing import Protocol
 
 from weightlane.ckpt_engines import WeightlaneError
 
-from .report import CommitOutcome
+from .report import CommitReport
 
 
 class Replica(Protocol):
@@ -21,7 +21,7 @@ class Replica(Protocol):
     def subscriber_names(self) -> Sequence[str]:
         """Names of the subscribers of the replica's ranks."""
 
-    async def commit(self, version: int) -> CommitOutcome:
+    async def commit(self, version: int) -> CommitReport:
         """Put the staged `version` into service on every rank at the same step.
 
         Raises `UntouchedError` if every rank still serves the version it had, and `WorkerDiedError` if the replica is gone.

@@ -5,36 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from weightlane.ckpt_engines import WeightlaneError
 
 from ...codecs.quantised import QuantisationReport
 
 
-class CommitOutcome(Protocol):
-    """A replica's report of one commit. The rollout side supplies it."""
-
-    @property
-    def version(self) -> int:
-        """The version now serving."""
-
-    @property
-    def blocked_s(self) -> float:
-        """Seconds during which the replica generated nothing because of the commit."""
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens that requests in flight prefill again because the commit dropped their caches."""
-
-
 @dataclass(frozen=True, slots=True)
 class CommitReport:
-    """A `CommitOutcome` as a dataclass."""
+    """The cost of one commit for a replica, as far as the replica knows it."""
 
     version: int
     blocked_s: float
+    """Seconds in which the engine began no decode step, including the rest of the step in progress."""
+    load_s: float = 0.0
+    """Seconds of `blocked_s` in which the weights were replaced on all ranks."""
+    waited_s: float = 0.0
+    """Seconds before `blocked_s`: until the call reached the engine and the engine began to handle it."""
+    in_flight: int = 0
+    """Requests that were generating when the commit began."""
     recomputed_tokens: int = 0
+    """Tokens of requests in flight, of prompts and completions, that prefill again because their caches were dropped. A prefix
+    that several requests share counts for each of them, although vLLM computes it once."""
 
 
 class Outcome(StrEnum):

@@ -17,8 +17,8 @@ from tiny_models import check_ranks, copy_with, is_greedy, load_tensors
 from tiny_run import IN_ENGINE
 from waiting import HANG_S
 
-from weightlane.rollout import CommitReport, Completion, LocalReplica, RolloutConfig
-from weightlane.sync import SyncReport
+from weightlane.rollout import Completion, LocalReplica, RolloutConfig
+from weightlane.sync import CommitReport, SyncReport
 from weightlane.sync.config import CodecPolicy, Quantise
 
 T = TypeVar("T")

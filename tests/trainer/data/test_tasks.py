@@ -25,6 +25,8 @@ def test_prompt_answer_and_every_other_key_reach_the_task(tmp_path: Path) -> Non
     tasks = load_tasks(path, "q", "a")
     assert tasks == [Task("1+1=", 2, {"level": "easy"}), Task("é", "x", {})]
     assert tasks[0].as_mapping() == {"prompt": "1+1=", "answer": 2, "level": "easy"}
+    with pytest.raises(ConfigError, match="are both 'q'"):
+        load_tasks(path, "q", "q")
 
 
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:

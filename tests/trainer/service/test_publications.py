@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import DeadlineExceededError, StorageError
+from weightlane.ckpt_engines import DeadlineExceededError, StorageError, WorkerDiedError
 from weightlane.trainer.service import publications as publications_module
 from weightlane.trainer.service.publications import BASE, Publications
 
@@ -127,3 +128,26 @@ def test_a_request_that_does_not_end_is_waited_for_until_a_deadline(monkeypatch:
 
     live(run())
     assert list(world.served) == ["first"]
+
+
+@pytest.mark.parametrize("error", [WorkerDiedError, StorageError])
+def test_a_replica_that_has_just_died_is_not_told_of_an_adapter_and_any_other_error_fails_the_version(
+    error: Any,
+) -> None:
+    told: list[int] = []
+
+    async def announce(version: int, _: Any, __: Any) -> None:
+        told.append(version)
+        if len(told) == 1:
+            raise error("gone.", part="rollout-0")
+
+    world: Any = World()
+    replicas: Any = {name: SimpleNamespace(announce=announce) for name in ("rollout-0", "rollout-1")}
+    publications = Publications(world, world, replicas, lambda _: None, 2, HANG_S)
+    publishing = publications.begin("a", cast("Any", object()))
+    if error is WorkerDiedError:
+        assert asyncio.run(publishing) == 1
+    else:
+        with pytest.raises(StorageError):
+            asyncio.run(publishing)
+    assert told == [1, 1]

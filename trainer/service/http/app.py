@@ -94,7 +94,7 @@ def application(service: Service, clients: Clients) -> Starlette:
     async def metrics(request: Request) -> Response:
         if clients.of(request.headers) is None:
             return unauthorized()
-        lines = [f"weightlane_service_{name} {value:g}" for name, value in sorted(service.figures().items())]
+        lines = [f"weightlane_service_{name} {value:.15g}" for name, value in sorted(service.figures().items())]
         return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
 
     async def unknown(request: Request, _: Any) -> Response:
