@@ -127,7 +127,8 @@ class SendSession:
         assert self.pipeline is not None, "connected"
         destinations: dict[int, Destination] = {}
         for lane, to in sorted(self._lanes.items()):
-            accepting = [name for name in to.receivers if name in accepted]
+            # Receivers can join a store's session later, so the plan does not name all of them.
+            accepting = version.receivers if self._rank.stores else [name for name in to.receivers if name in accepted]
             destinations |= dict.fromkeys(manifest.buckets_of(lane), replace(to, receivers=accepting))
         return self.pipeline.send_version(manifest, buckets, destinations, source.deadline, version.stall_s)
 

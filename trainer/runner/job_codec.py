@@ -10,8 +10,7 @@ from functools import cache
 from typing import Any, get_type_hints
 
 import torch
-from pydantic import TypeAdapter
-from pydantic_core import to_jsonable_python
+from pydantic import ConfigDict, TypeAdapter
 from safetensors.torch import load, save
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
@@ -22,6 +21,7 @@ from ..objectives.loss import OutputName
 from .jobs import JOBS, Job
 
 _PART = "job file"
+_PLAIN = TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="constants"))
 _KINDS = {job.kind: job for job in JOBS}
 _READ_AS: Mapping[str, Any] = {"loss": str, "outputs": tuple[OutputName, ...]}
 """Types of the fields whose values in files have fewer types than in jobs."""
@@ -49,7 +49,7 @@ def encode_job(job: Job[Any]) -> bytes:
         else:
             plain[field.name] = value
     try:
-        text = json.dumps(to_jsonable_python(plain))
+        text = json.dumps(_PLAIN.dump_python(plain, mode="json"))
     except (TypeError, ValueError) as cause:
         raise ConfigError(f"a setting of this job cannot be written as JSON: {cause}.", part=_PART) from cause
     data: bytes = save(tensors, metadata={"job": text})
