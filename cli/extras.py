@@ -29,6 +29,8 @@ COMMANDS = {
 _MODULES = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "protobuf": "google.protobuf"}
 """Modules of distributions whose module has another name."""
 _WEIGHTLANE = "weightlane"
+_CHECKED_IN_USE = frozenset({"vllm"})
+"""Distributions of which a newer version than the extra's is used if it has what weightlane needs: `rollout/vllm_surface.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,8 @@ class Library:
     """Empty when it is not installed, ``unknown`` when its module belongs to no distribution, as in a bare checkout."""
     misfit: str | None
     """Why weightlane does not support this version; None when it does, or when nothing is installed."""
+    untried: bool = False
+    """Whether it is newer than what was tried, and is checked when it is used."""
 
 
 def library_of(required: str) -> Library:
@@ -60,6 +64,8 @@ def library_of(required: str) -> Library:
     here = _release(found)
     if all(here >= _release(bound) if sign == ">=" else here < _release(bound) for sign, bound in bounds):
         return Library(owner, found, None)
+    if required in _CHECKED_IN_USE and all(here >= _release(bound) for sign, bound in bounds if sign == ">="):
+        return Library(owner, found, None, untried=True)
     wanted = ",".join(f"{sign}{bound}" for sign, bound in bounds)
     return Library(owner, found, f"{owner} {found} is not supported: weightlane wants {wanted}")
 

@@ -7,9 +7,12 @@ importing vLLM takes seconds.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.metadata
 import inspect
+import logging
+import re
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +20,8 @@ from weightlane.ckpt_engines import ConfigError
 
 BACKEND = "weightlane"
 """The name of weightlane's weight-transfer engine in vLLM's configuration."""
+TRIED = ((0, 28), (0, 33))
+"""The first release of vLLM that was tried, and the first after the last one: docs/reference/vllm-versions.md."""
 
 _MODULES = {
     # Reloads of a live model, layer by layer.
@@ -40,12 +45,16 @@ _MODULES = {
     # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
     "vllm.v1.engine.core": ("EngineCore", "EngineCoreProc"),
+    # Completions, and the client's side of the messages that they come in.
+    "vllm.outputs": ("CompletionOutput",),
+    "vllm.v1.engine.output_processor": ("OutputProcessor", "RequestState"),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
     # What a worker does between two decode steps.
     "vllm.v1.worker.gpu_worker": ("Worker",),
-    # Adapters without files, and models that can have some.
+    # Adapters without files, models that can have some, and the names of tensors in a checkpoint and in a model.
     "vllm.model_executor.models": ("supports_lora",),
+    "vllm.model_executor.models.utils": ("WeightsMapper",),
     "vllm.lora.lora_model": ("LoRAModel",),
     "vllm.lora.model_manager": ("LoRAModelManager",),
     "vllm.lora.peft_helper": ("PEFTHelper",),
@@ -66,6 +75,7 @@ _ON_CPU = {
 _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("BaseModelLoader.load_model", 1, ("vllm_config", "model_config")),
     ("EngineCore.collective_rpc", 2, ("timeout", "args", "kwargs")),
+    ("EngineCore.get_weight_version", 1, ()),
     ("EngineCore.is_scheduler_paused", 1, ()),
     ("EngineCore.pause_scheduler", 1, ("mode", "clear_cache")),
     ("EngineCore.reset_encoder_cache", 1, ()),
@@ -80,6 +90,7 @@ _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("LoRAModelRunnerMixin.load_lora_model", 4, ()),
     ("PEFTHelper", 0, ("r", "lora_alpha", "target_modules")),
     ("PEFTHelper.validate_legal", 2, ()),
+    ("WeightsMapper.apply_list", 2, ()),
     ("Worker.finish_weight_update", 1, ()),
     ("Worker.start_weight_update", 1, ()),
     ("Worker.update_weights", 2, ()),
@@ -129,7 +140,10 @@ def uses_weightlane(vllm_config: Any) -> bool:
 
 
 def check_internals(*, on_cpu: bool) -> None:
-    """Raise `ConfigError` for the plugin's first error, or for the first internal that this vLLM does not have."""
+    """Raise `ConfigError` for the plugin's first error, or for the first internal that this vLLM does not have.
+
+    Warns once in a process of a release that was not tried and has them all.
+    """
     for failure in failures:
         raise ConfigError(
             f"weightlane could not prepare this vLLM{_version()}: {type(failure).__name__}: {failure}",
@@ -141,6 +155,18 @@ def check_internals(*, on_cpu: bool) -> None:
             __getattr__(name)
     for path, count, keywords in _CALLS:
         _check_call(path, count, keywords)
+    _warn_if_untried(_version())
+
+
+@functools.cache
+def _warn_if_untried(version: str) -> None:
+    first, after = TRIED
+    if (numbers := re.search(r"(\d+)\.(\d+)", version)) and not first <= (int(numbers[1]), int(numbers[2])) < after:
+        logging.getLogger(__name__).warning(
+            "this vLLM%s was not tried with weightlane. It has all that weightlane uses of it, and is used if the rehearsal of a"
+            " first version passes; see docs/reference/vllm-versions.md.",
+            version,
+        )
 
 
 def check_attributes(owner: object, path: str, what: str) -> None:

@@ -18,7 +18,7 @@ from rich.text import Text
 from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.runtime.daemon_threads import within
 
-from ..extras import COMMANDS, extras_of_users, how_to_install_extra, library_of, listed_by, members
+from ..extras import COMMANDS, Library, extras_of_users, how_to_install_extra, library_of, listed_by, members
 
 _PROBE_S = 300.0
 """Longest time of one probe; that of engines includes the checks of all of them. A hanging library costs only its own row."""
@@ -193,7 +193,7 @@ def _extras() -> Iterator[Finding]:
     for extra in ("", *extras_of_users()):
         libraries = [library_of(name) for name in dict.fromkeys(members(extra))]
         own = libraries[: len(listed_by(extra))]
-        found = ", ".join(f"{library.distribution} {library.version}" for library in own if library.version)
+        found = ", ".join(_installed(library) for library in own if library.version)
         users = [command for command, extras in COMMANDS.items() if extra in extras]
         kind, name = ("extra", extra) if extra else ("library", "weightlane")
         way_out = how_to_install_extra(extra)
@@ -204,6 +204,11 @@ def _extras() -> Iterator[Finding]:
             yield Finding(kind, name, found, State.ABSENT if extra else State.BROKEN, trouble, way_out)
         else:
             yield Finding(kind, name, found)
+
+
+def _installed(library: Library) -> str:
+    untried = " (newer than what was tried: checked when it is used)" if library.untried else ""
+    return f"{library.distribution} {library.version}{untried}"
 
 
 def _engines() -> Iterator[Finding]:

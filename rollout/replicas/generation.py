@@ -41,11 +41,12 @@ class Sampling:
             ConfigError: A token is outside the vocabulary, the temperature is not one that vLLM samples with, or the seed is no
                 number from 0 to 2**63 - 1.
         """
-        for token in (min(prompt_ids, default=0), max(prompt_ids, default=0)):
-            if not 0 <= token < vocab_size:
-                raise ConfigError(
-                    f"the prompt has token {token}, and the model has tokens 0 to {vocab_size - 1}.", part=part
-                )
+        for tokens, what in ((prompt_ids, "the prompt"), (self.stop_ids, "stop_ids")):
+            for token in (min(tokens, default=0), max(tokens, default=0)):
+                if not 0 <= token < vocab_size:
+                    raise ConfigError(
+                        f"{what} has token {token}, and the model has tokens 0 to {vocab_size - 1}.", part=part
+                    )
         lowest, highest = _TEMPERATURES
         if not self.greedy and not lowest <= self.temperature <= highest:
             raise ConfigError(

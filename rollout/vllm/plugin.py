@@ -28,7 +28,7 @@ def _register() -> None:
     from vllm.distributed.weight_transfer import factory  # noqa: PLC0415 - vLLM is here
     from vllm.platforms import current_platform  # noqa: PLC0415
 
-    from . import commit_in_core, start_failures  # noqa: PLC0415 - these import vLLM's engine
+    from . import commit_in_core, start_failures, version_stamps  # noqa: PLC0415 - these import vLLM's engine
 
     try:
         factory.WeightTransferEngineFactory.register_engine(
@@ -42,5 +42,6 @@ def _register() -> None:
         )
     commit_in_core.install()
     start_failures.install()
+    version_stamps.install()
     if current_platform.is_cpu():
         vllm_cpu.install()

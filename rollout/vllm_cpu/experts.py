@@ -9,6 +9,7 @@ one matrix product per expert that has a token.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from torch.nn import functional
 from .layers import in_use
 
 _LIVE = "_weightlane_live"
+_ROUTING = ("use_grouped_topk", "renormalize", "scoring_func", "custom_routing_function")
+"""Settings that experts of vLLM 0.28 and 0.29, which choose the experts of each token themselves, take from their layer."""
 _GPT_OSS_LIMIT = 7.0
 _GPT_OSS_ALPHA = 1.702
 """Constants of gpt-oss's activation, from transformers' ``GptOssExperts``."""
@@ -37,15 +40,20 @@ def keep_expert_parameters_live() -> None:
         if not in_use() or cpu_moe.is_zentorch_moe_supported(layer):
             prepare(self, layer)
             return
+        for name in _ROUTING if "router_logits" in signature.parameters else ():
+            setattr(self, name, getattr(layer, name))
         setattr(self, _LIVE, True)
 
     signature = inspect.signature(compute)
 
-    def apply(self: Any, *args: Any, **kwargs: Any) -> None:
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not getattr(self, _LIVE, False):
-            compute(self, *args, **kwargs)
-            return
-        call = signature.bind(self, *args, **kwargs).arguments
+            return compute(self, *args, **kwargs)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        if "router_logits" in call:
+            call |= _choose(self, call)
         _experts(
             call["output"],
             call["hidden_states"],
@@ -58,9 +66,25 @@ def keep_expert_parameters_live() -> None:
             call["expert_map"],
             call["activation"].value,
         )
+        return call["output"] if "router_logits" in call else None
 
     experts.process_weights_after_loading = process_weights_after_loading
     experts.apply = apply
+
+
+def _choose(experts: Any, call: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that vLLM 0.30 and newer make of those of 0.28 and 0.29: the chosen experts, and a tensor for the output."""
+    hidden = call["hidden_states"]
+    named = ("router_logits", "num_expert_group", "topk_group", "e_score_correction_bias", "routed_scaling_factor")
+    weights, chosen = experts._select_experts(hidden, *(call[name] for name in named))
+    if call["apply_router_weight_on_input"]:
+        hidden = hidden * weights.to(hidden.dtype)
+    return {
+        "output": torch.empty_like(hidden),
+        "hidden_states": hidden,
+        "topk_weights": weights,
+        "topk_ids": chosen,
+    }
 
 
 def computes_from_parameters(layer: torch.nn.Module) -> bool:

@@ -89,8 +89,10 @@ class _CopiedShards:
         metadata = source.metadata()
         self._declared = [(meta.name, meta.dtype, tuple(meta.shape)) for meta in metadata]
         specs = _specs(metadata, wire_dtype)
-        held = source.held_names()
-        self._grouped = held is not None or type(source).iter_groups is not WeightSource.iter_groups
+        # vLLM 0.28 has neither names nor groups.
+        held = source.held_names() if hasattr(source, "held_names") else None
+        of_source, usual = (getattr(cls, "iter_groups", None) for cls in (type(source), WeightSource))
+        self._grouped = held is not None or of_source is not usual
         mine = (specs if rank == 0 else ()) if held is None else held
         if unknown := [name for name in mine if name not in specs]:
             raise ManifestError(f"held_names() has {unknown[0]}, and metadata() has not.", part=_PART, hint=_ORDER_HINT)

@@ -11,6 +11,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,21 @@ def expectation_of_config(model_config: Any) -> Expectation:
 def renames_of(model: Any) -> Any:
     """VLLM's mapper that renames checkpoint tensors to a vLLM model's own names; None where the model has the checkpoint's."""
     mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
-    return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else None
+    if hasattr(mapper, "get_rename_mapper"):
+        return mapper.get_rename_mapper()
+    if not hasattr(mapper, "get_unstacked_mapper"):
+        return None
+    # vLLM 0.28: its mapper still says which tensors are not loaded, by None.
+    tables = {name: table for name, table in vars(mapper.get_unstacked_mapper()).items() if isinstance(table, Mapping)}
+    renamed = {name: {old: new for old, new in table.items() if new is not None} for name, table in tables.items()}
+    return replace(mapper, **renamed)
 
 
 def place_of(model: Any) -> Callable[[str], str | None] | None:
     """The function that tells where a vLLM model puts a tensor of a checkpoint, if it has one; see `Expectation.place`."""
     renames = renames_of(model)
-    place: Callable[[str], str | None] | None = None if renames is None else renames.map_name
-    return place
+    # vLLM 0.31 has a public method for one name.
+    return None if renames is None else lambda name: next(iter(renames.apply_list([name])), None)
 
 
 def _are_equal(model: str | os.PathLike[str]) -> bool:

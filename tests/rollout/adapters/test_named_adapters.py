@@ -359,7 +359,7 @@ def test_a_request_that_would_end_the_engine_is_refused_and_others_are_served(re
         ([5], {"top_k": -2}, "top_k"),
         ([5], {"temperature": 0.001}, "has to be from 0.01 to 2"),
         ([5], {"stop_strings": [""]}, "stop"),
-        ([5], {"stop_ids": [VOCAB]}, "stop_token_ids"),
+        ([5], {"stop_ids": [VOCAB]}, "stop_ids has token 300"),
         ([5], {"adapter": -1}, "adapter -1 is not loaded"),
         ([5], {"adapter": 1 << 40}, "is not loaded"),
     ]

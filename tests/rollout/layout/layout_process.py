@@ -5,6 +5,7 @@ A `json_program`, whose functions are called.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -255,7 +256,10 @@ def experts_beside_kernel() -> dict[str, float]:
     chosen = torch.stack([torch.randperm(count, generator=generator)[:choices] for _ in range(tokens)]).int()
     wanted, got = torch.empty_like(x), torch.empty_like(x)
     packed = [cpu_prepack_moe_weight(tensor.clone(), "vec") for tensor in (w1, w2)]
-    cpu_fused_moe(wanted, x, *packed, *biases, weights, chosen, activation, "vec", False)
+    # vLLM 0.28 and 0.29 return the output.
+    into = [wanted] if "out" in inspect.signature(cpu_fused_moe).parameters else []
+    made = cpu_fused_moe(*into, x, *packed, *biases, weights, chosen, activation, "vec", False)
+    wanted = wanted if made is None else made
     _experts(got, x, w1, w2, *biases, weights, chosen, None, activation)
     divided = torch.zeros_like(x)
     for held in ([0, 2, 5], [1, 3, 4]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import re
 import signal
@@ -268,6 +269,8 @@ def test_an_inside_of_vllm_that_has_gone_is_named_and_vllm_starts_all_the_same(m
 
 @pytest.mark.vllm
 def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    warned: list[str] = []
+    monkeypatch.setattr(logging.getLogger(vllm_surface.__name__), "warning", lambda text, _: warned.append(text))
     vllm_surface.check_internals(on_cpu=True)
     for call, says in (
         (("EngineCore.pause_scheduler", 1, ("mood",)), "EngineCore.pause_scheduler of this vLLM.*'mood'"),
@@ -277,6 +280,14 @@ def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere(mo
         monkeypatch.setattr(vllm_surface, "_CALLS", [call])
         with pytest.raises(ConfigError, match=says):
             vllm_surface.check_internals(on_cpu=True)
+    monkeypatch.setattr(vllm_surface, "_CALLS", [])
+    monkeypatch.setattr(vllm_surface, "TRIED", ((0, 1), (0, 2)))
+    vllm_surface._warn_if_untried.cache_clear()
+    assert not warned, "this release was tried"
+    for _ in range(2):
+        vllm_surface.check_internals(on_cpu=True)
+    (warning,) = warned
+    assert "was not tried with weightlane" in warning
     inside = re.compile(r"from (vllm\.model_executor|vllm\.forward_context|vllm\.utils)[\w.]* import")
     folder = Path(rollout.__file__).parent
     found = [path.name for path in folder.rglob("*.py") if inside.search(path.read_text())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from typing import Any
 
@@ -10,6 +11,13 @@ from tiny_models import described
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.outputs import CompletionOutput
+
+from weightlane.rollout.vllm import version_stamps
+
+
+def plain(spans: Any) -> list[list[Any]] | None:
+    return None if spans is None else [[span.version, span.start, span.end] for span in spans]
 
 
 class Offline:
@@ -52,6 +60,29 @@ class Offline:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
         [answer] = self._llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
         return list(answer.outputs[0].token_ids)
+
+    def stamp(self) -> bool:
+        """Before `start`: let weightlane stamp completions beside vLLM. Returns False where only weightlane does, before 0.32."""
+        both = any(field.name == "weight_versions" for field in dataclasses.fields(CompletionOutput))
+        if both:
+            version_stamps.install("stamps")
+        return both
+
+    def begin(self, prompts: list[list[int]], count: int) -> None:
+        """Add requests, which `steps` decodes."""
+        self._ended: dict[str, Any] = {}
+        for number, prompt in enumerate(prompts):
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            self._llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+
+    def steps(self, count: int) -> list[Any]:
+        """Decode so many steps; return of each completion so far its tokens, vLLM's spans once it has ended, and weightlane's."""
+        for _ in range(count):
+            self._ended |= {output.request_id: output.outputs[0] for output in self._llm.llm_engine.step()}
+        return [
+            [len(found.token_ids), *(plain(getattr(found, name, None)) for name in ("weight_versions", "stamps"))]
+            for _, found in sorted(self._ended.items())
+        ]
 
     def embedding(self, prompt: list[int]) -> list[float]:
         [answer] = self._llm.embed([{"prompt_token_ids": prompt}], use_tqdm=False)

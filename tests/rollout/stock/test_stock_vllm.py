@@ -22,6 +22,7 @@ from tiny_models import (
     described,
     greedy_tokens,
     load_tensors,
+    make_qwen3,
     make_qwen3_moe,
     vllm_parameters,
 )
@@ -167,6 +168,24 @@ def test_an_embedding_model_from_a_hub_gives_the_embeddings_of_each_version(offl
     for number, embedded in enumerate(found):
         assert embedded == pytest.approx(expected[number], abs=1e-5), f"version {number}"
     assert expected[1] != pytest.approx(expected[2], abs=1e-3)
+
+
+def test_every_token_in_flight_has_the_version_of_its_weights_also_where_vllms_completions_do_not_say_it(
+    offline: Program, tmp_path: Path
+) -> None:
+    """Three commits come in the middle of two requests. The oracle is vLLM 0.32's own field."""
+    models = [make_qwen3(tmp_path / f"model{seed}", seed=seed) for seed in range(4)]
+    both = offline.call("stamp")
+    offline.call("start", str(models[0]), "float32", "weightlane")
+    offline.call("begin", [PROMPT, [7, 8]], 9)
+    offline.call("steps", 2)
+
+    def step(offline: Program) -> Any:
+        return offline.call("steps", 3)
+
+    *_, ended = take_versions(offline, OneRankTrainer(models[0], "shm"), models[1:], step)
+    wanted = [["default", 0, 2], ["1", 2, 5], ["2", 5, 8], ["3", 8, 9]]
+    assert ended == [[9, wanted, wanted if both else None]] * 2
 
 
 def test_an_engine_that_does_not_use_weightlane_packs_its_layers_and_experts_as_before(
