@@ -8,7 +8,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 # Further settings for the demo, e.g. make demo SET="--set checkpoint_engine.backend=gloo"
 SET ?=
 
-.PHONY: help setup demo test test-all test-integrations fuzz installs test-zoo coverage lint types docs gpu
+.PHONY: help setup demo test test-all test-integrations fuzz installs test-zoo test-vllm coverage lint types docs gpu
 
 help:
 	@echo "make demo   set up (first time: a few minutes), then train an arithmetic policy: FSDP2 -> vLLM, fully async"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-integrations   TRL and other frameworks, unmodified, with weightlane, each in an environment of its own"
 	@echo "make fuzz   properties with other examples than make test draws, for MINUTES=10"
 	@echo "make test-zoo   84 architectures beside vLLM's ordinary loading; writes the table of docs/reference/models.md"
+	@echo "make test-vllm   the tests of vLLM rollouts with other releases of vLLM: VERSIONS=\"0.28.0 0.31.0\"; writes docs/reference/vllm-versions.md"
 	@echo "make installs   installs the wheel by pip and from the network, without extras and with those in EXTRAS, and runs every command"
 	@echo "make gpu    what one GPU allows, in eight minutes; PYTHON=... names a Python with torch for CUDA, PARTS=training,multi,vllm more"
 	@echo "make docs   the documentation as a site, in build/site"
@@ -57,6 +58,12 @@ fuzz: setup
 	@end=$$(($$(date +%s) + 60 * $(MINUTES))); while [ $$(date +%s) -lt $$end ]; do \
 		WEIGHTLANE_TEST_PROFILE=fuzz timeout --signal INT $$((end - $$(date +%s) + 1)) $(VENV)/pytest $(WORKING) -q -m property; \
 		code=$$?; [ $$code -eq 0 ] || [ $$(date +%s) -ge $$end ] || exit $$code; done
+
+# The vLLM part of `make test` with other releases of vLLM's CPU build, each in front of .venv: writes docs/reference/vllm-versions.md.
+# TESTED=tests/rollout/stock runs these alone.
+VERSIONS ?= 0.28.0 0.29.0 0.30.0 0.31.0
+test-vllm: setup
+	@WORKERS=$(WORKERS) $(VENV)/python .ci/check-vllm $(VERSIONS) $(TESTED)
 
 test-zoo: setup
 	@$(VENV)/python tests/rollout/layout/zoo/zoo.py --document docs/reference/models.md

@@ -12,6 +12,7 @@ import pytest
 from syntax_trees import tree_of
 
 from weightlane.ckpt_engines import errors
+from weightlane.rollout import vllm_surface
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -35,6 +36,15 @@ def test_pages_that_programs_write_are_current_and_name_tests_that_make_test_run
             body = tree_of(ROOT / file).body
             (found,) = (each for each in body if isinstance(each, ast.FunctionDef) and each.name == name)
             assert "pytest.mark.exhaustive" not in map(ast.unparse, found.decorator_list), name
+
+
+def test_the_releases_of_vllm_that_were_tried_are_those_of_the_page_the_extra_and_the_warning() -> None:
+    made = runpy.run_path(str(ROOT / ".ci/check-vllm"))
+    assert made["PAGE"].read_text() == made["page"](), "run python .ci/check-vllm"
+    minors = sorted({made["_numbers"](release)[:2] for release in [*made["results"](), made["OWN"]]})
+    first, after = vllm_surface.TRIED
+    assert minors == [(0, minor) for minor in range(first[1], after[1])]
+    assert f'"vllm>=0.{first[1]},<0.{after[1]}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_page_is_in_the_menu() -> None:
