@@ -164,7 +164,7 @@ def _warn_if_untried(version: str) -> None:
     if (numbers := re.search(r"(\d+)\.(\d+)", version)) and not first <= (int(numbers[1]), int(numbers[2])) < after:
         logging.getLogger(__name__).warning(
             "this vLLM%s was not tried with weightlane. It has all that weightlane uses of it, and is used if the rehearsal of a"
-            " first version passes; see docs/reference/vllm-versions.md.",
+            " first version passes; see the page on vLLM versions in the documentation.",
             version,
         )
 
