@@ -19,8 +19,9 @@ def forward(
 ) -> LogitSums:
     """Compute sums over logits, of which only one chunk exists at a time.
 
-    `labels` are int64 [rows, labels], rows of the head's weight, or -1; its first row is that of token `first`. Entropies cost
-    another pass over the logits, and the keys of the `top_k` largest ones take twice the memory of a chunk.
+    `labels`, int64 [rows, labels], are rows of the head's weight, or -1 for none; the weight's first row is that of token
+    `first`. Entropies cost another pass over the logits, and the keys of the `top_k` largest ones take twice the memory of a
+    chunk.
     """
     hidden, temperatures = terms.hidden, terms.temperatures
     chosen = torch.zeros(labels.shape, dtype=torch.float32, device=hidden.device)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from ...data.sequences import MicroBatch
 from ...objectives.loss import OutputName
 from .outputs import head_outputs
+from .terms import LogitTransform, VocabularyShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +47,14 @@ class PassQuery:
         return replace(self, rows=self.rows.to(device), logit_rows=logit_rows)
 
     def from_head(
-        self, hidden: torch.Tensor, weight: torch.Tensor, micro: MicroBatch, **options: Any
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        micro: MicroBatch,
+        *,
+        bias: torch.Tensor | None = None,
+        transform: LogitTransform | None = None,
+        share: VocabularyShare | None = None,
     ) -> dict[str, torch.Tensor]:
         """Compute the outputs for `rows` by `head_outputs`, by their names in `ModelOutputs`.
 
@@ -54,7 +62,9 @@ class PassQuery:
             hidden: [R, width], the head's input for `rows`.
             weight: See `head_outputs`.
             micro: The micro-batch, for targets and temperatures.
-            options: Of `head_outputs`: ``bias``, ``transform`` and ``share``.
+            bias: See `head_outputs`.
+            transform: See `head_outputs`.
+            share: See `head_outputs`.
         """
         temperatures = micro.temperatures
         outputs = head_outputs(
@@ -64,7 +74,9 @@ class PassQuery:
             entropy=self.entropy,
             top_k=self.top_k,
             temperatures=None if temperatures is None else temperatures[self.rows],
-            **options,
+            bias=bias,
+            transform=transform,
+            share=share,
         )
         found = {"logprobs": outputs.logprobs}
         if self.entropy:

@@ -150,7 +150,10 @@ def _write_round(
     ranks: RankRounds,
     values: Callable[[str, Box], torch.Tensor],
 ) -> None:
-    """Write this rank's one of `buckets`, which are by rank, and send to the others the parts of theirs that are here."""
+    """Write this rank's bucket, and send to the others the parts of theirs that are here.
+
+    `buckets` are by the rank that writes them; None for a rank that has no more.
+    """
 
     def parts(writer: int, sender: int) -> list[Part]:
         bucket = buckets[writer]

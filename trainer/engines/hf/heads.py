@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,14 +17,21 @@ _PROBE = (1e-3, 1e6, 1.0, -3.0, 30.0)
 """Logits that the model transforms in every forward pass. Two of them determine the transform, the others confirm it."""
 
 
-@dataclass(frozen=True, slots=True)
 class HeadQuery:
-    """A request for outputs of a model. It is one object so that FSDP's mixed precision doesn't cast its tensors."""
+    """A request for outputs of a model, which is an argument of the model.
 
-    query: PassQuery
-    micro: MicroBatch
-    places: torch.Tensor
-    """int64 [N]: where each token of the micro-batch is in the flattened rows of tokens that the model computes."""
+    It is no dataclass: FSDP's mixed precision casts the tensors in dataclasses, tuples and dicts, such as temperatures.
+
+    Args:
+        query: The outputs.
+        micro: The micro-batch.
+        places: int64 [N], where each token of the micro-batch is in the flattened rows of tokens that the model computes.
+    """
+
+    __slots__ = ("micro", "places", "query")
+
+    def __init__(self, query: PassQuery, micro: MicroBatch, places: torch.Tensor) -> None:
+        self.query, self.micro, self.places = query, micro, places
 
 
 def causal_head(model: torch.nn.Module) -> torch.nn.Linear:

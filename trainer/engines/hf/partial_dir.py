@@ -57,7 +57,7 @@ def storage_errors(verb: str, path: Path) -> Iterator[None]:
 def write_together(
     directory: Path, write: Callable[[Path], None], finish: Callable[[Path], None], rank: int, device: torch.device
 ) -> None:
-    """Write a directory under its temporary name, then rename it; after any failure there is none. Collective.
+    """Write a directory under its temporary name, then rename it. After a failure it is complete or absent. Collective.
 
     Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`.
     """

@@ -89,7 +89,10 @@ class RankRounds:
             raise first from error
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, int]) -> dict[int, torch.Tensor]:
-        """Send tensors, uint8 [bytes] on the CPU, to other ranks, and receive `incoming` bytes from them; all by rank."""
+        """Send tensors, uint8 [bytes] on the CPU, to other ranks, and receive tensors from them.
+
+        `outgoing` is by receiver, `incoming` has numbers of bytes by sender. Returns what was received, by sender, on the CPU.
+        """
         if not outgoing and not incoming:
             return {}
         # Messages end in files, so they are on the CPU, unless the group, made by the user, has no backend for it.

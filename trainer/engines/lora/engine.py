@@ -135,7 +135,8 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
 
     def export_hf(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         """See `TrainingEngine.export_hf`."""
-        about, adapters = ExportedModel(self._model_dir, self.config.head, dtype), self._open_adapters()
+        adapters = self._open_adapters()
+        about = ExportedModel(self._model_dir, self.config.head, dtype)
         self._require_here("parameters")
         shards, timeout_s = self._weight_shards(dtype), self.config.collective_timeout_s
         with self._collective("the trainer ranks to export the model"):

@@ -166,9 +166,10 @@ def read_optimizer(directory: Path) -> tuple[dict[str, torch.Tensor], int] | Non
 
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / _CONFIG
+    with storage_errors("read", path):
+        data = _existing(path).read_bytes()
     try:
-        with storage_errors("read", _existing(path)):
-            found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(data)
     except (ValueError, RecursionError) as cause:
         raise _error(f"{path} is not valid JSON: {cause}.") from cause
     if not isinstance(found, dict):
@@ -204,9 +205,9 @@ def _plain(value: Any) -> str:
 def _read_tensors(directory: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file  # noqa: PLC0415 - optional
 
-    path = _existing(directory / _TENSORS)
+    path = directory / _TENSORS
     with storage_errors("read", path):
-        tensors: dict[str, torch.Tensor] = load_file(path)
+        tensors: dict[str, torch.Tensor] = load_file(_existing(path))
     return tensors
 
 

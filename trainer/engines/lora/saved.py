@@ -41,9 +41,8 @@ class SavedAdapters:
             return
         adapters = {name: {"config": config.model_dump(), "step": step} for name, (config, step) in self.about.items()}
         text = json.dumps({"published": self.published, "adapters": adapters}, indent=1)
-        with storage_errors("written", directory):
-            save_file(dict(self.tensors), directory / _TENSORS)
-            (directory / _ABOUT).write_text(text, encoding="utf-8")
+        save_file(dict(self.tensors), directory / _TENSORS)
+        (directory / _ABOUT).write_text(text, encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> SavedAdapters:
@@ -53,9 +52,9 @@ class SavedAdapters:
         """
         from safetensors.torch import load_file  # noqa: PLC0415 - optional
 
-        if not all((directory / name).exists() for name in (_ABOUT, _TENSORS)):
-            return cls()
         with storage_errors("read", directory):
+            if not all((directory / name).exists() for name in (_ABOUT, _TENSORS)):
+                return cls()
             text = (directory / _ABOUT).read_bytes()
             tensors = load_file(directory / _TENSORS)
         try:

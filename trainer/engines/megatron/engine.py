@@ -118,21 +118,21 @@ class MegatronEngine(AdaptedEngine):
         self._run(batch, outputs, use, forward_only=True, top_k=top_k)
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
-        ((call, adapter, sums),) = ((each.call, each.adapter, each.sums) for each in passes)
-        batch, loss = call.batch, call.function
+        (one,) = passes
+        batch, loss, sums = one.call.batch, one.call.function, one.sums
         found: dict[int, SequenceOutputs] = {}
 
         def judge(indices: list[int], micro: MicroBatch, computed: ModelOutputs) -> torch.Tensor:
-            found.update(outputs_by_sequence(indices, micro, computed, call.outputs))
+            found.update(outputs_by_sequence(indices, micro, computed, one.call.outputs))
             return sums.add(loss(computed, micro))
 
         with (
             self._computing("the activations and gradients of the other ranks"),
-            self._whole_gradients(adapter),
-            self._open_adapters().active(adapter),
-            nullcontext() if adapter is None else frozen(self._chunks),
+            self._whole_gradients(one.adapter),
+            self._open_adapters().active(one.adapter),
+            nullcontext() if one.adapter is None else frozen(self._chunks),
         ):
-            self._run(batch, passes[0].needed, judge, forward_only=False)
+            self._run(batch, one.needed, judge, forward_only=False)
             if not parallel_state.is_pipeline_last_stage():  # an empty call gives the names of the sums
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))

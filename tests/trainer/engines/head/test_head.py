@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from head_oracle import Case, compare
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, Qwen3Config
 
 from weightlane.ckpt_engines import ConfigError
@@ -76,6 +79,26 @@ def test_log_probabilities_are_those_of_the_models_own_logits() -> None:
             found = model(HeadQuery(PassQuery(rows, top_k=2), micro, torch.arange(18)), input_ids=tokens)
         torch.testing.assert_close(found["logprobs"].double(), logs[rows, tokens.flatten()[rows]], atol=1e-5, rtol=0)
         assert torch.equal(found["top_tokens"], logs[rows].topk(2).indices)
+
+
+def test_temperatures_are_float32_where_fsdp_computes_in_half_precision() -> None:
+    """0.7 in bfloat16 is 0.6992, which would move ratios between the trainer's and the rollout's log-probabilities."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = AutoModelForCausalLM.from_config(Qwen3Config(**SIZES)).eval()
+        replace_head(model)
+        run, asked = model.forward, []
+        model.forward = lambda query, **inputs: asked.append(query) or run(query, **inputs)
+        fully_shard(
+            model, mesh=init_device_mesh("cpu", (1,)), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+        )
+        tokens = torch.arange(9)
+        micro = MicroBatch.of([TokenSequence(tokens, tokens, per_sequence={"temperature": 0.7})])
+        model(HeadQuery(PassQuery(tokens), micro, tokens), input_ids=tokens[None])
+    finally:
+        dist.destroy_process_group()
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert torch.equal(asked[0].micro.temperatures, torch.full((9,), 0.7))
 
 
 def test_a_model_that_does_something_else_with_its_logits_or_has_no_head_is_refused() -> None:
