@@ -132,9 +132,9 @@ INPUTS = (_WEIGHTS, *_POLICY, _RATIO_MASK, _LOW, _HIGH)
 class ServiceLoss:
     """A loss of the Tinker API, as ranks call it. It can be pickled.
 
-    The loss of a token is ``-p`` for cross_entropy, and else that of its formula above, in which ``clip(r)`` clamps ``r`` to the
-    thresholds; these may also be inputs of each token under the same names. A log ratio above `LARGEST_LOG_RATIO` is clamped to
-    it and has no gradient, so nothing overflows.
+    The loss of a token is ``-p`` for cross_entropy. `_POLICY_LOSSES` has the formulas of the others, in which ``clip(r)`` clamps
+    ``r`` to the thresholds; these may also be inputs of each token under the same names. A log ratio above `LARGEST_LOG_RATIO`
+    is clamped to it and has no gradient, so nothing overflows.
 
     Metrics are sums, since clients add them up. cross_entropy has ``weights``. The others have four, over tokens with an
     advantage and a weight: ``trained_tokens``; ``ratio``; ``clipped``, tokens whose ratio is beyond a threshold; and ``kl``,

@@ -6,9 +6,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +292,7 @@ class Service:
             await asyncio.sleep(_HOUSEKEEPING_S)
             self.sessions.end_silent()
             ended = {row["id"] for row in self.store.rows("SELECT id FROM sessions WHERE ended IS NOT NULL")}
-            for model in [each for each in self.scheduler.models.values() if each.session in ended]:
-                with suppress(WorkerDiedError):  # the scheduler raises it, too
-                    await self.scheduler.between_requests.wait_for(partial(self.scheduler.remove, model), lambda: True)
+            await self.scheduler.remove_of(ended)
             self.scheduler.give_up_gaps(self.config.gap_timeout_s)
             self.futures.forget(self.config.answer_kept_s)
             self.checkpoints.drop_expired()

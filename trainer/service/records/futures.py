@@ -35,7 +35,7 @@ class Futures:
         self._ending = asyncio.Event()
 
     def accept(self, kind: str, owner: str, seq: int, client: str, payload: bytes) -> tuple[StoredRequest, bool]:
-        """Keep a request, number `seq` of a model or sampler, its `owner`. Returns it, and whether it is new.
+        """Store request number `seq` of `owner`, a model or sampler, unless it is there. Returns it, and whether it is new.
 
         Raises `RepeatedRequestError` if a request of that owner with this number has different content.
         """

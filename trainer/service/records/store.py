@@ -182,10 +182,10 @@ class Store:
             self.update("models", model, saved_seq=seq, saved_dir=str(directory))
             self.drop_payloads(model, seq)
 
-    def drop_payloads(self, owner: str, until: int = 2**31) -> None:
-        """Drop the payloads of `owner`'s answered requests up to number `until`, so that none of them runs again."""
-        query = "UPDATE requests SET payload = NULL WHERE owner = ? AND seq <= ? AND state != 'queued'"
-        self.change(query, owner, until)
+    def drop_payloads(self, owner: str, until: int | None = None) -> None:
+        """Drop the payloads of `owner`'s answered requests, or those up to number `until`, so that none of them runs again."""
+        query = "UPDATE requests SET payload = NULL WHERE owner = ? AND (? IS NULL OR seq <= ?) AND state != 'queued'"
+        self.change(query, owner, until, until)
 
     def _requests(self, condition: str, *values: Any) -> list[StoredRequest]:
         query = "SELECT id, kind, owner, seq, client, state, payload, answer, media FROM requests WHERE "

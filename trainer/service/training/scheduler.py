@@ -8,9 +8,10 @@ import math
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -48,8 +49,8 @@ class TrainingScheduler:
     With ``join_clients``, passes of several models are carried out together, and so are steps. Steps, which are short, go before
     passes, but not twice in a row: a model's next pass can then join the others. Passes wait for models that were answered just
     now, and are likely to send another one. A client waits for at most one request of every other client, and ``join_wait_s``
-    after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run
-    again in the same order after a crash, which gives the same weights, except for rounding if requests are joined.
+    after them. A model's state is saved every ``save_every`` steps. Later requests are kept, and run again in the same order
+    after a crash, which gives the same weights, except for rounding if requests are joined.
     """
 
     def __init__(
@@ -245,6 +246,12 @@ class TrainingScheduler:
             await self._jobs.remove(model.adapter)
         shutil.rmtree(self._directory / model.file_name, ignore_errors=True)
         self._store.drop_payloads(model.id)
+
+    async def remove_of(self, sessions: Collection[str]) -> None:
+        """Unload the models of these sessions between two requests. One for which the ranks are not free in time is left."""
+        for model in [each for each in self.models.values() if each.session in sessions]:
+            with suppress(WorkerDiedError, DeadlineExceededError):  # `run` raises the first, too
+                await self.between_requests.wait_for(partial(self.remove, model), lambda: True)
 
     async def make_room(self) -> None:
         """Move the least recently served settled models to files until their next request, to make room for one more."""

@@ -40,7 +40,7 @@ _TEXT_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class TrainRequest:
-    """The rest of a client's request for a pass over a batch, decoded and checked."""
+    """The loss and the batch of a `TrainBody`, decoded and checked."""
 
     loss: str
     loss_config: Mapping[str, float | str]
