@@ -18,6 +18,7 @@ from weightlane.ckpt_engines import (
     ConfigError,
     Deadline,
     ManifestError,
+    ProtocolError,
     StagingMemoryError,
     WeightlaneError,
 )
@@ -207,6 +208,8 @@ class Subscriber(Participant):
             links = self._links if self.session == session else None
         if links is None:
             raise ClosedError("the connection was closed while connecting.", part=self.name)
+        if self.name not in message.needs:  # it would receive nothing, and take its empty memory for a version
+            raise ProtocolError(f"session {session} has no plan for {self.name}.", part=self.name)
         exchange = PlanExchange(self.rendezvous.mailbox(f"plan/{session}"))
         supply = exchange.supplied(deadline)
         planned = SessionPlan.of(supply, exchange.needed(message.needs, supply, deadline), self._engine.capabilities)

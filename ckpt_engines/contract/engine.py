@@ -78,7 +78,8 @@ class Topology:
     senders: Mapping[str, Address]
     """Addresses of the senders by name, in sending order."""
     receivers: Mapping[str, Address]
-    """Addresses of the receivers by name. Their order is the same on every side and may serve as rank order."""
+    """Addresses of the receivers by name. Their order is the same on every side and may serve as rank order. Empty for engines
+    with `Delivery.STORE`, which receivers may read at any time."""
     key: bytes = b""
     """Secret that only members of the session know. The framework's channels authenticate with it. An engine that opens
     connections of its own must have its peers prove that they know the key, and never sends it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 
 import torch
@@ -12,6 +12,7 @@ from weightlane.ckpt_engines import (
     ClosedError,
     Deadline,
     DeadlineExceededError,
+    Delivery,
     ReceiverLink,
     SenderLink,
     Topology,
@@ -61,7 +62,8 @@ class EngineLinks:
             if self._closed:
                 self.close()
                 raise ClosedError("the connection was closed while connecting.", part=self._name)
-            mailbox.put(f"{link.number}/{self._name}", address_of(half, self._name))
+            if self._name in self._addressed(link):
+                mailbox.put(f"{link.number}/{self._name}", address_of(half, self._name))
         if not links:
             return
         threads = DaemonThreads(len(links), f"weightlane-link-{self._name}")
@@ -75,6 +77,11 @@ class EngineLinks:
             self.close()  # this also ends the other threads, which are not joined
             raise failure
 
+    def _addressed(self, link: PlannedLink) -> Sequence[str]:
+        """The ranks of a link whose addresses others use: not the receivers of a store, which can be many and come later."""
+        stores = Delivery.STORE in self._engine.capabilities.delivery
+        return link.senders if stores else (*link.senders, *link.receivers)
+
     def _make(self, link: PlannedLink) -> SenderLink | ReceiverLink:
         if self._name in link.senders:
             return self.senders.setdefault(link.number, make_sender_link(self._engine, self._name, self._device))
@@ -85,18 +92,14 @@ class EngineLinks:
     def _connect(self, rendezvous: Rendezvous, session: str, link: PlannedLink, deadline: Deadline) -> None:
         mailbox, link_session = rendezvous.mailbox(f"links/{session}"), link.session(session)
 
-        def addresses(names: Sequence[str]) -> Mapping[str, Mapping[str, object]]:
-            found = {}
-            for name in names:
-                try:
-                    found[name] = mailbox.get(f"{link.number}/{name}", deadline)
-                except DeadlineExceededError as error:
-                    raise deadline.error("the address of its end of a link", part=self._name, peer=name) from error
-            return found
-
-        senders, receivers = addresses(link.senders), addresses(link.receivers)
-        key = rendezvous.session_key(link_session)
-        topology = Topology(link_session, senders, receivers, key, link.receiver_sets)
+        addresses = {}
+        for name in self._addressed(link):
+            try:
+                addresses[name] = mailbox.get(f"{link.number}/{name}", deadline)
+            except DeadlineExceededError as error:
+                raise deadline.error("the address of its end of a link", part=self._name, peer=name) from error
+        senders = {name: addresses.pop(name) for name in link.senders}
+        topology = Topology(link_session, senders, addresses, rendezvous.session_key(link_session), link.receiver_sets)
         half = self.senders.get(link.number) or self.receivers[link.number]
         half.connect(topology, deadline)
 

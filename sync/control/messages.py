@@ -150,7 +150,7 @@ class Hello(_Reply):
 
 
 class Connected(_Reply):
-    """A participant's transport is connected."""
+    """A participant's links are connected."""
 
     type: Literal["connected"] = "connected"
     plan: str

@@ -286,7 +286,7 @@ class Participant(ABC):
                     self.rendezvous.close()
                 return
             if self._closed.is_set():
-                continue  # only read, since the coordinator may wait until it is read; the `Stop` of `close` ends the loop
+                continue  # `close` has begun: messages no longer matter, and its own `Stop` ends the loop
             try:
                 self._dispatch(message)
             except Exception as error:  # noqa: BLE001 - whatever happened, the coordinator must learn it

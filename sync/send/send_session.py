@@ -96,8 +96,9 @@ class SendSession:
         planned = SessionPlan.of(supply, exchange.needed(message.needs, supply, deadline), rank.engine.capabilities)
         self.layout, regions = planned.layout, planned.layout.regions
         self.parts = snapshot_slices(rank.slices, rank.offsets, regions)
-        self._tables = [CopyTable.of(self.parts, self.layout)]
-        if rank.gathers:
+        if not rank.gathers:
+            self._tables = [CopyTable.of(self.parts, self.layout)]
+        else:
             self._tables = [CopyTable.of(parts, self.layout) for parts in rank.parts_of_all(regions)]
             self._gather = ShardGather.connect(
                 rendezvous, self.name, publishers, rank.number, self.layout, rank.device, deadline

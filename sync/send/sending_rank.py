@@ -78,7 +78,7 @@ class SendingRank:
         quantised: QuantisedShards | None = None
         if quantise != "none":
             quantised = QuantisedShards(own)
-            wire_specs([spec for each in placements for spec in each.specs])
+            wire_specs(holdings.specs)  # raises `ConfigError` if nothing can be quantised
             shares = {number: quantised_placement(each) for number, each in shares.items()}
             self.slices = quantised.slices
         self._supply = Supply(shares, bucket_bytes, checksummed, "" if quantise == "none" else quantise, relay)

@@ -42,18 +42,22 @@ class VersionStoring:
 
     def commit(self, version: int, commit: Commit) -> None:
         """Have `version` committed. It replaces a version whose commit has not begun: storing is slower than publishing."""
-        with self._lock, suppress(RuntimeError):  # after `close`
+        with self._lock:
             if self._newest is not None and self._newest[1].cancel():
                 _log.warning(
                     "%s: version %d served but is not stored: storing the one before takes longer than a version.",
                     self._name,
                     self._newest[0],
                 )
-            self._newest = version, self._threads.submit(self._commit, version, commit)
+            try:
+                self._newest = version, self._threads.submit(self._commit, version, commit)
+            except RuntimeError as error:  # after `close`, or when the interpreter ends
+                _log.warning("%s: version %d serves but is not stored: %s", self._name, version, error)
 
     def afterwards(self, close: Callable[[], None]) -> None:
         """Call `close`, which must not raise, after all commits requested so far; at once if there are none."""
         with self._lock, suppress(RuntimeError):
+            self._closing = {future: waiting for future, waiting in self._closing.items() if not future.done()}
             if self._newest is not None and not self._newest[1].done():
                 self._closing[self._threads.submit(close)] = close
                 return

@@ -31,7 +31,7 @@ _PART = "coordinator thread"
 _JOIN_S = 5.0
 """How long `close` waits for the thread to end, in seconds."""
 _LEFT_S = 5.0
-"""How long `close` waits until all ranks have read the outcome of the last version, in seconds. A frozen rank never reads it."""
+"""How long `close` waits until all ranks have learned the last outcome and left, in seconds. A frozen rank never leaves."""
 
 T = TypeVar("T")
 

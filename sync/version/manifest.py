@@ -317,7 +317,8 @@ class Manifest:
     def layout_digest(self) -> str:
         """16 hexadecimal digits, equal for two versions whose tensors lie in the same buckets at the same offsets."""
         buckets = [self.bucket_bytes, self.whole_tensors, self.sections]
-        plain = [*buckets, self.codec, [spec.to_plain() for spec in self.specs]]
+        # The empty string was a plan's digest, which stored versions never had: theirs are still the same.
+        plain = [*buckets, self.codec, "", [spec.to_plain() for spec in self.specs]]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16]
 
     def to_plain(self) -> dict[str, Any]:

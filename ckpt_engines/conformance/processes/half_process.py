@@ -107,8 +107,12 @@ class HalfProcess:
 
         All receivers of a collective engine are one set of receivers.
         """
-        key, receivers = bytes.fromhex(topology["key"]), topology["receivers"]
-        sets = (tuple(receivers),) if self.engine.capabilities.collective and len(receivers) > 1 else ()
+        facts = self.engine.capabilities
+        key, receivers = (
+            bytes.fromhex(topology["key"]),
+            {} if Delivery.STORE in facts.delivery else topology["receivers"],
+        )
+        sets = (tuple(receivers),) if facts.collective and len(receivers) > 1 else ()
         given = Topology(topology["session"], topology["senders"], receivers, key, sets)
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self.link.connect, given, Deadline.after(deadline_s)).result()

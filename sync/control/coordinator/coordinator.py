@@ -81,7 +81,7 @@ class Coordinator:
         self.close()
 
     async def connect(self) -> None:
-        """Wait for every participant and connect their transports.
+        """Wait for every participant and connect their links.
 
         Raises `DeadlineExceededError` naming the missing participants, or the error of the participant that failed.
         """
@@ -246,7 +246,7 @@ class Coordinator:
         For programs that are about to close the rendezvous: messages that were not read are lost then.
         """
         if late := self._queue.wait_until_left(self._roster.publishers, Deadline.after(timeout_s)):
-            _log.info("%s did not read how the last version ended within %.0f s", ", ".join(late), timeout_s)
+            _log.info("%s had not left %.0f s after the end of the run", ", ".join(late), timeout_s)
 
     def close(self) -> None:
         """Stop every participant's control thread and end a running sync. Idempotent."""

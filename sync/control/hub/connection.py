@@ -33,8 +33,8 @@ class ControlConnection(Connection):
     """
 
     most_bytes = 1 << 30
-    """Limit for the length of a frame, which bounds the memory that a peer can make this process use. The manifest of a model
-    with a million tensors has a tenth of that."""
+    """Limit for the length of a frame, which bounds the memory that a peer can make this process use. The placement of a
+    model with a million tensors has about a tenth of that."""
 
     def __init__(
         self, sock: socket.socket, keys: Keys, on_frame: Callable[[Frame], None], on_end: Callable[[str], None]

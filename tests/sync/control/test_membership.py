@@ -13,7 +13,7 @@ from hop_run import MakeRun, expected, outcomes_of
 from sessions import soon
 from waiting import HANG_S, NEVER_S, wait_until
 
-from weightlane.ckpt_engines import ClosedError, ManifestError, QuorumError, SyncAbortedError
+from weightlane.ckpt_engines import ClosedError, ManifestError, ProtocolError, QuorumError, SyncAbortedError
 from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber
 from weightlane.sync.control.hub.frames import COORDINATOR
 from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
@@ -144,6 +144,9 @@ def test_a_subscriber_that_waits_for_a_sender_that_never_comes_hears_that_it_is_
     message = Connect(session="first", deadline_s=NEVER_S, **sides)
     with pytest.raises(ClosedError, match="closed while connecting"):  # not with the transport of the second session
         subscriber._connect_links(message, soon())
+    stranger = Connect(session="second", deadline_s=NEVER_S, publishers=["t-0"], needs={})
+    with pytest.raises(ProtocolError, match="session second has no plan for r/0"):  # its empty memory is no version
+        subscriber._connect_links(stranger, soon())
     subscriber.close()
     wait_until(lambda: not any(thread and thread.is_alive() for thread in connecting), "end of those that connect")
 

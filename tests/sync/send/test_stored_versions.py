@@ -95,6 +95,7 @@ def test_the_newest_committed_version_of_a_killed_trainer_is_read_bit_for_bit(
     run.trainers[0].kill()
     manifest, tensors = read_version(str(tmp_path / "store"))
     assert manifest.version == 2
+    assert manifest.layout_digest == "7312e393f261e5ef", "versions that are stored already could not be read any more"
     assert_same(tensors, weights(2, torch.float32))
 
 

@@ -79,8 +79,11 @@ def test_where_no_copy_is_kept_and_none_can_scatter_versions_come_in_full(make_r
     assert len(report.failures) == 1, "the refusal is told"
 
 
-def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta_and_deltas_also_alone(make_run: MakeRun) -> None:
-    run = begun(make_run, "filesystem", trainers=2, sync={"retries": 0})
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_newcomer_gets_in_full_what_lies_in_the_store_as_a_delta_and_deltas_also_alone(
+    make_run: MakeRun, trainers: int
+) -> None:
+    run = begun(make_run, "filesystem", trainers=trainers, sync={"retries": 0})
     run.add_replica()
     assert run.outcomes(1) == {"rollout-1": "committed"}
     run.coordinator.remove("rollout-0")  # nobody is left whom the session's plan names
