@@ -45,9 +45,8 @@ _MODULES = {
     # The process that schedules decode steps, and the message that wakes it.
     "vllm.v1.engine": ("EngineCoreRequestType",),
     "vllm.v1.engine.core": ("EngineCore", "EngineCoreProc"),
-    # Completions, and the client's side of the messages that they come in.
+    # Completions.
     "vllm.outputs": ("CompletionOutput",),
-    "vllm.v1.engine.output_processor": ("OutputProcessor", "RequestState"),
     # The start of a worker, whose errors vLLM keeps in the log.
     "vllm.v1.worker.worker_base": ("WorkerWrapperBase",),
     # What a worker does between two decode steps.
@@ -72,10 +71,13 @@ _ON_CPU = {
     "vllm.model_executor.layers.utils": ("dispatch_cpu_unquantized_gemm",),
     "vllm.model_executor.layers.fused_moe.experts.cpu_moe": ("CPUUnquantizedExperts", "is_zentorch_moe_supported"),
 }
+_WITHOUT_WEIGHT_VERSIONS = {
+    # Replaced where completions do not say their weight versions: before 0.32.
+    "vllm.v1.engine.output_processor": ("OutputProcessor", "RequestState"),
+}
 _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("BaseModelLoader.load_model", 1, ("vllm_config", "model_config")),
     ("EngineCore.collective_rpc", 2, ("timeout", "args", "kwargs")),
-    ("EngineCore.get_weight_version", 1, ()),
     ("EngineCore.is_scheduler_paused", 1, ()),
     ("EngineCore.pause_scheduler", 1, ("mode", "clear_cache")),
     ("EngineCore.reset_encoder_cache", 1, ()),
@@ -111,7 +113,7 @@ _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
 
 The object of a method counts as an argument, the class of a class method does not.
 """
-_WHERE = {name: module for module, names in (_MODULES | _ON_CPU).items() for name in names}
+_WHERE = {name: module for module, names in (_MODULES | _ON_CPU | _WITHOUT_WEIGHT_VERSIONS).items() for name in names}
 
 _HINT = "Install a vLLM that was tried: see the extra `vllm` of weightlane."
 failures: list[Exception] = []

@@ -100,7 +100,7 @@ class Generated:
         if self.version is not None:
             versions = [self.version] * len(self.token_ids)
         else:
-            spans = self.last.weight_versions or ()
+            spans = getattr(self.last, "weight_versions", None) or ()
             versions = [int(span.version) for span in spans for _ in range(span.start, span.end)]
         if not len(self.token_ids) == len(self.logprobs) == len(versions):
             counts = f"{len(self.token_ids)} tokens, {len(self.logprobs)} logprobs, {len(versions)} versions"

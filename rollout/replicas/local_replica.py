@@ -47,7 +47,6 @@ class LocalReplica:
         self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str], initial_version: int = 0
     ) -> None:
         self.name = name
-        self.config = config
         self.version = initial_version
         self._engine = VllmEngine(name, config, model_dir)
         self.clock = TokenClock()
@@ -58,16 +57,20 @@ class LocalReplica:
         self._broken: WeightlaneError | None = None
         """The reason why no requests are accepted; None while they are."""
         self._stops = 0
-        """Number of times that the replica was taken out of service."""
+        """Number of times that it was taken out of service."""
         self._before: int | None = None
         """The version before `version`; None if it cannot be restored."""
         self._adapters = AdapterVersions(name, config.adapter, initial_version)
         self._in_flight: dict[str, int] = {}
         """vLLM's id of the adapter that each request computes with, by the request's key; 0 for none."""
         self._serial = itertools.count()
-        self._requests, self._commits = 0, 0
-        self._blocked_s = 0.0
+        self._requests, self._commits, self._blocked_s = 0, 0, 0.0
         self._observed = Observed(name, self.clock)
+
+    @property
+    def config(self) -> RolloutConfig:
+        """Options of the replica."""
+        return self._engine.config
 
     @property
     def dtype(self) -> str:
@@ -305,9 +308,8 @@ class LocalReplica:
             self._refuse_if_broken()
             if self.version > version or self._before is None:
                 raise CommitError(f"version {version} cannot be rolled back.", part=self.name)
-            more: dict[str, Any] = {}
-            if self.config.adapter is not None:
-                more = self._adapters.begin_rollback(version, self._in_flight.values())
+            adapted = self.config.adapter is not None
+            more = self._adapters.begin_rollback(version, self._in_flight.values()) if adapted else {}
             async with self._updating(f"the rollback of version {version}"):
                 self._blocked_s += await self._engine.roll_back(version, self._before, more)
             self._adapters.rolled_back()

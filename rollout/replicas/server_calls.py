@@ -130,7 +130,7 @@ def refusal(call: str, status: int, text: str, *, part: str, peer: str) -> Remot
     if failure.error.message == said:
         failure.error.message = f"{call} was answered with status {status}: {said[:_MAX_QUOTED]}"
     failure.error.peer = failure.error.peer or peer
-    return failure
+    return RemoteFailureError(failure.error, intact=failure.intact)  # Its text has the message and the peer.
 
 
 def _message_of(text: str) -> str:

@@ -74,7 +74,10 @@ class LiveWeights:
         return self.loader.needed()
 
     def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
-        """Make an `UpdateRequest` with these `fields` on every rank. Returns the first rank's error, or None; see `intact`."""
+        """Make an `UpdateRequest` with these `fields` on every rank. Returns the first rank's error, or None.
+
+        After an error, `intact` says whether the weights are one complete version.
+        """
         change = _Change()
         error = self._run(lambda: self._prepare(change, validated(UpdateRequest, fields), subscriber))
         if change.stream is not None:

@@ -13,10 +13,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..vllm_surface import BACKEND, CompletionOutput, EngineCore, OutputProcessor, RequestState
+from ..vllm_surface import CompletionOutput, EngineCore, uses_weightlane
 
 _HEADER = "weightlane-weight-version"
 _FIELD = "weight_versions"
+_SPANS = "weightlane_spans"
+"""The attribute of a request's state that has its spans so far; requests of engines without weightlane have none."""
 
 
 @dataclasses.dataclass
@@ -35,6 +37,9 @@ def install(field: str = _FIELD) -> None:
     """
     if field in {known.name for known in dataclasses.fields(CompletionOutput)}:
         return
+    # Imported here: a vLLM whose completions have the field may be without these.
+    from ..vllm_surface import OutputProcessor, RequestState  # noqa: PLC0415
+
     for name in ("step", "step_with_batch_queue"):
         setattr(EngineCore, name, _stamping(getattr(EngineCore, name)))
     OutputProcessor.process_outputs = _collecting(OutputProcessor.process_outputs)
@@ -47,8 +52,7 @@ def _stamping(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(plain)
     def step(core: Any) -> Any:
         outputs, executed = plain(core)
-        transfer = core.vllm_config.weight_transfer_config
-        if outputs and transfer is not None and transfer.backend == BACKEND:
+        if outputs and uses_weightlane(core.vllm_config):
             stamp = {_HEADER: core.get_weight_version()}
             for of_client in outputs.values():
                 for output in of_client.outputs:
@@ -68,11 +72,12 @@ def _collecting(plain: Callable[..., Any]) -> Callable[..., Any]:
             version = (output.trace_headers or {}).get(_HEADER)
             state = processor.request_states.get(output.request_id)
             if version is not None and state is not None and state.detokenizer is not None:
+                vars(state).setdefault(_SPANS, [])
                 stamped.append((state, version, state.detokenizer.num_output_tokens()))
         result = plain(processor, engine_core_outputs, *args, **kwargs)
         # Counted afterwards: tokens behind a stop string are dropped.
         for state, version, start in stamped:
-            _extend(_spans_of(state), version, start, state.detokenizer.num_output_tokens())
+            _extend(vars(state)[_SPANS], version, start, state.detokenizer.num_output_tokens())
         return result
 
     return process_outputs
@@ -81,9 +86,8 @@ def _collecting(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _extend(spans: list[Span], version: str, start: int, end: int) -> None:
     if spans and spans[-1].version == version and spans[-1].end == start:
         spans[-1].end = end
-    elif (
-        end > start
-    ):  # Where steps without a version lie between, spans do not cover all tokens, and the replica refuses them.
+    elif end > start:
+        # Where steps without a version lie between, spans do not cover all tokens, and the replica refuses them.
         spans.append(Span(version, start, end))
 
 
@@ -96,12 +100,8 @@ def _with_spans(plain: Callable[..., Any], field: str) -> Callable[..., Any]:
     @functools.wraps(plain)
     def new_completion_output(state: Any, *args: Any, **kwargs: Any) -> Any:
         completion = plain(state, *args, **kwargs)
-        setattr(completion, field, _spans_of(state))
+        if _SPANS in vars(state):
+            setattr(completion, field, vars(state)[_SPANS])
         return completion
 
     return new_completion_output
-
-
-def _spans_of(state: Any) -> list[Span]:
-    spans: list[Span] = vars(state).setdefault("weightlane_spans", [])
-    return spans

@@ -8,7 +8,7 @@
 - Of queries with a dimension for heads, only the first head is rotated.
 - Tokens without an adapter are computed with the adapter in the last slot, since their slot is -1.
 
-None of them changes anything for an engine without weightlane.
+An engine without weightlane stays as it is, except that its process asks for the registers, too.
 """
 
 from __future__ import annotations

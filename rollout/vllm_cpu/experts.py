@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .layers import in_use
+from .layers import built_for_weightlane
 
 _LIVE = "_weightlane_live"
 _ROUTING = ("use_grouped_topk", "renormalize", "scoring_func", "custom_routing_function")
@@ -37,7 +37,7 @@ def keep_expert_parameters_live() -> None:
 
     def process_weights_after_loading(self: Any, layer: torch.nn.Module) -> None:
         # zentorch's kernel computes from the weights as they were loaded.
-        if not in_use() or cpu_moe.is_zentorch_moe_supported(layer):
+        if not built_for_weightlane() or cpu_moe.is_zentorch_moe_supported(layer):
             prepare(self, layer)
             return
         for name in _ROUTING if "router_logits" in signature.parameters else ():

@@ -1,8 +1,4 @@
-"""Replacements in layers of vLLM's CPU platform. Each leaves engines without weightlane as they are.
-
-After loading, vLLM on CPU packs each linear weight into a kernel's private format and empties the parameter; for the output
-embedding it keeps both. A copy into the parameter does not change the packed weight.
-"""
+"""Replacements in layers of vLLM's CPU platform, for engines that use weightlane."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ _LINEAR_NDIM = 2
 _BY_HEAD = 3
 
 
-def in_use() -> bool:
+def built_for_weightlane() -> bool:
     """Whether the engine whose model is built or reloaded in this process uses weightlane.
 
     vLLM sets its current config while it builds or reloads a model; without a config the answer is no.
@@ -28,7 +24,11 @@ def in_use() -> bool:
 
 
 def keep_linear_parameters_live() -> None:
-    """Let linear layers compute from their parameters, as on a GPU, instead of packing them."""
+    """Let linear layers compute from their parameters, as on a GPU, instead of packing them.
+
+    After loading, vLLM on CPU packs each linear weight into a kernel's private format and empties the parameter; for the output
+    embedding it keeps both. A copy into the parameter does not change the packed weight.
+    """
     from vllm.model_executor.layers import utils  # noqa: PLC0415 - as above
 
     from ..vllm_surface import dispatch_cpu_unquantized_gemm as original  # noqa: PLC0415 - as above
@@ -36,7 +36,7 @@ def keep_linear_parameters_live() -> None:
     def dispatch(layer: Any, remove_weight: bool) -> None:
         # Weights with other dimensions (causal convolutions) have kernels that read the packed format only. vLLM packs
         # them again on each reload, so that they stay correct.
-        if in_use() and layer.weight.ndim == _LINEAR_NDIM:
+        if built_for_weightlane() and layer.weight.ndim == _LINEAR_NDIM:
             layer.cpu_linear = torch.nn.functional.linear
         else:
             original(layer, remove_weight)
@@ -88,7 +88,7 @@ def rotate_every_head() -> None:
     @functools.wraps(make)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self.rotates_every_head = in_use()
+        self.rotates_every_head = built_for_weightlane()
 
     def forward_cpu(
         self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
@@ -114,7 +114,7 @@ def skip_tokens_without_adapter() -> None:
     @functools.wraps(make)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        self.skips_tokens_without_adapter = in_use()
+        self.skips_tokens_without_adapter = built_for_weightlane()
 
     def apply_expand(
         self: Any,

@@ -48,7 +48,7 @@ def setup(engine: Setup) -> Iterator[Setup]:
     """A running replica to which a trainer publishes dense versions through shared memory, unless the test changes that."""
     config, trainer = engine.replica.config, engine.trainer
     yield engine
-    engine.replica.config = engine.replica._engine.config = config
+    engine.replica._engine.config = config
     if engine.trainer is not trainer:
         engine.connect()
 

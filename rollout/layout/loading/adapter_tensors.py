@@ -74,9 +74,10 @@ def adapter_expectation(layers: dict[str, tuple[int, int]], rank: int, dtype: to
 
 
 def announced_layers(layers: Collection[str], sent: AdapterConfig, announced: AdapterConfig) -> frozenset[str]:
-    """The layers that an announced adapter is for, among `layers`, the names of `adapted_layers` for `sent`.
+    """The layers, among `layers`, that an announced adapter is for; all of them if it names no targets.
 
-    Raises `ConfigError` if `announced` has a higher rank than `sent`, as which every version is sent, or is for other layers.
+    `sent` is the adapter that every version is sent as. Raises `ConfigError` if `announced` has a higher rank, or targets that
+    are not sent.
     """
     if announced.rank > sent.rank:
         raise ConfigError(

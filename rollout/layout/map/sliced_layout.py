@@ -26,7 +26,7 @@ class _Step:
 
 
 def sliced_layout(layout: LayoutMap, regions: Mapping[str, TensorSlice]) -> LayoutMap:
-    """`layout`, which is accepted, with the slices that are received as the sources of its copies: `regions`, by name.
+    """The copies of an accepted `layout` with slices as their sources. `regions` are the slices that are received, by name.
 
     A tensor stays a source under its own name if a copy of it does not follow its dimensions.
     """

@@ -85,21 +85,23 @@ class Rehearsal:
             method: How the versions are written.
             read: The boxes of each tensor that are sent; None if complete tensors are sent.
         """
+        found: str | None = None
         with ExitStack() as room:
             second = room_for_second(self._rank.model, self._rank.device, may_move=self._may_move)
             try:
                 self._on_all_ranks(lambda: room.enter_context(second))
                 self._compare(method, read)
             except _MismatchError as mismatch:
-                return str(mismatch)
-            # Here no second model is left, also not in a traceback: the first one may need its memory.
-        return None
+                found = str(mismatch)
+            # Now no second model is left, also not in a traceback or a cycle: the first one may need its memory.
+            gc.collect()
+        return found
 
     def _compare(self, method: WriteMethod, read: Mapping[str, list[Box]] | None) -> None:
         if self._second_state is None:
             self._load_second()
-            gc.collect()
-        assert self._second_state is not None, "as above"
+            gc.collect()  # The model of `_load_second`: `_compare` builds another.
+        assert self._second_state is not None, "`_load_second` has set it"
         second = self._second_state
         fresh, _ = self._on_all_ranks(lambda: fresh_model(self._rank, self._first))
         first = self._on_all_ranks(lambda: self._state(fresh))

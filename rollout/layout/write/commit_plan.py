@@ -103,7 +103,7 @@ class CommitPlan:
 
     @torch.no_grad()
     def commit(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copy a version into the parameters. On a CUDA device, the copies are queued on the current stream afterwards.
+        """Copy a version into the parameters. On a CUDA device they are queued on the current stream when this returns.
 
         Args:
             tensors: Contiguous checkpoint tensors, at least those of `sources`, on the CPU or the parameters' device. Lazy

@@ -29,7 +29,7 @@ class VersionWriter:
     Args:
         rank: The rank with its model.
         method: How versions are written.
-        signature: The versions' tensors.
+        signature: Shapes and dtypes of the versions' tensors.
         stale_views: Views that a load of their layer leaves stale.
         read: The boxes of each tensor that a full reload reads; None if it needs whole tensors.
     """

@@ -32,7 +32,7 @@ class RecordingReplica(LocalReplica):
 
     def configure(self, **changed: Any) -> None:
         """Change options of the replica, and of its engine, which has started."""
-        self.config = self._engine.config = self.config.model_copy(update=changed)
+        self._engine.config = self.config.model_copy(update=changed)
 
     async def commit(self, version: int) -> CommitReport:
         self.report = await super().commit(version)
