@@ -152,12 +152,12 @@ class RunHooks:
         """Enough replicas serve `version`. Called by the driver.
 
         Facts: ``seconds`` and ``latency_s`` (from the start of the sync until the last replica served the version),
-        of which: ``export_s`` (slowest trainer rank's snapshot), ``transfer_s`` (first byte to last one verified), ``install_s``
-        (longest commit), ``rollout_blocked_s`` (longest time that a replica generated nothing), ``recomputed_tokens`` (that
-        requests in flight prefill again), ``sent_bytes``, ``failures`` (of earlier attempts: ``session``, ``error``,
-        ``excluded``), ``replicas`` (by name ``outcome``, ``blocked_s``, ``staged_s``, ``nbytes``, ``install_s``,
-        ``recomputed_tokens``). For quantised weights ``quantisation_error`` (root mean square of the error over that of the
-        weights, of a sample).
+        of which: ``export_s`` (slowest trainer rank's snapshot), ``transfer_s`` (slowest replica's receipt and check),
+        ``install_s`` (longest commit), ``rollout_blocked_s`` (longest time that a replica generated nothing),
+        ``recomputed_tokens`` (that requests in flight prefill again), ``sent_bytes``, ``failures`` (of earlier
+        attempts: ``session``, ``error``, ``excluded``), ``replicas`` (by name ``outcome``, ``blocked_s``, ``staged_s``,
+        ``nbytes``, ``install_s``, ``recomputed_tokens``). For quantised weights ``quantisation_error`` (root mean
+        square of the error over that of the weights, of a sample).
         """
         self._call("version_committed", version=version, facts=facts)
 

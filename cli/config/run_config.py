@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, Delivery, WeightlaneError
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
@@ -22,6 +22,7 @@ from weightlane.trainer.config import (
     DataConfig,
     ReferenceConfig,
     RewardConfig,
+    Section,
     TrainerConfig,
 )
 from weightlane.trainer.loop.config import LoopConfig
@@ -35,12 +36,6 @@ VERSIONS_DIR = "versions"
 _PART = "configuration"
 _CHECK_S = 20.0
 """Seconds in which an engine has to find out whether it works here. Some load libraries or contact a store for that."""
-
-
-class Section(BaseModel):
-    """Base of sections and configurations: immutable, and without keys of other names."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class ModelSection(Section):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightlane.trainer.config import TrainerConfig
+from weightlane.trainer.config import Section, TrainerConfig
 from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
 
-from .run_config import ModelSection, ObserversSection, RaySection, RunSection, Section, check_observers
+from .run_config import ModelSection, ObserversSection, RaySection, RunSection, check_observers
 from .validation import read_config
 
 

@@ -41,10 +41,10 @@ _judges: list[Judge] = []
 class Reward:
     """A reward function given as ``"module:function"``, called as ``function(completion: str, task: Mapping) -> float``.
 
-    It may also be an ``async`` function. This object can be pickled for another process, which imports the function again.
+    It may also be an ``async`` function, whose calls are cancelled after `time_limit_s` seconds; None for never. This object can
+    be pickled for another process, which imports the function again.
 
-    Raises what `function_named` does, to which `function` and `search_path` go. A call of an ``async`` function is cancelled
-    after `time_limit_s` seconds; None for never.
+    `function` is imported by `function_named`, from `search_path` first. Raises `ConfigError` if there is none.
     """
 
     def __init__(self, function: str, search_path: Sequence[Path] = (), time_limit_s: float | None = None) -> None:
@@ -165,9 +165,9 @@ class RewardPool:
 
 
 def _begin_process(judge: Judge) -> None:
-    """Prepare a process of the pool, which the kernel kills when its parent ends, however the parent ends.
+    """Set the reward function of this process, which is one of the pool.
 
-    The latter on Linux only (``prctl(2)``); elsewhere the processes of a killed run end after their current calls.
+    On Linux the kernel kills the process when its parent ends (``prctl(2)``). Elsewhere it ends after its current call.
     """
     _judges[:] = [judge]
     if sys.platform == "linux":

@@ -41,7 +41,7 @@ class Ranks(Protocol):
 class CallLimit:
     """Limits the time of calls that are answered in order: a call's time begins when those before it have ended.
 
-    `part` and `setting`, the name of the limit, are for the error.
+    Its error names `part`, which is called, and `setting`, the key of the configuration that raises the limit.
     """
 
     def __init__(self, limit_s: float, part: str, setting: str) -> None:

@@ -124,8 +124,8 @@ class Role:
     ) -> asyncio.Task[list[BackwardAnswer | StepResult | WeightlaneError]]:
         """Carry out `forward_backward` and `optim_step` for several adapters, each named once.
 
-        Passes are joined as `AdapterEngine.forward_backward_together` does. Returns the result or the error of each call, which
-        does not affect the others.
+        Passes are joined as `AdapterEngine.forward_backward_together` does. Returns the result or the error of each call; the
+        error of one does not affect the others.
         """
 
         def answers(found: Sequence[Any]) -> list[BackwardAnswer | StepResult | WeightlaneError]:

@@ -265,7 +265,7 @@ class AsyncLoop:
 
     def _report_step(self, groups: Sequence[PromptGroup], report: StepResult, waited_s: float) -> None:
         published = self._keeper.note_fence(report.fence_s)
-        committed = self._keeper.times.reports[self._reported :]
+        committed = self._keeper.times.synced[self._reported :]
         self._reported += len(committed)
         rewards = [reward for group in groups for reward in group.rewards]
         mean_staleness, max_staleness = staleness(groups, self._step)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-from weightlane.sync import SyncReport
-
-from .version_keeper import SyncTimes
+from .version_keeper import SyncTime, SyncTimes
 
 
 class Quantiles(NamedTuple):
@@ -85,21 +83,16 @@ class RunSummary:
     @property
     def rollout_lost_per_step_s(self) -> float:
         """Time per optimizer step that versions kept replicas from decoding; the one that lost most counts for each version."""
-        return sum(report.rollout_blocked_s for report in self.times.reports) / max(1, self.steps)
+        return sum(time.rollout_blocked_s for time in self.times.synced) / max(1, self.steps)
 
     def sync_quantiles(self) -> dict[str, Quantiles]:
-        """Quantiles over the versions for which the trainer did not wait, by name in ``summary.json``; see `SyncReport`."""
+        """Quantiles over the versions for which the trainer did not wait, by name in ``summary.json``.
 
-        def over(seconds: Callable[[SyncReport], float]) -> Quantiles:
-            return Quantiles.of([seconds(report) for report in self.times.reports])
-
+        ``trainer_blocked_s`` is publish plus fence, also of aborted versions. The others are times of `SyncReport`.
+        """
         return {
             "trainer_blocked_s": Quantiles.of(self.times.trainer_blocked_s),
-            "export_s": over(lambda report: report.export_s),
-            "transfer_s": over(lambda report: report.transfer_s),
-            "install_s": over(lambda report: report.install_s),
-            "rollout_blocked_s": over(lambda report: report.rollout_blocked_s),
-            "latency_s": over(lambda report: report.latency_s),
+            **{name: Quantiles.of([getattr(time, name) for time in self.times.synced]) for name in SyncTime._fields},
         }
 
     def to_plain(self) -> dict[str, Any]:

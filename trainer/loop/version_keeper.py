@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import Outcome, ReplicaState, SyncReport
@@ -21,12 +21,22 @@ _PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 30.0
 
 
+class SyncTime(NamedTuple):
+    """The times of a committed version, in seconds: see `SyncReport`."""
+
+    export_s: float
+    transfer_s: float
+    install_s: float
+    rollout_blocked_s: float
+    latency_s: float
+
+
 @dataclass(slots=True)
 class SyncTimes:
     """The versions of a run with their times in seconds, for the closing summary."""
 
-    reports: list[SyncReport] = field(default_factory=list)
-    """Reports of committed versions for which the trainer did not wait."""
+    synced: list[SyncTime] = field(default_factory=list)
+    """Committed versions for which the trainer did not wait."""
     publish_s: dict[int, float] = field(default_factory=dict)
     """Time `publish` blocked the trainer, by version."""
     fence_s: dict[int, float] = field(default_factory=dict)
@@ -245,7 +255,7 @@ class VersionKeeper:
         self._failures = 0
         self._served = version
         self.times.committed.append(version)
-        self.times.reports.append(report)
+        self.times.synced.append(SyncTime(*(getattr(report, name) for name in SyncTime._fields)))
         await self._committed(report)
         return True
 

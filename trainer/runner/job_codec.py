@@ -24,7 +24,7 @@ _PART = "job file"
 _PLAIN = TypeAdapter(dict[str, Any], config=ConfigDict(ser_json_inf_nan="constants"))
 _KINDS = {job.kind: job for job in JOBS}
 _READ_AS: Mapping[str, Any] = {"loss": str, "outputs": tuple[OutputName, ...]}
-"""Types of the fields whose values in files have fewer types than in jobs."""
+"""Types of the fields that a file holds less of than a job may: a loss is a name, and outputs are a tuple."""
 _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 

@@ -195,8 +195,8 @@ def refuse_taken(directory: Path, lock: str, what: str) -> None:
 def alone_in(directory: Path, lock: str, what: str) -> Iterator[None]:
     """Lock a directory inside the block, by a file in it that holds the owner's process id. The lock ends with the process.
 
-    Raises `ConfigError`, which names the other process, a `what` such as ``"run"``, if one uses it, and `StorageError` if the
-    file cannot be written.
+    Raises `ConfigError`, which names the process, if another `what`, such as a ``"run"``, holds the lock, and `StorageError` if
+    the file cannot be written.
     """
     try:
         file = (directory / lock).open("a+", encoding="utf-8")
