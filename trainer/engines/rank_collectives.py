@@ -30,8 +30,11 @@ from weightlane.ckpt_engines.engines.torch_distributed.interfaces import interfa
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
 
+from .nccl_watchdog import found_by_watchdog, keep_process_alive
+
 _ONE_AT_A_TIME = threading.Lock()
 _RETRY_S = 0.05
+_PEER = "another trainer rank"
 _HINT = "Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s."
 
 
@@ -74,7 +77,7 @@ def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.devi
     with typed_collective_errors("the trainer ranks to join", part, timeout_s):
         store = host_store(host, port)[0] if rank == 0 else _await_store(host, port, deadline)
         store.set_timeout(deadline.timedelta())
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = group_backend(device)
 
         def connect(place: dist.Store, timeout: timedelta) -> None:
             dist.init_process_group(backend, store=place, rank=rank, world_size=world, timeout=timeout)
@@ -82,6 +85,14 @@ def _join(rank: int, world: int, rendezvous: tuple[str, int], device: torch.devi
         connect_gloo(store, rank, world, deadline, connect, undo=_forget_group, hint=_HINT)
         _set_pg_timeout(timedelta(seconds=timeout_s))
     return True
+
+
+def group_backend(device: torch.device) -> str:
+    """Return torch's name of the backends of a group of ranks on `device`. NCCL's groups then leave the process alive."""
+    if device.type != "cuda":
+        return "gloo"
+    keep_process_alive()
+    return "cpu:gloo,cuda:nccl"
 
 
 def _forget_group() -> None:
@@ -95,25 +106,41 @@ def _forget_group() -> None:
 def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> Iterator[None]:
     """Turn errors of torch.distributed into `DeadlineExceededError`, `PeerLostError` or `TransportError`.
 
-    Other errors pass unchanged, such as those of the model's own computation.
+    Other errors pass unchanged, such as those of the model's own computation. A block that ends although NCCL has failed
+    meanwhile raises, too: its results are not whole.
     """
     try:
         yield
-    except RuntimeError as cause:
+    except Exception as cause:
+        _raise_if_nccl_failed(
+            waiting_for, part, timeout_s, cause
+        )  # or else it would be blamed on what was made of torn data
         text = str(cause).lower()
-        if isinstance(cause, WeightlaneError) or not (
-            isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
-        ):
+        of_torch = isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
+        if isinstance(cause, WeightlaneError) or not isinstance(cause, RuntimeError) or not of_torch:
             raise
-        error = translate(cause, part, Deadline.after(timeout_s), waiting_for, peer="another trainer rank")
+        error = translate(cause, part, Deadline.after(timeout_s), waiting_for, peer=_PEER)
         if isinstance(error, DeadlineExceededError):
-            raise DeadlineExceededError(
-                f"no answer within {timeout_s:g} s while waiting for {waiting_for}.",
-                part=part,
-                peer=error.peer,
-                hint=_HINT,
-            ) from cause
+            raise _late(waiting_for, part, timeout_s) from cause
         raise error from cause
+    else:
+        _raise_if_nccl_failed(waiting_for, part, timeout_s)
+
+
+def _raise_if_nccl_failed(waiting_for: str, part: str, timeout_s: float, cause: Exception | None = None) -> None:
+    failure = found_by_watchdog()
+    if failure == "TIMEOUT":
+        raise _late(waiting_for, part, timeout_s) from cause
+    if failure:
+        raise PeerLostError(
+            f"NCCL failed while waiting for {waiting_for} ({failure}).", part=part, peer=_PEER, hint=_HINT
+        ) from cause
+
+
+def _late(waiting_for: str, part: str, timeout_s: float) -> DeadlineExceededError:
+    return DeadlineExceededError(
+        f"no answer within {timeout_s:g} s while waiting for {waiting_for}.", part=part, peer=_PEER, hint=_HINT
+    )
 
 
 def share_json(value: Any, device: torch.device) -> list[Any]:

@@ -14,7 +14,7 @@ from weightlane.ckpt_engines import ConfigError
 
 from ..config import TrainerConfig
 from ..engines.lora.engine import AdaptedEngine
-from ..engines.rank_collectives import leave_ranks, typed_collective_errors, use_interface_towards
+from ..engines.rank_collectives import group_backend, leave_ranks, typed_collective_errors, use_interface_towards
 from ..engines.registry import training_engine_class
 from .inputs import PART
 
@@ -77,8 +77,7 @@ class OpenEngine:
 
 def _join(config: TrainerConfig) -> None:
     """Join the process group that torchrun's environment variables describe; without them, a group of one rank."""
-    device = "cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    backend = group_backend(torch.device("cpu" if config.device == "cpu" or not torch.cuda.is_available() else "cuda"))
     timeout = timedelta(seconds=config.collective_timeout_s)
     if "WORLD_SIZE" not in os.environ:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
