@@ -56,6 +56,8 @@ def _now(module: torch.nn.Module, path: Sequence[str], leaf: str, before: torch.
     for name in path:  # `get_submodule` takes some 20 microseconds, for each tensor, on the training thread
         child = module._modules.get(name)
         if child is None:
+            child = getattr(module, name, None)  # a wrapper shows the modules of what it wraps
+        if not isinstance(child, torch.nn.Module):
             return None
         module = child
     current: torch.Tensor | None = getattr(module, leaf, None)
