@@ -25,17 +25,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .commit.records import Completion, RolloutStats
     from .config import RolloutConfig
+    from .contract.records import Completion, RolloutStats
     from .replicas.local_replica import LocalReplica
     from .replicas.ray_actor import RolloutReplica, start_replicas
     from .replicas.server_replica import ServerReplica
 
 _HOME = {
-    "Completion": "commit.records",
+    "Completion": "contract.records",
     "RolloutConfig": "config",
     "RolloutReplica": "replicas.ray_actor",
-    "RolloutStats": "commit.records",
+    "RolloutStats": "contract.records",
     "LocalReplica": "replicas.local_replica",
     "ServerReplica": "replicas.server_replica",
     "start_replicas": "replicas.ray_actor",

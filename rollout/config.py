@@ -26,10 +26,13 @@ class AdapterConfig(BaseModel):
 
 
 class RolloutConfig(BaseModel):
-    """Options of every rollout replica of a run; each replica is one vLLM engine in one Ray actor."""
+    """Options of every rollout replica of a run; each replica is one engine in one Ray actor."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    engine: str = Field(
+        "vllm", description="Name of the rollout engine; `weightlane engines` lists the installed ones."
+    )
     replicas: int = Field(1, ge=1, description="Number of rollout replicas, each a complete copy of the model.")
     tensor_parallel: int = Field(1, ge=1, description="Rollout ranks (worker processes) that share one replica.")
     expert_parallel: bool = Field(
@@ -136,7 +139,7 @@ class RolloutConfig(BaseModel):
     )
     extra_engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="Further vLLM AsyncEngineArgs by name; they override the arguments that weightlane sets.",
+        description="Further vLLM AsyncEngineArgs by name, where the engine is vllm; they override those that weightlane sets.",
     )
 
     @property

@@ -52,7 +52,7 @@ class Checks:
         """Parameters that are not what the safetensors file at `path` makes of them."""
         from safetensors.torch import load_file
 
-        plan = self.weight_transfer_engine._weights.loader.plan  # type: ignore[attr-defined]
+        plan = self.weight_transfer_engine._rank.updatable.loader.plan  # type: ignore[attr-defined]
         if plan is None:
             raise RuntimeError("versions are not copied along a traced layout, so that there is nothing to compare by")
         parameters = dict(self.model_runner.get_model().named_parameters())  # type: ignore[attr-defined]

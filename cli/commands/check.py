@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
+from weightlane.rollout.registry import rollout_engine_class
 from weightlane.sync import Rendezvous, dtype_of
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
@@ -53,11 +54,9 @@ def _cluster(config: ClusterConfig, model: ModelInfo) -> dict[str, str]:
     config = fitted(config, sizes, machines, counted=not config.ray.address)
     rows = dict(described(config, sizes, machines))
     if config.ray.address:
-        return rows | {"not checked": "vLLM, which runs on the machines of ray.address"}
-    # Loads vLLM, so it comes after all checks that don't need it.
-    from weightlane.rollout.vllm.checked_replica import check_replica  # noqa: PLC0415 - as above
-
-    unknown = check_replica(config.rollout, model.path)
+        return rows | {"not checked": f"{config.rollout.engine}, which runs on the machines of ray.address"}
+    # May load vLLM, so it comes after all checks that don't need it.
+    unknown = rollout_engine_class(config.rollout).check(config.rollout, model.path)
     if limit is not None:
         _refuse_small_staging(config, model, limit)
     return rows | ({"not checked": unknown} if unknown else {})
@@ -68,12 +67,10 @@ def _refuse_small_staging(config: ClusterConfig, model: ModelInfo, limit: int) -
 
     Counts the slices that the rank will ask for, in the narrower of the two dtypes that may be sent.
     """
-    from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - loads vLLM
-
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     if facts.views or config.sync.quantise != "none" or config.rollout.commit == "in_place":
         return  # a version needs no staging memory, or an amount that is unknown here, or `fitted` has checked a bucket's size
-    needs = planned_needs(config.rollout, model.path)
+    needs = rollout_engine_class(config.rollout).planned_needs(config.rollout, model.path)
     width = dtype_of(wire_dtype(config, needs.dtype)).itemsize if needs.dtype else 1
     for placement in filter(None, needs.ranks):
         elements = ((spec, box.numel) for spec, box in placement.slices)

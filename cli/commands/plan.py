@@ -34,6 +34,7 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     ``weightlane train`` raises before it starts anything, or a `WeightlaneError` when the training engine cannot tell which
     shards its ranks will hold.
     """
+    from weightlane.rollout.registry import rollout_engine_class  # noqa: PLC0415 - for a run only
     from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - for a run only, and needs an extra
     from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
     from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415
@@ -43,15 +44,13 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     config = load_config(path, overrides, runs_here=False)
     model = check_model_dir(find_model(config.model.path))
     training_engine_class(config.trainer.engine).check(config.trainer, model.path)
-    # Loads vLLM, so it comes after all checks that don't need it.
-    from weightlane.rollout.layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - as above
-
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     tensor_parallel = config.rollout.tensor_parallel
     ranks: Sequence[Any] = (None,) * tensor_parallel
     why_whole, computes = "", str(config.rollout.dtype)
     if not facts.persistent or (computes == config.sync.wire_dtype == "auto"):
-        needs = planned_needs(config.rollout, model.path)
+        # May load vLLM, so it comes after all checks that don't need it.
+        needs = rollout_engine_class(config.rollout).planned_needs(config.rollout, model.path)
         computes = needs.dtype or computes
         if computes == config.sync.wire_dtype == "auto":
             raise ConfigError(

@@ -19,6 +19,7 @@ from weightlane.plugins import RunHooks
 from weightlane.rollout.config import AdapterConfig
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
+from weightlane.rollout.registry import rollout_engine_class
 from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig
@@ -125,6 +126,7 @@ def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     model = check_model_dir(find_model(config.model.path))
     adapter = config.rollout.adapter
     layers = () if adapter is None else tuple(adapted_layers(model.path, adapter))
+    rollout_engine_class(config.rollout)
     refuse_arguments(config.rollout, model.path)
     check_trainer(config.trainer, model.path, here=here)
     refuse_loopback(config.ray, config.sync.host)

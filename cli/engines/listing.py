@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import entry_points
@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, WeightlaneError, registry
+from weightlane.ckpt_engines.registered_class import registered_names
 from weightlane.ckpt_engines.runtime.daemon_threads import within
 
 from ..extras import how_to_install, library_of
@@ -22,25 +23,31 @@ engine ``capabilities``, None where its class could not be loaded."""
 
 
 def listings() -> dict[str, list[Listing]]:
-    """Return the installed engines by kind: ``checkpoint``, ``training`` and ``rollout``. Imports those of the first two."""
+    """Return the installed engines by kind: ``checkpoint``, ``training`` and ``rollout``. Imports them."""
+    from weightlane.rollout.registry import GROUP as ROLLOUT  # noqa: PLC0415 - loads torch
+    from weightlane.rollout.registry import registered_rollout_engine  # noqa: PLC0415
+    from weightlane.trainer.engines.registry import GROUP as TRAINING  # noqa: PLC0415
+    from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415
+
     return {
         "checkpoint": [
             asdict(row) | {"capabilities": row.capabilities and row.capabilities.to_plain()}
             for row in CheckpointEngineRegistry().list()
         ],
-        "training": list(_training()),
-        "rollout": [_vllm()],
+        "training": list(_registered(TRAINING, training_engine_class)),
+        "rollout": [
+            row | {"unavailable": row["unavailable"] or _why_vllm_is_no_use()} if row["name"] == "vllm" else row
+            for row in _registered(ROLLOUT, registered_rollout_engine)
+        ],
     }
 
 
-def _training() -> Iterator[Listing]:
-    from weightlane.trainer.engines.registry import GROUP, training_engine_class, training_engine_names  # noqa: PLC0415
-
-    for name in training_engine_names():
-        owners = {f"{each.dist.name} {each.dist.version}" for each in entry_points(group=GROUP, name=name) if each.dist}
+def _registered(group: str, load: Callable[[str], object]) -> Iterator[Listing]:
+    for name in registered_names(group):
+        owners = {f"{each.dist.name} {each.dist.version}" for each in entry_points(group=group, name=name) if each.dist}
         unavailable = None
         try:
-            within(registry.LISTING_LIMIT_S, partial(training_engine_class, name))
+            within(registry.LISTING_LIMIT_S, partial(load, name))
         except WeightlaneError as error:
             unavailable = f"{error.message} {error.hint}".strip()
         except TimeoutError:
@@ -50,11 +57,10 @@ def _training() -> Iterator[Listing]:
         yield {"name": name, "distribution": " and ".join(sorted(owners)), "unavailable": unavailable}
 
 
-def _vllm() -> Listing:
-    """The rollout engine. Whether it can be used depends on its version, which is known without importing vLLM."""
+def _why_vllm_is_no_use() -> str | None:
+    """The reason in vLLM's version, which is known without importing it; None if there is none."""
     found = library_of("vllm")
-    reason = found.misfit if found.version else f"vllm is not installed. {how_to_install('vllm')}"
-    return {"name": "vllm", "distribution": f"{found.distribution} {found.version}".strip(), "unavailable": reason}
+    return found.misfit if found.version else f"vllm is not installed. {how_to_install('vllm')}"
 
 
 def engine_tables(engines: Mapping[str, Sequence[Listing]]) -> Iterator[Table]:

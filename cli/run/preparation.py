@@ -9,6 +9,7 @@ from pathlib import Path
 from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
+from weightlane.rollout.registry import rollout_engine_class
 from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
 from weightlane.trainer.algorithms.ppo import critic_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
@@ -57,6 +58,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     model = check_model_dir(find_model(config.model.path))
     if config.rollout.adapter is not None:
         adapted_layers(model.path, config.rollout.adapter)
+    rollout_engine_class(config.rollout)
     refuse_arguments(config.rollout, model.path)
     role_models = _role_models(config, model)
     for role, role_model in role_models.items():

@@ -7,19 +7,21 @@ not right, versions go through vLLM's own loading; if that is not right either, 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from vllm.logger import init_logger
 
-from weightlane.ckpt_engines import CommitError, ConfigError
-from weightlane.sync import Expectation, IncomingDelta, Placement, SlicedTensors
+from weightlane.ckpt_engines import CommitError, ConfigError, QuarantinedError
+from weightlane.ckpt_engines.runtime.devices import runtime_of
+from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, SlicedTensors, TensorSpec
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import without_data
 from weightlane.sync.version.tensor_spec import is_computed
 
+from ..contract.loader import RankLoader
 from ..rank_group import RankGroup
 from .loading.derived import StaleView
 from .loading.model_errors import hint_for
@@ -40,14 +42,17 @@ _Signature = dict[str, SourceSpec]
 """Shape and dtype of every tensor of a version."""
 
 
-class VersionLoader:
-    """Loads versions into one rank's model. All ranks make every call together, inside vLLM's current config.
+class VersionLoader(RankLoader):
+    """Loads versions into one rank's vLLM model. All ranks make every call together, inside vLLM's current config.
 
     The `expectation` has the tensors of the checkpoint that the model was started from.
     """
 
     def __init__(self, rank: RankModel, *, expectation: Expectation | None = None) -> None:
-        self._rank = rank
+        self._rank, self.part, self.device = rank, rank.part, rank.device
+        self._captured: dict[str, int] | None = None
+        """The addresses of all tensors, which captured CUDA graphs read. None for an engine that captures none, and until the
+        first update: layers may move some tensors before the model serves."""
         self.expectation = expectation or Expectation({})
         """The tensors that a version has to have. Once `learn` has returned, these are the tensors that some rank reads."""
         self._of_files = self.expectation
@@ -112,11 +117,43 @@ class VersionLoader:
         signature = {name: SourceSpec(tuple(each.shape), each.dtype) for name, each in without_data(tensors).items()}
         self.learn(signature, group, sliced=isinstance(tensors, SlicedTensors))
 
-    @property
-    def writer(self) -> VersionWriter:
-        """The writer of versions with the learned signature."""
+    def learn_specs(self, specs: Mapping[str, TensorSpec], group: RankGroup) -> None:
+        """`learn` the signature of a version that is going to arrive in buckets."""
+        self.learn({name: SourceSpec(spec.shape, spec.dtype) for name, spec in specs.items()}, group)
+
+    def write(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write a version with the learned signature; see `VersionWriter.write`."""
         assert self._writer is not None, "learned"
-        return self._writer
+        self._writer.write(tensors)
+
+    def write_arriving(self, parts: Iterator[LivePart]) -> None:
+        """Write a version with the learned signature while it arrives; see `VersionWriter.write_arriving`."""
+        assert self._writer is not None, "learned"
+        self._writer.write_arriving(parts)
+
+    def before_update(self) -> None:
+        """Note where captured CUDA graphs read the weights."""
+        if self._captured is None and _captures_graphs(self._rank.config):
+            self._captured = dict(_addresses(self._rank.model))
+
+    def settle(self) -> None:
+        """Wait until the device has written everything: the ranks then agree on what is so, and staging memory is used again.
+
+        Raises:
+            QuarantinedError: A tensor has moved away from where captured graphs read it: by a layer that replaces a parameter
+                instead of filling it. Nothing would compute with the version.
+        """
+        if runtime_of(self.device).has_streams:
+            torch.accelerator.synchronize(self.device)  # not one stream: layers may use their own
+        here = {} if self._captured is None else dict(_addresses(self._rank.model))
+        moved = [name for name, address in (self._captured or {}).items() if here.get(name) != address]
+        if moved:
+            raise QuarantinedError(
+                f"{moved[0]} and {len(moved) - 1} more tensors have moved to other memory, and captured CUDA graphs compute with"
+                " the memory from before.",
+                part=self.part,
+                hint="Start this replica anew; with --enforce-eager (rollout.extra_engine_args) tensors may move.",
+            )
 
     def learn(self, signature: Mapping[str, SourceSpec], group: RankGroup, *, sliced: bool = False) -> None:
         """Find out how versions with `signature` are written, and prove that this is right, unless that is known.
@@ -307,6 +344,19 @@ class VersionLoader:
             ", ".join(whole),
         )
         return boxes
+
+
+def _captures_graphs(vllm_config: Any) -> bool:
+    """Whether an engine with this configuration captures CUDA graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    return mode is not None and mode.name != "NONE"
+
+
+def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
+    for kind in (model.named_parameters, model.named_buffers):
+        for name, tensor in kind(remove_duplicate=False):
+            if tensor.numel():
+                yield name, tensor.data_ptr()
 
 
 def _needed_slices(needed: Placement | None, expectation: Expectation) -> dict[str, tuple[Box, ...]] | None:

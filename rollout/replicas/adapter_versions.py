@@ -4,32 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from weightlane.ckpt_engines import CommitError, ConfigError, QuarantinedError
 
 from ..config import AdapterConfig
+from ..contract.requests import AdapterVersion
 from ..layout.loading.adapter_tensors import announced_layers
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterVersion:
-    """A version that the ranks of a replica have loaded."""
-
-    id: int
-    """vLLM's id of the adapter; 0 for no adapter. No two commits of a replica have the same, so that cached blocks
-    of one are never taken for those of another."""
-    version: int
-
-    def request(self) -> Any:
-        """VLLM's ``LoRARequest`` for a request that computes with this version; None for the weights without an adapter."""
-        from vllm.lora.request import LoRARequest  # noqa: PLC0415 - slow to import
-
-        if not self.id:
-            return None
-        # Nothing reads the path: the adapter is there before its first request. One that is not absolute, vLLM would download.
-        return LoRARequest(f"weightlane-{self.id}", self.id, "/weightlane/has-no-files")
 
 
 class AdapterVersions:

@@ -1,4 +1,4 @@
-"""`LocalReplica`: one vLLM engine that generates without a break and takes over new weights between two decode steps."""
+"""`LocalReplica`: one rollout engine that generates without a break and takes over new weights between two decode steps."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 from weightlane.ckpt_engines import (
+    ClosedError,
     CommitError,
     ConfigError,
     DeadlineExceededError,
@@ -20,14 +21,14 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitReport
 
-from ..commit.records import Completion, RolloutStats
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
+from ..contract.records import Completion, RolloutStats
+from ..contract.requests import GenerationRequest, Sampling
 from ..layout.loading.adapter_tensors import adapted_layers
+from ..registry import rollout_engine_class
 from .adapter_versions import AdapterVersions
-from .generation import Sampling, generate
 from .replica_hooks import Observed
-from .vllm_engine import VllmEngine
 
 _WATCH_S = 0.5
 """Seconds between two looks at whether the engine has died: short compared with the time that a dead replica costs anyway."""
@@ -41,6 +42,9 @@ class LocalReplica:
         config: Options of the replica.
         model_dir: Hugging Face checkpoint directory that the replica starts from.
         initial_version: Weight version of that checkpoint.
+
+    Raises:
+        ConfigError: There is no engine called `RolloutConfig.engine`, or it cannot do what `config` asks for.
     """
 
     def __init__(
@@ -48,7 +52,7 @@ class LocalReplica:
     ) -> None:
         self.name = name
         self.version = initial_version
-        self._engine = VllmEngine(name, config, model_dir)
+        self._engine = rollout_engine_class(config)(name, config, model_dir)
         self.clock = TokenClock()
         self._control = asyncio.Lock()
         """Held by the one connect, commit or rollback that runs."""
@@ -90,7 +94,7 @@ class LocalReplica:
         """Load the model and start serving.
 
         Raises:
-            ConfigError: vLLM refuses the model or an argument.
+            ConfigError: The engine refuses the model or an argument.
             WorkerDiedError: The engine's processes ended while starting.
             DeadlineExceededError: The start took longer than `RolloutConfig.start_timeout_s`.
         """
@@ -148,84 +152,49 @@ class LocalReplica:
         prompt_ids: Sequence[int],
         max_new_tokens: int,
         *,
-        temperature: float = 1.0,
-        stop_ids: Sequence[int] = (),
-        stop_strings: Sequence[str] = (),
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        greedy: bool = False,
         adapter: int | None = None,
-        prompt_logprobs: int | None = None,
-        top_logprobs: int = 0,
+        **options: Any,
     ) -> Completion:
         """Generate a completion; versions may be committed while it runs. An adapter stays the one that it began with.
-
-        Log-probabilities of generated tokens are of the distribution that each was drawn from, with temperature, `top_k` and
-        `top_p` applied: vLLM's ``processed_logprobs``. Those of the prompt are the model's own, at temperature 1; for them vLLM
-        reads no prefix from its cache, and computes the complete prompt.
 
         Args:
             request_id: Name of the request in logs and in the answer; need not be unique.
             prompt_ids: Token ids of the prompt, at least one.
             max_new_tokens: Most tokens to generate.
-            temperature: Sampling temperature, from 0.01 to 2; ignored with `greedy`.
-            stop_ids: Token ids that end the completion. No other token does, not even the model's own end-of-sequence token.
-            stop_strings: Texts that end the completion with the token that completes one of them. The text of special tokens
-                counts. Needs the model's tokenizer.
-            top_k: Sample from so many most probable tokens; 0: from all.
-            top_p: Sample from the most probable tokens that have this probability together, above 0 and at most 1.
-            seed: Makes the sampling repeatable for fixed weights, from 0 to 2**63 - 1.
-            greedy: Take the most probable token; log-probabilities are then those at temperature 1, of all tokens.
             adapter: The version of the adapter, where versions are adapters: an announced one that is loaded, or the newest;
                 0 for the model's weights without an adapter, also before anything was committed; None for the newest.
-            prompt_logprobs: Number of most probable tokens to give with the log-probability of each prompt token, at most 20;
-                None: no log-probabilities of the prompt.
-            top_logprobs: Number of most probable tokens to give with each generated one, at most 20.
+            options: Fields of `Sampling`, such as ``temperature=0.7``.
 
         Raises:
             QuarantinedError: The replica was taken out of service, before or during the request, or versions are adapters, the
                 newest is wanted and none has been committed; the text has the reason.
             WorkerDiedError: The engine is gone.
             DeadlineExceededError: The request took longer than `RolloutConfig.request_timeout_s`.
-            ConfigError: The adapter is not loaded, or vLLM refuses the request, for example because the prompt is too long.
+            ConfigError: The adapter is not loaded, or the engine refuses the request, for example because the prompt is too long.
         """
-        engine = self._engine.running
+        self._refuse_if_closed()
         self._refuse_if_broken()
-        sampling = Sampling(
-            max_new_tokens,
-            temperature,
-            stop_ids,
-            stop_strings,
-            top_k,
-            top_p,
-            seed,
-            greedy,
-            prompt_logprobs,
-            top_logprobs,
-        )
+        sampling = Sampling(max_new_tokens, **options)
         sampling.check(prompt_ids, self._engine.vocab_size, self.name)
         version = self._adapters.of_request(adapter)
         key = f"{request_id}#{next(self._serial)}"
+        request = GenerationRequest(key, request_id, prompt_ids, sampling, self._cache_salt(), version)
         began, stops = time.perf_counter(), self._stops
         # At once: from here on a commit leaves the adapter loaded.
         self._in_flight[key] = 0 if version is None else version.id
         self.clock.begin(key)
         try:
-            async with self._engine.answering(request_id):
-                if stop_strings:
-                    await self._engine.need_tokenizer()
-                generated = await generate(
-                    engine,
-                    key,
-                    prompt_ids,
-                    sampling.params(),
-                    cache_salt=self._cache_salt(),
-                    clock=self.clock,
-                    adapter=version,
-                )
+            async with asyncio.timeout(self.config.request_timeout_s):
+                completion = await self._engine.generate(request, lambda tokens: self.clock.arrived(key, tokens))
+            self._refuse_if_stopped(stops)
+        except WeightlaneError as error:  # Some of them are `TimeoutError`s.
+            if isinstance(error, ClosedError):
                 self._refuse_if_stopped(stops)
-                completion = generated.completion(request_id, self.name, prompt_ids, sampling)
+            raise
+        except TimeoutError as cause:
+            raise DeadlineExceededError(
+                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.", part=self.name
+            ) from cause
         finally:
             self._in_flight.pop(key, None)
             self.clock.end(key)
@@ -283,7 +252,7 @@ class LocalReplica:
             async with self._updating(f"the commit of version {version}"):
                 if self.config.adapter is not None:
                     made, more = self._adapters.begin(version, self._in_flight.values())
-                report = await self._engine.commit(version, self.clock, trusted=before is not None, more=more)
+                report = await self._commit(version, trusted=before is not None, more=more)
                 if self.config.adapter is not None:
                     self._adapters.committed(made)
             if stops == self._stops:  # Otherwise a quarantine came during the commit, and outlives it.
@@ -294,6 +263,14 @@ class LocalReplica:
             self._observed.committed(report, began)
             return report
 
+    async def _commit(self, version: int, *, trusted: bool, more: Mapping[str, Any]) -> CommitReport:
+        in_flight, began = self.clock.commit_begins(version), time.monotonic()
+        figures = await self._engine.update({**more, "version": version}, serves=version, trusted=trusted)
+        self.clock.commit_ends(version)
+        waited_s = time.monotonic() - began - figures.blocked_s
+        self.clock.recomputed_tokens += figures.recomputed_tokens
+        return CommitReport(version, figures.blocked_s, figures.load_s, waited_s, in_flight, figures.recomputed_tokens)
+
     async def rollback(self, version: int) -> None:
         """Serve the version before `version` again, on every rank from the same step on. Does nothing if it serves already.
 
@@ -302,7 +279,7 @@ class LocalReplica:
             WeightlaneError: As `commit`.
         """
         async with self._control:
-            _ = self._engine.running  # Raises if the engine is closed.
+            self._refuse_if_closed()
             if self._broken is None and self.version < version:
                 return
             self._refuse_if_broken()
@@ -311,7 +288,9 @@ class LocalReplica:
             adapted = self.config.adapter is not None
             more = self._adapters.begin_rollback(version, self._in_flight.values()) if adapted else {}
             async with self._updating(f"the rollback of version {version}"):
-                self._blocked_s += await self._engine.roll_back(version, self._before, more)
+                fields = {**more, "rollback_of": version}
+                figures = await self._engine.update(fields, serves=self._before, trusted=True)
+                self._blocked_s += figures.blocked_s
             self._adapters.rolled_back()
             self.version, self._before = self._before, None
 
@@ -326,8 +305,8 @@ class LocalReplica:
         )
 
     async def watch(self) -> NoReturn:
-        """Raise `WorkerDiedError` when the engine's processes die: vLLM then answers nothing but requests."""
-        while not self._engine.dead:  # noqa: ASYNC110 - vLLM tells requests only
+        """Raise `WorkerDiedError` when the engine's processes die: it then answers nothing but requests."""
+        while not self._engine.dead:  # noqa: ASYNC110 - engines tell requests only
             await asyncio.sleep(_WATCH_S)
         raise self._engine.died()
 
@@ -351,12 +330,13 @@ class LocalReplica:
         """End the engine and its processes. Requests in flight fail. Idempotent."""
         if self._engine.open:
             await self._observed.drained()
-            await self._engine.close(self._in_flight)
+            await self._engine.abort(self._in_flight)
+            await self._engine.close()
 
     @asynccontextmanager
     async def _updating(self, action: str) -> AsyncIterator[None]:
         """Stop serving if an update of the weights fails and they cannot be trusted."""
-        _ = self._engine.running  # Raises if the engine is closed.
+        self._refuse_if_closed()
         self._updates += 1
         try:
             yield
@@ -374,6 +354,10 @@ class LocalReplica:
         self._broken = error
         self._stops += 1
         await self._engine.abort(self._in_flight)
+
+    def _refuse_if_closed(self) -> None:
+        if not self._engine.open:
+            raise ClosedError("the replica is not running.", part=self.name)
 
     def _refuse_if_broken(self) -> None:
         if self._broken is not None:

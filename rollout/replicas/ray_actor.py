@@ -20,9 +20,9 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.sync import CommitReport
 
-from ..commit.records import Completion, RolloutStats
 from ..config import AdapterConfig, RolloutConfig
-from ..vllm.environment import child_environment
+from ..contract.records import Completion, RolloutStats
+from ..registry import rollout_engine_class
 from .local_replica import LocalReplica
 
 _GRACE_S = 15.0
@@ -91,7 +91,7 @@ class RolloutReplica:
             num_gpus=(config.gpus_per_rank or 0) * ranks,
             max_restarts=0,
             max_concurrency=max(1000, 2 * config.concurrency),
-            runtime_env={"env_vars": child_environment(config)},
+            runtime_env={"env_vars": rollout_engine_class(config).environment(config)},
         )(ReplicaActor)
         return cls(name, config, actor_class.remote(name, config, str(Path(model_dir).resolve()), initial_version))
 

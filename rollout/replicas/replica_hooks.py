@@ -8,8 +8,8 @@ import time
 from weightlane.plugins import process_hooks
 from weightlane.sync import CommitReport
 
-from ..commit.records import Completion
 from ..commit.token_clock import TokenClock
+from ..contract.records import Completion
 
 _GAP_WAIT_S = 0.5
 """Most seconds that the report of a commit waits for the next token of each request in flight."""

@@ -30,11 +30,21 @@ from weightlane.ckpt_engines.engines.torch_distributed.interfaces import interfa
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
 
-from .nccl_watchdog import found_by_watchdog, keep_process_alive
-
 _ONE_AT_A_TIME = threading.Lock()
 _RETRY_S = 0.05
 _PEER = "another trainer rank"
+_LIVING_ON = {
+    # At a timeout or an error the watchdog aborts the group's communicators, so that kernels which wait for a peer end, and
+    # lets the process live (torch's ErrorHandlingMode CleanUpOnly).
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
+    # Otherwise a monitor ends the process eight minutes after any rank's timeout, also on the ranks that noticed nothing.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    # The watchdog waits four times this before it aborts, for the flight recorder: by default a minute.
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "500",
+}
+"""Read by ``ProcessGroupNCCL`` when it is made, which engines do at several places (meshes, Megatron's groups).
+
+A group that the program made before keeps torch's behaviour: its watchdog ends the process."""
 _HINT = "Check that the other trainer ranks are alive, or raise trainer.collective_timeout_s."
 
 
@@ -91,7 +101,8 @@ def group_backend(device: torch.device) -> str:
     """Return torch's name of the backends of a group of ranks on `device`. NCCL's groups then leave the process alive."""
     if device.type != "cuda":
         return "gloo"
-    keep_process_alive()
+    for name, value in _LIVING_ON.items():
+        os.environ.setdefault(name, value)
     return "cpu:gloo,cuda:nccl"
 
 
@@ -128,13 +139,32 @@ def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> It
 
 
 def _raise_if_nccl_failed(waiting_for: str, part: str, timeout_s: float, cause: Exception | None = None) -> None:
-    failure = found_by_watchdog()
+    failure = _found_by_watchdog()
     if failure == "TIMEOUT":
         raise _late(waiting_for, part, timeout_s) from cause
     if failure:
         raise PeerLostError(
             f"NCCL failed while waiting for {waiting_for} ({failure}).", part=part, peer=_PEER, hint=_HINT
         ) from cause
+
+
+def _found_by_watchdog() -> str:
+    """Return how a collective of this process's groups has failed, by torch's name (``TIMEOUT``, ``COMM_ERROR``), or "".
+
+    Once the communicators of a group were aborted, its collectives leave their outputs half written, and raise nothing: whatever
+    was computed since is not to be used.
+    """
+    cuda = torch.device("cuda")
+    for group in _nccl_groups():
+        if cuda in group._device_types:
+            name: str = group._get_backend(cuda).get_error().name
+            if name != "SUCCESS":
+                return name
+    return ""
+
+
+def _nccl_groups() -> list[Any]:
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_nccl_available() else []
 
 
 def _late(waiting_for: str, part: str, timeout_s: float) -> DeadlineExceededError:

@@ -11,7 +11,7 @@ from typing import NoReturn
 from weightlane.ckpt_engines import ClosedError, QuarantinedError, WeightlaneError, WorkerDiedError, as_weightlane_error
 from weightlane.sync import Outcome, ReplicaState, SyncReport
 
-from .protocols import LoopParts, Newcomer, Rollout, Successor
+from .protocols import LoopParts, Rollout, Successor
 
 
 class Fleet:
@@ -28,7 +28,7 @@ class Fleet:
     """
 
     def __init__(
-        self, parts: LoopParts, *, on_ready: Callable[[str, Newcomer], None], on_change: Callable[[], None]
+        self, parts: LoopParts, *, on_ready: Callable[[str, Rollout], None], on_change: Callable[[], None]
     ) -> None:
         self._living = {rollout.name: rollout for rollout in parts.rollouts}
         self._syncer, self._hooks, self._succeed = parts.syncer, parts.hooks, parts.succeed

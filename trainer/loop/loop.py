@@ -25,7 +25,7 @@ from .failures import STEP, Failures
 from .fleet import Fleet
 from .overlap import OverlapClock
 from .prompt_group import PromptGroup, staleness, to_batch
-from .protocols import LoopParts, LoopState, Newcomer
+from .protocols import LoopParts, LoopState, Rollout
 from .rollout_feeder import Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget
 from .summary import RunSummary
@@ -305,7 +305,7 @@ class AsyncLoop:
         self._fleet.committed(report)
         await self._feeder.version_committed(report.version)
 
-    def _on_ready(self, name: str, newcomer: Newcomer) -> None:
+    def _on_ready(self, name: str, newcomer: Rollout) -> None:
         self._feeder.add(newcomer)
         self._keeper.join(name, newcomer)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NoReturn, Protocol
 
@@ -60,12 +60,14 @@ class RolloutFigures(Protocol):
         """Tokens that requests in flight prefilled again because of commits."""
 
 
-class Rollout(Protocol):
-    """A rollout replica that generates."""
+class Rollout(Replica, Protocol):
+    """A rollout replica: it generates, and commits versions."""
 
-    @property
-    def name(self) -> str:
-        """The replica's name."""
+    async def announce(self, version: int, adapter: Any, keep: Collection[int] = ()) -> None:
+        """Declare the adapter of a coming version, and the versions that stay loaded."""
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
+        """Generate a completion."""
 
     async def generate_group(
         self,
@@ -86,10 +88,6 @@ class Rollout(Protocol):
         """Raise `WorkerDiedError` when the replica's process dies."""
 
 
-class Newcomer(Rollout, Replica, Protocol):
-    """A replica that joins a run: it generates, and commits versions."""
-
-
 class Syncer(Protocol):
     """Carries versions from the trainers to the rollouts."""
 
@@ -105,7 +103,7 @@ class Syncer(Protocol):
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
         """Report the death of a replica, or of a trainer if `replica` is empty."""
 
-    def add(self, replica: Newcomer) -> None:
+    def add(self, replica: Rollout) -> None:
         """Let a replica take part from the next `sync` on. Not to be called during a `sync`."""
 
     def remove(self, name: str) -> None:
@@ -148,7 +146,7 @@ class LoopState:
 
 Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
 """The reward of a completion of a task; raises `RewardError`."""
-Successor = Callable[[str, str], Awaitable[Newcomer]]
+Successor = Callable[[str, str], Awaitable[Rollout]]
 """Cleans up after the dead replica named first, and starts and connects its successor under the second name."""
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, NoReturn
 from weightlane.ckpt_engines import SyncAbortedError
 from weightlane.sync import Outcome, ReplicaState, SyncReport
 
-from .protocols import Newcomer, Syncer, Trainers
+from .protocols import Rollout, Syncer, Trainers
 
 _CATCH_UP_S = 1.0
 """Seconds to wait for a newer version before one is sent again to replicas that missed it; doubled each time."""
@@ -84,7 +84,7 @@ class VersionKeeper:
         self._task: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()
         """Lock that is held during a sync."""
-        self._joining: list[tuple[str, Newcomer]] = []
+        self._joining: list[tuple[str, Rollout]] = []
         self._behind: set[str] = set()
         """Replicas that missed the newest version and serve an older one."""
         self._patience_s = _CATCH_UP_S
@@ -156,7 +156,7 @@ class VersionKeeper:
                 if self._task is not None:
                     await asyncio.wait([self._task])
 
-    def join(self, name: str, newcomer: Newcomer) -> None:
+    def join(self, name: str, newcomer: Rollout) -> None:
         """Let `newcomer` replace the replica `name` from the next sync on, which is due now."""
         self._joining.append((name, newcomer))
         self.catch_up()

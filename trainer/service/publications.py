@@ -5,37 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn, Protocol
+from typing import Any
 
 from weightlane.ckpt_engines import DeadlineExceededError, WorkerDiedError
 
 from ..config import LoraConfig
-from ..loop.protocols import Syncer
+from ..loop.protocols import Rollout, Syncer
 from ..runner.jobs import Publish
 from ..runner.runner import Runner
 
 _PART = "service publications"
 _DRAIN_S = 600.0
 """Most seconds that a version of all weights waits for requests that use another one."""
-
-
-class AdapterReplica(Protocol):
-    """A rollout replica that holds many adapters."""
-
-    @property
-    def name(self) -> str:
-        """The replica's name."""
-
-    async def announce(self, version: int, adapter: Any, keep: Collection[int] = ()) -> None:
-        """Declare the adapter of a coming version, and the versions that stay loaded."""
-
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], max_new_tokens: int, **options: Any) -> Any:
-        """Generate a completion."""
-
-    async def watch(self) -> NoReturn:
-        """Raise `WorkerDiedError` when its process dies."""
 
 
 BASE = ""
@@ -57,7 +40,7 @@ class Publications:
         self,
         runner: Runner,
         syncer: Syncer,
-        replicas: Mapping[str, AdapterReplica],
+        replicas: Mapping[str, Rollout],
         describe: Callable[[LoraConfig], Any] | None,
         most: int,
         timeout_s: float,

@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 
+from ..loop.protocols import Rollout
 from .config import ServedModel, ServiceConfig
 from .errors import UnknownError
-from .publications import BASE, AdapterReplica, Publications
+from .publications import BASE, Publications
 from .records.checkpoints import Checkpoints
 from .records.futures import PROTOBUF, Futures
 from .records.store import Store, StoredRequest
@@ -66,7 +67,7 @@ class Samplers:
         futures: Futures,
         checkpoints: Checkpoints,
         publications: Publications,
-        replicas: dict[str, AdapterReplica],
+        replicas: dict[str, Rollout],
         load: Callable[[Sampler], Coroutine[Any, Any, None]],
         base: ServedModel,
         config: ServiceConfig,

@@ -13,12 +13,12 @@ from typing import Any
 from weightlane.ckpt_engines import ConfigError, Deadline, ProtocolError, WeightlaneError, WorkerDiedError
 
 from ..config import LoraConfig
-from ..loop.protocols import Syncer
+from ..loop.protocols import Rollout, Syncer
 from ..runner.model_jobs import ModelJobs
 from ..runner.runner import Runner
 from .config import ServedModel, ServiceConfig
 from .errors import BusyError, UnknownError
-from .publications import AdapterReplica, Publications
+from .publications import Publications
 from .records.checkpoints import Checkpoints
 from .records.futures import Futures
 from .records.models import BACKWARD, CREATE, LOAD, Model
@@ -51,7 +51,7 @@ class Service:
         base: ServedModel,
         runner: Runner,
         syncer: Syncer,
-        replicas: Sequence[AdapterReplica],
+        replicas: Sequence[Rollout],
         describe: Callable[[LoraConfig], Any],
         sync_timeout_s: float,
     ) -> None:
@@ -274,7 +274,7 @@ class Service:
     async def _watch_replicas(self) -> None:
         """Continue without replicas that die. Raises when none is left, unless there was none."""
 
-        async def watch(replica: AdapterReplica) -> None:
+        async def watch(replica: Rollout) -> None:
             try:
                 await replica.watch()
             except WorkerDiedError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from weightlane.sync import Placement, dtype_name
 from weightlane.sync.version.box import Box
 
 from ...config import RolloutConfig
+from ...contract.engine import PlannedNeeds
 from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.needs import needed_boxes, needed_placement
 from ..write_method import WriteKind
@@ -22,18 +23,6 @@ from .rank_models import engine_config
 
 _PART = "rollout layout"
 _TIMEOUT_S = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedNeeds:
-    """The needs of one replica; all replicas of a run are alike."""
-
-    ranks: tuple[Placement | None, ...]
-    """The slices that each rank asks for; None for complete tensors."""
-    dtype: str = ""
-    """The dtype that the replica computes in; empty if it could not be found out."""
-    why_whole: str = ""
-    """The reason why ranks ask for complete tensors; empty if they ask for slices."""
 
 
 class _UntracedError(Exception):

@@ -9,8 +9,9 @@ import torch
 
 from weightlane.ckpt_engines import CommitError, ConfigError
 from weightlane.rollout.config import AdapterConfig
+from weightlane.rollout.contract.requests import AdapterVersion
 from weightlane.rollout.layout.loading.adapter_tensors import announced_tensors
-from weightlane.rollout.replicas.adapter_versions import AdapterVersion, AdapterVersions
+from weightlane.rollout.replicas.adapter_versions import AdapterVersions
 
 SENT = AdapterConfig(rank=8, alpha=8.0)
 LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.up_proj")

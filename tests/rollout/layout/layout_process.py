@@ -130,7 +130,7 @@ def taken(loader: VersionLoader, version: dict[str, torch.Tensor], needed: Place
     check_coverage(Manifest(0, specs, 1 << 20), loader.expectation, part="test")
     way = committed(loader, version if needed is None else in_slices(version, needed), RankGroup(None))
     if in_place and needed is None:
-        loader.writer.write_arriving(arriving(version, 4096))
+        loader.write_arriving(arriving(version, 4096))
     return way
 
 
@@ -164,7 +164,7 @@ def in_place(path: str, dtype: str, bucket_bytes: int, hidden: str, unsteady: st
         after_learning = differing(before, state(model))
         second = other(first, seed=2000)
         for tensors in (second, first, second):
-            loader.writer.write_arriving(arriving(tensors, bucket_bytes))
+            loader.write_arriving(arriving(tensors, bucket_bytes))
         assert loader.method is not None
         return {
             "way": loader.method.kind,

@@ -60,7 +60,7 @@ def state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 def committed(loader: VersionLoader, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> str:
     """Put a version into the loader's model as a worker does; the way it went."""
     loader.learn_for(tensors, group)
-    loader.writer.write(tensors)
+    loader.write(tensors)
     assert loader.method is not None
     return loader.method.kind
 

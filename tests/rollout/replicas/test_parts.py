@@ -28,6 +28,7 @@ from waiting import HANG_S, MovableClock, wait_until
 from weightlane import rollout
 from weightlane.ckpt_engines import ConfigError, SyncAbortedError
 from weightlane.rollout import vllm_surface
+from weightlane.rollout.commit.live_weights import LiveWeights
 from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
@@ -297,7 +298,7 @@ def test_all_that_is_used_of_vllm_is_there_and_nobody_looks_into_it_elsewhere(mo
 @pytest.mark.vllm
 @pytest.mark.parametrize("graphs", ["NONE", "FULL_AND_PIECEWISE"])
 def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str) -> None:
-    from weightlane.rollout.vllm.live_weights import LiveWeights
+    from weightlane.rollout.layout.version_loader import VersionLoader
 
     model = torch.nn.Linear(2, 2)
 
@@ -305,8 +306,8 @@ def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str
         model.weight = torch.nn.Parameter(tensors["weight"].clone())  # as a layer that does not fill its parameter
 
     mode = SimpleNamespace(compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(name=graphs)))
-    rank = RankModel(model, mode, torch.device("cpu"), "rollout rank 0")
-    loader = SimpleNamespace(takes_deltas=False, learn_for=lambda *_: None, writer=SimpleNamespace(write=write))
+    loader = VersionLoader(RankModel(model, mode, torch.device("cpu"), "rollout rank 0"))
+    loader.write, loader.learn_for = write, lambda *_: None  # type: ignore[method-assign]
     subscriber = SimpleNamespace(
         take=lambda version: {"weight": torch.full((2, 2), float(version))},
         take_previous=lambda version: (version - 1, {"weight": torch.full((2, 2), version - 1.0)}),
@@ -314,7 +315,7 @@ def test_weights_that_move_away_from_captured_graphs_are_quarantined(graphs: str
         take_delta=lambda _: None,
         release=lambda _: None,
     )
-    weights = LiveWeights(rank, loader, RankGroup(None))  # type: ignore[arg-type]
+    weights = LiveWeights(loader, RankGroup(None))
     answers = [weights.update({"version": version}, subscriber) for version in (1, 2)]  # type: ignore[arg-type]
     if graphs == "NONE":
         assert answers == [None, None]

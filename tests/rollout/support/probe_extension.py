@@ -61,7 +61,7 @@ class ProbeExtension:
 
     def probe_takes_deltas(self) -> bool:
         """Whether the last version was put into the parameters as a delta."""
-        weights = self.weight_transfer_engine._weights  # type: ignore[attr-defined]
+        weights = self.weight_transfer_engine._rank.updatable  # type: ignore[attr-defined]
         return weights.loader.takes_deltas and weights._undo is not None
 
     def probe_fail_exchange(self, rank: int, after: int, times: int = 1) -> None:
@@ -107,11 +107,11 @@ class ProbeExtension:
 
     def probe_sliced(self) -> bool:
         """Whether the newest version was copied out of slices."""
-        return self.weight_transfer_engine._weights.loader._writer._sliced is not None  # type: ignore[attr-defined]
+        return self.weight_transfer_engine._rank.updatable.loader._writer._sliced is not None  # type: ignore[attr-defined]
 
     def probe_way(self) -> list[str]:
         """How versions are loaded, and why not by copies alone."""
-        method = self.weight_transfer_engine._weights.loader.method  # type: ignore[attr-defined]
+        method = self.weight_transfer_engine._rank.updatable.loader.method  # type: ignore[attr-defined]
         return [str(method.kind), method.summary]
 
     def probe_reload(self, path: str) -> None:
@@ -131,7 +131,7 @@ class ProbeExtension:
         return self._plan().layout.to_plain()
 
     def _plan(self) -> Any:
-        plan = self.weight_transfer_engine._weights.loader.plan  # type: ignore[attr-defined]
+        plan = self.weight_transfer_engine._rank.updatable.loader.plan  # type: ignore[attr-defined]
         assert plan is not None, "no version was committed yet, or versions are not copied"
         return plan
 
@@ -179,7 +179,7 @@ class ProbeExtension:
 
     def probe_poison_staging(self) -> int:
         """Overwrite whatever staging memory this rank's subscriber has; returns its size in bytes."""
-        staging = self.weight_transfer_engine._subscriber._staging  # type: ignore[attr-defined]
+        staging = self.weight_transfer_engine._rank._subscriber._staging  # type: ignore[attr-defined]
         slots: list[torch.Tensor] = [staging._incoming.data, staging._serving.data]
         for slot in slots:
             slot.fill_(0xA5)

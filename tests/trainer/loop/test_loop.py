@@ -17,7 +17,7 @@ from waiting import NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, SyncAbortedError, WeightlaneError, WorkerDiedError
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer.loop.protocols import LoopState, Newcomer, Successor
+from weightlane.trainer.loop.protocols import LoopState, Rollout, Successor
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])
@@ -126,11 +126,11 @@ def test_what_either_side_loses_to_syncs_is_told_for_every_step_and_per_step_at_
 
 
 def successors(world: World, *, failing: str = "") -> Successor:
-    async def succeed(dead: str, name: str) -> Newcomer:
+    async def succeed(dead: str, name: str) -> Rollout:
         await asyncio.sleep(0.01)
         if name == failing:
             raise ConfigError("no room.", part=name)
-        return cast("Newcomer", LiveRollout(world, name))
+        return cast("Rollout", LiveRollout(world, name))
 
     return succeed
 

@@ -15,7 +15,7 @@ from local_dispatch import in_dispatch
 from tiny_models import load_tensors
 from waiting import HANG_S
 
-from weightlane.rollout.commit.records import Completion
+from weightlane.rollout.contract.records import Completion
 from weightlane.trainer import AlgorithmConfig, Objective, RoleSpec, TrainerConfig, WorkerDispatch
 from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.data.tasks import Task

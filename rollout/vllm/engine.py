@@ -1,15 +1,14 @@
-"""`VllmEngine`: one replica's vLLM engine with its processes, from start to close."""
+"""`VllmEngine`: the rollout engine `vllm`, one vLLM engine with its processes, from start to close."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import os
-import time
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from weightlane.ckpt_engines import (
     ClosedError,
@@ -18,35 +17,56 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.sync import CommitReport
 
 from ..commit.remote_failure import failure_from_text, quarantined, untouched
-from ..commit.token_clock import TokenClock
 from ..commit.transfer_calls import ENGINE_SHARE, EngineCommit
 from ..config import RolloutConfig
+from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ..contract.records import Completion
+from ..contract.requests import GenerationRequest
 from ..layout.loading.refused_models import refusal_by_vllm
-from ..vllm.environment import replica_config
-from ..vllm.shared_memory import SharedMemoryCleaner, segments_of_trees
+from .environment import child_environment, replica_config
+from .generation import generate
+from .shared_memory import SharedMemoryCleaner, segments_of_trees
 
 _CLOSE_TIMEOUT_S = 10.0
 """Most seconds that each step of a shutdown may take, so that a hung engine cannot block its owner."""
 
 
-class VllmEngine:
-    """The engine of replica `name`. All coroutines run on one event loop."""
+class VllmEngine(RolloutEngine):
+    """vLLM, unchanged, with weightlane as its weight-transfer engine."""
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        summary="vLLM, in processes of its own: pauses of milliseconds, tensor parallel, adapters.",
+        commit_modes=frozenset({"staged", "in_place"}),
+        tensor_parallel=True,
+        adapters=True,
+        vllm_arguments=True,
+    )
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
-        self.name = name
-        self.config = config
-        self.dtype = ""
-        """The dtype that the engine computes in; known after `start`."""
-        self.max_model_len = 0
-        """Most tokens of a prompt and its completion together; known after `start`."""
-        self.vocab_size = 0
-        """Number of token ids of the model; known after `start`."""
-        self.model_dir = Path(model_dir)
+        super().__init__(name, config, model_dir)
         self._engine: Any = None
         self._cleaner: SharedMemoryCleaner | None = None
+
+    @classmethod
+    def check(cls, config: RolloutConfig, model_dir: Path) -> str:
+        """Ask vLLM, in a process of its own: see `check_replica`."""
+        from .checked_replica import check_replica  # noqa: PLC0415 - imports torch
+
+        return check_replica(config, model_dir)
+
+    @classmethod
+    def planned_needs(cls, config: RolloutConfig, model_dir: Path) -> PlannedNeeds:
+        """Trace loading without weights, in a process of its own: see `weightlane.rollout.layout.offline.planned_needs`."""
+        from ..layout.offline.planned_needs import planned_needs  # noqa: PLC0415 - imports vLLM
+
+        return planned_needs(config, model_dir)
+
+    @classmethod
+    def environment(cls, config: RolloutConfig) -> dict[str, str]:
+        """See `child_environment`."""
+        return child_environment(config)
 
     @property
     def open(self) -> bool:
@@ -66,7 +86,7 @@ class VllmEngine:
         return self._engine
 
     async def start(self, version: int) -> None:
-        """Load the model and start serving it as `version`. Raises as `LocalReplica.start`."""
+        """Load the model in new processes, and serve it as `version`."""
         if not self.model_dir.is_dir():
             raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
         try:
@@ -91,35 +111,30 @@ class VllmEngine:
                 f"the engine ended while starting: {cause}.", part=self.name, hint="The replica's log has the cause."
             ) from cause
 
-    async def connect(self, info: Mapping[str, Any]) -> None:
-        """Call ``init_weight_transfer_engine`` with the fields of a `ConnectRequest`. Raises the first rank's typed error."""
+    async def connect(self, fields: Mapping[str, Any]) -> None:
+        """Call ``init_weight_transfer_engine``. Raises the first rank's typed error."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest  # noqa: PLC0415 - slow to import
 
         engine, limit_s = self.running, self.config.connect_timeout_s
         try:
             async with asyncio.timeout(limit_s):
-                await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(info)))
+                await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(fields)))
         except TimeoutError as cause:
             raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=self.name) from cause
         except Exception as cause:
             raise self.typed(cause) from cause
 
-    @asynccontextmanager
-    async def answering(self, request_id: str) -> AsyncIterator[None]:
-        """Give a request `RolloutConfig.request_timeout_s`, and raise its errors as typed ones."""
+    async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
+        """Generate one completion."""
+        engine = self.running
         try:
-            async with asyncio.timeout(self.config.request_timeout_s):
-                yield
-        except WeightlaneError:
-            raise  # Some `WeightlaneError`s are `TimeoutError`s.
-        except TimeoutError as cause:
-            raise DeadlineExceededError(
-                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.", part=self.name
-            ) from cause
+            if request.sampling.stop_strings:
+                await self._need_tokenizer()
+            return await generate(engine, request, arrived, self.name)
         except Exception as cause:
             raise self.typed(cause) from cause
 
-    async def need_tokenizer(self) -> None:
+    async def _need_tokenizer(self) -> None:
         """Load the model's tokenizer, with which vLLM looks for stop strings, unless it has been loaded.
 
         Engines start without one, since prompts and completions are token ids.
@@ -148,46 +163,20 @@ class VllmEngine:
             )
         processor.tokenizer = tokenizer
 
-    async def commit(self, version: int, clock: TokenClock, *, trusted: bool, more: Mapping[str, Any]) -> CommitReport:
-        """Put the staged `version` into service. A cancelled commit continues in the engine.
+    async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
+        """Let every rank make the update while nothing is generated. One that is cancelled continues in the engine.
 
-        `trusted` says whether the weights can be trusted now, so that the engine may resume with them if the commit fails before
-        loading. After a failure that leaves the weights untrusted the engine stays paused. `more` are fields of the
-        `UpdateRequest`.
-
-        Raises:
-            UntouchedError: The old weights serve again.
-            WorkerDiedError: The engine is gone.
-            QuarantinedError: Any other failure.
+        If it fails before the weights changed, and they are `trusted`, the engine resumes with them; else it stays paused.
         """
-        in_flight = clock.commit_begins(version)
-        began = time.monotonic()
-        figures = await self._update({**more, "version": version}, version, trusted=trusted)
-        clock.commit_ends(version)
-        waited_s = time.monotonic() - began - figures["blocked_s"]
-        recomputed = int(figures["recomputed_tokens"])
-        clock.recomputed_tokens += recomputed
-        return CommitReport(version, figures["blocked_s"], figures["load_s"], waited_s, in_flight, recomputed)
-
-    async def roll_back(self, version: int, before: int, more: Mapping[str, Any]) -> float:
-        """Replace `version`, which serves, by version `before`. Returns the seconds in which nothing was generated.
-
-        Raises as `commit`.
-        """
-        return (await self._update({**more, "rollback_of": version}, before, trusted=True))["blocked_s"]
-
-    async def _update(self, update: Mapping[str, Any], label: int, *, trusted: bool) -> dict[str, float]:
-        """Let every rank make `update` while nothing is generated. Later tokens carry the version `label`."""
         limit_s = self.config.commit_timeout_s
         options = EngineCommit(
-            weight_version=str(label),
+            weight_version=str(serves),
             # Cached blocks belong to one adapter, which stays what it is.
             caches=self.config.kv_on_commit if self.config.adapter is None else "keep",
             within_s=ENGINE_SHARE * limit_s,
             trusted=trusted,
         )
-        info = {**update, "engine_commit": options.model_dump()}
-        figures: dict[str, float]
+        info = {**fields, "engine_commit": options.model_dump()}
         try:
             async with asyncio.timeout(limit_s):
                 (figures,) = await self.running.collective_rpc("update_weights", kwargs={"update_info": info})
@@ -198,7 +187,7 @@ class VllmEngine:
             if isinstance(error, WorkerDiedError):
                 raise error from cause
             raise quarantined(error, self.name, "The replica must not serve") from cause
-        return figures
+        return UpdateFigures(figures["blocked_s"], figures["load_s"], int(figures["recomputed_tokens"]))
 
     def _diagnosed(self, cause: Exception, limit_s: float) -> tuple[WeightlaneError, bool]:
         """The typed error of a failed update, and whether the old weights are in place on every rank."""
@@ -214,21 +203,20 @@ class VllmEngine:
         failure = failure_from_text(str(cause), part=self.name)
         return failure.error, failure.intact
 
-    async def abort(self, requests: Collection[str]) -> None:
-        """End requests by their keys. Never raises: an engine too broken to abort requests ends them by dying."""
+    async def abort(self, keys: Collection[str]) -> None:
+        """End requests. Never raises: an engine too broken to abort requests ends them by dying."""
         with suppress(Exception):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await self._engine.abort(list(requests))
+                await self._engine.abort(list(keys))
 
-    async def close(self, requests: Collection[str]) -> None:
-        """End the engine and its processes; `requests` in flight fail. Idempotent."""
+    async def close(self) -> None:
+        """End the engine and its processes. Idempotent."""
         engine, self._engine = self._engine, None
         if engine is None:
             return
         # A dead or hung engine cannot leave its publisher, but the shutdown below still ends its processes.
         with suppress(Exception):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
-                await engine.abort(list(requests))
                 await engine.shutdown_weight_transfer_engine()
         if engine.output_handler is not None:
             engine.output_handler.cancel()  # It would take the processes' end for a crash, and log it as one.
@@ -266,7 +254,7 @@ class VllmEngine:
         self.dtype = str(vllm_config.model_config.dtype).removeprefix("torch.")
         self.max_model_len = int(vllm_config.model_config.max_model_len)
         self.vocab_size = int(vllm_config.model_config.get_vocab_size())
-        from ..vllm.start_failures import take_failure  # noqa: PLC0415 - imports vLLM
+        from .start_failures import take_failure  # noqa: PLC0415 - imports vLLM
 
         self._cleaner = SharedMemoryCleaner()
         # Not returned: something in vLLM keeps this thread's frames, and the result with them, from being freed.

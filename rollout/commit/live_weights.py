@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from vllm.logger import init_logger
 
 from weightlane.ckpt_engines import (
     CommitError,
@@ -16,18 +16,14 @@ from weightlane.ckpt_engines import (
     QuarantinedError,
     WeightlaneError,
 )
-from weightlane.ckpt_engines.runtime.devices import runtime_of
 from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
-from ..commit.transfer_calls import UpdateRequest, validated
-from ..layout.map.layout_map import SourceSpec
-from ..layout.rank_model import RankModel
-from ..layout.version_loader import VersionLoader
-from ..layout.write.live_delta import LiveDelta
+from ..contract.loader import RankLoader, SwappableDelta
 from ..rank_group import RankGroup
+from .transfer_calls import UpdateRequest, validated
 
-logger = init_logger("vllm.weightlane")
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -37,7 +33,7 @@ class _Change:
     version: int = -1
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Views of staging memory, which has to be released; empty if none is borrowed."""
-    delta: LiveDelta | None = None
+    delta: SwappableDelta | None = None
     stream: LiveStream | None = None
     """A version that is written while it is received."""
     before: int | None = None
@@ -47,9 +43,9 @@ class _Change:
 class LiveWeights:
     """The weights of one rank's model. All ranks make every call together."""
 
-    def __init__(self, rank: RankModel, loader: VersionLoader, group: RankGroup) -> None:
+    def __init__(self, loader: RankLoader, group: RankGroup) -> None:
         self.loader = loader
-        self._group, self._rank, self._part = group, rank, rank.part
+        self._group, self._part = group, loader.part
         self.intact = True
         """Whether the weights are one complete version, or the checkpoint."""
         self.in_place = False
@@ -58,11 +54,8 @@ class LiveWeights:
         """The version of the weights; None if they are the checkpoint's, or not intact."""
         self._before: int | None = None
         """The version before `version`; None if it cannot be restored."""
-        self._undo: LiveDelta | None = None
+        self._undo: SwappableDelta | None = None
         """The delta that rolls `version` back, if `version` was a delta."""
-        self._captured: dict[str, int] | None = None
-        """The addresses of all tensors, which captured CUDA graphs read. None for an engine that captures none, and until the
-        first update: layers may move some tensors before the model serves."""
 
     @property
     def expectation(self) -> Expectation:
@@ -97,8 +90,7 @@ class LiveWeights:
 
     def _prepare(self, change: _Change, request: UpdateRequest, subscriber: Subscriber) -> None:
         """Fill in `change`. It stays empty if there is nothing to roll back."""
-        if self._captured is None and _captures_graphs(self._rank.config):
-            self._captured = dict(_addresses(self._rank.model))
+        self.loader.before_update()
         if request.version is None:
             assert request.rollback_of is not None, "one of the two is given"
             self._prepare_rollback(change, request.rollback_of, subscriber)
@@ -133,7 +125,7 @@ class LiveWeights:
             return
         self._take_previous(change, version, self._before, subscriber)
 
-    def _check_base(self, delta: LiveDelta) -> None:
+    def _check_base(self, delta: SwappableDelta) -> None:
         if not self.intact or self.version != delta.base_version:
             here = "unknown weights are" if self.version is None or not self.intact else f"version {self.version} is"
             raise DeltaBaseError(
@@ -146,8 +138,7 @@ class LiveWeights:
     ) -> WeightlaneError | None:
         """Write every bucket of a version into the parameters as it is received, unless there was an `error` before."""
         if error is None:
-            specs = {name: SourceSpec(spec.shape, spec.dtype) for name, spec in stream.specs.items()}
-            error = self._run(lambda: self.loader.learn(specs, self._group))
+            error = self._run(lambda: self.loader.learn_specs(stream.specs, self._group))
         if error is not None:
             stream.fail(error)  # The receiving thread must not wait for this rank.
             subscriber.restored()
@@ -161,7 +152,7 @@ class LiveWeights:
         stream.fail(error)
         return self._mixture(error, "It was written in place, so that no earlier version can be restored.")
 
-    def _swap(self, change: _Change, delta: LiveDelta, subscriber: Subscriber) -> WeightlaneError | None:
+    def _swap(self, change: _Change, delta: SwappableDelta, subscriber: Subscriber) -> WeightlaneError | None:
         """Swap live elements with those of `delta` on every rank, or on none: a delta is committed, or rolled back."""
         version, undoing, swapped = self.version, delta is self._undo, False
         self.version, self.intact = None, False
@@ -170,14 +161,14 @@ class LiveWeights:
             nonlocal swapped
             delta.swap()
             swapped = True
-            self._settle()
+            self.loader.settle()
 
         def swap_back() -> None:
             if delta.mixed:
                 raise CommitError("some elements of the delta are in the weights.", part=self._part)
             if swapped:
                 delta.swap()
-                self._settle()
+                self.loader.settle()
 
         error = self._run(swap)
         if error is not None:
@@ -207,9 +198,11 @@ class LiveWeights:
         error = self._run(lambda: self._load(change.tensors, subscriber))
         if error is None:
             self.version, self._before, self.intact = change.version, change.before, True
-            logger.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
+            _log.debug("weightlane: version %d loaded in %.4f s", change.version, time.perf_counter() - began)
             return None
-        if isinstance(error, QuarantinedError):
+        if self.loader.writes_atomically:
+            self.version, self.intact = version, True
+        if self.intact or isinstance(error, QuarantinedError):
             return error
         if change.before is None:
             return self._mixture(error, "No earlier version is staged.")
@@ -239,35 +232,15 @@ class LiveWeights:
             )
 
     def _load(self, tensors: Mapping[str, torch.Tensor], subscriber: Subscriber) -> None:
-        self.loader.writer.write(tensors)
+        self.loader.write(tensors)
         # Tensors that arrive quantised are restored completely: one changed scale changes every element of its block.
         takes_deltas = self.loader.takes_deltas and not are_restored(tensors)
         subscriber.prepare_delta = self.loader.live_delta if takes_deltas else None
-        self._settle()
+        self.loader.settle()
 
     def _write_parts(self, stream: LiveStream) -> None:
-        self.loader.writer.write_arriving(stream.parts())
-        self._settle()
-
-    def _settle(self) -> None:
-        """Wait until the device has written everything: the ranks then agree on what is so, and staging memory is used again.
-
-        Raises:
-            QuarantinedError: A tensor has moved away from where captured graphs read it: by a layer that replaces a parameter
-                instead of filling it. Nothing would compute with the version.
-        """
-        device = self._rank.device
-        if runtime_of(device).has_streams:
-            torch.accelerator.synchronize(device)  # not one stream: layers may use their own
-        here = {} if self._captured is None else dict(_addresses(self._rank.model))
-        moved = [name for name, address in (self._captured or {}).items() if here.get(name) != address]
-        if moved:
-            raise QuarantinedError(
-                f"{moved[0]} and {len(moved) - 1} more tensors have moved to other memory, and captured CUDA graphs compute with"
-                " the memory from before.",
-                part=self._part,
-                hint="Start this replica anew; with --enforce-eager (rollout.extra_engine_args) tensors may move.",
-            )
+        self.loader.write_arriving(stream.parts())
+        self.loader.settle()
 
     def _release(self, change: _Change, subscriber: Subscriber) -> None:
         """Give back the staging memory of `change`. Never raises."""
@@ -277,7 +250,7 @@ class LiveWeights:
         try:
             subscriber.release(change.version)
         except Exception as error:  # noqa: BLE001 - it fails the next sync, with its own error; this change is done
-            logger.warning("weightlane: staging of version %d could not be released: %s", change.version, error)
+            _log.warning("weightlane: staging of version %d could not be released: %s", change.version, error)
 
     def _run(self, step: Callable[[], object]) -> WeightlaneError | None:
         return self._group.run(step, self._part)
@@ -289,16 +262,3 @@ class LiveWeights:
             peer=error.peer,
             hint="The replica must not serve until a complete version has been committed.",
         )
-
-
-def _captures_graphs(vllm_config: Any) -> bool:
-    """Whether an engine with this configuration captures CUDA graphs."""
-    mode = vllm_config.compilation_config.cudagraph_mode
-    return mode is not None and mode.name != "NONE"
-
-
-def _addresses(model: torch.nn.Module) -> Iterator[tuple[str, int]]:
-    for kind in (model.named_parameters, model.named_buffers):
-        for name, tensor in kind(remove_duplicate=False):
-            if tensor.numel():
-                yield name, tensor.data_ptr()
