@@ -36,7 +36,7 @@ async def start_processes(
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)
     say(
         f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
-        f" replica(s) x TP{config.rollout.tensor_parallel} (vLLM), weights by {config.checkpoint_engine.backend!r}"
+        f" replica(s) x TP{config.rollout.tensor_parallel} ({config.rollout.engine}), weights by {config.checkpoint_engine.backend!r}"
         + (f", resuming at step {version}" if version else "")
     )
     ranks = {roles[0].group: RayRanks(config.trainer, None if config.ray.address else config.sync.host)}

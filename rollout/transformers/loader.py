@@ -56,7 +56,9 @@ class TransformersLoader(RankLoader):
     def _load(self, model_dir: Path | None, tensors: Mapping[str, torch.Tensor] | None) -> Any:
         transformers_logging.disable_progress_bar()  # one per version
         dtype = "auto" if self._dtype is None and model_dir is not None else self._dtype or self.model.dtype
-        model = AutoModelForCausalLM.from_pretrained(model_dir, config=self.config, state_dict=tensors, dtype=dtype)
+        # Without a directory, the class that is chosen automatically looks for files all the same.
+        source: Any = AutoModelForCausalLM if model_dir is not None else type(self.model)
+        model = source.from_pretrained(model_dir, config=self.config, state_dict=tensors, dtype=dtype)
         return model.to(self.device).eval()
 
 
