@@ -19,6 +19,8 @@ from weightlane.trainer.runner.run_dir import RunDir
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
 
 FOREVER = {"steps": 100_000, "evaluate_tasks": 0, "blocking_syncs": 1}
+QUICK = {"rollout": {"engine": "transformers"}}
+"""A rollout that starts sooner than vLLM, where nothing depends on which it is."""
 LEISURELY = {"function": "rewards_of_test:unhurried"}
 TRAINS = "step 10/"
 INTERRUPTED = "interrupted; everything this run started has ended"
@@ -30,7 +32,7 @@ def endless(material: Material, start_run: StartRun, tmp_path: Path) -> Callable
 
     def start(name: str, **sections: object) -> RunProcess:
         config = material.write_config(
-            tmp_path / "config" / name, tmp_path / name, **{"loop": FOREVER, "reward": LEISURELY, **sections}
+            tmp_path / "config" / name, tmp_path / name, **{"loop": FOREVER, "reward": LEISURELY, **QUICK, **sections}
         )
         return start_run(["train", str(config), "--plain"])
 
@@ -81,7 +83,7 @@ def test_when_rays_own_process_dies_the_run_does_and_it_is_said_and_nothing_is_l
 
 @pytest.mark.exhaustive
 def test_a_killed_vllm_engine_ends_its_run_and_is_named(endless: Callable[..., RunProcess]) -> None:
-    run = endless("run")
+    run = endless("run", rollout={})
     run.wait_for(TRAINS)
     run.kill("VLLM::EngineCore")
     ended = run.end()

@@ -11,7 +11,7 @@ from installed import install
 from run_process import StartRun, events_of
 from tiny_run import Material
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 50
 
@@ -72,7 +72,7 @@ def test_a_killed_replica_is_replaced_by_one_that_has_the_current_version_before
         tmp_path / "config",
         run_dir,
         loop={"steps": STEPS},
-        rollout={"replicas": 2},
+        rollout={"engine": "transformers", "replicas": 2},
         reward={"function": "paced_reward_of_test:paced"},
     )
     (config.parent / "paced_reward_of_test.py").write_text(PACED_REWARD)
