@@ -36,8 +36,8 @@ async def start_processes(
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)
     say(
         f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
-        f" replica(s) x TP{config.rollout.tensor_parallel} ({config.rollout.engine}), weights by {config.checkpoint_engine.backend!r}"
-        + (f", resuming at step {version}" if version else "")
+        f" replica(s) x TP{config.rollout.tensor_parallel} ({config.rollout.engine}), weights by"
+        f" {config.checkpoint_engine.backend!r}" + (f", resuming at step {version}" if version else "")
     )
     ranks = {roles[0].group: RayRanks(config.trainer, None if config.ray.address else config.sync.host)}
     dispatch = WorkerDispatch(roles, ranks, {roles[0].group: config.trainer.offload_roles})

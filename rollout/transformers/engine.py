@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,8 +17,8 @@ import torch
 
 from weightlane.ckpt_engines import (
     ClosedError,
+    CommitError,
     ConfigError,
-    Deadline,
     DeadlineExceededError,
     WeightlaneError,
     WorkerDiedError,
@@ -31,6 +32,7 @@ from ..config import RolloutConfig
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
+from ..contract.stop_strings import tokenizer_for_stop_strings
 from ..rank_group import RankGroup
 from .decoding import Decoding
 from .loader import TransformersLoader, read_config
@@ -63,8 +65,8 @@ class TransformersEngine(RolloutEngine):
         self._version = 0
         self._serves = 0
         """The version that `_model` is once the running update has succeeded."""
-        self._deadline = Deadline.after(0)
-        """When the running update must no longer take effect."""
+        self._given_up = threading.Event()
+        """Set once nobody waits for the running update any more: it must not take effect then."""
         self._computing = threading.Lock()
         """Held during a step, and while a new model takes the place of the old one."""
         self._threads: ThreadPoolExecutor | None = None
@@ -96,7 +98,7 @@ class TransformersEngine(RolloutEngine):
     @property
     def open(self) -> bool:
         """Whether the engine was started and not closed."""
-        return self._model is not None
+        return self._rank is not None
 
     @property
     def dead(self) -> bool:
@@ -163,13 +165,11 @@ class TransformersEngine(RolloutEngine):
 
     async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
         """Load a version beside the model that serves, and let it take that one's place between two steps."""
-        rank, limit_s = self._open_rank(), self.config.commit_timeout_s
-        recomputed = self._recomputed
-        self._serves, self._deadline = serves, Deadline.after(limit_s)
-        self._blocked_s = 0.0
+        rank, limit_s, given_up = self._open_rank(), self.config.commit_timeout_s, threading.Event()
         try:
             async with asyncio.timeout(limit_s):
-                await self._in(self._updates, rank.update, fields)
+                figures: UpdateFigures = await self._in(self._updates, self._update, rank, fields, serves, given_up)
+                return figures
         except RemoteFailureError as failure:
             if failure.intact and trusted:
                 raise untouched(failure.error, self.name) from failure
@@ -181,7 +181,8 @@ class TransformersEngine(RolloutEngine):
                 hint="Raise rollout.commit_timeout_s.",
             )
             raise quarantined(late, self.name, "The replica must not serve") from cause
-        return UpdateFigures(self._blocked_s, self._blocked_s, self._recomputed - recomputed)
+        finally:
+            given_up.set()
 
     async def abort(self, keys: Collection[str]) -> None:
         """End requests in flight."""
@@ -195,6 +196,7 @@ class TransformersEngine(RolloutEngine):
         rank, self._rank = self._rank, None
         if rank is None:
             return
+        self._given_up.set()
         await self.abort(list(self._requests))
         assert self._running is not None, "started"
         self._running.cancel()
@@ -228,26 +230,23 @@ class TransformersEngine(RolloutEngine):
     def _load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer  # noqa: PLC0415 - only stop strings need one
 
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
-            # Where there are no files, transformers makes one that knows special tokens only.
-            missing = "its files are missing" if len(tokenizer) <= len(tokenizer.all_special_ids) else ""
-        except Exception as cause:  # noqa: BLE001 - it runs code of other packages
-            missing = str(cause)
-        if missing:
-            raise ConfigError(
-                f"stop strings need the model's tokenizer: {missing}.",
-                part=self.name,
-                hint="Put its files into model.path, or stop at token ids.",
-            )
-        return tokenizer
+        return tokenizer_for_stop_strings(partial(AutoTokenizer.from_pretrained, self.model_dir), self.name)
+
+    def _update(
+        self, rank: ReceivingRank, fields: Mapping[str, Any], serves: int, given_up: threading.Event
+    ) -> UpdateFigures:
+        """See `update`, which waits for this until it gives up."""
+        recomputed, self._blocked_s = self._recomputed, 0.0
+        self._serves, self._given_up = serves, given_up
+        rank.update(fields)
+        return UpdateFigures(self._blocked_s, self._blocked_s, self._recomputed - recomputed)
 
     def _put_into_service(self, model: Any) -> None:
-        """Replace the model between two steps. Raises `DeadlineExceededError` if the update has been given up."""
+        """Replace the model between two steps. Raises `CommitError` if nobody waits for the update any more."""
         with self._computing:
             began = time.perf_counter()
-            if self._deadline.remaining_s <= 0:
-                raise self._deadline.error("the commit to take effect", part=self.name)
+            if self._given_up.is_set():
+                raise CommitError(f"version {self._serves} came too late.", part=self.name)
             self._model, self._version = model, self._serves
             if self.config.kv_on_commit == "recompute":
                 self._recomputed += sum(each.decoding.drop_cache() for each in list(self._requests.values()))

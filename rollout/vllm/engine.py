@@ -7,6 +7,7 @@ import gc
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from ..config import RolloutConfig
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
+from ..contract.stop_strings import tokenizer_for_stop_strings
 from ..layout.loading.refused_models import refusal_by_vllm
 from .environment import child_environment, replica_config
 from .generation import generate
@@ -137,10 +139,7 @@ class VllmEngine(RolloutEngine):
     async def _need_tokenizer(self) -> None:
         """Load the model's tokenizer, with which vLLM looks for stop strings, unless it has been loaded.
 
-        Engines start without one, since prompts and completions are token ids.
-
-        Raises:
-            ConfigError: The model has none.
+        Engines start without one, since prompts and completions are token ids. Raises `ConfigError` if there is none.
         """
         processor = self.running.output_processor
         if processor.tokenizer is not None:
@@ -149,19 +148,8 @@ class VllmEngine(RolloutEngine):
 
         model = self.running.model_config
         options = {"tokenizer_mode": model.tokenizer_mode, "trust_remote_code": model.trust_remote_code}
-        try:
-            tokenizer = await asyncio.to_thread(get_tokenizer, model.tokenizer, **options)
-            # Where there are no files, transformers makes one that knows special tokens only.
-            missing = "its files are missing" if len(tokenizer) <= len(tokenizer.all_special_ids) else ""
-        except Exception as cause:  # noqa: BLE001 - it runs code of other packages, and of the model
-            missing = str(cause)
-        if missing:
-            raise ConfigError(
-                f"stop strings need the model's tokenizer: {missing}.",
-                part=self.name,
-                hint="Put its files into model.path, or stop at token ids.",
-            )
-        processor.tokenizer = tokenizer
+        load = partial(get_tokenizer, model.tokenizer, **options)
+        processor.tokenizer = await asyncio.to_thread(tokenizer_for_stop_strings, load, self.name)
 
     async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
         """Let every rank make the update while nothing is generated. One that is cancelled continues in the engine.
