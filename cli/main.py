@@ -73,6 +73,9 @@ def bench(
         ),
     ] = None,
     loops: Annotated[bool, typer.Option("--loops", help="Also measure how training and decoding slow down.")] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Also measure parts of the model: fixed cost and bandwidth of each row.")
+    ] = False,
     bucket_mib: Annotated[
         float | None,
         typer.Option(help="Size of a bucket in MiB; by default that of sync.bucket_mib.", show_default=False),
@@ -118,6 +121,7 @@ def bench(
         rounds=rounds,
         step_s=step_s,
         loops=loops,
+        fit=fit,
         bucket_mib=bucket_mib,
         threads=threads,
         seed=seed,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -25,7 +25,19 @@ from .contenders.contenders import BLOCKING, COPIES, FILES, RAW, Contender, Figu
 from .contenders.weightlane_contender import RowContender, RowFacts
 from .processes.participants import LOSSY, check_offered, sync_config
 from .processes.processes import Processes
-from .report.bench_report import PHASES, BenchReport, Blocking, ExtraBytes, Limits, Phases, Row, Setup, Slowdown, Spread
+from .report.bench_report import (
+    PHASES,
+    BenchReport,
+    Blocking,
+    ExtraBytes,
+    Fit,
+    Limits,
+    Phases,
+    Row,
+    Setup,
+    Slowdown,
+    Spread,
+)
 from .report.machine import available_bytes, this_machine
 from .settings import BenchSettings
 from .workload.workload import Workload, named_workload
@@ -35,6 +47,8 @@ _NOISY = 1.25
 """Longest over shortest time of one copy above which the report says that the machine was busy."""
 _SHARE_OF_MEMORY = 0.7
 """Share of the free memory that all open rows may take together. Transports need the rest."""
+_FITTED_SHARES = (1 / 4, 1 / 16)
+"""Parts of a model that are measured for a fit, next to all of it."""
 _STAGED_VERSIONS = 2
 """Versions that a subscriber may stage at a time."""
 
@@ -71,6 +85,28 @@ def run_bench(settings: BenchSettings, say: Callable[[str], None] = lambda _: No
     workload = named_workload(settings.model)
     if settings.directory is not None and not settings.directory.is_dir():
         raise ConfigError(f"there is no directory {settings.directory}.", part=_PART)
+    report = _measured(settings, workload, say)
+    if not isinstance(report, BenchReport) or not settings.fit:
+        return report
+    plain = settings.model_copy(update={"loops": False})
+    reports = [report]
+    for share in _FITTED_SHARES:
+        of_part = _measured(plain, workload.part(share), say)
+        assert isinstance(of_part, BenchReport), "the engines run here"
+        reports.insert(0, of_part)
+    return report.model_copy(
+        update={"rows": [_fitted(rows) for rows in zip(*(each.rows for each in reports), strict=True)]}
+    )
+
+
+def _fitted(rows: Sequence[Row]) -> Row:
+    """The last of `rows`, which are of growing parts of the model, with the fit through all of them."""
+    fit = Fit.through([row.payload_bytes for row in rows], [row.latency_s.median for row in rows])
+    return rows[-1].model_copy(update={"fit": fit, "verified": all(row.verified for row in rows)})
+
+
+def _measured(settings: BenchSettings, workload: Workload, say: Callable[[str], None]) -> BenchReport | dict[str, str]:
+    """Measure one workload, with processes of its own."""
     with tempfile.TemporaryDirectory(prefix="weightlane-bench-", dir=settings.directory) as directory:
         rows, unavailable = _rows(settings, Path(directory))
         if not rows:

@@ -38,6 +38,10 @@ class BenchSettings(BaseModel):
         description="Seconds between publishing and the fence; None is one and a half times the duration of the snapshot.",
     )
     loops: bool = Field(False, description="Also measure how much syncs slow down a training loop and a decode loop.")
+    fit: bool = Field(
+        False,
+        description="Also measure parts of the model, and fit a fixed cost and a bandwidth to each row's latency.",
+    )
     loop_s: float = Field(2.0, gt=0, le=600, description="Shortest duration of each of these measurements, in seconds.")
     seed: int = Field(0, ge=0, lt=2**32, description="Seed of the parameters and of their changes.")
     threads: int = Field(1, ge=1, le=1024, description="Threads of torch in every process.")

@@ -24,6 +24,8 @@ def report_tables(report: BenchReport) -> Iterator[RenderableType]:
         yield unavailable_table(report.unavailable)
     yield _phases(report)
     yield _costs(report)
+    if any(row.fit is not None for row in report.rows):
+        yield _fits(report)
     floor = _table("limits, and a blocking sync", ("ms", "min", "max"))
     floor.add_row("one copy of the payload", *_cells(limits.memcpy_s))
     floor.add_row("every receiver copies it at once", *_cells(limits.memcpy_all_receivers_s))
@@ -75,6 +77,16 @@ def _costs(report: BenchReport) -> Table:
         extra = row.extra_bytes
         wire = f"{100 * row.wire_bytes / row.payload_bytes:.2f} %"
         table.add_row(escape(row.name), wire, f"{extra.trainer / 1e6:.1f}", f"{extra.rollout / 1e6:.1f}", *slowdown)
+    return table
+
+
+def _fits(report: BenchReport) -> Table:
+    table = _table("latency, fitted", ("fixed", "+ bytes at\nGB/s", "MB", "measured"))
+    for row in report.rows:
+        if (fit := row.fit) is not None:
+            bandwidth = "-" if fit.bytes_per_s is None else f"{fit.bytes_per_s / 1e9:.2f}"
+            sizes, times = (f"{each / 1e6:.0f}" for each in fit.payload_bytes), map(_number, fit.latency_s)
+            table.add_row(escape(row.name), _number(fit.fixed_s), bandwidth, ", ".join(sizes), ", ".join(times))
     return table
 
 

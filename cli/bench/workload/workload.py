@@ -50,6 +50,17 @@ class Workload:
         """Size of a buffer that holds every tensor, each aligned."""
         return sum(_aligned(spec.nbytes) for spec in self.specs)
 
+    def part(self, share: float) -> Workload:
+        """Return tensors spread over the workload that have about `share` of its bytes, at least one."""
+        chosen: list[TensorSpec] = []
+        taken = passed = 0
+        for spec in self.specs:
+            passed += spec.nbytes
+            if taken + spec.nbytes <= share * passed:
+                chosen.append(spec)
+                taken += spec.nbytes
+        return Workload(f"{share:g} of {self.name}", tuple(chosen or [min(self.specs, key=lambda spec: spec.nbytes)]))
+
     def to_plain(self) -> dict[str, Any]:
         """Return the workload as plain data."""
         return {"name": self.name, "specs": [spec.to_plain() for spec in self.specs]}

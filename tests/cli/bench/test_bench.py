@@ -25,7 +25,7 @@ from weightlane.cli.bench import measure
 from weightlane.cli.bench.measure import run_bench
 from weightlane.cli.bench.processes.peak_memory import PeakMemory
 from weightlane.cli.bench.processes.processes import Processes
-from weightlane.cli.bench.report.bench_report import BenchReport
+from weightlane.cli.bench.report.bench_report import BenchReport, Fit
 from weightlane.cli.bench.report.plot import plot_title
 from weightlane.cli.bench.settings import BenchSettings
 from weightlane.cli.bench.workload.workload import named_workload
@@ -34,7 +34,7 @@ SPREAD = {"median", "min", "max"}
 ROW = {
     "engine", "codec", "integrity", "density", "payload_bytes", "wire_bytes", "trainer_blocked_s",
     "trainer_blocked_without_step_s", "rollout_blocked_s", "latency_s", "raw_transport_s", "phases", "extra_bytes",
-    "slowdown", "rounds", "verified",
+    "slowdown", "rounds", "verified", "fit",
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_tables_a_plot_and_a_report_that_holds_exactly_what_it_promises_come_of_
     work.mkdir()
     result = run(
         "bench", "--engine", "shm", "--engine", "filesystem", "--engine", "hccl", "--codec", "fp8", "--codec", "dense",
-        "--receivers", "1", "--rounds", "1", "--density", "0.5", "--loops", "--deadline-s", str(HANG_S),
+        "--receivers", "1", "--rounds", "1", "--density", "0.5", "--loops", "--fit", "--deadline-s", str(HANG_S),
         "--work-dir", str(work), "--set", "shm.max_shared_mib=64", "--out", str(json_file), "--out", str(plot_file),
         columns=220,
     )  # fmt: skip
@@ -96,21 +96,23 @@ def test_tables_a_plot_and_a_report_that_holds_exactly_what_it_promises_come_of_
     payload = named_workload("tiny").nbytes
     for row in plain["rows"]:
         assert set(row) == ROW
-        assert (row["rounds"], row["verified"], row["density"]) == (1, True, 0.5)
-        assert row["payload_bytes"] == payload
+        assert (row["rounds"], row["verified"], row["density"], row["payload_bytes"]) == (1, True, 0.5, payload)
         assert list(row["phases"]) == ["export", "pack", "transfer", "stage", "verify", "commit"]
         times = [row[key] for key in ROW if key.endswith("_s")]
         assert all(map(is_spread, [*times, *row["phases"].values()]))
         assert all(row[key]["min"] > 0 for key in ("raw_transport_s", "latency_s", "rollout_blocked_s"))
-        assert set(row["extra_bytes"]) == {"trainer", "rollout"}
-        assert row["slowdown"]["trainer"] > 0
-        assert row["slowdown"]["decode"] > 0
+        assert all(row["slowdown"][loop] > 0 for loop in ("trainer", "decode"))
+        assert row["fit"]["payload_bytes"] == [
+            named_workload("tiny").part(share).nbytes for share in (1 / 16, 1 / 4, 1)
+        ]
+    line = Fit.through([10**6, 10**8], [0.03 + size / 2e9 for size in (10**6, 10**8)])
+    assert (line.fixed_s, line.bytes_per_s) == (pytest.approx(0.03), pytest.approx(2e9))
     for engine in ("shm", "filesystem"):
         fp8, dense = (row for row in report.rows if row.engine == engine)
         assert (fp8.codec, dense.codec) == ("fp8", "dense")
         assert fp8.wire_bytes < 0.7 * dense.wire_bytes, "the embedding, a sixth of the model, stays in two bytes"
         assert payload <= dense.wire_bytes < 1.02 * payload
-    assert len(started) == 1
+    assert len(started) == 3, "sizes"
     assert list(work.iterdir()) == []
 
 
