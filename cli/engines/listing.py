@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -17,9 +17,10 @@ from weightlane.ckpt_engines.runtime.daemon_threads import within
 
 from ..extras import how_to_install, library_of
 
+_Class = TypeVar("_Class")
 Listing = dict[str, Any]
-"""An engine as JSON-representable data: ``name``, ``distribution``, ``unavailable`` (a reason, or None), and for a checkpoint
-engine ``capabilities``, None where its class could not be loaded."""
+"""An engine as JSON-representable data: ``name``, ``distribution``, ``unavailable`` (a reason, or None), for a checkpoint
+engine ``capabilities``, and for a rollout engine ``summary``, both None where its class could not be loaded."""
 
 
 def listings() -> dict[str, list[Listing]]:
@@ -34,27 +35,30 @@ def listings() -> dict[str, list[Listing]]:
             asdict(row) | {"capabilities": row.capabilities and row.capabilities.to_plain()}
             for row in CheckpointEngineRegistry().list()
         ],
-        "training": list(_registered(TRAINING, training_engine_class)),
+        "training": [row for row, _ in _registered(TRAINING, training_engine_class)],
         "rollout": [
-            row | {"unavailable": row["unavailable"] or _why_vllm_is_no_use()} if row["name"] == "vllm" else row
-            for row in _registered(ROLLOUT, registered_rollout_engine)
+            row
+            | {"summary": None if engine is None else engine.capabilities.summary}
+            | ({"unavailable": row["unavailable"] or _why_vllm_is_no_use()} if row["name"] == "vllm" else {})
+            for row, engine in _registered(ROLLOUT, registered_rollout_engine)
         ],
     }
 
 
-def _registered(group: str, load: Callable[[str], object]) -> Iterator[Listing]:
+def _registered(group: str, load: Callable[[str], _Class]) -> Iterator[tuple[Listing, _Class | None]]:
+    """Yield each engine of a group, and what `load` returns for its name: None if it raises or hangs."""
     for name in registered_names(group):
         owners = {f"{each.dist.name} {each.dist.version}" for each in entry_points(group=group, name=name) if each.dist}
-        unavailable = None
+        unavailable, loaded = None, None
         try:
-            within(registry.LISTING_LIMIT_S, partial(load, name))
+            loaded = within(registry.LISTING_LIMIT_S, partial(load, name))
         except WeightlaneError as error:
             unavailable = f"{error.message} {error.hint}".strip()
         except TimeoutError:
             unavailable = f"the import of its module had not ended after {registry.LISTING_LIMIT_S:g} s"
         except Exception as error:  # noqa: BLE001 - a module may raise anything, which costs its own row only
             unavailable = f"its module raised {type(error).__name__}: {error}"
-        yield {"name": name, "distribution": " and ".join(sorted(owners)), "unavailable": unavailable}
+        yield {"name": name, "distribution": " and ".join(sorted(owners)), "unavailable": unavailable}, loaded
 
 
 def _why_vllm_is_no_use() -> str | None:
@@ -66,11 +70,12 @@ def _why_vllm_is_no_use() -> str | None:
 def engine_tables(engines: Mapping[str, Sequence[Listing]]) -> Iterator[Table]:
     """Yield a table for each kind of engine, with the reasons why engines cannot be used here."""
     for kind, rows in engines.items():
-        facts = ("devices", "delivery", "also") if kind == "checkpoint" else ()
+        facts = {"checkpoint": ("devices", "delivery", "also"), "rollout": ("what it is",)}.get(kind, ())
         available = Column("available", overflow="fold")  # shows a long pip command in full
         table = Table("engine", "distribution", *facts, available, title=f"{kind} engines", title_justify="left")
         for row in rows:
-            texts = [row["name"], row["distribution"], *(_capabilities(row) if facts else ())]
+            texts = [row["name"], row["distribution"]]
+            texts += _capabilities(row) if kind == "checkpoint" else [row["summary"] or ""] if kind == "rollout" else []
             why = row["unavailable"]
             usable = Text("yes", "green") if why is None else Text.assemble(("no: ", "red"), why)
             table.add_row(*map(Text, texts), usable)
