@@ -21,7 +21,6 @@ from weightlane.ckpt_engines import (
     ConfigError,
     DeadlineExceededError,
     WeightlaneError,
-    WorkerDiedError,
     as_weightlane_error,
 )
 
@@ -73,7 +72,6 @@ class TransformersEngine(RolloutEngine):
         self._updates: ThreadPoolExecutor | None = None
         self._running: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self._failure: BaseException | None = None
         self._rank: ReceivingRank | None = None
         self._blocked_s, self._recomputed = 0.0, 0
         self._tokenizer: Any = None
@@ -99,11 +97,6 @@ class TransformersEngine(RolloutEngine):
     def open(self) -> bool:
         """Whether the engine was started and not closed."""
         return self._rank is not None
-
-    @property
-    def dead(self) -> bool:
-        """Whether a step has failed: no later one would be trusted."""
-        return self._failure is not None
 
     async def start(self, version: int) -> None:
         """Load the model, and serve it as `version`."""
@@ -207,10 +200,6 @@ class TransformersEngine(RolloutEngine):
             assert threads is not None, "started"
             threads.shutdown(wait=False, cancel_futures=True)
 
-    def died(self) -> WeightlaneError:
-        """The failure of the step after which nothing was generated any more."""
-        return WorkerDiedError(f"generation failed: {self._failure}.", part=self.name, peer=self.name)
-
     def _load(self) -> TransformersLoader:
         dtype = None if self.config.dtype == "auto" else getattr(torch, self.config.dtype)
         try:
@@ -264,11 +253,8 @@ class TransformersEngine(RolloutEngine):
                 try:
                     await self._in(self._threads, self._step, request.decoding)
                 except Exception as error:  # noqa: BLE001 - the models' code may raise anything
-                    self._failure = error
-                    for each in self._requests.values():
-                        if not each.done.done():
-                            each.done.set_exception(as_weightlane_error(error, self.name))
-                    return
+                    if not request.done.done():
+                        request.done.set_exception(as_weightlane_error(error, self.name))
                 if request.done.done():
                     continue
                 request.arrived(1)
@@ -281,8 +267,6 @@ class TransformersEngine(RolloutEngine):
                 decoding.step(self._model, self._version)
 
     def _open_rank(self) -> ReceivingRank:
-        if self._failure is not None:
-            raise self.died()
         if self._rank is None:
             raise ClosedError("the replica is not running.", part=self.name)
         return self._rank
