@@ -175,7 +175,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """Show the transfer plan of a run: bytes of its links, the busiest ranks, and their bytes over stated speeds."""
-    require("plan")
+    require_for("plan", path, override or [], loads_vllm=True)
     from .commands.plan import print_plan, run_report
 
     report = run_report(path, override or [], sender_gbps=sender_gbps, receiver_gbps=receiver_gbps, links=links)

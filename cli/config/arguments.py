@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from ..extras import require
-from .toml_file import existing, runs_elsewhere
+from .toml_file import existing, starts_vllm
 
 
 def _show_version(asked: bool) -> None:
@@ -51,9 +51,9 @@ def is_live(*, plain: bool) -> bool:
     return not plain and sys.stdout.isatty()
 
 
-def require_for(command: str, path: Path, overrides: Sequence[str]) -> None:
+def require_for(command: str, path: Path, overrides: Sequence[str], *, loads_vllm: bool = False) -> None:
     """Raise `ConfigError` if a library is missing that `command` needs here for the configuration at `path`.
 
-    On a running Ray cluster, vLLM is on other machines.
+    On a running Ray cluster, vLLM is on other machines, and `loads_vllm` says that the command needs it here all the same.
     """
-    require(command, without=("vllm",) if runs_elsewhere(path, overrides) else ())
+    require(command, without=() if starts_vllm(path, overrides, anywhere=loads_vllm) else ("vllm",))

@@ -57,10 +57,10 @@ def command_of(sections: dict[str, Any]) -> str:
     return "sft" if "sft" in sections else "tinker" if "service" in sections else "train"
 
 
-def runs_elsewhere(path: Path, overrides: Sequence[str]) -> bool:
-    """Whether the run's processes start on a running Ray cluster, whose machines have libraries of their own."""
+def starts_vllm(path: Path, overrides: Sequence[str], *, anywhere: bool = False) -> bool:
+    """Whether a run starts vLLM on this machine, or `anywhere`: a running Ray cluster has libraries of its own."""
     sections = read_toml(path)
     for override in overrides:
         apply_setting(sections, override)
-    ray = sections.get("ray")
-    return isinstance(ray, dict) and bool(ray.get("address"))
+    ray, rollout = (section if isinstance(section := sections.get(name), dict) else {} for name in ("ray", "rollout"))
+    return (anywhere or not ray.get("address")) and rollout.get("engine", "vllm") == "vllm"
