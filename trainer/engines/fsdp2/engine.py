@@ -29,6 +29,7 @@ from ..lora.saved import check_adapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import micro_batches_of, outputs_by_sequence
+from .gradient_clipping import clip_gradients
 from .loading import (
     can_read_slices,
     checked_model,
@@ -40,7 +41,7 @@ from .loading import (
     whole_model,
 )
 from .lora import Fsdp2Adapted
-from .mesh import RankMesh, clip_gradients
+from .mesh import RankMesh
 from .partwise_adamw import PartwiseAdamW
 from .shards import checkpoint_tensors, local_shards
 from .state import check_saved, export_saved, resume, save_state
