@@ -30,7 +30,6 @@ from .report.bench_report import (
     BenchReport,
     Blocking,
     ExtraBytes,
-    Fit,
     Limits,
     Phases,
     Row,
@@ -38,6 +37,7 @@ from .report.bench_report import (
     Slowdown,
     Spread,
 )
+from .report.latency_fit import LatencyFit
 from .report.machine import available_bytes, this_machine
 from .settings import BenchSettings
 from .workload.workload import Workload, named_workload
@@ -101,7 +101,7 @@ def run_bench(settings: BenchSettings, say: Callable[[str], None] = lambda _: No
 
 def _fitted(rows: Sequence[Row]) -> Row:
     """The last of `rows`, which are of growing parts of the model, with the fit through all of them."""
-    fit = Fit.through([row.payload_bytes for row in rows], [row.latency_s.median for row in rows])
+    fit = LatencyFit.through([row.payload_bytes for row in rows], [row.latency_s.median for row in rows])
     return rows[-1].model_copy(update={"fit": fit, "verified": all(row.verified for row in rows)})
 
 

@@ -14,7 +14,7 @@ from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 from weightlane.trainer.loop.loop import AsyncLoop
-from weightlane.trainer.loop.protocols import LoopParts, LoopState, Successor
+from weightlane.trainer.loop.protocols import LoopParts, LoopState, StartReplacement
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile, SamplesFile, draw_curves
 from weightlane.trainer.runner.jobs import Export, Save
@@ -108,8 +108,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             save=save,
             export=export,
             quorum=config.sync.quorum,
-            succeed=_successors(config, model, state, rendezvous, replicas, stack),
-            max_successors=config.rollout.max_replacements if config.rollout.replace_dead else 0,
+            start_replacement=_replacements(config, model, state, rendezvous, replicas, stack),
+            max_replacements=config.rollout.max_replacements if config.rollout.replace_dead else 0,
             max_model_len=min(replica.max_model_len for replica in replicas),
         )
         loop = AsyncLoop(
@@ -132,19 +132,19 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     return summary
 
 
-def _successors(
+def _replacements(
     config: RunConfig,
     model: ModelInfo,
     state: LoopState | None,
     rendezvous: Rendezvous,
     replicas: Sequence[RolloutReplica],
     stack: AsyncExitStack,
-) -> Successor:
+) -> StartReplacement:
     """Return a function that replaces a dead replica by a new one."""
     known = {replica.name: replica for replica in replicas}
     engine = config.checkpoint_engine
 
-    async def succeed(dead: str, name: str) -> RolloutReplica:
+    async def start_replacement(dead: str, name: str) -> RolloutReplica:
         await known.pop(dead).close()  # its actor may have outlived its engine and still hold a GPU
         version = state.step if state else 0
         replica = RolloutReplica.place(name, config.rollout, model.path, initial_version=version)
@@ -154,4 +154,4 @@ def _successors(
         known[name] = replica
         return replica
 
-    return succeed
+    return start_replacement

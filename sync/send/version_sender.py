@@ -206,7 +206,7 @@ class VersionSender:
             self._rank.chooser.note_change(*compared)
 
     def _encode(self, publication: Publication, session: SendSession) -> None:
-        """Encode the delta while the snapshot is taken. If too many elements have changed, the version is sent in full."""
+        """Encode the delta while the snapshot is taken. If it needs too many bytes, the version is sent in full."""
         assert publication.base is not None
         assert publication.slot is not None
         progress, nbytes, deadline = publication.progress, self._rank.snapshot.nbytes, self._deadline()

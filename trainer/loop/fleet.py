@@ -11,15 +11,15 @@ from typing import NoReturn
 from weightlane.ckpt_engines import ClosedError, QuarantinedError, WeightlaneError, WorkerDiedError, as_weightlane_error
 from weightlane.sync import Outcome, ReplicaState, SyncReport
 
-from .protocols import LoopParts, Rollout, Successor
+from .protocols import LoopParts, Rollout, StartReplacement
 
 
 class Fleet:
     """Watches the replicas of a run.
 
     The death of a replica is tolerated while `LoopParts.quorum` of the replicas that the run began with are left. With
-    `LoopParts.succeed`, a successor is started in its place and passed to `on_ready`. The coordinator decides when the successor
-    may get requests: not before it has committed the serving version.
+    `LoopParts.start_replacement`, a successor is started in its place and passed to `on_ready`. The coordinator decides when
+    the successor may get requests: not before it has committed the serving version.
 
     Args:
         parts: The replicas, the coordinator, which knows their states, and how successors are started.
@@ -31,10 +31,10 @@ class Fleet:
         self, parts: LoopParts, *, on_ready: Callable[[str, Rollout], None], on_change: Callable[[], None]
     ) -> None:
         self._living = {rollout.name: rollout for rollout in parts.rollouts}
-        self._syncer, self._hooks, self._succeed = parts.syncer, parts.hooks, parts.succeed
+        self._syncer, self._hooks, self._start_replacement = parts.syncer, parts.hooks, parts.start_replacement
         # As the coordinator counts. The tolerance keeps a rounding error of the product from making 4 of 0.3 * 10.
         self._needed = max(1, math.ceil(parts.quorum * len(parts.rollouts) - 1e-9))
-        self._successors_left = parts.max_successors
+        self._replacements_left = parts.max_replacements
         self._on_ready, self._on_change = on_ready, on_change
         self._tasks: set[asyncio.Task[None]] = set()
         self._doom: BaseException | None = None
@@ -111,10 +111,10 @@ class Fleet:
         successor = ""
         if len(left) < self._needed:
             self._end(error)
-        elif self._succeed is not None and self._successors_left > 0:
-            self._successors_left -= 1
+        elif self._start_replacement is not None and self._replacements_left > 0:
+            self._replacements_left -= 1
             successor = _next_name(name)
-            self._begin(self._replace(self._succeed, name, successor), f"start-{successor}")
+            self._begin(self._replace(self._start_replacement, name, successor), f"start-{successor}")
         self._hooks.replica_lost(
             replica=name, facts={"error": str(error), "left": len(left), "needed": self._needed, "successor": successor}
         )
@@ -126,10 +126,10 @@ class Fleet:
         except WeightlaneError as error:
             self.lost(rollout, error)
 
-    async def _replace(self, succeed: Successor, name: str, successor: str) -> None:
+    async def _replace(self, start_replacement: StartReplacement, name: str, successor: str) -> None:
         since = time.perf_counter()
         try:
-            newcomer = await succeed(name, successor)
+            newcomer = await start_replacement(name, successor)
         except Exception as error:  # noqa: BLE001 - the others are enough to go on
             told = as_weightlane_error(error, successor)
             facts = {"error": f"it could not start: {told}", "left": len(self._living), "needed": self._needed}

@@ -146,7 +146,7 @@ class LoopState:
 
 Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
 """The reward of a completion of a task; raises `RewardError`."""
-Successor = Callable[[str, str], Awaitable[Rollout]]
+StartReplacement = Callable[[str, str], Awaitable[Rollout]]
 """Cleans up after the dead replica named first, and starts and connects its successor under the second name."""
 
 
@@ -169,9 +169,9 @@ class LoopParts:
     """Writes the current parameters, which are those of the given step, as a model for others to load."""
     quorum: float = 1.0
     """Share of the replicas that must be left for the run to continue."""
-    succeed: Successor | None = None
+    start_replacement: StartReplacement | None = None
     """Starts the successor of a dead replica; None if dead replicas are not replaced."""
-    max_successors: int = 0
+    max_replacements: int = 0
     """Most successors that are started."""
     max_model_len: int = 0
     """Most tokens of a prompt and its completion together; 0 if unknown."""

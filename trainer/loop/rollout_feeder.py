@@ -7,12 +7,13 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, RewardError, WeightlaneError
 
 from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
+from ..data.written_text import WrittenText
 from .failures import Failures
 from .fleet import Fleet
 from .overlap import OverlapClock
@@ -27,20 +28,6 @@ _PAUSE_S = 0.2
 """Seconds to wait after a failed request before the next one."""
 _FEWEST = 2
 """Completions that a group needs: their rewards are compared."""
-
-
-class WrittenText(str):  # noqa: SLOT000 - a text cannot have slots with names
-    """The text of a completion as the model wrote it, special tokens included, with its tokens and log-probabilities."""
-
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    """One log-probability for each token, under the rollout's policy."""
-
-    def __new__(cls, text: str, token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Self:
-        """Make a text with its tokens."""
-        made = super().__new__(cls, text)
-        made.token_ids, made.logprobs = tuple(token_ids), tuple(logprobs)
-        return made
 
 
 @dataclass(slots=True, eq=False)

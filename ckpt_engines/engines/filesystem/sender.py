@@ -32,7 +32,7 @@ from .partial_file import PartialFile
 from .payload_file import byte_view
 from .process_identity import process_identity
 from .store_directory import StoreDirectory
-from .versions import committed_versions, is_in_use, remove_leftovers, remove_sender, remove_version
+from .versions import committed_versions, kept_and_dropped, remove_leftovers, remove_sender, remove_version
 
 _log = logging.getLogger(__name__)
 _CLEANUP_S = 5.0
@@ -183,26 +183,14 @@ class FilesystemSender(PostingHalf, StoringSender):
                 raise ProtocolError(message, part=self._life.part)
             self._write_documents(version, documents, guard)
             entry = CommittedVersion(version=version, directory=version_directory(self._directory, version))
-            kept, dropped = self._retained(entry, guard)
+            earlier = [each for each in self._listed(guard) if each != entry]
+            kept, dropped = kept_and_dropped(self._store, entry, earlier, self._config.keep_versions, guard)
             self._committing = version
             self._store.write_text(latest_name(self._directory), latest_text(kept), guard)
             self._committed = {other.version for other in kept if other.sender_directory == self._directory}
             self._store.write_text(f"{entry.directory}/{COMMITTED}", f'{{"version": {version}}}\n', guard)
             self._to_remove += [other.directory for other in dropped if other.sender_directory != self._directory]
             self._remove_superseded(version, guard)
-
-    def _retained(
-        self, newest: CommittedVersion, guard: Guard
-    ) -> tuple[list[CommittedVersion], list[CommittedVersion]]:
-        """Return the versions that are kept now that `newest` is committed, newest first, and the versions to remove."""
-        earlier = [entry for entry in self._listed(guard) if entry != newest]
-        stay = self._config.keep_versions - 1
-        kept = [newest, *earlier[:stay]]
-        dropped: list[CommittedVersion] = []
-        for entry in earlier[stay:]:  # a sender that may still be alive removes its own versions
-            foreign = entry.sender_directory != self._directory
-            (kept if foreign and is_in_use(self._store, entry.sender_directory, guard) else dropped).append(entry)
-        return kept, dropped
 
     def _listed(self, guard: Guard) -> list[CommittedVersion]:
         try:

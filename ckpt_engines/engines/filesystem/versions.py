@@ -1,9 +1,10 @@
-"""Versions in a store directory: reading buckets, finding committed versions, removing the others."""
+"""Versions in a store directory: reading buckets, finding committed versions, which of them stay, removing the others."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from ...contract.bucket import Bucket
 from ...errors import ProtocolError, StorageError
@@ -44,6 +45,22 @@ def committed_versions(store: StoreDirectory, directory: str, guard: Guard) -> l
     name = latest_name(directory)
     text = store.read_text(name, guard)
     return [] if text is None else parse_latest(text, store.full(name), guard.life.part)
+
+
+def kept_and_dropped(
+    store: StoreDirectory, newest: CommittedVersion, earlier: Sequence[CommittedVersion], most: int, guard: Guard
+) -> tuple[list[CommittedVersion], list[CommittedVersion]]:
+    """Return the versions that are kept once `newest` is committed, newest first, and those to remove.
+
+    Of `newest` and the `earlier` ones, newest first, `most` are kept, and those of other senders that may still be alive: a
+    sender removes its own versions.
+    """
+    kept = [newest, *earlier[: most - 1]]
+    dropped: list[CommittedVersion] = []
+    for entry in earlier[most - 1 :]:
+        foreign = entry.sender_directory != newest.sender_directory
+        (kept if foreign and is_in_use(store, entry.sender_directory, guard) else dropped).append(entry)
+    return kept, dropped
 
 
 def is_in_use(store: StoreDirectory, directory: str, guard: Guard) -> bool:

@@ -6,8 +6,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Self
 
-import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+
+from .latency_fit import LatencyFit
 
 
 class _Model(BaseModel):
@@ -124,31 +125,6 @@ class Slowdown(_Model):
     """A loop of matrix-vector products, mean over the receivers."""
 
 
-class Fit(_Model):
-    """The latency of a row as a fixed cost plus bytes over a bandwidth, fitted to the model and to parts of it."""
-
-    fixed_s: float
-    """The latency of a version of no bytes."""
-    bytes_per_s: float | None
-    """Bytes of the payload per second; null if more bytes took no longer."""
-    payload_bytes: tuple[int, ...]
-    """The sizes that were measured."""
-    latency_s: tuple[float, ...]
-    """The median latency of each."""
-
-    @classmethod
-    def through(cls, payload_bytes: Sequence[int], latency_s: Sequence[float]) -> Fit:
-        """Fit the line with the least relative errors."""
-        slope, fixed = np.polyfit(payload_bytes, latency_s, 1, w=1 / np.asarray(latency_s))
-        bandwidth = 1 / float(slope) if slope > 0 else None
-        return cls(
-            fixed_s=float(fixed),
-            bytes_per_s=bandwidth,
-            payload_bytes=tuple(payload_bytes),
-            latency_s=tuple(latency_s),
-        )
-
-
 class Row(_Model):
     """One engine with one codec and one level of integrity."""
 
@@ -175,7 +151,7 @@ class Row(_Model):
     extra_bytes: ExtraBytes
     slowdown: Slowdown | None
     """Null unless the run measured it."""
-    fit: Fit | None = None
+    fit: LatencyFit | None = None
     """Null unless the run measured parts of the model, too."""
     rounds: int
     verified: bool

@@ -21,7 +21,7 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ConfigError, RewardError
 from weightlane.trainer.config import RewardConfig
 from weightlane.trainer.data.rewards import Reward, RewardPool
-from weightlane.trainer.loop.rollout_feeder import WrittenText
+from weightlane.trainer.data.written_text import WrittenText
 
 fork_server.install()
 

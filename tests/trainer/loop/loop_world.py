@@ -20,7 +20,7 @@ from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.loop import AsyncLoop
-from weightlane.trainer.loop.protocols import Judge, LoopParts, LoopState, Rollout, Successor, Syncer
+from weightlane.trainer.loop.protocols import Judge, LoopParts, LoopState, Rollout, StartReplacement, Syncer
 from weightlane.trainer.loop.summary import RunSummary
 
 ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)
@@ -229,8 +229,8 @@ def run(
     *,
     resume: LoopState | None = None,
     quorum: float = 0.5,
-    succeed: Successor | None = None,
-    max_successors: int = 3,
+    start_replacement: StartReplacement | None = None,
+    max_replacements: int = 3,
     max_model_len: int = 0,
     tasks: Sequence[Task] = TASKS,
     heldout: Sequence[Task] = (Task("held-out", ""),),
@@ -253,8 +253,8 @@ def run(
             save=world.save_loop,
             export=world.export,
             quorum=quorum,
-            succeed=succeed,
-            max_successors=max_successors,
+            start_replacement=start_replacement,
+            max_replacements=max_replacements,
             max_model_len=max_model_len,
         ),
         LoopConfig(**{"steps": 6, **config}),
