@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
-from weightlane.rollout.registry import rollout_engine_class
+from weightlane.rollout.contract.registry import rollout_engine_class
 from weightlane.sync import Rendezvous, dtype_of
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 

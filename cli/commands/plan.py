@@ -34,7 +34,7 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     ``weightlane train`` raises before it starts anything, or a `WeightlaneError` when the training engine cannot tell which
     shards its ranks will hold.
     """
-    from weightlane.rollout.registry import rollout_engine_class  # noqa: PLC0415 - for a run only
+    from weightlane.rollout.contract.registry import rollout_engine_class  # noqa: PLC0415 - for a run only
     from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - for a run only, and needs an extra
     from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
     from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415

@@ -17,9 +17,9 @@ from typing import TypeVar
 from weightlane.ckpt_engines import WorkerDiedError
 from weightlane.plugins import RunHooks
 from weightlane.rollout.config import AdapterConfig
+from weightlane.rollout.contract.registry import rollout_engine_class
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
-from weightlane.rollout.registry import rollout_engine_class
 from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import LoraConfig

@@ -25,8 +25,8 @@ engine ``capabilities``, and for a rollout engine ``summary``, both None where i
 
 def listings() -> dict[str, list[Listing]]:
     """Return the installed engines by kind: ``checkpoint``, ``training`` and ``rollout``. Imports them."""
-    from weightlane.rollout.registry import GROUP as ROLLOUT  # noqa: PLC0415 - loads torch
-    from weightlane.rollout.registry import registered_rollout_engine  # noqa: PLC0415
+    from weightlane.rollout.contract.registry import GROUP as ROLLOUT  # noqa: PLC0415 - loads torch
+    from weightlane.rollout.contract.registry import registered_rollout_engine  # noqa: PLC0415
     from weightlane.trainer.engines.registry import GROUP as TRAINING  # noqa: PLC0415
     from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.rollout.contract.registry import rollout_engine_class
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
-from weightlane.rollout.registry import rollout_engine_class
 from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
 from weightlane.trainer.algorithms.ppo import critic_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE

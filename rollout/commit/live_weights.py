@@ -20,7 +20,7 @@ from weightlane.sync import Expectation, LiveStream, Placement, Subscriber
 from weightlane.sync.codecs.quantised.restored import are_restored
 
 from ..contract.loader import RankLoader, SwappableDelta
-from ..rank_group import RankGroup
+from ..contract.rank_group import RankGroup
 from .transfer_calls import UpdateRequest, validated
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import torch
 from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, WeightlaneError
 from weightlane.sync import Expectation, Placement, Subscriber
 
-from ..rank_group import RankGroup
+from ..contract.rank_group import RankGroup
 from .remote_failure import RemoteFailureError
 from .transfer_calls import RANKS, ConnectRequest, UpdateRequest, replica_scope, validated
 

@@ -11,7 +11,7 @@ import torch
 from weightlane.ckpt_engines import CommitError, ConfigError
 from weightlane.sync import Expectation, IncomingDelta, LivePart, Placement, TensorSpec
 
-from ..rank_group import RankGroup
+from .rank_group import RankGroup
 
 
 class SwappableDelta(Protocol):

@@ -22,7 +22,7 @@ from weightlane.sync.version.sliced_tensors import without_data
 from weightlane.sync.version.tensor_spec import is_computed
 
 from ..contract.loader import RankLoader
-from ..rank_group import RankGroup
+from ..contract.rank_group import RankGroup
 from .loading.derived import StaleView
 from .loading.model_errors import hint_for
 from .map.layout_map import LayoutMap, Refusal, SourceSpec

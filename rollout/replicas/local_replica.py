@@ -23,10 +23,11 @@ from weightlane.sync import CommitReport
 
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
+from ..contract.engine import RolloutEngine
 from ..contract.records import Completion, RolloutStats
+from ..contract.registry import rollout_engine_class
 from ..contract.requests import GenerationRequest, Sampling
 from ..layout.loading.adapter_tensors import adapted_layers
-from ..registry import rollout_engine_class
 from .adapter_versions import AdapterVersions
 from .replica_hooks import Observed
 
@@ -42,17 +43,24 @@ class LocalReplica:
         config: Options of the replica.
         model_dir: Hugging Face checkpoint directory that the replica starts from.
         initial_version: Weight version of that checkpoint.
+        engine: Class of an engine that is not registered; None for the one that `RolloutConfig.engine` names.
 
     Raises:
         ConfigError: There is no engine called `RolloutConfig.engine`, or it cannot do what `config` asks for.
     """
 
     def __init__(
-        self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str], initial_version: int = 0
+        self,
+        name: str,
+        config: RolloutConfig,
+        model_dir: str | os.PathLike[str],
+        initial_version: int = 0,
+        *,
+        engine: type[RolloutEngine] | None = None,
     ) -> None:
         self.name = name
         self.version = initial_version
-        self._engine = rollout_engine_class(config)(name, config, model_dir)
+        self._engine = rollout_engine_class(config, engine)(name, config, model_dir)
         self.clock = TokenClock()
         self._control = asyncio.Lock()
         """Held by the one connect, commit or rollback that runs."""

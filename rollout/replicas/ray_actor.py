@@ -22,7 +22,7 @@ from weightlane.sync import CommitReport
 
 from ..config import AdapterConfig, RolloutConfig
 from ..contract.records import Completion, RolloutStats
-from ..registry import rollout_engine_class
+from ..contract.registry import rollout_engine_class
 from .local_replica import LocalReplica
 
 _GRACE_S = 15.0

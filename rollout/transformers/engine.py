@@ -29,10 +29,10 @@ from ..commit.receiving_rank import ReceivingRank
 from ..commit.remote_failure import RemoteFailureError, quarantined, untouched
 from ..config import RolloutConfig
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ..contract.rank_group import RankGroup
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
 from ..contract.stop_strings import tokenizer_for_stop_strings
-from ..rank_group import RankGroup
 from .decoding import Decoding
 from .loader import TransformersLoader, read_config
 

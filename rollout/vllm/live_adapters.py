@@ -26,6 +26,7 @@ from weightlane.sync import Subscriber
 
 from ..commit.transfer_calls import UpdateRequest, validated
 from ..config import AdapterConfig
+from ..contract.rank_group import RankGroup
 from ..layout.loading.adapter_tensors import (
     adapted_layers,
     adapter_expectation,
@@ -34,7 +35,6 @@ from ..layout.loading.adapter_tensors import (
 )
 from ..layout.loading.checkpoint_expectation import renames_of
 from ..layout.rank_model import RankModel
-from ..rank_group import RankGroup
 from ..vllm_surface import LoRAModel, PEFTHelper, check_attributes
 
 logger = init_logger("vllm.weightlane")

@@ -34,12 +34,12 @@ from weightlane.ckpt_engines import WeightlaneError
 from ..commit.live_weights import LiveWeights
 from ..commit.receiving_rank import ReceivingRank
 from ..commit.transfer_calls import ConnectRequest
+from ..contract.rank_group import RankGroup
 from ..layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.map.layout_map import SourceSpec
 from ..layout.rank_model import RankModel
 from ..layout.version_loader import VersionLoader
-from ..rank_group import RankGroup
 from ..vllm_surface import check_attributes, check_internals, get_layerwise_info, get_tp_group, set_current_vllm_config
 from .live_adapters import LiveAdapters
 

@@ -12,7 +12,7 @@ import torch
 
 from weightlane.sync.version.box import Box
 
-from ...rank_group import RankGroup
+from ...contract.rank_group import RankGroup
 from ..loading.refused_models import refuse_unsupported
 from ..map.layout_map import LayoutMap, Refusal, SourceSpec
 from ..map.needs import needed_boxes

@@ -21,7 +21,7 @@ from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync import LivePart
 from weightlane.sync.version.box import Box
 
-from ...rank_group import RankGroup
+from ...contract.rank_group import RankGroup
 from ..loading.derived import StaleView
 from ..loading.model_errors import described_failure
 from ..map.layout_map import SourceSpec

@@ -37,6 +37,7 @@ from loaded_models import (
 from rank_needs import rank_layout, slices_of_reloads  # noqa: F401 - tests call them by these names
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from weightlane.rollout.layout.map.layout_map import SourceSpec
@@ -49,7 +50,6 @@ from weightlane.rollout.layout.trace.trace import trace_loading
 from weightlane.rollout.layout.version_loader import VersionLoader
 from weightlane.rollout.layout.write.version_writer import VersionWriter
 from weightlane.rollout.layout.write_method import choose_write_method
-from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import LivePart, Manifest, Placement, TensorSpec, check_coverage
 
 

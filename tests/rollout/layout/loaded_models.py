@@ -15,12 +15,12 @@ from bits import bits
 from layout_models import random_bits
 from tiny_models import copy_with
 
+from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.map.layout_map import Refusal
 from weightlane.rollout.layout.offline.rank_models import engine_config
 from weightlane.rollout.layout.version_loader import VersionLoader
 from weightlane.rollout.layout.write_method import full_reload
-from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import Placement, SlicedTensors, TensorSlice, TensorSpec
 from weightlane.sync.plan.session_plan import Supply
 from weightlane.sync.version.sliced_tensors import Slicing

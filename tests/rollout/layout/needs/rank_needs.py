@@ -19,6 +19,7 @@ from loaded_models import (
 )
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.layout import version_loader as loader_module
 from weightlane.rollout.layout.loading.checkpoint_expectation import checkpoint_specs
 from weightlane.rollout.layout.map.layout_map import SourceSpec
@@ -27,7 +28,6 @@ from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.layout.trace.loading_reads import read_by_loading
 from weightlane.rollout.layout.trace.trace import trace_loading
 from weightlane.rollout.layout.version_loader import VersionLoader
-from weightlane.rollout.rank_group import RankGroup
 from weightlane.sync import SlicedTensors
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import Slicing

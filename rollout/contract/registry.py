@@ -5,8 +5,8 @@ from __future__ import annotations
 from weightlane.ckpt_engines import ConfigError
 from weightlane.ckpt_engines.registered_class import registered_class
 
-from .config import RolloutConfig
-from .contract.engine import RolloutCapabilities, RolloutEngine
+from ..config import RolloutConfig
+from .engine import RolloutCapabilities, RolloutEngine
 
 GROUP = "weightlane.rollout_engines"
 
@@ -16,13 +16,13 @@ def registered_rollout_engine(name: str) -> type[RolloutEngine]:
     return registered_class(GROUP, name, RolloutEngine, what="rollout engine", extra="hf")  # type: ignore[type-abstract]
 
 
-def rollout_engine_class(config: RolloutConfig) -> type[RolloutEngine]:
-    """Return the class of the engine that `config` names.
+def rollout_engine_class(config: RolloutConfig, unregistered: type[RolloutEngine] | None = None) -> type[RolloutEngine]:
+    """Return the class of the engine that `config` names, or `unregistered` in its place.
 
     Raises:
         ConfigError: There is no such engine, or it cannot do what `config` asks for.
     """
-    engine = registered_rollout_engine(config.engine)
+    engine = unregistered or registered_rollout_engine(config.engine)
     if refused := missing_capabilities(config, engine.capabilities):
         raise ConfigError(
             f"{config.engine} does not do what is asked for: {', '.join(refused)}.",
