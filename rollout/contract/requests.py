@@ -91,3 +91,20 @@ class GenerationRequest:
     """Cached prefixes are shared only by requests with the same salt; empty where the salt does not matter."""
     adapter: AdapterVersion | None = None
     """The adapter that computes the request from its first token to its last; None where versions are weights."""
+
+    def check(self, max_model_len: int, part: str) -> None:
+        """Refuse what does not fit a model, or is no sampling, for engines that would not do so themselves.
+
+        Raises:
+            ConfigError: The prompt or the completion is empty, both together are longer than `max_model_len` tokens, or `top_p`
+                is not above 0 and at most 1.
+        """
+        prompt, completion = len(self.prompt_ids), self.sampling.max_new_tokens
+        if not prompt or completion < 1 or prompt + completion > max_model_len:
+            raise ConfigError(
+                f"the prompt has {prompt} tokens and the completion up to {completion}; there have to be some of both, and at"
+                f" most {max_model_len} together.",
+                part=part,
+            )
+        if not 0 < self.sampling.top_p <= 1:
+            raise ConfigError(f"top_p is {self.sampling.top_p:g}, and has to be above 0 and at most 1.", part=part)

@@ -34,7 +34,8 @@ from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
 from ..contract.stop_strings import tokenizer_for_stop_strings
 from .decoding import Decoding
-from .loader import TransformersLoader, read_config
+from .loader import TransformersLoader
+from .model_files import read_config
 
 _CLOSE_TIMEOUT_S = 10.0
 
@@ -100,8 +101,6 @@ class TransformersEngine(RolloutEngine):
 
     async def start(self, version: int) -> None:
         """Load the model, and serve it as `version`."""
-        if not self.model_dir.is_dir():
-            raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
         self._threads = ThreadPoolExecutor(1, f"weightlane-generate-{self.name}")
         self._updates = ThreadPoolExecutor(1, f"weightlane-update-{self.name}")
         try:
@@ -137,16 +136,8 @@ class TransformersEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
         """Generate one completion."""
         self._open_rank()
-        sampling, length = request.sampling, len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not request.prompt_ids or sampling.max_new_tokens < 1 or length > self.max_model_len:
-            raise ConfigError(
-                f"the prompt has {len(request.prompt_ids)} tokens and the completion up to {sampling.max_new_tokens}; there"
-                f" have to be some of both, and at most {self.max_model_len} together.",
-                part=self.name,
-            )
-        if not 0 < sampling.top_p <= 1:
-            raise ConfigError(f"top_p is {sampling.top_p:g}, and has to be above 0 and at most 1.", part=self.name)
-        if sampling.stop_strings and self._tokenizer is None:
+        request.check(self.max_model_len, self.name)
+        if request.sampling.stop_strings and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._requests[request.key] = _Request(Decoding(request, self._tokenizer), done, arrived)

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
-
-from weightlane.ckpt_engines import ConfigError
 
 from ..contract.loader import RankLoader
 from ..layout.loading.checkpoint_expectation import expectation_of
+from .model_files import read_config
 
 
 class TransformersLoader(RankLoader):
@@ -60,18 +59,3 @@ class TransformersLoader(RankLoader):
         source: Any = AutoModelForCausalLM if model_dir is not None else type(self.model)
         model = source.from_pretrained(model_dir, config=self.config, state_dict=tensors, dtype=dtype)
         return model.to(self.device).eval()
-
-
-def read_config(model_dir: Path, part: str) -> Any:
-    """Read a model's configuration. Raises `ConfigError` if transformers has no causal language model for it."""
-    try:
-        config = AutoConfig.from_pretrained(model_dir)
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config)
-    except (ValueError, OSError, ImportError, AttributeError, RuntimeError, KeyError) as cause:
-        raise ConfigError(
-            f"transformers does not load {model_dir}: {cause}.",
-            part=part,
-            hint="model.path is a directory with a causal language model in Hugging Face format.",
-        ) from cause
-    return config
