@@ -89,6 +89,12 @@ def replica_config(config: RolloutConfig, model_dir: Path) -> tuple[Any, Any]:
         raise
     except Exception as cause:
         raise refusal_by_vllm(cause, f"start from {model_dir}", part=_PART) from cause
+    if model.runner_type != "generate":  # which vLLM chooses for a model that it only knows as one for embeddings
+        raise ConfigError(
+            f"vLLM does not generate with {', '.join(model.architectures)}.",
+            part=_PART,
+            hint="model.path is a directory with a causal language model in Hugging Face format.",
+        )
     if served is not None and not supports_lora(served):
         raise ConfigError(
             f"vLLM has no adapters for {served.__name__}, and versions are adapters.", part=_PART, hint=MERGED
