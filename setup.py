@@ -21,7 +21,7 @@ package_data["weightlane.cli.report"] = ["page_files/*"]
 # `weightlane new-engine` finds the templates beside its package in a checkout, so the wheel has them there too.
 package_data["weightlane.plugins"] += [
     f"packages/weightlane-{template}/{files}"
-    for template in ("engine-template", "training-engine-template")
+    for template in ("engine-template", "training-engine-template", "rollout-engine-template")
     for files in ("README.md", "pyproject.toml", "*.py", "tests/*.py")
 ]
 

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": ("hf",),
     "conformance": ("conformance",),
     "conformance --training": ("conformance", "hf"),
+    "conformance --rollout": ("conformance", "hf"),
     "bench --out": ("plot",),
 }
 """Extras that each command needs. ``check`` needs those of the command that its file is for."""
@@ -86,11 +87,14 @@ def require(command: str, *, without: Sequence[str] = ()) -> None:
         raise _not_installed([_absent(extra)[0] for extra in lacking], command, lacking)
 
 
-def names_training_engine(name: str) -> bool:
-    """Whether a training engine is registered under `name`, and no checkpoint engine. Imports neither."""
-    groups = ("weightlane.training_engines", "weightlane.ckpt_engines")
-    trains, carries = (bool(entry_points(group=group, name=name)) for group in groups)
-    return trains and not carries
+def engine_kind(name: str) -> str:
+    """Return the kind of engine that is registered under `name`: ``"checkpoint"``, ``"training"`` or ``"rollout"``.
+
+    The first of these, if there are several or none. Imports none of them.
+    """
+    groups = {"checkpoint": "ckpt_engines", "training": "training_engines", "rollout": "rollout_engines"}
+    found = (kind for kind, group in groups.items() if entry_points(group=f"weightlane.{group}", name=name))
+    return next(found, "checkpoint")
 
 
 def how_to_install(module: str) -> str:

@@ -1,8 +1,9 @@
-"""Rollout: vLLM replicas that generate without a break and take over new weights between two decode steps.
+"""Rollout: replicas that generate without a break and take over new weights between two decode steps.
 
-`replicas` has the three kinds of replicas, `commit` puts a version into service, `vllm` runs inside vLLM's processes,
-`vllm_trainer` is for trainers that use vLLM's own factory, and `layout` finds out where weights go. `vllm_surface` names the
-internals of vLLM that are used, and `vllm_cpu` works around bugs of its CPU build.
+`replicas` has the three kinds of replicas, and `commit` puts a version into service. `contract` is what a rollout engine has to
+keep, `conformance` its suite, and `engine_toolkit` its parts; `transformers` and `vllm` are engines. `vllm_trainer` is for
+trainers that use vLLM's own factory, `layout` finds out where weights go in vLLM, `vllm_surface` names the internals of vLLM
+that are used, and `vllm_cpu` works around bugs of its CPU build.
 
 Importing this package needs neither vLLM nor Ray; starting a replica does.
 

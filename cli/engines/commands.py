@@ -10,8 +10,10 @@ from typing import Annotated
 
 import typer
 
+from weightlane.ckpt_engines import ConfigError
+
 from ..exit_codes import FAILED, REFUSED
-from ..extras import names_training_engine, require
+from ..extras import engine_kind, require
 
 
 def engines(
@@ -71,23 +73,26 @@ def new_engine(
     name: Annotated[
         str,
         typer.Argument(
-            help="Name of the new engine, for checkpoint_engine.backend or trainer.engine.", show_default=False
+            help="Name of the new engine, for checkpoint_engine.backend, trainer.engine or rollout.engine.",
+            show_default=False,
         ),
     ],
     *,
     training: Annotated[bool, typer.Option("--training", help="A training engine, not a checkpoint engine.")] = False,
+    rollout: Annotated[bool, typer.Option("--rollout", help="A rollout engine, not a checkpoint engine.")] = False,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="New directory; by default weightlane-NAME in this one.", show_default=False),
     ] = None,
 ) -> None:
-    """Create a package with a small working engine, in which you replace the transport, or the training, by yours."""
+    """Create a package with a small working engine, in which you replace the transport, training or generation by yours."""
     from .new_engine import make_engine_package
 
-    where = make_engine_package(name, out, training=training)
+    kind = _asked_for(training=training, rollout=rollout)
+    where = make_engine_package(name, out, kind or "checkpoint")
     typer.echo(f"{where} contains an engine called {name} that passes the conformance suite. Next:")
     typer.echo(f"    python -m pip install -e {shlex.quote(f'{where.absolute()}[test]')}")
-    typer.echo(f"    weightlane conformance {'--training ' if training else ''}{name}")
+    typer.echo(f"    weightlane conformance {f'--{kind} ' if kind else ''}{name}")
 
 
 def conformance(
@@ -100,11 +105,15 @@ def conformance(
         typer.Option(
             "--set",
             metavar="K=V",
-            help="Set an option of the engine, or of a training engine's trainer section; repeatable.",
+            help="Set an option of the engine, or a key of the trainer or rollout section for engines of these; repeatable.",
         ),
     ] = None,
     training: Annotated[
         bool, typer.Option("--training", help="Take the training engine where a checkpoint engine has the same name.")
+    ] = False,
+    rollout: Annotated[
+        bool,
+        typer.Option("--rollout", help="Take the rollout engine where an engine of another kind has the same name."),
     ] = False,
     check: Annotated[list[str] | None, typer.Option(help="Run only the check of this name; repeatable.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of lines.")] = False,
@@ -112,13 +121,22 @@ def conformance(
         Path | None, typer.Option(metavar="FILE", help="Also write a JUnit report.", show_default=False)
     ] = None,
 ) -> None:
-    """Check that an engine keeps every promise of its contract: a checkpoint engine or a training engine.
+    """Check that an engine keeps every promise of its contract: a checkpoint engine, a training engine or a rollout engine.
 
     Exit code 1 if it does not.
     """
-    training = training or names_training_engine(name)
-    require("conformance --training" if training else "conformance")
+    kind = _asked_for(training=training, rollout=rollout) or engine_kind(name)
+    require("conformance" if kind == "checkpoint" else f"conformance --{kind}")
     from .conformance import check_engine
 
-    if not check_engine(name, settings or [], training=training, checks=check or [], as_json=as_json, junit=out):
+    if not check_engine(name, settings or [], kind=kind, checks=check or [], as_json=as_json, junit=out):
         raise typer.Exit(FAILED)
+
+
+def _asked_for(*, training: bool, rollout: bool) -> str:
+    """The kind of engine that two options ask for; empty if none. Raises `ConfigError` for both."""
+    if training and rollout:
+        raise ConfigError(
+            "--training and --rollout are two kinds of engines.", part="command", hint="Give one of them."
+        )
+    return "training" if training else "rollout" if rollout else ""

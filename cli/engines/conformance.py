@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from weightlane.ckpt_engines.conformance import (
     run_conformance,
 )
 from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
-from weightlane.trainer import TrainingEngine
 
 from ..config.toml_file import apply_setting
 from ..extras import require
@@ -36,13 +35,13 @@ _OUTCOME_WIDTH = max(len(outcome) for outcome in CheckOutcome)
 
 
 def check_engine(
-    name: str, settings: Sequence[str], *, training: bool, checks: Sequence[str], as_json: bool, junit: Path | None
+    name: str, settings: Sequence[str], *, kind: str, checks: Sequence[str], as_json: bool, junit: Path | None
 ) -> bool:
     """Run the suite for the kind of engine that `name` names, print its results, and return whether the engine passed.
 
-    `settings` are the engine's options, or settings of the trainer section, each ``key=value`` with a TOML value or plain text.
-    `training` tells that `name` is that of a training engine, or the place of a class to be tested as one. `checks` are the names
-    of the checks to run; all if empty. With `as_json` one JSON document is printed instead of a line per check. `junit` is a file
+    `settings` are the engine's options, or settings of the trainer or rollout section, each ``key=value`` with a TOML value or
+    plain text. `kind` is that of `name`, see `engine_kind`; a class at a place is tested as what it is. `checks` are the names of
+    the checks to run; all if empty. With `as_json` one JSON document is printed instead of a line per check. `junit` is a file
     for a JUnit report.
     """
     options: dict[str, Any] = {}
@@ -51,14 +50,15 @@ def check_engine(
     with own_stdout() as out:
         shown = console(out)
         on_check = None if as_json else lambda check: _print_check(shown, check)
-        report: SuiteReport
-        if training or _is_training_engine_at(name):
-            require("conformance --training")
-            from weightlane.trainer.conformance import run_training_conformance  # noqa: PLC0415 - not for the others
-
-            report = run_training_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
-        else:
-            report = run_conformance(name, options or None, checks=checks, junit=junit, on_check=on_check)
+        kind = _kind_at(name) or kind
+        run: Callable[..., SuiteReport] = run_conformance
+        if kind != "checkpoint":
+            require(f"conformance --{kind}")
+        if kind == "training":
+            from weightlane.trainer.conformance import run_training_conformance as run  # noqa: PLC0415 - not for the others
+        elif kind == "rollout":
+            from weightlane.rollout.conformance import run_rollout_conformance as run  # noqa: PLC0415 - as above
+        report = run(name, options or None, checks=checks, junit=junit, on_check=on_check)
         if as_json:
             print(json.dumps(_plain(report), indent=2), file=out)
         else:
@@ -66,15 +66,19 @@ def check_engine(
     return report.passed
 
 
-def _is_training_engine_at(place: str) -> bool:
-    """Whether `place`, such as ``module:Class``, is a training engine's class."""
+def _kind_at(place: str) -> str:
+    """The kind of the engine's class at `place`, such as ``module:Class``; empty if it is no training or rollout engine."""
     if not is_place(place):
-        return False
+        return ""
     try:
         loaded = loaded_from(place)
     except EngineImportError:  # which the suite for checkpoint engines raises once more
-        return False
-    return isinstance(loaded, type) and issubclass(loaded, TrainingEngine)
+        return ""
+    from weightlane.rollout.contract.engine import RolloutEngine  # noqa: PLC0415 - loads torch
+    from weightlane.trainer import TrainingEngine  # noqa: PLC0415 - as above
+
+    kinds = {"training": TrainingEngine, "rollout": RolloutEngine}
+    return next((kind for kind, base in kinds.items() if isinstance(loaded, type) and issubclass(loaded, base)), "")
 
 
 def _print_verdict(shown: Console, report: SuiteReport, *, partial: bool) -> None:

@@ -9,18 +9,24 @@ from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from weightlane.ckpt_engines.errors import ConfigError, StorageError
+from weightlane.ckpt_engines.registered_class import registered_names
 from weightlane.ckpt_engines.registry import NAME_RULE, CheckpointEngineRegistry, is_engine_name
 
 _PART = "new engine"
-_TEMPLATES = ("weightlane-engine-template", "weightlane-training-engine-template")
-"""Folders of the templates in ``packages`` under `weightlane.plugins`, in a checkout and in the wheel."""
+_TEMPLATES = {
+    "checkpoint": "weightlane-engine-template",
+    "training": "weightlane-training-engine-template",
+    "rollout": "weightlane-rollout-engine-template",
+}
+"""Folder of each kind's template in ``packages`` under `weightlane.plugins`, in a checkout and in the wheel."""
 
 
-def make_engine_package(name: str, directory: Path | None = None, *, training: bool = False) -> Path:
+def make_engine_package(name: str, directory: Path | None = None, kind: str = "checkpoint") -> Path:
     """Make a package for an engine called `name`, and return its directory. It passes the conformance suite as it is.
 
-    `name` is what users will write as ``checkpoint_engine.backend`` or, for a `training` engine, ``trainer.engine``; see
-    `is_engine_name`. The new `directory` is ``weightlane-NAME`` in the current one by default.
+    `name` is what users will write as ``checkpoint_engine.backend`` or, for the `kind` ``"training"`` or ``"rollout"``, as
+    ``trainer.engine`` or ``rollout.engine``; see `is_engine_name`. The new `directory` is ``weightlane-NAME`` in the current one
+    by default.
 
     Raises:
         ConfigError: `name` is not an engine's name, an engine of that name is installed, or `directory` exists.
@@ -30,15 +36,11 @@ def make_engine_package(name: str, directory: Path | None = None, *, training: b
         raise ConfigError(
             f"{name!r} is not a name for an engine.", part=_PART, hint=f"{NAME_RULE} Example: carrier-pigeon."
         )
-    if training:
-        from weightlane.trainer import training_engine_names  # noqa: PLC0415 - loads torch
-
-        installed = training_engine_names()
-    else:
-        installed = CheckpointEngineRegistry().names()
+    group = {"training": "weightlane.training_engines", "rollout": "weightlane.rollout_engines"}.get(kind)
+    installed = registered_names(group) if group else CheckpointEngineRegistry().names()
     if name in installed:
         raise ConfigError(f"an engine called {name!r} is already installed.", part=_PART, hint="Choose another name.")
-    template = _TEMPLATES[training]
+    template = _TEMPLATES[kind]
     module = template.replace("-", "_")
     words = re.findall("[a-z0-9]+", name)
     distribution = f"weightlane-{'-'.join(words)}"

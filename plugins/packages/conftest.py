@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-TRAINING_TEMPLATE = "weightlane-training-engine-template/"
-PROMISED = "test_a_saved_run_continues_bit_for_bit[two ranks]"
-"""Enough to see that the template works: `test_broken_training_engines` runs every check on engines derived from it."""
+PROMISED = {
+    "weightlane-training-engine-template/": "test_a_saved_run_continues_bit_for_bit[two ranks]",
+    "weightlane-rollout-engine-template/": "test_requests_in_flight_switch_models_where_their_stamps_switch",
+}
+"""Enough to see that a template works: `test_broken_training_engines` runs every check on engines derived from the first one, and
+`test_rollout_conformance` on an engine with the parts of the second one."""
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the other checks of the training engine's template as exhaustive."""
+    """Mark the other checks of these templates as exhaustive."""
     for item in items:
-        if TRAINING_TEMPLATE in item.nodeid and not item.name.endswith(PROMISED):
+        if any(folder in item.nodeid and not item.name.endswith(check) for folder, check in PROMISED.items()):
             item.add_marker("exhaustive")

@@ -15,6 +15,7 @@ from weightlane.ckpt_engines.conformance import ConformanceReport, run_conforman
 from weightlane.ckpt_engines.conformance.processes.pool import Pool
 
 BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "conformance" / "broken_engines.py"
+ROLLOUT = "weightlane.rollout.transformers.engine:TransformersEngine"
 ADDRESS = "test_an_address_is_plain_data"
 ONE_CHECK = ["--check", ADDRESS]
 
@@ -50,6 +51,14 @@ def test_checks_that_pass_end_with_0_and_a_line_each_and_are_not_taken_for_all(t
     assert (suite.get("tests"), suite.get("skipped"), suite.get("failures")) == ("2", "1", "0")
 
 
+def test_a_class_at_a_place_is_tested_as_the_kind_of_engine_that_it_is() -> None:
+    check = "test_undeclared_settings_are_refused_before_the_start"
+    for place, message in ((ROLLOUT, ""), (f"{ROLLOUT}Nothing", "could not be loaded from")):
+        result = run("conformance", place, "--check", check)
+        assert (result.exit_code, message in result.stderr) == (2 if message else 0, True), result.output
+        assert message or "undeclared settings are refused before the start" in result.stdout
+
+
 def test_an_engine_that_does_not_conform_ends_with_1_and_says_why() -> None:
     engine = f"{BROKEN}:AddressIsNoPlainData"
     result = run("conformance", engine, *ONE_CHECK, "--json")
@@ -73,6 +82,9 @@ def test_an_engine_that_does_not_conform_ends_with_1_and_says_why() -> None:
         (["--training", "template", "--check", "test_nothing"], "there is no check called test_nothing"),
         (["nowhere.py:Engine"], "could not be loaded from nowhere.py: FileNotFoundError"),
         (["fsdp2", "--set", "rank=2"], "these are no settings for trainer ranks: rank: Extra"),
+        (["transformers", "--set", "tensor_parallel=2"], "transformers does not do what is set: tensor_parallel = 2"),
+        (["--rollout", "fsdp2"], "no rollout engine is called 'fsdp2'"),
+        (["--rollout", "--training", "template"], "--training and --rollout are two kinds of engines"),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_exit_code_2(arguments: list[str], message: str) -> None:

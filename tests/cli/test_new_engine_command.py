@@ -21,6 +21,7 @@ TEMPLATES = Path(__file__).parents[2] / "plugins/packages"
     [
         ("", "carrier_pigeon2", "CarrierPigeon2", "engine", "ckpt_engines"),
         ("--training ", "sprint", "Sprint", "training-engine", "training_engines"),
+        ("--rollout ", "talk", "Talk", "rollout-engine", "rollout_engines"),
     ],
 )
 def test_the_package_is_the_template_under_another_name_and_the_next_commands_are_printed(
@@ -42,7 +43,7 @@ def test_the_package_is_the_template_under_another_name_and_the_next_commands_ar
     project = tomllib.loads(texts["pyproject.toml"])["project"]
     assert project["name"] == module.replace("_", "-")
     (engine,) = project["entry-points"][f"weightlane.{group}"].items()
-    assert engine == (name, f"{module}:{cased}{'TrainingEngine' if options else 'Engine'}")
+    assert engine == (name, f"{module}:{cased}{''.join(map(str.capitalize, template.split('-')))}")
 
 
 def test_a_name_that_is_none_a_place_in_use_and_an_installed_engine_are_refused(tmp_path: Path) -> None:
@@ -50,8 +51,9 @@ def test_a_name_that_is_none_a_place_in_use_and_an_installed_engine_are_refused(
         assert_refused("is not a name for an engine", "new-engine", "--out", str(tmp_path / "x"), "--", name)
     assert_refused(f"{tmp_path} already exists", "new-engine", "pigeon", "--out", str(tmp_path))
     assert_refused("'shm' is already installed", "new-engine", "shm", "--out", str(tmp_path / "shm"))
-    training = ["--training", "fsdp2", "--out", str(tmp_path / "x")]
-    assert_refused("'fsdp2' is already installed", "new-engine", *training)
+    for kind, name in (("--training", "fsdp2"), ("--rollout", "transformers")):
+        assert_refused(f"{name!r} is already installed", "new-engine", kind, name, "--out", str(tmp_path / "x"))
+    assert_refused("are two kinds of engines", "new-engine", "--training", "--rollout", "pigeon")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -10,6 +10,7 @@ import pytest
 from syntax_trees import nodes_of
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry
+from weightlane.rollout.contract.registry import registered_rollout_engine
 from weightlane.trainer import training_engine_class
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,6 +20,8 @@ PUBLIC = (
     "weightlane.ckpt_engines.toolkit",
     "weightlane.ckpt_engines.conformance",
     "weightlane.rollout",
+    "weightlane.rollout.conformance",
+    "weightlane.rollout.engine_toolkit",
     "weightlane.sync",
     "weightlane.trainer",
     "weightlane.trainer.conformance",
@@ -34,9 +37,10 @@ def package(request: pytest.FixtureRequest) -> Path:
 def test_a_package_is_installed_and_its_engine_found_by_entry_point(package: Path) -> None:
     project = tomllib.loads((package / "pyproject.toml").read_text())["project"]
     rows = {row.name: row for row in CheckpointEngineRegistry().list()}
-    for name, value in project.get("entry-points", {}).get("weightlane.training_engines", {}).items():
-        engine = training_engine_class(name)
-        assert f"{engine.__module__}:{engine.__qualname__}" == value
+    for kind, find in (("training", training_engine_class), ("rollout", registered_rollout_engine)):
+        for name, value in project.get("entry-points", {}).get(f"weightlane.{kind}_engines", {}).items():
+            engine = find(name)
+            assert f"{engine.__module__}:{engine.__qualname__}" == value
     for name in project.get("entry-points", {}).get("weightlane.ckpt_engines", ()):
         assert name in rows, f"{package.name} is not installed: run make setup"
         assert rows[name].distribution == f"{project['name']} {project['version']}"

@@ -29,6 +29,7 @@ PROMISED = {
     "trainer/service": ("service",),
     "trainer/conformance": ("conformance", "hf"),
     "rollout": ("vllm", "ray", "server"),
+    "rollout/conformance": ("conformance", "hf"),
     "cli": ("ray", "plot"),
 }
 """Extras with which a folder promises to work in full. The longest folder that holds a module counts."""

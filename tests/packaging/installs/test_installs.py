@@ -52,6 +52,7 @@ LACKING = {
     ("conformance", "shm"): ("conformance",),
     ("conformance", "fsdp2"): ("conformance", "hf"),
     ("conformance", "--training", "file.py:Engine"): ("conformance", "hf"),
+    ("conformance", "transformers"): ("conformance", "hf"),
     ("bench", "--out", "x.png"): ("plot",),
 }
 """Commands as a user types them, and the extras that README says they need. Each of them says so before it loads anything."""

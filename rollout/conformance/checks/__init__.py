@@ -1,0 +1,1 @@
+"""The checks of the suite for rollout engines, by what they look at."""

@@ -1,0 +1,30 @@
+"""The built-in rollout engines keep every promise of the contract: the suite that is shipped for everybody's, on ours."""
+
+from __future__ import annotations
+
+import pytest
+from waiting import HANG_S
+
+from weightlane.rollout.conformance import RolloutConformanceBase, RolloutEngineConformance
+from weightlane.rollout.conformance.builtin import VllmConformance
+
+
+class Patient(RolloutConformanceBase):
+    """However busy the machine is: an engine that waits for ever fails all the same."""
+
+    deadline_s = HANG_S
+    slack_s = 60.0
+
+
+class TestTransformers(Patient, RolloutEngineConformance):
+    """Each check."""
+
+    engine = "transformers"
+
+
+# vLLM leaves its ZMQ context to the finalizer, which first warns and then closes it: as an error, the warning would keep it.
+@pytest.mark.filterwarnings("ignore:Unclosed context:ResourceWarning")
+@pytest.mark.vllm
+@pytest.mark.exhaustive
+class TestVllm(Patient, VllmConformance):
+    """Each check; `make test` compares vLLM with other oracles, in `rollout/commit` and others."""
