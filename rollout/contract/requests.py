@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 from weightlane.ckpt_engines import ConfigError
 
@@ -22,7 +23,7 @@ class Sampling:
     """
 
     max_new_tokens: int
-    """Most tokens to generate."""
+    """Most tokens to generate. The longest request that the engine takes, prompt included, ends a completion, too."""
     temperature: float = 1.0
     """From 0.01 to 2; ignored with `greedy`."""
     stop_ids: Sequence[int] = ()
@@ -92,19 +93,19 @@ class GenerationRequest:
     adapter: AdapterVersion | None = None
     """The adapter that computes the request from its first token to its last; None where versions are weights."""
 
-    def check(self, max_model_len: int, part: str) -> None:
-        """Refuse what does not fit a model, or is no sampling, for engines that would not do so themselves.
+    def fitted(self, max_model_len: int, part: str) -> Self:
+        """Return the request with a completion that ends at `max_model_len` tokens of both, for engines that have no limit.
 
         Raises:
-            ConfigError: The prompt or the completion is empty, both together are longer than `max_model_len` tokens, or `top_p`
-                is not above 0 and at most 1.
+            ConfigError: The prompt is empty or leaves no room, no token is wanted, or `top_p` is not above 0 and at most 1.
         """
-        prompt, completion = len(self.prompt_ids), self.sampling.max_new_tokens
-        if not prompt or completion < 1 or prompt + completion > max_model_len:
+        sampling, room = self.sampling, max_model_len - len(self.prompt_ids)
+        if not self.prompt_ids or sampling.max_new_tokens < 1 or room < 1:
             raise ConfigError(
-                f"the prompt has {prompt} tokens and the completion up to {completion}; there have to be some of both, and at"
-                f" most {max_model_len} together.",
+                f"the prompt has {len(self.prompt_ids)} tokens and the completion up to {sampling.max_new_tokens}; there have to"
+                f" be some of both, and the model takes {max_model_len} together.",
                 part=part,
             )
-        if not 0 < self.sampling.top_p <= 1:
-            raise ConfigError(f"top_p is {self.sampling.top_p:g}, and has to be above 0 and at most 1.", part=part)
+        if not 0 < sampling.top_p <= 1:
+            raise ConfigError(f"top_p is {sampling.top_p:g}, and has to be above 0 and at most 1.", part=part)
+        return replace(self, sampling=replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)))

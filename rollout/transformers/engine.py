@@ -136,7 +136,7 @@ class TransformersEngine(RolloutEngine):
     async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
         """Generate one completion."""
         self._open_rank()
-        request.check(self.max_model_len, self.name)
+        request = request.fitted(self.max_model_len, self.name)
         if request.sampling.stop_strings and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
         done: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()

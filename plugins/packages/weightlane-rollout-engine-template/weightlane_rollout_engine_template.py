@@ -69,7 +69,7 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
     async def generate(self, request: toolkit.GenerationRequest, arrived: Callable[[int], None]) -> toolkit.Completion:
         """See `RolloutEngine.generate`. Steps of several requests take turns."""
         self._running()
-        request.check(self.max_model_len, self.name)
+        request = request.fitted(self.max_model_len, self.name)
         if request.sampling.stop_strings and self._tokenizer is None:
             load = partial(AutoTokenizer.from_pretrained, self.model_dir)
             self._tokenizer = await asyncio.to_thread(toolkit.tokenizer_for_stop_strings, load, self.name)

@@ -55,7 +55,10 @@ class DecodingChecks(RolloutConformanceBase):
                 expect_end(found, 12, "length", "a request for 12 tokens")
 
     def test_a_completion_ends_where_it_is_told(self, serving: Serving) -> None:
-        """Stop ids and stop strings end it with the token that completes them, of which the answer has all; else its length."""
+        """Stop ids and stop strings end it with the token that completes them, of which the answer has all; else its length.
+
+        A completion also ends where prompt and completion are as long as the engine takes.
+        """
         tokenizer = make_tokenizer()
         whole = serving.greedy(count=16).token_ids
         ends_at = [token for index, token in enumerate(whole) if token not in whole[:index]][-1]
@@ -69,6 +72,8 @@ class DecodingChecks(RolloutConformanceBase):
         expect_end(found, first, "stop", f"stop string {string!r}")
         assert found.token_ids == whole[:first], f"expected {whole[:first]} up to {string!r}, it is {found.token_ids}"
         expect_end(serving.greedy(count=1), 1, "length", "a request for one token")
+        longest = [1] * (MODEL_LEN - 3)
+        expect_end(serving.greedy(longest, 10), 3, "length", "a request for more tokens than the model takes")
 
     @pytest.mark.parametrize("options", _SAMPLINGS.values(), ids=_SAMPLINGS)
     def test_sampled_tokens_have_the_log_probability_of_their_distribution(

@@ -19,7 +19,7 @@ _REFUSED: dict[str, tuple[Any, int, dict[str, Any]]] = {
     "a negative token": ([-1], 4, {}),
     "a stop token beyond the vocabulary": (PROMPT, 4, {"stop_ids": [VOCABULARY]}),
     "no prompt": ([], 4, {}),
-    "a prompt that is too long": ([5] * (MODEL_LEN + 1), 4, {}),
+    "a prompt that is too long": ([5] * MODEL_LEN, 4, {}),
     "no token to generate": (PROMPT, 0, {}),
     "top_p 0": (PROMPT, 4, {"top_p": 0.0}),
     "top_p 1.5": (PROMPT, 4, {"top_p": 1.5}),
