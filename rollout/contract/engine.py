@@ -31,8 +31,8 @@ class RolloutCapabilities:
     """Whether versions may be low-rank adapters, of which requests name one."""
     keeps_caches: bool = True
     """Whether it takes ``kv_on_commit = "keep"``."""
-    vllm_arguments: bool = False
-    """Whether `RolloutConfig.extra_engine_args` are arguments of vLLM, so that vLLM checks them."""
+    extra_arguments: bool = False
+    """Whether it takes `RolloutConfig.extra_engine_args`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 
@@ -39,8 +39,8 @@ class RankLoader(ABC):
     device: torch.device
     expectation: Expectation
     """The tensors that a version has to have."""
-    writes_atomically: ClassVar[bool] = False
-    """Whether a `write` or `settle` that fails has changed nothing."""
+    writes_atomically = False
+    """Whether a `write` or `settle` that fails, or has just failed, has changed nothing."""
 
     def needed(self) -> Placement | None:
         """The slices that this rank needs of a version; None if it needs all tensors completely."""

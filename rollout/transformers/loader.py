@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -25,7 +25,7 @@ class TransformersLoader(RankLoader):
         replace: Called with each new model, to put it into service; raises if it must not be any more.
     """
 
-    writes_atomically: ClassVar[bool] = True
+    writes_atomically = True
 
     def __init__(self, model_dir: Path, dtype: torch.dtype | None, part: str, replace: Callable[[Any], None]) -> None:
         self.part = part

@@ -43,7 +43,7 @@ class VllmEngine(RolloutEngine):
         commit_modes=frozenset({"staged", "in_place"}),
         tensor_parallel=True,
         adapters=True,
-        vllm_arguments=True,
+        extra_arguments=True,
     )
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:

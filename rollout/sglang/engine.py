@@ -1,0 +1,393 @@
+"""`SglangEngine`: the rollout engine `sglang`. The package's docstring says what it relies on in SGLang."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from weightlane.ckpt_engines import (
+    ClosedError,
+    CommitError,
+    ConfigError,
+    Deadline,
+    DeadlineExceededError,
+    QuarantinedError,
+    WeightlaneError,
+    WorkerDiedError,
+)
+
+from ..commit.live_weights import LiveWeights
+from ..commit.receiving_rank import ReceivingRank
+from ..commit.remote_failure import RemoteFailureError, quarantined, untouched
+from ..config import RolloutConfig
+from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ..contract.rank_group import RankGroup
+from ..contract.records import Completion
+from ..contract.requests import GenerationRequest
+from ..contract.stop_strings import tokenizer_for_stop_strings
+from ..layout.loading.checkpoint_expectation import expectation_of
+from .calls import SglangCalls
+from .generation import Answer, body_of
+from .loader import SglangLoader
+from .process import ServerProcess, options_of
+from .server_facts import ServerFacts, check_answers, checkpoint_facts, served_facts
+
+_CALL_S = 10.0
+"""Most seconds of a call that changes nothing, and of ending a request or a rank."""
+_POLL_S = 0.5
+_RESERVED_TOKENS = 6
+"""Tokens of its context that SGLang keeps from a request and its completion (``managers/tp_worker.py``)."""
+_CONTINUE = {"torch_empty_cache": False}
+"""Emptying torch's cache of device memory would make the pause longer."""
+_UNCHANGED = "Failed to get weights iterator"
+"""SGLang's message where it has not begun to write (``model_runner_components/weight_updater.py``)."""
+
+
+@dataclass
+class _Request:
+    rid: str
+    answer: Answer
+    reading: asyncio.Task[Completion]
+    prompt_tokens: int
+
+
+class SglangEngine(RolloutEngine):
+    """One SGLang server, which this engine starts, or which runs already: `RolloutConfig.extra_engine_args`.
+
+    The engine's own process stages versions. A commit writes one to a file in memory while the server generates, retracts the
+    requests, has the server load the file, and lets it continue.
+    """
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        summary="SGLang, unchanged: a server of its own or one that runs already, over HTTP; versions as files in memory.",
+        keeps_caches=False,
+        extra_arguments=True,
+    )
+
+    def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
+        super().__init__(name, config, model_dir)
+        self._calls: SglangCalls | None = None
+        """Calls to the server; None before `start` and after `close`."""
+        self._process: ServerProcess | None = None
+        self._facts: ServerFacts | None = None
+        self._rank: ReceivingRank | None = None
+        self._loader: SglangLoader | None = None
+        self._updates: ThreadPoolExecutor | None = None
+        self._requests: dict[str, _Request] = {}
+        """Requests in flight by key."""
+        self._labels: list[int] = []
+        """Versions that the running update may make the server serve, in this order: the second if the first fails."""
+        self._version = 0
+        self._deadline, self._given_up = Deadline.after(0), threading.Event()
+        self._resumes = False
+        """Whether the server continues after an update that has changed nothing."""
+        self._figures = UpdateFigures(0, 0)
+        self._gone: WorkerDiedError | None = None
+        self._tokenizer: Any = None
+
+    @classmethod
+    def check(cls, config: RolloutConfig, model_dir: Path) -> str:
+        """Refuse options that contradict each other, and a model without a configuration."""
+        options_of(config)
+        checkpoint_facts(config, model_dir)
+        return ""
+
+    @classmethod
+    def planned_needs(cls, config: RolloutConfig, model_dir: Path) -> PlannedNeeds:
+        """The one rank asks for whole tensors."""
+        return PlannedNeeds((None,), checkpoint_facts(config, model_dir).dtype, "SGLang loads whole tensors")
+
+    @property
+    def open(self) -> bool:
+        """Whether the engine was started and not closed."""
+        return self._rank is not None
+
+    @property
+    def dead(self) -> bool:
+        """Whether the server has ended, or answers no calls any more."""
+        return self._gone is not None or (self._process is not None and self._process.exit_code is not None)
+
+    async def start(self, version: int) -> None:
+        """Start a server, or find the one that runs, and serve its weights as `version`."""
+        if not self.model_dir.is_dir():
+            raise ConfigError(f"model directory {self.model_dir} does not exist.", part=self.name)
+        options, wanted = options_of(self.config), checkpoint_facts(self.config, self.model_dir)
+        try:
+            async with asyncio.timeout(self.config.start_limit_s):
+                if options.server:
+                    self._calls = SglangCalls(options.server, options.api_key, self.name)
+                else:
+                    self._process = ServerProcess(
+                        self.config,
+                        self.model_dir,
+                        dtype=wanted.dtype,
+                        context_length=min(self.config.max_model_len + _RESERVED_TOKENS, wanted.max_model_len),
+                        version=version,
+                    )
+                    self._calls = SglangCalls(self._process.url, self._process.token, self.name)
+                await self._become_reachable(self._calls)
+                self._facts = await served_facts(self._calls, wanted, self.name, _CALL_S)
+                if self._process is None:  # It may have another run's weights, and be paused.
+                    await self._load(self._calls, self.model_dir.absolute(), version, self.config.start_limit_s)
+                    await self._calls.post("continue_generation", _CONTINUE, _CALL_S)
+                await check_answers(self._calls, self.name)
+        except BaseException as cause:
+            await self.close()
+            if isinstance(cause, TimeoutError) and not isinstance(cause, WeightlaneError):
+                raise DeadlineExceededError(
+                    f"the server was not ready within {self.config.start_limit_s:.0f} s.",
+                    part=self.name,
+                    hint="Raise rollout.start_timeout_s.",
+                ) from cause
+            raise
+        self._version, self.dtype, self.vocab_size = version, self._facts.dtype, self._facts.vocab_size
+        self.max_model_len = min(self.config.max_model_len, self._facts.max_model_len)
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        expectation = expectation_of(self.model_dir, dtype=dtype, tied_embeddings=self._facts.tied_embeddings)
+        loop, group = asyncio.get_running_loop(), RankGroup(None)
+
+        def serve(directory: Path) -> None:
+            asyncio.run_coroutine_threadsafe(self._serve(directory), loop).result()
+
+        self._loader = SglangLoader(expectation, "rollout rank 0", serve)
+        self._updates = ThreadPoolExecutor(1, f"weightlane-update-{self.name}")
+        self._rank = ReceivingRank(0, 1, group, self._loader.device)
+        self._rank.updatable = LiveWeights(self._loader, group)
+
+    async def connect(self, fields: Mapping[str, Any]) -> None:
+        """Subscribe to the publisher in `fields`."""
+        rank, limit_s = self._open_rank(), self.config.connect_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await self._in_thread(rank.connect, fields, lambda _: None)
+        except RemoteFailureError as failure:
+            raise failure.error from failure
+        except TimeoutError as cause:
+            raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=self.name) from cause
+
+    async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
+        """Generate one completion."""
+        self._open_rank()
+        assert self._facts is not None, "started"
+        sampling, length = request.sampling, len(request.prompt_ids) + request.sampling.max_new_tokens
+        if not request.prompt_ids or sampling.max_new_tokens < 1 or length > self.max_model_len:
+            raise ConfigError(
+                f"the prompt has {len(request.prompt_ids)} tokens and the completion up to {sampling.max_new_tokens}; there"
+                f" have to be some of both, and at most {self.max_model_len} together.",
+                part=self.name,
+            )
+        if sampling.seed is not None and not self._facts.seeds:
+            raise ConfigError(
+                "SGLang draws by seeds only if it is started for it.",
+                part=self.name,
+                hint="Set enable_deterministic_inference = true in rollout.extra_engine_args.",
+            )
+        if sampling.stop_strings and self._tokenizer is None:
+            self._tokenizer = await asyncio.to_thread(self._load_tokenizer)
+        # Of equal length, because an abort ends all requests whose id begins with the one it names.
+        rid, answer = uuid.uuid4().hex, Answer(request, self._tokenizer, self.name)
+        reading = asyncio.create_task(self._read(rid, request, answer, arrived))
+        self._requests[request.key] = _Request(rid, answer, reading, len(request.prompt_ids))
+        try:
+            await asyncio.wait([reading])
+            if reading.cancelled():
+                raise ClosedError(f"request {request.request_id} was ended.", part=self.name)
+            return reading.result()
+        except WorkerDiedError as error:
+            await self._look_after(error)
+            raise
+        finally:
+            self._requests.pop(request.key, None)
+            if not reading.done():
+                reading.cancel()
+                await asyncio.wait([reading])
+
+    async def _read(
+        self, rid: str, request: GenerationRequest, answer: Answer, arrived: Callable[[int], None]
+    ) -> Completion:
+        """Read the answer to a request. However this ends, the server ends the request, too."""
+        assert self._facts is not None, "started"
+        assert self._calls is not None, "started"
+        calls, asked = self._calls, False
+        body = body_of(request, rid, vocab_size=self.vocab_size, seeds=self._facts.seeds)
+        try:
+            async with aclosing(calls.stream(body)) as chunks:
+                async for chunk in chunks:
+                    if tokens := answer.add(chunk):
+                        arrived(tokens)
+                    if answer.complete:
+                        return answer.completion()
+                    if answer.stopped and not asked:  # The last chunk says which weights have generated the tokens.
+                        asked = True
+                        await calls.post("abort_request", {"rid": rid}, _CALL_S)
+            raise WorkerDiedError("an answer of the server ended early.", part=self.name, peer=calls.url)
+        finally:
+            if not answer.complete and not asked:
+                with suppress(WeightlaneError):
+                    await calls.post("abort_request", {"rid": rid}, _CALL_S)
+
+    async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
+        """Have the server load a version while its requests wait. They then prefill again."""
+        rank, limit_s, given_up = self._open_rank(), self.config.commit_timeout_s, threading.Event()
+        deadline = Deadline.after(limit_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                how = (serves, trusted, deadline, given_up)
+                figures: UpdateFigures = await self._in_thread(self._update, rank, fields, how)
+                return figures
+        except RemoteFailureError as failure:
+            if self.dead:
+                raise self.died() from failure
+            if failure.intact and trusted and not isinstance(failure.error, QuarantinedError):
+                raise untouched(failure.error, self.name) from failure
+            raise quarantined(failure.error, self.name, "The replica must not serve") from failure
+        except TimeoutError as cause:
+            late = DeadlineExceededError(
+                f"the weights were not replaced within {limit_s:.0f} s.",
+                part=self.name,
+                hint="Raise rollout.commit_timeout_s.",
+            )
+            raise quarantined(late, self.name, "The replica must not serve") from cause
+        finally:
+            given_up.set()
+
+    def _update(
+        self, rank: ReceivingRank, fields: Mapping[str, Any], how: tuple[int, bool, Deadline, threading.Event]
+    ) -> UpdateFigures:
+        """See `update`, which waits for this until it gives up."""
+        serves, self._resumes, self._deadline, self._given_up = how
+        self._labels, self._figures = [serves, self._version], UpdateFigures(0, 0)
+        rank.update(fields)
+        self._version = serves
+        return self._figures
+
+    async def _serve(self, directory: Path) -> None:
+        """Let the server load `directory` between two steps; see `SglangLoader`."""
+        calls, loader, version = self._calls, self._loader, self._labels.pop(0)
+        assert calls is not None, "started"
+        assert loader is not None, "started"
+        if self._given_up.is_set():
+            raise CommitError(f"version {version} came too late.", part=self.name)
+        began = time.monotonic()
+        computed = [each for each in self._requests.values() if each.answer.token_ids]
+        recomputed = sum(each.prompt_tokens + len(each.answer.token_ids) for each in computed)
+        loader.writes_atomically = False
+        try:
+            load_s = await self._load(calls, directory, version, self._deadline.remaining_s)
+        except WorkerDiedError as error:
+            await self._look_after(error)
+            raise
+        except DeadlineExceededError as late:  # It may be paused, and it may load the version yet.
+            raise quarantined(late, self.name, "The server must not serve") from late
+        except ConfigError as refused:
+            loader.writes_atomically = _UNCHANGED in refused.message
+            if loader.writes_atomically and self._resumes:
+                await self._resume(calls)
+            raise CommitError(
+                f"the server did not load version {version}: {refused.message}",
+                part=self.name,
+                peer=calls.url,
+                hint="It has to run on this machine, as this user.",
+            ) from refused
+        await self._resume(calls)
+        self._figures = UpdateFigures(time.monotonic() - began, load_s, recomputed)
+
+    async def _load(self, calls: SglangCalls, directory: Path, version: int, limit_s: float) -> float:
+        """Pause the server, and let it load the files of `directory`. Returns the seconds of loading."""
+        deadline = Deadline.after(limit_s)
+        await calls.post("pause_generation", {"mode": "retract"}, deadline.remaining_s)
+        paused = time.monotonic()
+        body = {"model_path": str(directory), "weight_version": str(version), "flush_cache": True}
+        await calls.post("update_weights_from_disk", body, deadline.remaining_s)
+        return time.monotonic() - paused
+
+    async def _resume(self, calls: SglangCalls) -> None:
+        """Let the server continue, unless nobody waits for the update any more: it is quarantined then."""
+        try:
+            if self._given_up.is_set():
+                raise DeadlineExceededError("the update took too long.", part=self.name)
+            await calls.post("continue_generation", _CONTINUE, self._deadline.remaining_s)
+        except WeightlaneError as error:
+            raise quarantined(error, self.name, "The server is paused") from error
+
+    async def abort(self, keys: Collection[str]) -> None:
+        """End requests in flight."""
+        found = [self._requests[key].reading for key in keys if key in self._requests]
+        for reading in found:
+            reading.cancel()
+        if found:
+            await asyncio.wait(found, timeout=_CALL_S)
+
+    async def close(self) -> None:
+        """End the server, if this engine has started it, and the rank."""
+        await self.abort(list(self._requests))
+        self._given_up.set()
+        rank, self._rank = self._rank, None
+        if rank is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(rank.leave), _CALL_S)
+        if self._updates is not None:
+            self._updates.shutdown(wait=False, cancel_futures=True)
+        calls, self._calls = self._calls, None
+        if calls is not None:
+            await calls.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await asyncio.to_thread(process.close)
+
+    def died(self) -> WeightlaneError:
+        """The end of the server's log, or the error of the call that it did not answer."""
+        if self._gone is None or (self._process is not None and self._process.exit_code is not None):
+            return self._ended("the server has ended")
+        return self._gone
+
+    async def _become_reachable(self, calls: SglangCalls) -> None:
+        """Wait until the server generates, or answers if it may be paused. The caller limits the time."""
+        while not await calls.answers("model_info" if self._process is None else "health", _CALL_S):
+            if self._process is not None and self._process.exit_code is not None:
+                raise self._ended("the server ended while starting")
+            await asyncio.sleep(_POLL_S)
+
+    async def _look_after(self, error: WorkerDiedError) -> None:
+        """Note that the server is gone, unless it still answers after the `error` of one call."""
+        calls = self._calls
+        if calls is not None and not self.dead:
+            try:
+                await calls.get("model_info", _CALL_S)
+            except WeightlaneError:
+                self._gone = self._gone or error
+
+    def _ended(self, what: str) -> WorkerDiedError:
+        assert self._process is not None, "started here"
+        return WorkerDiedError(
+            f"{what}, with exit code {self._process.exit_code}. The end of its log: {self._process.last_lines()}",
+            part=self.name,
+            peer=self.name,
+        )
+
+    def _open_rank(self) -> ReceivingRank:
+        if self._rank is None:
+            raise ClosedError("the replica is not running.", part=self.name)
+        if self.dead:
+            raise self.died()
+        return self._rank
+
+    def _load_tokenizer(self) -> Any:
+        from transformers import AutoTokenizer  # noqa: PLC0415 - only stop strings need one
+
+        return tokenizer_for_stop_strings(partial(AutoTokenizer.from_pretrained, self.model_dir), self.name)
+
+    async def _in_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._updates, call, *arguments)

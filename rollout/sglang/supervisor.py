@@ -1,0 +1,46 @@
+"""Runs a server as a child in a session of its own, and ends all of it when the process that wanted it is gone.
+
+    python -m weightlane.rollout.sglang.supervisor OWNER_PID COMMAND...
+
+SGLang's processes outlive a killed owner: no signal reaches them. This process watches the owner's id, because the owner may
+have forked children that hold the other end of any pipe.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from types import FrameType
+
+_POLL_S = 0.5
+"""Seconds between two looks at the owner's id: the memory of a killed replica is soon needed by the next one."""
+_GRACE_S = 5.0
+"""Seconds in which a server may end by itself."""
+
+
+def main(owner: int, command: list[str]) -> int:
+    """Run `command` until it ends, SIGTERM arrives, or this process is no longer a child of `owner`; return its exit code."""
+    stopping = False
+
+    def stop(_: int, __: FrameType | None) -> None:
+        nonlocal stopping
+        stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 - the replica's own
+    while server.poll() is None and not stopping and os.getppid() == owner:
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(_POLL_S)
+    for number, limit_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(limit_s)
+    return server.returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]) & 0xFF)
