@@ -20,9 +20,9 @@ from .contract.loader import RankLoader
 from .contract.rank_group import RankGroup
 from .contract.records import Completion
 from .contract.requests import GenerationRequest, Sampling
-from .contract.stop_strings import tokenizer_for_stop_strings
+from .contract.stop_tokenizer import tokenizer_for_stop_strings
+from .engines.transformers.model_files import read_config
 from .layout.loading.checkpoint_expectation import expectation_of
-from .transformers.model_files import read_config
 
 __all__ = [
     "Answer",

@@ -25,7 +25,7 @@ from ..config import RolloutConfig
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
-from ..contract.stop_strings import tokenizer_for_stop_strings
+from ..contract.stop_tokenizer import tokenizer_for_stop_strings
 from ..layout.loading.refused_models import refusal_by_vllm
 from .environment import child_environment, replica_config
 from .generation import generate

@@ -15,7 +15,7 @@ from weightlane.ckpt_engines.conformance import ConformanceReport, run_conforman
 from weightlane.ckpt_engines.conformance.processes.pool import Pool
 
 BROKEN = Path(__file__).parents[1] / "ckpt_engines" / "conformance" / "broken_engines.py"
-ROLLOUT = "weightlane.rollout.transformers.engine:TransformersEngine"
+ROLLOUT = "weightlane.rollout.engines.transformers.engine:TransformersEngine"
 ADDRESS = "test_an_address_is_plain_data"
 ONE_CHECK = ["--check", ADDRESS]
 

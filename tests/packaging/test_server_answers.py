@@ -38,4 +38,6 @@ def test_no_text_of_a_vllm_server_has_a_path_which_vllm_would_cut_out_of_its_ans
     assert len(modules) > 100
     said = {text for path in modules for text in texts(path)}
     cut = {text for text in said if answers.sanitize_message(text) != text.strip()}
-    assert cut == {"docs/guides/conformance.md"}, "which the conformance suite says, in no server"
+    assert cut == {"docs/guides/conformance.md", "docs/guides/writing-a-rollout-engine.md"}, (
+        "which the conformance suite says, in no server"
+    )

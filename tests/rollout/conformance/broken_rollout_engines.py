@@ -12,7 +12,7 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.rollout import engine_toolkit as toolkit
-from weightlane.rollout.transformers.engine import TransformersEngine
+from weightlane.rollout.engines.transformers.engine import TransformersEngine
 
 Engine = TypeVar("Engine", bound=type[TransformersEngine])
 Arrived = Callable[[int], None]

@@ -23,7 +23,7 @@ from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, WeightlaneError, WorkerDiedError
 from weightlane.rollout import LocalReplica, RolloutConfig
-from weightlane.rollout.sglang.engine import SglangEngine
+from weightlane.rollout.engines.sglang.engine import SglangEngine
 from weightlane.sync import Outcome
 
 PROMPT = [5, 6, 7]
@@ -242,7 +242,7 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
 
 def test_a_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
-    supervisor = ["-m", "weightlane.rollout.sglang.supervisor"]
+    supervisor = ["-m", "weightlane.rollout.engines.sglang.supervisor"]
     owner = "import os, subprocess as s, sys; s.Popen([sys.executable, *sys.argv[1:3], str(os.getpid()), *sys.argv[3:]]).wait()"
     server = ["sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 10000"]
     process = subprocess.Popen([sys.executable, "-c", owner, *supervisor, *server])

@@ -8,8 +8,8 @@ from typing import Any
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, ProtocolError, WeightlaneError
 
-from ..contract.records import Completion
-from ..contract.requests import GenerationRequest
+from ...contract.records import Completion
+from ...contract.requests import GenerationRequest
 
 _Ranked = list[tuple[int, float]]
 _BAD_REQUEST = 400

@@ -24,15 +24,15 @@ from weightlane.ckpt_engines import (
     as_weightlane_error,
 )
 
-from ..commit.live_weights import LiveWeights
-from ..commit.receiving_rank import ReceivingRank
-from ..commit.remote_failure import RemoteFailureError, quarantined, untouched
-from ..config import RolloutConfig
-from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
-from ..contract.rank_group import RankGroup
-from ..contract.records import Completion
-from ..contract.requests import GenerationRequest
-from ..contract.stop_strings import tokenizer_for_stop_strings
+from ...commit.live_weights import LiveWeights
+from ...commit.receiving_rank import ReceivingRank
+from ...commit.remote_failure import RemoteFailureError, quarantined, untouched
+from ...config import RolloutConfig
+from ...contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ...contract.rank_group import RankGroup
+from ...contract.records import Completion
+from ...contract.requests import GenerationRequest
+from ...contract.stop_tokenizer import tokenizer_for_stop_strings
 from .decoding import Decoding
 from .loader import TransformersLoader
 from .model_files import read_config

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..contract.answer import Answer
-from ..contract.requests import GenerationRequest
+from ...contract.answer import Answer
+from ...contract.requests import GenerationRequest
 
 
 class Decoding(Answer):

@@ -1,6 +1,6 @@
 """Runs a server as a child in a session of its own, and ends all of it when the process that wanted it is gone.
 
-    python -m weightlane.rollout.sglang.supervisor OWNER_PID COMMAND...
+    python -m weightlane.rollout.engines.sglang.supervisor OWNER_PID COMMAND...
 
 SGLang's processes outlive a killed owner: no signal reaches them. This process watches the owner's id, because the owner may
 have forked children that hold the other end of any pipe.

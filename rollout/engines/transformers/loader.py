@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from ..contract.loader import RankLoader
-from ..layout.loading.checkpoint_expectation import expectation_of
+from ...contract.loader import RankLoader
+from ...layout.loading.checkpoint_expectation import expectation_of
 from .model_files import read_config
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..config import RolloutConfig
+from ...config import RolloutConfig
 from .calls import SglangCalls
 
 _DTYPES = {"half": "float16", "float": "float32"}

@@ -28,16 +28,16 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 
-from ..commit.live_weights import LiveWeights
-from ..commit.receiving_rank import ReceivingRank
-from ..commit.remote_failure import RemoteFailureError, quarantined, untouched
-from ..config import RolloutConfig
-from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
-from ..contract.rank_group import RankGroup
-from ..contract.records import Completion
-from ..contract.requests import GenerationRequest
-from ..contract.stop_strings import tokenizer_for_stop_strings
-from ..layout.loading.checkpoint_expectation import expectation_of
+from ...commit.live_weights import LiveWeights
+from ...commit.receiving_rank import ReceivingRank
+from ...commit.remote_failure import RemoteFailureError, quarantined, untouched
+from ...config import RolloutConfig
+from ...contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ...contract.rank_group import RankGroup
+from ...contract.records import Completion
+from ...contract.requests import GenerationRequest
+from ...contract.stop_tokenizer import tokenizer_for_stop_strings
+from ...layout.loading.checkpoint_expectation import expectation_of
 from .calls import SglangCalls
 from .generation import Answer, body_of
 from .loader import SglangLoader

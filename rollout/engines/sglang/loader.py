@@ -16,7 +16,7 @@ from weightlane.sync import Expectation
 from weightlane.sync.version.sliced_tensors import without_data
 from weightlane.sync.version.tensor_spec import SAFETENSORS_DTYPES
 
-from ..contract.loader import RankLoader
+from ...contract.loader import RankLoader
 
 _DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _ALIGNMENT = 64

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..config import RolloutConfig
+from ...config import RolloutConfig
 
 _CLOSE_S = 10.0
 """Most seconds until the supervisor has ended the server: longer than it waits before it kills."""

@@ -1,0 +1,1 @@
+"""Rollout engines besides vLLM, which has rooms of its own."""
