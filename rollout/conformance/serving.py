@@ -118,7 +118,7 @@ class Serving:
         """Decode one completion greedily."""
         return self.generate(prompt, count, greedy=True)
 
-    async def tokens(self, count: int, busy: Sequence[asyncio.Task[Completion]]) -> None:
+    async def tokens(self, count: int, busy: Sequence[asyncio.Task[Any]]) -> None:
         """Wait until `count` more tokens have been generated, or all of `busy` have ended."""
         wanted = self.replica.clock.tokens + count
         while self.replica.clock.tokens < wanted and not all(task.done() for task in busy):  # noqa: ASYNC110 - no event

@@ -15,8 +15,10 @@ from ..reference import Reference
 from ..serving import Serving
 from .base import RolloutConformanceBase, ServingMaker, Versions, expect_greedy
 
-_LENGTHS = (96, 192, 384, 768)
-"""Tokens of requests that a commit should meet in flight: longer ones are tried where an engine is faster than its commit."""
+_LENGTHS = (64, 80, 96)
+"""Tokens of requests that a commit should meet in flight: not alike, so that they do not all end at the same step."""
+_ATTEMPTS = 3
+"""Commits after which one must have come while a request was in flight, and not between two."""
 _LONG_PROMPT = tuple(7 * index % VOCABULARY for index in range(300))
 """Longer than the blocks in which engines cache prefixes."""
 
@@ -31,11 +33,9 @@ class CommitChecks(RolloutConformanceBase):
         self, serving: Serving, weights: Weights, reference: References
     ) -> None:
         """Tokens before the commit are the old model's; later ones are the new model's over the whole prefix."""
-        for old, new, found in switches(serving, weights):
-            for completion in found:
-                expect_greedy(
-                    completion, PROMPT, {old: reference(1), new: reference(2)}, "a completion across a commit"
-                )
+        old, new, found = switches(serving, weights)
+        for completion in found:
+            expect_greedy(completion, PROMPT, {old: reference(1), new: reference(2)}, "a completion across a commit")
 
     def test_several_commits_in_a_row_are_each_stamped(
         self, serving: Serving, weights: Weights, reference: References
@@ -46,7 +46,7 @@ class CommitChecks(RolloutConformanceBase):
 
         async def commits() -> list[Completion]:
             async with asyncio.TaskGroup() as group:
-                calls = (serving.replica.generate("r", PROMPT, _LENGTHS[1], greedy=True) for _ in range(2))
+                calls = (serving.replica.generate("r", PROMPT, 2 * _LENGTHS[-1], greedy=True) for _ in range(2))
                 tasks = [group.create_task(call) for call in calls]
                 for seed in seeds:
                     await serving.tokens(4, tasks)
@@ -81,15 +81,13 @@ class CommitChecks(RolloutConformanceBase):
         serving = make(versions.path(self.models[0]), kv_on_commit="keep")
         self.begin(serving, weights(0))
         serving.greedy(_LONG_PROMPT, 4)
-        for old, new, found in switches(serving, weights):
-            for completion in found:
-                switch = completion.versions.count(old)
-                before = Completion("", completion.token_ids[:switch], completion.logprobs[:switch], [old] * switch, "")
-                expect_greedy(before, PROMPT, {old: reference(1)}, "the tokens of a completion before a commit")
-            fresh = serving.greedy(_LONG_PROMPT, 4)
-            expect_greedy(
-                fresh, _LONG_PROMPT, {new: reference(2)}, "a completion begun after a commit that kept caches"
-            )
+        old, new, found = switches(serving, weights)
+        for completion in found:
+            switch = completion.versions.count(old)
+            before = Completion("", completion.token_ids[:switch], completion.logprobs[:switch], [old] * switch, "")
+            expect_greedy(before, PROMPT, {old: reference(1)}, "the tokens of a completion before a commit")
+        fresh = serving.greedy(_LONG_PROMPT, 4)
+        expect_greedy(fresh, _LONG_PROMPT, {new: reference(2)}, "a completion begun after a commit that kept caches")
 
     def test_commits_are_in_place_where_that_is_declared(
         self,
@@ -104,11 +102,9 @@ class CommitChecks(RolloutConformanceBase):
             pytest.skip("the engine does not commit in place")
         serving = make(versions.path(self.models[0]), commit="in_place")
         self.begin(serving, weights(0))
-        for old, new, found in switches(serving, weights):
-            for completion in found:
-                expect_greedy(
-                    completion, PROMPT, {old: reference(1), new: reference(2)}, "a completion across a commit"
-                )
+        old, new, found = switches(serving, weights)
+        for completion in found:
+            expect_greedy(completion, PROMPT, {old: reference(1), new: reference(2)}, "a completion across a commit")
 
     def test_another_publisher_is_followed(self, serving: Serving, weights: Weights, reference: References) -> None:
         """After ``connect`` to a second publisher the old version serves until a version of the new one is committed."""
@@ -119,41 +115,48 @@ class CommitChecks(RolloutConformanceBase):
         expect_greedy(serving.greedy(), PROMPT, {new: reference(2)}, "the completion of another publisher's version")
 
 
-def switches(serving: Serving, weights: Weights) -> list[tuple[int, int, list[Completion]]]:
-    """Commit seed 2 after seed 1 while requests are in flight, until some request has tokens of both.
+def switches(serving: Serving, weights: Weights) -> tuple[int, int, list[Completion]]:
+    """Commit seed 2 after seed 1 while requests are in flight. Requests begin once the version is staged.
 
-    Returns the old version, the new one, and the completions, of each attempt. Requests begin once the version is staged.
+    Returns the old version, the new one, and the completions that have tokens of both, of which there is one at least.
     """
-    attempts: list[tuple[int, int, list[Completion]]] = []
-    for length in _LENGTHS:
+    for _ in range(_ATTEMPTS):
         old = serving.serve(weights(1))
-        new, found = serving.run(_across(serving, weights(2), length), "completions across a commit")
+        new, found = serving.run(_across(serving, weights(2)), "completions across a commit")
         for completion in found:
-            assert len(completion.token_ids) == length, (
-                f"expected {length} tokens, there are {len(completion.token_ids)}"
-            )
             switch = completion.versions.count(old)
-            stamps = [old] * switch + [new] * (length - switch)
+            stamps = [old] * switch + [new] * (len(completion.token_ids) - switch)
             assert completion.versions == stamps, (
                 f"expected tokens of version {old} and then of {new}, their versions are {completion.versions}"
             )
-        attempts.append((old, new, found))
-        if any(0 < completion.versions.count(old) < length for completion in found):
-            return attempts
-    raise AssertionError(f"expected a commit within a completion of {_LENGTHS[-1]} tokens, it came after its end")
+        if across := [completion for completion in found if len(set(completion.versions)) > 1]:
+            return old, new, across
+    raise AssertionError("expected a commit while requests are in flight, it came between them")
 
 
-async def _across(serving: Serving, tensors: Mapping[str, torch.Tensor], length: int) -> tuple[int, list[Completion]]:
-    tasks: list[asyncio.Task[Completion]] = []
+async def _across(serving: Serving, tensors: Mapping[str, torch.Tensor]) -> tuple[int, list[Completion]]:
+    """Commit a version while three requests are in flight, however long that takes; a request that ends makes room for the next.
+
+    Returns the version and all completions.
+    """
+    found: list[Completion] = []
+    tasks: list[asyncio.Task[None]] = []
+    committed = asyncio.Event()
+
+    async def one_after_the_other(length: int) -> None:
+        while not committed.is_set():
+            found.append(await serving.replica.generate("r", PROMPT, length, greedy=True))
 
     async def begin() -> None:
-        tasks.extend(asyncio.create_task(serving.replica.generate("r", PROMPT, length, greedy=True)) for _ in range(3))
+        tasks.extend(asyncio.create_task(one_after_the_other(length)) for length in _LENGTHS)
         await serving.tokens(2 * len(tasks), tasks)
 
     serving.gate.before_commit = begin
     try:
         report = await serving.sync(tensors)
-        return report.version, list(await asyncio.gather(*tasks))
+        committed.set()
+        await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+    return report.version, found
