@@ -27,4 +27,4 @@ def assert_refused(message: str, *arguments: str) -> None:
     assert (result.exit_code, result.stdout) == (2, "")
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
-    assert message in line
+    assert message in line, line

@@ -139,4 +139,5 @@ def test_no_worker_reads_the_cache() -> None:
         return {str(file.relative_to(ROOT)) for file in files if file.stem != name and name in file.read_text()}
 
     assert named("needs_cache") == {"rollout/layout/offline/planned_needs.py"}
-    assert named("planned_needs") == {"cli/commands/check.py", "cli/commands/plan.py"}
+    assert named("offline.planned_needs import") == {"rollout/vllm/engine.py"}
+    assert named(").planned_needs(") == {"cli/commands/check.py", "cli/commands/plan.py"}, "which start no worker"
