@@ -63,7 +63,7 @@ TABLES: dict[str, Callable[[Report], str]] = {
 def page(text: str) -> str:
     """The page `text` with the tables of the committed results. Raises ValueError for a name without lines in the page."""
     made = {"bench": bench(results("bench-*"))}
-    made["versions"] = "\n\n".join(map(versions.text, results("versions*")))
+    made["versions"] = "\n\n".join(versions.text(each).strip() for each in results("versions*"))
     for name, write in TABLES.items():
         made[name] = write(results(name.removeprefix("make "))[-1])
     for name, lines in made.items():
