@@ -10,7 +10,7 @@ frozenset({'staged'})
 """
 
 from .commit.live_weights import LiveWeights
-from .commit.receiving_rank import ReceivingRank
+from .commit.receiving_rank import ReceivingRank, connecting_within, updating_within
 from .commit.remote_failure import RemoteFailureError, quarantined, untouched
 from .commit.transfer_calls import ConnectRequest, UpdateRequest
 from .config import RolloutConfig
@@ -41,9 +41,11 @@ __all__ = [
     "Sampling",
     "UpdateFigures",
     "UpdateRequest",
+    "connecting_within",
     "expectation_of",
     "quarantined",
     "read_config",
     "tokenizer_for_stop_strings",
     "untouched",
+    "updating_within",
 ]

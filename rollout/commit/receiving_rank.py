@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 import torch
 
-from weightlane.ckpt_engines import ProtocolError, ReplicaTakenError, WeightlaneError
+from weightlane.ckpt_engines import (
+    DeadlineExceededError,
+    ProtocolError,
+    QuarantinedError,
+    ReplicaTakenError,
+    WeightlaneError,
+)
 from weightlane.sync import Expectation, Placement, Subscriber
 
 from ..contract.rank_group import RankGroup
-from .remote_failure import RemoteFailureError
+from .remote_failure import RemoteFailureError, quarantined, untouched
 from .transfer_calls import RANKS, ConnectRequest, UpdateRequest, replica_scope, validated
 
 
@@ -152,3 +160,38 @@ class ReceivingRank:
                 part=self.part,
                 hint="Call init_weight_transfer_engine first.",
             )
+
+
+@asynccontextmanager
+async def connecting_within(limit_s: float, part: str) -> AsyncIterator[None]:
+    """Bound a `ReceivingRank.connect` in an engine's own process. Raises the rank's error, or `DeadlineExceededError`."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except RemoteFailureError as failure:
+        raise failure.error from failure
+    except TimeoutError as cause:
+        if not limit.expired():
+            raise
+        raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=part) from cause
+
+
+@asynccontextmanager
+async def updating_within(limit_s: float, part: str, *, trusted: bool) -> AsyncIterator[None]:
+    """Bound a `ReceivingRank.update`, as `connecting_within`, and raise what `RolloutEngine.update` does for its failures."""
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            yield
+    except RemoteFailureError as failure:
+        if failure.intact and trusted and not isinstance(failure.error, QuarantinedError):
+            raise untouched(failure.error, part) from failure
+        raise quarantined(failure.error, part, "The replica must not serve") from failure
+    except TimeoutError as cause:
+        if not limit.expired():
+            raise
+        late = DeadlineExceededError(
+            f"the weights were not replaced within {limit_s:.0f} s.", part=part, hint="Raise rollout.commit_timeout_s."
+        )
+        raise quarantined(late, part, "The replica must not serve") from cause

@@ -49,10 +49,14 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
     async def start(self, version: int) -> None:
         """See `RolloutEngine.start`."""
         self._thread, self._version = ThreadPoolExecutor(1, f"generate-{self.name}"), version
+        limit = asyncio.timeout(self.config.start_limit_s)
         try:
-            loader = await self._on_thread(self.config.start_limit_s, "the model to load", self._load)
-        except BaseException:
+            async with limit:
+                loader = await self._on_thread(self._load)
+        except BaseException as cause:
             self._thread.shutdown(wait=False)
+            if limit.expired():
+                raise DeadlineExceededError("the model took too long to load.", part=self.name) from cause
             raise
         group = toolkit.RankGroup(None)  # of one rank
         self._rank = toolkit.ReceivingRank(0, 1, group, loader.device)
@@ -60,11 +64,9 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
 
     async def connect(self, fields: Mapping[str, Any]) -> None:
         """See `RolloutEngine.connect`."""
-        try:
-            rank, limit_s = self._running(), self.config.connect_timeout_s
-            await self._on_thread(limit_s, "the publisher", rank.connect, fields, lambda _: None)
-        except toolkit.RemoteFailureError as failure:
-            raise failure.error from failure
+        rank = self._running()
+        async with toolkit.connecting_within(self.config.connect_timeout_s, self.name):
+            await self._on_thread(rank.connect, fields, lambda _: None)
 
     async def generate(self, request: toolkit.GenerationRequest, arrived: Callable[[int], None]) -> toolkit.Completion:
         """See `RolloutEngine.generate`. Steps of several requests take turns."""
@@ -96,13 +98,8 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
             return time.perf_counter() - began
 
         try:
-            blocked_s = await self._on_thread(self.config.commit_timeout_s, "the commit", update)
-        except toolkit.RemoteFailureError as failure:
-            if failure.intact and trusted:
-                raise toolkit.untouched(failure.error, self.name) from failure
-            raise toolkit.quarantined(failure.error, self.name, "The replica must not serve") from failure
-        except DeadlineExceededError as late:
-            raise toolkit.quarantined(late, self.name, "The replica must not serve") from late
+            async with toolkit.updating_within(self.config.commit_timeout_s, self.name, trusted=trusted):
+                blocked_s: float = await self._on_thread(update)
         finally:
             given_up.set()
         return toolkit.UpdateFigures(blocked_s, blocked_s)
@@ -156,15 +153,8 @@ class TemplateRolloutEngine(toolkit.RolloutEngine):
             raise ClosedError("the replica is not running.", part=self.name)
         return self._rank
 
-    async def _on_thread(self, limit_s: float, what: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        limit = asyncio.timeout(limit_s)
-        try:
-            async with limit:
-                return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
-        except TimeoutError as cause:
-            if not limit.expired():
-                raise
-            raise DeadlineExceededError(f"{what} took longer than {limit_s:.0f} s.", part=self.name) from cause
+    async def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
 
 class Loader(toolkit.RankLoader):

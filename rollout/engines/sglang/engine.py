@@ -24,13 +24,14 @@ from weightlane.ckpt_engines import (
     Deadline,
     DeadlineExceededError,
     QuarantinedError,
+    UntouchedError,
     WeightlaneError,
     WorkerDiedError,
 )
 
 from ...commit.live_weights import LiveWeights
-from ...commit.receiving_rank import ReceivingRank
-from ...commit.remote_failure import RemoteFailureError, quarantined, untouched
+from ...commit.receiving_rank import ReceivingRank, connecting_within, updating_within
+from ...commit.remote_failure import quarantined
 from ...config import RolloutConfig
 from ...contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
 from ...contract.rank_group import RankGroup
@@ -168,14 +169,9 @@ class SglangEngine(RolloutEngine):
 
     async def connect(self, fields: Mapping[str, Any]) -> None:
         """Subscribe to the publisher in `fields`."""
-        rank, limit_s = self._open_rank(), self.config.connect_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._in_thread(rank.connect, fields, lambda _: None)
-        except RemoteFailureError as failure:
-            raise failure.error from failure
-        except TimeoutError as cause:
-            raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=self.name) from cause
+        rank = self._open_rank()
+        async with connecting_within(self.config.connect_timeout_s, self.name):
+            await self._in_thread(rank.connect, fields, lambda _: None)
 
     async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
         """Generate one completion."""
@@ -241,25 +237,15 @@ class SglangEngine(RolloutEngine):
     async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
         """Have the server load a version while its requests wait. They then prefill again."""
         rank, limit_s, given_up = self._open_rank(), self.config.commit_timeout_s, threading.Event()
-        deadline = Deadline.after(limit_s)
+        how = (serves, trusted, Deadline.after(limit_s), given_up)
         try:
-            async with asyncio.timeout(limit_s):
-                how = (serves, trusted, deadline, given_up)
+            async with updating_within(limit_s, self.name, trusted=trusted):
                 figures: UpdateFigures = await self._in_thread(self._update, rank, fields, how)
                 return figures
-        except RemoteFailureError as failure:
+        except (UntouchedError, QuarantinedError) as failure:
             if self.dead:
                 raise self.died() from failure
-            if failure.intact and trusted and not isinstance(failure.error, QuarantinedError):
-                raise untouched(failure.error, self.name) from failure
-            raise quarantined(failure.error, self.name, "The replica must not serve") from failure
-        except TimeoutError as cause:
-            late = DeadlineExceededError(
-                f"the weights were not replaced within {limit_s:.0f} s.",
-                part=self.name,
-                hint="Raise rollout.commit_timeout_s.",
-            )
-            raise quarantined(late, self.name, "The replica must not serve") from cause
+            raise
         finally:
             given_up.set()
 

@@ -25,8 +25,7 @@ from weightlane.ckpt_engines import (
 )
 
 from ...commit.live_weights import LiveWeights
-from ...commit.receiving_rank import ReceivingRank
-from ...commit.remote_failure import RemoteFailureError, quarantined, untouched
+from ...commit.receiving_rank import ReceivingRank, connecting_within, updating_within
 from ...config import RolloutConfig
 from ...contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
 from ...contract.rank_group import RankGroup
@@ -124,14 +123,9 @@ class TransformersEngine(RolloutEngine):
 
     async def connect(self, fields: Mapping[str, Any]) -> None:
         """Subscribe to the publisher in `fields`."""
-        rank, limit_s = self._open_rank(), self.config.connect_timeout_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await self._in(self._updates, rank.connect, fields, lambda _: None)
-        except RemoteFailureError as failure:
-            raise failure.error from failure
-        except TimeoutError as cause:
-            raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=self.name) from cause
+        rank = self._open_rank()
+        async with connecting_within(self.config.connect_timeout_s, self.name):
+            await self._in(self._updates, rank.connect, fields, lambda _: None)
 
     async def generate(self, request: GenerationRequest, arrived: Callable[[int], None]) -> Completion:
         """Generate one completion."""
@@ -149,22 +143,11 @@ class TransformersEngine(RolloutEngine):
 
     async def update(self, fields: Mapping[str, Any], *, serves: int, trusted: bool) -> UpdateFigures:
         """Load a version beside the model that serves, and let it take that one's place between two steps."""
-        rank, limit_s, given_up = self._open_rank(), self.config.commit_timeout_s, threading.Event()
+        rank, given_up = self._open_rank(), threading.Event()
         try:
-            async with asyncio.timeout(limit_s):
+            async with updating_within(self.config.commit_timeout_s, self.name, trusted=trusted):
                 figures: UpdateFigures = await self._in(self._updates, self._update, rank, fields, serves, given_up)
                 return figures
-        except RemoteFailureError as failure:
-            if failure.intact and trusted:
-                raise untouched(failure.error, self.name) from failure
-            raise quarantined(failure.error, self.name, "The replica must not serve") from failure
-        except TimeoutError as cause:
-            late = DeadlineExceededError(
-                f"the weights were not replaced within {limit_s:.0f} s.",
-                part=self.name,
-                hint="Raise rollout.commit_timeout_s.",
-            )
-            raise quarantined(late, self.name, "The replica must not serve") from cause
         finally:
             given_up.set()
 
