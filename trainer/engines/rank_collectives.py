@@ -156,10 +156,10 @@ def _found_by_watchdog() -> str:
     """
     cuda = torch.device("cuda")
     for group in _nccl_groups():
-        if cuda in group._device_types:
-            name: str = group._get_backend(cuda).get_error().name
-            if name != "SUCCESS":
-                return name
+        # A group of gloo alone says that it serves CUDA, too.
+        error = getattr(group._get_backend(cuda), "get_error", None) if cuda in group._device_types else None
+        if error is not None and (name := str(error().name)) != "SUCCESS":
+            return name
     return ""
 
 

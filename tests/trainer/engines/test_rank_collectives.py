@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, PeerLostError
@@ -101,8 +102,9 @@ def test_what_the_watchdog_of_nccl_finds_is_an_error_of_the_call_and_never_the_e
         backend = SimpleNamespace(get_error=lambda: SimpleNamespace(name=found[rank]))
         return SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=lambda device: backend)
 
-    on_cpus = SimpleNamespace(_device_types=[torch.device("cpu")])
-    monkeypatch.setattr(rank_collectives, "_nccl_groups", lambda: [on_cpus, group(0), group(1)])
+    cuda, on_cpus = [torch.device("cuda")], SimpleNamespace(_device_types=[torch.device("cpu")])
+    gloo = SimpleNamespace(_device_types=cuda, _get_backend=lambda _: dist.ProcessGroupGloo)
+    monkeypatch.setattr(rank_collectives, "_nccl_groups", lambda: [on_cpus, gloo, group(0), group(1)])
     for name, error in (("TIMEOUT", DeadlineExceededError), ("COMM_ERROR", PeerLostError)):
         found[1] = "SUCCESS"
         with typed_collective_errors("a pass", "trainer rank 0", 7):
