@@ -24,7 +24,7 @@ def registered_class(group: str, name: str, base: type[_Class], *, what: str, ex
         name: The name.
         base: The contract.
         what: What the classes are, for messages, such as ``"training engine"``.
-        extra: The extra that installs what most of them need, where a distribution has none of the engine's own name.
+        extra: The extra of weightlane that installs what its own classes need, if it has none of the class's name.
 
     Raises `ConfigError` when no distribution or more than one offers it, when it cannot be imported, or when it is not such a
     class.
@@ -50,7 +50,7 @@ def registered_class(group: str, name: str, base: type[_Class], *, what: str, ex
         raise ConfigError(
             f"{what} {name!r} could not be imported from {entry_point.value}: {type(cause).__name__}: {cause}.",
             part=part,
-            hint=f"Install what it needs, for example: pip install 'weightlane[{_extra_for(entry_point, extra)}]'.",
+            hint=_how_to_install(entry_point, extra),
         ) from cause
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(f"{name!r} ({entry_point.value}) is not a {base.__name__} class.", part=part)
@@ -63,7 +63,13 @@ def _owner(entry_point: EntryPoint) -> str:
     return entry_point.dist.name if entry_point.dist else "an unknown distribution"
 
 
-def _extra_for(entry_point: EntryPoint, default: str) -> str:
-    """Name the extra that installs an engine's libraries: the one of its name if its distribution has that, else `default`."""
-    offered = (entry_point.dist.metadata.get_all("Provides-Extra") or []) if entry_point.dist else []
-    return entry_point.name if entry_point.name in offered else default
+def _how_to_install(entry_point: EntryPoint, extra: str) -> str:
+    """Return the sentence that says how to install what a class needs: an extra of its name, or else `extra` of weightlane."""
+    owner, offered = "the distribution", list[str]()
+    if entry_point.dist is not None:
+        owner, offered = entry_point.dist.name, entry_point.dist.metadata.get_all("Provides-Extra") or []
+    if entry_point.name in offered:
+        extra = entry_point.name
+    elif owner != "weightlane":
+        return f"Install what it needs, or reinstall {owner}."
+    return f"Install what it needs: pip install '{owner}[{extra}]'."

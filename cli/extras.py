@@ -27,6 +27,12 @@ COMMANDS = {
 }
 """Extras that each command needs. ``check`` needs those of the command that its file is for."""
 
+ENGINE_GROUPS = {
+    "checkpoint": "weightlane.ckpt_engines",
+    "training": "weightlane.training_engines",
+    "rollout": "weightlane.rollout_engines",
+}
+"""Entry-point group of each kind of engine."""
 _MODULES = {"megatron-core": "megatron.core", "mlflow-skinny": "mlflow", "protobuf": "google.protobuf"}
 """Modules of distributions whose module has another name."""
 _WEIGHTLANE = "weightlane"
@@ -92,9 +98,7 @@ def engine_kind(name: str) -> str:
 
     The first of these, if there are several or none. Imports none of them.
     """
-    groups = {"checkpoint": "ckpt_engines", "training": "training_engines", "rollout": "rollout_engines"}
-    found = (kind for kind, group in groups.items() if entry_points(group=f"weightlane.{group}", name=name))
-    return next(found, "checkpoint")
+    return next((kind for kind, group in ENGINE_GROUPS.items() if entry_points(group=group, name=name)), "checkpoint")
 
 
 def how_to_install(module: str) -> str:

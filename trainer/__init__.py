@@ -17,7 +17,7 @@ from .data.batch import LossDenominators, TokenBatch
 from .data.sequences import IGNORED, MicroBatch, TokenSequence
 from .engines.contract import TrainingEngine
 from .engines.optimizer_settings import AdamParams
-from .engines.registry import training_engine_class, training_engine_names
+from .engines.registry import training_engine_class
 from .objectives.advantages import gae, group_advantages, whiten
 from .objectives.dpo import dpo
 from .objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
@@ -82,7 +82,6 @@ __all__ = [
     "shards_of",
     "take_step",
     "training_engine_class",
-    "training_engine_names",
     "value_loss",
     "whiten",
 ]

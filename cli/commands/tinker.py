@@ -126,7 +126,7 @@ def prepare_service(path: Path, overrides: Sequence[str]) -> ServicePreparation:
     model = check_model_dir(find_model(config.model.path))
     adapter = config.rollout.adapter
     layers = () if adapter is None else tuple(adapted_layers(model.path, adapter))
-    rollout_engine_class(config.rollout)
+    rollout_engine_class(config.rollout)  # refuses what the engine cannot do
     refuse_arguments(config.rollout, model.path)
     check_trainer(config.trainer, model.path, here=here)
     refuse_loopback(config.ray, config.sync.host)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from weightlane.ckpt_engines.errors import ConfigError, StorageError
 from weightlane.ckpt_engines.registered_class import registered_names
-from weightlane.ckpt_engines.registry import NAME_RULE, CheckpointEngineRegistry, is_engine_name
+from weightlane.ckpt_engines.registry import NAME_RULE, is_engine_name
+
+from ..extras import ENGINE_GROUPS
 
 _PART = "new engine"
 _TEMPLATES = {
@@ -36,9 +38,7 @@ def make_engine_package(name: str, directory: Path | None = None, kind: str = "c
         raise ConfigError(
             f"{name!r} is not a name for an engine.", part=_PART, hint=f"{NAME_RULE} Example: carrier-pigeon."
         )
-    group = {"training": "weightlane.training_engines", "rollout": "weightlane.rollout_engines"}.get(kind)
-    installed = registered_names(group) if group else CheckpointEngineRegistry().names()
-    if name in installed:
+    if name in registered_names(ENGINE_GROUPS[kind]):
         raise ConfigError(f"an engine called {name!r} is already installed.", part=_PART, hint="Choose another name.")
     template = _TEMPLATES[kind]
     module = template.replace("-", "_")

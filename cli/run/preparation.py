@@ -58,7 +58,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     model = check_model_dir(find_model(config.model.path))
     if config.rollout.adapter is not None:
         adapted_layers(model.path, config.rollout.adapter)
-    rollout_engine_class(config.rollout)
+    rollout_engine_class(config.rollout)  # refuses what the engine cannot do
     refuse_arguments(config.rollout, model.path)
     role_models = _role_models(config, model)
     for role, role_model in role_models.items():

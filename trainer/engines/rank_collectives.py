@@ -123,9 +123,8 @@ def typed_collective_errors(waiting_for: str, part: str, timeout_s: float) -> It
     try:
         yield
     except Exception as cause:
-        _raise_if_nccl_failed(
-            waiting_for, part, timeout_s, cause
-        )  # or else it would be blamed on what was made of torn data
+        # First, or what was made of torn data would be blamed.
+        _raise_if_nccl_failed(waiting_for, part, timeout_s, cause)
         text = str(cause).lower()
         of_torch = isinstance(cause, dist.DistError) or "gloo" in text or "nccl" in text
         if isinstance(cause, WeightlaneError) or not isinstance(cause, RuntimeError) or not of_torch:

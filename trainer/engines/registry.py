@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weightlane.ckpt_engines.registered_class import registered_class, registered_names
+from weightlane.ckpt_engines.registered_class import registered_class
 
 from ..config import TrainerConfig
 from .contract import TrainingEngine
 
 GROUP = "weightlane.training_engines"
-
-
-def training_engine_names() -> list[str]:
-    """List every registered name, sorted. Imports no engine."""
-    return registered_names(GROUP)
 
 
 def training_engine_class(name: str) -> type[TrainingEngine]:

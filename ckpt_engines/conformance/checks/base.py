@@ -16,6 +16,7 @@ from ...runtime.devices import is_available
 from ..processes.connection import DEADLINE_S, Connection, waits_for_receivers
 from ..processes.pool import GRACE_S, Pool, RemoteHalf, first_answers
 from ..processes.resolve import engine_class
+from .shared_fixtures import KnownLimits
 
 MIB = 1 << 20
 LARGE = 48 * MIB
@@ -30,11 +31,9 @@ POOL = pytest.StashKey[Pool]()
 """Key of the processes that a pytest session keeps."""
 
 
-class ConformanceBase:
+class ConformanceBase(KnownLimits):
     """Fixtures of the suite. Its user overrides `engine_name`, and `engine_options` if the engine needs some."""
 
-    expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
     deadline_s: ClassVar[float] = DEADLINE_S
     """Deadline of calls that are expected to succeed, in seconds."""
     interrupted_s: ClassVar[float] = 2.5
@@ -80,12 +79,6 @@ class ConformanceBase:
         if not usable:
             pytest.skip(f"this machine has none of the declared devices: {', '.join(present)}")
         return usable[0]
-
-    @pytest.fixture(autouse=True)
-    def _known_limit(self, request: pytest.FixtureRequest) -> None:
-        name = getattr(request.node, "originalname", None) or request.node.name
-        if reason := self.expected_failures.get(name):
-            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
     @pytest.fixture
     def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:

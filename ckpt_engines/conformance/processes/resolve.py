@@ -9,12 +9,13 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from ...contract.engine import CheckpointEngine
 from ...errors import EngineContractError, EngineImportError, EngineUnavailableError
 from ...registry import CheckpointEngineRegistry, checked_options, contract_breach, why_unavailable
 
+_Class = TypeVar("_Class")
 _PART = "conformance"
 _REGISTRY_PREFIXES = ("faulty",)
 """Names with a colon that are not ``module:Class``: ``faulty:shm`` is an installed engine."""
@@ -58,6 +59,16 @@ def loaded_from(name: str) -> Any:
             part=_PART,
             hint="Name an installed engine (see `weightlane engines`), module:Class, or file.py:Class.",
         ) from cause
+
+
+def class_at(place: str, base: type[_Class]) -> type[_Class]:
+    """Return the class at `place`, a complete subclass of `base`. Raises as `loaded_from`."""
+    loaded = loaded_from(place)
+    if not (isinstance(loaded, type) and issubclass(loaded, base)):
+        raise EngineContractError(f"{place} is not a {base.__name__} class.", part=_PART)
+    if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+        raise EngineContractError(f"{place} does not implement {', '.join(missing)}.", part=_PART)
+    return loaded
 
 
 def create_engine(name: str, options: Mapping[str, Any]) -> CheckpointEngine:

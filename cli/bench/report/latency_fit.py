@@ -24,8 +24,11 @@ class LatencyFit(BaseModel):
 
     @classmethod
     def through(cls, payload_bytes: Sequence[int], latency_s: Sequence[float]) -> LatencyFit:
-        """Fit the line with the least relative errors."""
-        slope, fixed = np.polyfit(payload_bytes, latency_s, 1, w=1 / np.asarray(latency_s))
+        """Fit the line with the least relative errors. Sizes that are all alike give no bandwidth."""
+        if len(set(payload_bytes)) > 1:
+            slope, fixed = np.polyfit(payload_bytes, latency_s, 1, w=1 / np.asarray(latency_s))
+        else:
+            slope, fixed = 0.0, np.median(latency_s)
         bandwidth = 1 / float(slope) if slope > 0 else None
         return cls(
             fixed_s=float(fixed),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from weightlane.ckpt_engines.conformance.checks.shared_fixtures import KnownLimits, OneThread
 from weightlane.ckpt_engines.conformance.processes.pool import Pool
 
 from ..models import MODELING, MODELS, make_model
@@ -25,7 +26,7 @@ SPLIT = ((0,), (3, 1, 2, 4), (6, 5))
 TeamMaker = Callable[..., Team]
 
 
-class TrainingConformanceBase:
+class TrainingConformanceBase(KnownLimits, OneThread):
     """Fixtures of the suite. Its user sets `engine`, and `layouts` and `models` if the engine takes others."""
 
     engine: ClassVar[str] = ""
@@ -34,8 +35,6 @@ class TrainingConformanceBase:
     """Layouts of a model and its batches over ranks: settings of `TrainerConfig`, including ``ranks``, by layout name."""
     models: ClassVar[Sequence[str]] = MODELS
     """Models of `conformance.models` that the engine can train. Checks that need only one take the first."""
-    expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
     deadline_s: ClassVar[float] = 120.0
     """Seconds for an operation that is expected to succeed. A collective between ranks has half as many."""
     missing_s: ClassVar[float] = 1.0
@@ -55,20 +54,6 @@ class TrainingConformanceBase:
             metafunc.parametrize("layout", self.layouts.values(), ids=self.layouts, scope="class")
         if "each_model" in metafunc.fixturenames:
             metafunc.parametrize("model", self.models)
-
-    @pytest.fixture(autouse=True)
-    def _known_limit(self, request: pytest.FixtureRequest) -> None:
-        name = getattr(request.node, "originalname", None) or request.node.name
-        if reason := self.expected_failures.get(name):
-            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-
-    @pytest.fixture(autouse=True)
-    def _one_thread(self) -> Iterator[None]:
-        """Limit torch's threads: the reference's many small operations are several times slower with threads while ranks run."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
 
     @pytest.fixture
     def pool(self, request: pytest.FixtureRequest) -> Iterator[Pool]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weightlane.ckpt_engines import EngineContractError
-from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
+from weightlane.ckpt_engines.conformance.processes.resolve import class_at, is_place
 
 from ...engines.contract import TrainingEngine
 from ...engines.registry import training_engine_class
@@ -16,11 +15,4 @@ def engine_class(name: str) -> type[TrainingEngine]:
         ConfigError: There is no such engine, or it cannot be used.
         RegistryError: The class cannot be loaded, or is not a complete `TrainingEngine`.
     """
-    if not is_place(name):
-        return training_engine_class(name)
-    loaded = loaded_from(name)
-    if not (isinstance(loaded, type) and issubclass(loaded, TrainingEngine)):
-        raise EngineContractError(f"{name} is not a TrainingEngine class.", part="conformance")
-    if missing := sorted(loaded.__abstractmethods__):
-        raise EngineContractError(f"{name} does not implement {', '.join(missing)}.", part="conformance")
-    return loaded
+    return class_at(name, TrainingEngine) if is_place(name) else training_engine_class(name)  # type: ignore[type-abstract]
