@@ -1,9 +1,9 @@
 """Rollout: replicas that generate without a break and take over new weights between two decode steps.
 
 `replicas` has the three kinds of replicas, and `commit` puts a version into service. `contract` is what a rollout engine has to
-keep, `conformance` its suite, and `engine_toolkit` its parts; `transformers` and `vllm` are engines. `vllm_trainer` is for
-trainers that use vLLM's own factory, `layout` finds out where weights go in vLLM, `vllm_surface` names the internals of vLLM
-that are used, and `vllm_cpu` works around bugs of its CPU build.
+keep, `conformance` its suite, and `engine_toolkit` its parts. `vllm` is an engine, and `engines` has the others. `vllm_trainer`
+is for trainers that use vLLM's own factory, `layout` finds out where weights go in vLLM, `vllm_surface` names the internals of
+vLLM that are used, and `vllm_cpu` works around bugs of its CPU build.
 
 Importing this package needs neither vLLM nor Ray; starting a replica does.
 

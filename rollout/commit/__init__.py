@@ -7,5 +7,5 @@ The steps of a commit, from the side of the loop:
 3. vLLM's engine core pauses, lets every rank replace its parameters, and resumes: see `weightlane.rollout.vllm`.
 4. If a rank fails, all ranks agree on one error (`weightlane.rollout.contract.rank_group`), which `remote_failure` carries
    through vLLM's RPC.
-5. `token_clock` measures how long requests waited for their next token, and `records` reports it.
+5. `token_clock` measures how long requests waited for their next token.
 """

@@ -158,7 +158,7 @@ class ReceivingRank:
             raise ProtocolError(
                 f"version {version} was to be committed before this rank was connected.",
                 part=self.part,
-                hint="Call init_weight_transfer_engine first.",
+                hint="Connect it to a publisher first; vLLM's call for that is init_weight_transfer_engine.",
             )
 
 
@@ -174,7 +174,13 @@ async def connecting_within(limit_s: float, part: str) -> AsyncIterator[None]:
     except TimeoutError as cause:
         if not limit.expired():
             raise
-        raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=part) from cause
+        raise not_connected(limit_s, part) from cause
+
+
+def not_connected(limit_s: float, part: str) -> DeadlineExceededError:
+    """The error of a connection that has taken longer than `limit_s` seconds."""
+    hint = "Check that the publisher lives and can be reached, or raise rollout.connect_timeout_s."
+    return DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=part, hint=hint)
 
 
 @asynccontextmanager

@@ -40,10 +40,16 @@ class OneRankTrainer:
         backend: Name of the checkpoint engine.
         options: Options of that engine.
         version: Number after which versions are counted.
+        publishing: Further arguments of the `Publisher`.
     """
 
     def __init__(
-        self, tensors: Mapping[str, torch.Tensor], backend: str, options: Mapping[str, Any], version: int
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        backend: str,
+        options: Mapping[str, Any],
+        version: int = 0,
+        **publishing: Any,
     ) -> None:
         self.backend, self.options, self.version = backend, dict(options), version
         self.live = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -55,6 +61,7 @@ class OneRankTrainer:
             shards=[LocalShard.whole(spec, self.live[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(backend, self.options),
             bucket_bytes=_BUCKET_BYTES,
+            **publishing,
         )
         self._coordinator: Coordinator | None = None
 
@@ -63,21 +70,28 @@ class OneRankTrainer:
         """Address of the rendezvous, for `LocalReplica.connect`."""
         return self._rendezvous.address.to_plain()
 
-    def state(self, replica: str) -> ReplicaState | None:
-        """The state in which the coordinator has a replica; None before `connect`."""
-        return None if self._coordinator is None else self._coordinator.states().get(replica)
+    @property
+    def states(self) -> Mapping[str, ReplicaState]:
+        """The states in which the coordinator has the replicas, by name; none before `connect`."""
+        return {} if self._coordinator is None else self._coordinator.states()
 
-    async def connect(self, replicas: Sequence[Replica], deadline_s: float) -> None:
-        """Connect all participants. A version is aborted unless all of `replicas` commit it."""
-        config = SyncConfig(deadline_s=deadline_s, rejoin_s=deadline_s, quorum=1.0, retries=0)
+    async def connect(
+        self, replicas: Sequence[Replica], deadline_s: float, *, quorum: float = 1.0, retries: int = 0
+    ) -> None:
+        """Connect all participants. A version is aborted unless the share `quorum` of `replicas` commit it."""
+        config = SyncConfig(deadline_s=deadline_s, rejoin_s=deadline_s, quorum=quorum, retries=retries)
         self._coordinator = Coordinator(self._rendezvous, [_NAME], replicas, config)
         await self._coordinator.connect()
 
     async def sync(self, tensors: Mapping[str, torch.Tensor]) -> SyncReport:
         """Publish `tensors` as the next version. Raises the error of a version that is aborted."""
-        assert self._coordinator is not None, "connected"
         for name, live in self.live.items():
             live.copy_(tensors[name])
+        return await self.sync_live()
+
+    async def sync_live(self) -> SyncReport:
+        """Publish the live tensors, as they are, as the next version; raises as `sync`."""
+        assert self._coordinator is not None, "connected"
         self.version += 1
         self._publisher.publish(self.version)
         syncing = asyncio.create_task(self._coordinator.sync(self.version))

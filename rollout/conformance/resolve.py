@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from weightlane.ckpt_engines import EngineContractError
-from weightlane.ckpt_engines.conformance.processes.resolve import is_place, loaded_from
+from weightlane.ckpt_engines.conformance.processes.resolve import class_at, is_place
 
 from ..contract.engine import RolloutEngine
 from ..contract.registry import registered_rollout_engine
@@ -16,11 +15,4 @@ def engine_class(name: str) -> type[RolloutEngine]:
         ConfigError: There is no such engine, or it cannot be used.
         RegistryError: The class cannot be loaded, or is not a complete `RolloutEngine`.
     """
-    if not is_place(name):
-        return registered_rollout_engine(name)
-    loaded = loaded_from(name)
-    if not (isinstance(loaded, type) and issubclass(loaded, RolloutEngine)):
-        raise EngineContractError(f"{name} is not a RolloutEngine class.", part="conformance")
-    if missing := sorted(loaded.__abstractmethods__):
-        raise EngineContractError(f"{name} does not implement {', '.join(missing)}.", part="conformance")
-    return loaded
+    return class_at(name, RolloutEngine) if is_place(name) else registered_rollout_engine(name)  # type: ignore[type-abstract]

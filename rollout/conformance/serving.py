@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.sync import Outcome, Replica, ReplicaState, SyncReport
 
 from ..config import RolloutConfig
@@ -43,11 +44,13 @@ class Serving:
         self._deadline_s = deadline_s
         self._runner = asyncio.Runner()
         self._closed = False
+        self._takes_seeds: bool | None = None
+        """Whether the replica draws by seeds; None before it was asked."""
 
     @property
     def healthy(self) -> bool:
         """Whether a next check may use it: it serves, is idle, and its trainer has not lost it."""
-        state = None if self.trainer is None else self.trainer.state(REPLICA)
+        state = None if self.trainer is None else self.trainer.states.get(REPLICA)
         stats = self.replica.stats()
         return stats.serving and not stats.in_flight and state in (ReplicaState.JOINING, ReplicaState.SERVING)
 
@@ -117,6 +120,22 @@ class Serving:
     def greedy(self, prompt: Sequence[int] = PROMPT, count: int = 16) -> Completion:
         """Decode one completion greedily."""
         return self.generate(prompt, count, greedy=True)
+
+    @property
+    def takes_seeds(self) -> bool:
+        """Whether the replica takes requests with a seed, and so repeats a completion bit for bit. It may refuse them."""
+        if self._takes_seeds is None:
+            try:
+                self.generate(count=1, seed=0)
+            except ConfigError:
+                self._takes_seeds = False
+            else:
+                self._takes_seeds = True
+        return self._takes_seeds
+
+    def seed(self, number: int) -> int | None:
+        """`number` as the seed of a request, or None if the replica refuses seeds."""
+        return number if self.takes_seeds else None
 
     async def tokens(self, count: int, busy: Sequence[asyncio.Task[Any]]) -> None:
         """Wait until `count` more tokens have been generated, or all of `busy` have ended."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
 from weightlane.sync import CommitMode, Placement
 
 from ..config import RolloutConfig
@@ -166,4 +166,4 @@ class RolloutEngine(ABC):
 
     def died(self) -> WeightlaneError:
         """The error that says that the engine is `dead`."""
-        raise NotImplementedError
+        return WorkerDiedError("the engine is gone.", part=self.name, peer=self.name)

@@ -34,9 +34,10 @@ class Sampling:
     top_k: int = 0
     """Sample from so many most probable tokens; 0: from all."""
     top_p: float = 1.0
-    """Sample from the most probable tokens that have this probability together, above 0 and at most 1."""
+    """Sample from the most probable tokens that have this share of the probability together, of what `top_k` leaves; above 0 and
+    at most 1."""
     seed: int | None = None
-    """Makes the sampling repeatable for fixed weights, from 0 to 2**63 - 1."""
+    """Makes the sampling repeatable for fixed weights, from 0 to 2**63 - 1. An engine may refuse it."""
     greedy: bool = False
     """Take the most probable token; log-probabilities are then those at temperature 1, of all tokens."""
     prompt_logprobs: int | None = None

@@ -74,7 +74,7 @@ class LocalReplica:
         """The version before `version`; None if it cannot be restored."""
         self._adapters = AdapterVersions(name, config.adapter, initial_version)
         self._in_flight: dict[str, int] = {}
-        """vLLM's id of the adapter that each request computes with, by the request's key; 0 for none."""
+        """The engine's id of the adapter that each request computes with, by the request's key; 0 for none."""
         self._serial = itertools.count()
         self._requests, self._commits, self._blocked_s = 0, 0, 0.0
         self._observed = Observed(name, self.clock)
@@ -201,7 +201,9 @@ class LocalReplica:
             raise
         except TimeoutError as cause:
             raise DeadlineExceededError(
-                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.", part=self.name
+                f"request {request_id} took longer than {self.config.request_timeout_s:.0f} s.",
+                part=self.name,
+                hint="Ask for fewer tokens at once, or raise rollout.request_timeout_s.",
             ) from cause
         finally:
             self._in_flight.pop(key, None)

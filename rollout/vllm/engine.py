@@ -19,17 +19,19 @@ from weightlane.ckpt_engines import (
     WorkerDiedError,
 )
 
+from ..commit.receiving_rank import not_connected
 from ..commit.remote_failure import failure_from_text, quarantined, untouched
 from ..commit.transfer_calls import ENGINE_SHARE, EngineCommit
 from ..config import RolloutConfig
 from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ..contract.named_segments import segments_of_trees
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
 from ..contract.stop_tokenizer import tokenizer_for_stop_strings
 from ..layout.loading.refused_models import refusal_by_vllm
 from .environment import child_environment, replica_config
 from .generation import generate
-from .shared_memory import SharedMemoryCleaner, segments_of_trees
+from .shared_memory import SharedMemoryCleaner
 
 _CLOSE_TIMEOUT_S = 10.0
 """Most seconds that each step of a shutdown may take, so that a hung engine cannot block its owner."""
@@ -122,7 +124,7 @@ class VllmEngine(RolloutEngine):
             async with asyncio.timeout(limit_s):
                 await engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=dict(fields)))
         except TimeoutError as cause:
-            raise DeadlineExceededError(f"not connected within {limit_s:.0f} s.", part=self.name) from cause
+            raise not_connected(limit_s, self.name) from cause
         except Exception as cause:
             raise self.typed(cause) from cause
 

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 
-from .shared_memory import mapped_segments, unlink
+from ..contract.named_segments import mapped_segments, unlink
 
 WATCH_ENV = "WEIGHTLANE_PARENT_WATCH"
 """Set by the local replica to its own process id; vLLM children inherit it. Without it nothing is watched."""

@@ -62,7 +62,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     from running_replica import running
     from tiny_models import make_qwen3
 
-    from weightlane.rollout.vllm.shared_memory import segments_of_trees
+    from weightlane.rollout.contract.named_segments import segments_of_trees
 
     base = tmp_path_factory.mktemp("models")
     models = [make_qwen3(base / f"model{seed}", seed=seed, tied=True, vocab=300) for seed in range(3)]

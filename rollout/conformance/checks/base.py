@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines.conformance.checks.shared_fixtures import KnownLimits, OneThread
 
 from ...config import RolloutConfig
 from ...contract.engine import RolloutEngine
@@ -65,7 +66,7 @@ VERSIONS = pytest.StashKey[Versions]()
 """Key of the models made in the pytest session."""
 
 
-class RolloutConformanceBase:
+class RolloutConformanceBase(KnownLimits, OneThread):
     """Fixtures of the suite. Its user sets `engine`, and `settings` and `models` if the engine takes others."""
 
     engine: ClassVar[str] = ""
@@ -78,8 +79,6 @@ class RolloutConformanceBase:
     """Name of the checkpoint engine that carries the versions."""
     backend_options: ClassVar[Mapping[str, Any]] = {}
     """Options of that engine."""
-    expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
     deadline_s: ClassVar[float] = 120.0
     """Seconds within which any call must end."""
     slack_s: ClassVar[float] = 10.0
@@ -89,20 +88,6 @@ class RolloutConformanceBase:
         """Run a check on every model if it asks for one."""
         if "model" in metafunc.fixturenames:
             metafunc.parametrize("model", self.models)
-
-    @pytest.fixture(autouse=True)
-    def _known_limit(self, request: pytest.FixtureRequest) -> None:
-        name = getattr(request.node, "originalname", None) or request.node.name
-        if reason := self.expected_failures.get(name):
-            request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-
-    @pytest.fixture(autouse=True)
-    def _one_thread(self) -> Iterator[None]:
-        """Limit torch's threads: many small operations are several times slower with threads."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
 
     @pytest.fixture
     def versions(self, request: pytest.FixtureRequest) -> Versions:

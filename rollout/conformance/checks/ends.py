@@ -16,8 +16,8 @@ from weightlane.ckpt_engines.conformance.checks.base import expect_no_more
 from weightlane.ckpt_engines.conformance.processes import leftovers
 
 from ...contract.engine import RolloutEngine
+from ...contract.named_segments import segments_of_trees
 from ...contract.registry import missing_capabilities
-from ...vllm.shared_memory import segments_of_trees
 from ..models import PROMPT
 from ..serving import Serving
 from .base import RolloutConformanceBase, ServingMaker, Versions, failure_of
@@ -27,7 +27,7 @@ _UNDECLARED: Mapping[str, dict[str, Any]] = {
     "several ranks": {"tensor_parallel": 2},
     "adapters": {"commit": "staged", "adapter": {"rank": 2, "alpha": 2.0}},
     "kept caches": {"kv_on_commit": "keep"},
-    "arguments of vLLM": {"extra_engine_args": {"seed": 1}},
+    "further arguments": {"extra_engine_args": {"seed": 1}},
 }
 """Settings that an engine takes only if its capabilities name them."""
 

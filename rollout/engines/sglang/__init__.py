@@ -15,6 +15,7 @@ Facts about SGLang, from the sources of release 0.5.23 below ``python/sglang/srt
 - Log-probabilities are those of the logits over the temperature, before top_k and top_p; ``SGLANG_RETURN_ORIGINAL_LOGPROB=1``
   takes the temperature out, too. ``return_sampling_mask`` has those of the distribution that was drawn from, and needs a top_k
   of at most ``--sampling-mask-max-tokens`` (``layers/sampler.py``, ``managers/scheduler.py``).
+- With a top_k, top_p still counts the probability of all tokens (``layers/sampler.py``: ``joint``, and the same in torch).
 - ``ignore_eos`` turns stop tokens off as well, and without it the model's own end-of-sequence tokens stop
   (``managers/schedule_batch.py``, ``_check_token_based_finish``). So the client stops requests.
 - ``/abort_request`` ends all requests whose id begins with the one that it names (``managers/scheduler.py``).

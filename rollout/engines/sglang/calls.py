@@ -105,7 +105,10 @@ class SglangCalls:
             raise
         except TimeoutError as cause:
             raise DeadlineExceededError(
-                f"no answer to /{path} within {limit_s} s.", part=self._part, peer=self.url
+                f"no answer to /{path} within {limit_s} s.",
+                part=self._part,
+                peer=self.url,
+                hint="Its log may say what it waits for.",
             ) from cause
         except (aiohttp.ClientError, OSError) as cause:
             raise WorkerDiedError(

@@ -160,7 +160,9 @@ class SglangEngine(RolloutEngine):
         loop, group = asyncio.get_running_loop(), RankGroup(None)
 
         def serve(directory: Path) -> None:
-            asyncio.run_coroutine_threadsafe(self._serve(directory), loop).result()
+            # `_serve` keeps the deadline itself, unless the loop has ended.
+            limit_s = self._deadline.remaining_s + _CALL_S
+            asyncio.run_coroutine_threadsafe(self._serve(directory), loop).result(limit_s)
 
         self._loader = SglangLoader(expectation, "rollout rank 0", serve)
         self._updates = ThreadPoolExecutor(1, f"weightlane-update-{self.name}")
@@ -177,18 +179,19 @@ class SglangEngine(RolloutEngine):
         """Generate one completion."""
         self._open_rank()
         assert self._facts is not None, "started"
-        sampling, length = request.sampling, len(request.prompt_ids) + request.sampling.max_new_tokens
-        if not request.prompt_ids or sampling.max_new_tokens < 1 or length > self.max_model_len:
-            raise ConfigError(
-                f"the prompt has {len(request.prompt_ids)} tokens and the completion up to {sampling.max_new_tokens}; there"
-                f" have to be some of both, and at most {self.max_model_len} together.",
-                part=self.name,
-            )
+        request = request.fitted(self.max_model_len, self.name)
+        sampling = request.sampling
         if sampling.seed is not None and not self._facts.seeds:
             raise ConfigError(
                 "SGLang draws by seeds only if it is started for it.",
                 part=self.name,
                 hint="Set enable_deterministic_inference = true in rollout.extra_engine_args.",
+            )
+        if not sampling.greedy and sampling.top_k and sampling.top_p < 1:
+            raise ConfigError(
+                "SGLang takes the share top_p of all tokens, and not of those that top_k leaves.",
+                part=self.name,
+                hint="Ask for one of the two.",
             )
         if sampling.stop_strings and self._tokenizer is None:
             self._tokenizer = await asyncio.to_thread(self._load_tokenizer)

@@ -46,15 +46,21 @@ def checkpoint_facts(config: RolloutConfig, model_dir: Path) -> ServerFacts:
 
     try:
         model = AutoConfig.from_pretrained(model_dir)
-    except (ValueError, OSError, KeyError) as cause:
-        raise ConfigError(f"{model_dir} has no configuration of a model: {cause}.", part="rollout") from cause
-    text, stored = model.get_text_config(), str(model.dtype or "float32").removeprefix("torch.")
+        text = model.get_text_config()
+        vocab_size = int(text.vocab_size)
+    except (ValueError, OSError, KeyError, AttributeError) as cause:
+        raise ConfigError(
+            f"{model_dir} has no configuration of a language model: {cause}.",
+            part="rollout",
+            hint="model.path is a directory with a causal language model in Hugging Face format.",
+        ) from cause
+    stored = str(model.dtype or "float32").removeprefix("torch.")
     # As vLLM does. SGLang would take float16 for a checkpoint in float32.
     automatic = "bfloat16" if stored == "float32" else stored
     return ServerFacts(
         automatic if config.dtype == "auto" else config.dtype,
         int(getattr(text, "max_position_embeddings", 0) or config.max_model_len),
-        int(text.vocab_size),
+        vocab_size,
         bool(getattr(text, "tie_word_embeddings", False)),
     )
 

@@ -3,7 +3,8 @@
     python -m weightlane.rollout.engines.sglang.supervisor OWNER_PID COMMAND...
 
 SGLang's processes outlive a killed owner: no signal reaches them. This process watches the owner's id, because the owner may
-have forked children that hold the other end of any pipe.
+have forked children that hold the other end of any pipe. SGLang also leaves shared memory behind however it ends, so that this
+process removes what it has seen the server's processes map.
 """
 
 from __future__ import annotations
@@ -12,11 +13,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
+
+from ...contract.named_segments import segments_of_trees, unlink
 
 _POLL_S = 0.5
 """Seconds between two looks at the owner's id: the memory of a killed replica is soon needed by the next one."""
+_LOOK_S = 5.0
+"""Seconds between two looks at what the server's processes have mapped, which take about ten milliseconds."""
 _GRACE_S = 5.0
 """Seconds in which a server may end by itself."""
 
@@ -31,14 +38,21 @@ def main(owner: int, command: list[str]) -> int:
 
     signal.signal(signal.SIGTERM, stop)
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)  # noqa: S603 - the replica's own
+    segments: set[Path] = set()
+    next_look = 0.0
     while server.poll() is None and not stopping and os.getppid() == owner:
+        if time.monotonic() >= next_look:
+            segments |= segments_of_trees([server.pid])
+            next_look = time.monotonic() + _LOOK_S
         with suppress(subprocess.TimeoutExpired):
             server.wait(_POLL_S)
+    segments |= segments_of_trees([server.pid])
     for number, limit_s in ((signal.SIGTERM, _GRACE_S), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):
             os.killpg(server.pid, number)
         with suppress(subprocess.TimeoutExpired):
             server.wait(limit_s)
+    unlink(segments)
     return server.returncode
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from .loader import TransformersLoader
 from .model_files import read_config
 
 _CLOSE_TIMEOUT_S = 10.0
+"""Most seconds that the running step may take to end, and the rank to leave its publisher."""
 
 
 @dataclass
@@ -168,7 +170,8 @@ class TransformersEngine(RolloutEngine):
         assert self._running is not None, "started"
         self._running.cancel()
         await asyncio.wait([self._running], timeout=_CLOSE_TIMEOUT_S)
-        await asyncio.to_thread(rank.leave)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(rank.leave), _CLOSE_TIMEOUT_S)
         self._model = None
         for threads in (self._threads, self._updates):
             assert threads is not None, "started"

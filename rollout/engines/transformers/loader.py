@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from weightlane.ckpt_engines import ConfigError
+
 from ...contract.loader import RankLoader
 from ...layout.loading.checkpoint_expectation import expectation_of
 from .model_files import read_config
@@ -23,6 +25,9 @@ class TransformersLoader(RankLoader):
         dtype: The dtype to compute in; None: that of the checkpoint.
         part: Name of the rank in errors.
         replace: Called with each new model, to put it into service; raises if it must not be any more.
+
+    Raises:
+        ConfigError: transformers has no such causal language model, or the checkpoint lacks some of its tensors.
     """
 
     writes_atomically = True
@@ -57,5 +62,13 @@ class TransformersLoader(RankLoader):
         dtype = "auto" if self._dtype is None and model_dir is not None else self._dtype or self.model.dtype
         # Without a directory, the class that is chosen automatically looks for files all the same.
         source: Any = AutoModelForCausalLM if model_dir is not None else type(self.model)
-        model = source.from_pretrained(model_dir, config=self.config, state_dict=tensors, dtype=dtype)
+        model, found = source.from_pretrained(
+            model_dir, config=self.config, state_dict=tensors, dtype=dtype, output_loading_info=True
+        )
+        if missing := sorted(found["missing_keys"]):  # transformers would draw them at random
+            raise ConfigError(
+                f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}.",
+                part=self.part,
+                hint="Use a checkpoint of a causal language model, whole.",
+            )
         return model.to(self.device).eval()

@@ -26,13 +26,13 @@ def test_deltas_are_scattered_into_live_parameters_and_taken_back_bit_for_bit(se
     served, held = setup.trainer.version, live(setup)
     setup.check(held)
 
-    other.refuses_after = served_by(setup.replica)
-    with pytest.raises(SyncAbortedError, match="not with me"):
+    other.before_refusal = served_by(setup.replica)
+    with pytest.raises(SyncAbortedError, match="not for this replica"):
         setup.nudge()
     assert setup.replica.version == served
     setup.check(held)
 
-    other.refuses_after = None
+    other.before_refusal = None
     assert setup.nudge().codec == "delta", "what was taken back is a base again"
     setup.check(live(setup))
 

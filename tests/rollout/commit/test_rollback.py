@@ -34,11 +34,11 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
         await setup.tokens(5)
 
     async def sync_in_vain() -> Completion:
-        other.refuses_after = it_has_generated
+        other.before_refusal = it_has_generated
         async with slow_steps(setup.replica):
             flying = asyncio.create_task(setup.replica.generate("r", PROMPT, 80, greedy=True))
             await setup.tokens(5)
-            with pytest.raises(SyncAbortedError, match="not with me"):
+            with pytest.raises(SyncAbortedError, match="not for this replica"):
                 await setup.trainer.sync(setup.models[2])
         return await flying
 
@@ -59,7 +59,7 @@ def test_a_version_that_too_few_replicas_take_is_taken_back_bit_for_bit_and_toke
     assert setup.greedy(longer).token_ids == greedy_tokens(setup.models[1], longer, 16)
 
     # Both take the next one.
-    other.refuses_after = None
+    other.before_refusal = None
     setup.serve(2)
     setup.check(2)
 

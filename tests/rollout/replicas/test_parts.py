@@ -32,13 +32,14 @@ from weightlane.rollout.commit.live_weights import LiveWeights
 from weightlane.rollout.commit.remote_failure import RemoteFailureError, failure_from_text
 from weightlane.rollout.commit.token_clock import TokenClock
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
+from weightlane.rollout.contract.named_segments import mapped_segments, segments_of_trees
 from weightlane.rollout.contract.rank_group import RankGroup
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers, max_rank
 from weightlane.rollout.layout.loading.refused_models import _refuse_modes, refuse_other_versions, refuse_unsupported
 from weightlane.rollout.layout.rank_model import RankModel
 from weightlane.rollout.vllm import plugin as vllm_plugin
 from weightlane.rollout.vllm.checked_replica import check_replica
-from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner, mapped_segments, segments_of_trees
+from weightlane.rollout.vllm.shared_memory import SharedMemoryCleaner
 
 
 def test_a_typed_error_survives_being_quoted_in_another_errors_text_and_other_text_promises_nothing() -> None:

@@ -18,7 +18,7 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import ConfigError, QuarantinedError, StorageError, WorkerDiedError
 from weightlane.rollout import RolloutConfig, RolloutReplica, start_replicas
 from weightlane.rollout.config import AdapterConfig
-from weightlane.rollout.vllm.shared_memory import segments_of_trees
+from weightlane.rollout.contract.named_segments import segments_of_trees
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

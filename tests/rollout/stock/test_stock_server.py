@@ -13,14 +13,15 @@ import psutil
 import pytest
 from json_program import Program
 from ports import free_port
-from publishing import OneRankTrainer, OtherReplica, served_by
+from publishing import OneRankTrainer, served_by
 from stock_server import StockServer
 from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CommitError, ReplicaTakenError, SyncAbortedError, WeightlaneError
 from weightlane.rollout import ServerReplica
-from weightlane.rollout.vllm.shared_memory import segments_of_trees, unlink
+from weightlane.rollout.conformance.publishing import RefusingReplica
+from weightlane.rollout.contract.named_segments import segments_of_trees, unlink
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -120,7 +121,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         replica = ServerReplica(server.url, tensor_parallel=2, commit_timeout_s=HANG_S)
         trainer = OneRankTrainer(server.model)
         await replica.connect(trainer.address, trainer.backend, {})
-        other = OtherReplica("picky", trainer)
+        other = RefusingReplica("picky", trainer)
         await trainer.connect([replica, other], quorum=1.0)
         assert (await trainer.sync(first)).replicas[replica.name].outcome == "committed"
         # A client of vLLM's four calls that died between two of them.
@@ -136,12 +137,12 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
 
         with pytest.raises(CommitError, match="not kept"):
             await replica.rollback(2)  # everybody serves it
-        other.refuses_after = served_by(replica)
-        with pytest.raises(SyncAbortedError, match="not with me"):
+        other.before_refusal = served_by(replica)
+        with pytest.raises(SyncAbortedError, match="not for this replica"):
             await trainer.sync(first)
         assert (replica.version, server.version()) == (2, "2")
         assert await greedy() == greedy_tokens(second, PROMPT, 16), "it was taken back"
-        other.refuses_after = None
+        other.before_refusal = None
 
         flying = asyncio.create_task(unfinished(server))
         while not server.running():  # noqa: ASYNC110 - only its metrics tell
@@ -156,7 +157,7 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         assert replica.serving
         assert await waiting == greedy_tokens(first, PROMPT, 16)
         trainer.close()
-        other.subscriber.close()
+        other.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
 

@@ -6,7 +6,7 @@ And replicas besides the one that a test is about.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,15 @@ import torch
 from tiny_models import load_tensors
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import CheckpointEngineRegistry, UntouchedError, WeightlaneError
+from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout import LocalReplica, ServerReplica
-from weightlane.sync import (
-    CommitReport,
-    Coordinator,
-    Expectation,
-    ExpectedTensor,
-    LocalShard,
-    Publisher,
-    Rendezvous,
-    Replica,
-    ReplicaState,
-    Subscriber,
-    SyncConfig,
-    SyncReport,
-    TensorSpec,
-)
+from weightlane.rollout.conformance import publishing
+from weightlane.sync import CommitReport, Replica, SyncReport
 from weightlane.sync.config import CodecPolicy, Quantise
 
 
-class OneRankTrainer:
-    """Holds live tensors, as a trainer does, and publishes whatever is copied into them."""
+class OneRankTrainer(publishing.OneRankTrainer):
+    """Holds the tensors of a model, as a trainer does, and publishes whatever is copied into them."""
 
     def __init__(
         self,
@@ -45,61 +32,25 @@ class OneRankTrainer:
         codec: CodecPolicy = "dense",
         quantise: Quantise = "none",
     ) -> None:
-        tensors = load_tensors(model) if isinstance(model, Path) else model
-        self.live = {name: tensor.clone() for name, tensor in tensors.items()}
-        self.backend, self.options = backend, options or {}
-        self.version = 0
+        super().__init__(_tensors(model), backend, options or {}, codec=codec, quantise=quantise)
         self.codecs: list[str] = []
-        self._rendezvous = Rendezvous.host()
-        specs = [TensorSpec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.live.items()]
-        self._publisher = Publisher(
-            "trainer-0",
-            self._rendezvous.address,
-            shards=[LocalShard.whole(spec, self.live[spec.name]) for spec in specs],
-            engine=CheckpointEngineRegistry().create(backend, options),
-            bucket_bytes=1 << 16,
-            codec=codec,
-            quantise=quantise,
-        )
-        self._coordinator: Coordinator | None = None
 
-    @property
-    def states(self) -> dict[str, ReplicaState]:
-        assert self._coordinator is not None
-        return self._coordinator.states()
+    async def connect(
+        self, replicas: Sequence[Replica], deadline_s: float = HANG_S, *, quorum: float = 0.5, retries: int = 1
+    ) -> None:
+        await super().connect(replicas, deadline_s, quorum=quorum, retries=retries)
 
-    @property
-    def address(self) -> dict[str, Any]:
-        return self._rendezvous.address.to_plain()
-
-    async def connect(self, replicas: Sequence[Replica], quorum: float = 0.5, retries: int = 1) -> None:
-        config = SyncConfig(deadline_s=HANG_S, rejoin_s=HANG_S, retries=retries, quorum=quorum)
-        self._coordinator = Coordinator(self._rendezvous, ["trainer-0"], replicas, config)
-        await self._coordinator.connect()
-
-    async def sync(self, model: Path) -> SyncReport:
-        """Take over the weights of `model` and carry them to the replicas as the next version."""
-        with torch.no_grad():
-            tensors = load_tensors(model)
-            for name, live in self.live.items():
-                live.copy_(tensors[name])
-        return await self.sync_live()
+    async def sync(self, tensors: Path | Mapping[str, torch.Tensor]) -> SyncReport:
+        return await super().sync(_tensors(tensors))
 
     async def sync_live(self) -> SyncReport:
-        """Carry the live tensors, as they are, to the replicas as the next version."""
-        assert self._coordinator is not None
-        self.version += 1
-        self._publisher.publish(self.version)
-        syncing = asyncio.create_task(self._coordinator.sync(self.version))
-        await asyncio.to_thread(self._publisher.fence)
-        report = await syncing
+        report = await super().sync_live()
         self.codecs.append(report.codec)
         return report
 
-    def close(self) -> None:
-        if self._coordinator is not None:
-            self._coordinator.close()
-        self._publisher.close()
+
+def _tensors(model: Path | Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    return load_tensors(model) if isinstance(model, Path) else model
 
 
 class PlainReplica:
@@ -130,25 +81,3 @@ def served_by(replica: LocalReplica | ServerReplica) -> Callable[[int], Awaitabl
             await asyncio.sleep(0.01)
 
     return served
-
-
-class OtherReplica(PlainReplica):
-    """A second replica, which stages every version and may refuse to commit it."""
-
-    def __init__(self, name: str, trainer: OneRankTrainer) -> None:
-        super().__init__(name, lambda version: None)
-        self.refuses_after: Callable[[int], Awaitable[object]] | None = None
-        """Function of the version that the replica awaits before it refuses the commit. With None, the replica commits."""
-        tensors = {
-            name: ExpectedTensor(tuple(tensor.shape), frozenset({tensor.dtype}))
-            for name, tensor in trainer.live.items()
-        }
-        self.subscriber = Subscriber(
-            f"{name}/0", trainer.address, trainer.backend, trainer.options, Expectation(tensors)
-        )
-
-    async def commit(self, version: int) -> CommitReport:
-        if self.refuses_after is not None:
-            await self.refuses_after(version)
-            raise UntouchedError("not with me.", part=self.name)
-        return await super().commit(version)

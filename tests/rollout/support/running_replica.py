@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from publishing import OneRankTrainer, OtherReplica
+from publishing import OneRankTrainer
 from tiny_models import check_ranks, copy_with, is_greedy, load_tensors
 from tiny_run import IN_ENGINE
 from waiting import HANG_S
 
 from weightlane.rollout import Completion, LocalReplica, RolloutConfig
+from weightlane.rollout.conformance.publishing import RefusingReplica
 from weightlane.sync import CommitReport, SyncReport
 from weightlane.sync.config import CodecPolicy, Quantise
 
@@ -102,7 +103,7 @@ class Setup:
     models: list[Path]
     world: int
     trainer: OneRankTrainer = field(init=False)
-    others: list[OtherReplica] = field(default_factory=list)
+    others: list[RefusingReplica] = field(default_factory=list)
     """The trainer's other replicas."""
 
     def run(self, call: Coroutine[Any, Any, T]) -> T:
@@ -121,13 +122,13 @@ class Setup:
         """Put a new trainer in the place of the one before, and connect it to the replica.
 
         Args:
-            with_another: Whether it publishes to an `OtherReplica`, too.
+            with_another: Whether it publishes to a `RefusingReplica`, too.
         """
         self.close()
         self.trainer = OneRankTrainer(self.models[0], backend, codec=codec, quantise=quantise)
-        self.others = [OtherReplica("rollout-1", self.trainer)] if with_another else []
+        self.others = [RefusingReplica("rollout-1", self.trainer)] if with_another else []
         self.run(self.replica.connect(self.trainer.address, backend, {}))
-        self.run(self.trainer.connect([self.replica, *self.others], quorum, retries))
+        self.run(self.trainer.connect([self.replica, *self.others], quorum=quorum, retries=retries))
         self.trainer.version = self.replica.version
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class Setup:
         if hasattr(self, "trainer"):
             self.trainer.close()
         for other in self.others:
-            other.subscriber.close()
+            other.close()
         self.others = []
 
     def probe(self, method: str, *args: object) -> list[Any]:

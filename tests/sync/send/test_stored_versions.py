@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from bits import DTYPES, same
+from bits import DTYPES, assert_same
 from direct_hop import Hop, MakeHop
 from hop import weights
 from hop_run import MakeRun
@@ -39,11 +39,6 @@ from weightlane.sync import Manifest, TensorSpec, read_version
 from weightlane.sync.version.safetensors_files import manifest_of_document, version_files
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
-
-
-def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    assert [name for name, tensor in expected.items() if not same(found[name], tensor)] == []
 
 
 @given(

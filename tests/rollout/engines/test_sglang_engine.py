@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,9 +17,10 @@ from typing import Any
 import pytest
 import recorded_server
 import torch
+from bits import assert_same
 from publishing import OneRankTrainer
 from recorded_server import RecordedServer
-from tiny_models import add_tokenizer, check_switch, greedy_tokens, make_qwen3
+from tiny_models import add_tokenizer, check_switch, greedy_tokens, load_tensors, make_qwen3
 from transformers import AutoModelForCausalLM
 from waiting import HANG_S, wait_until
 
@@ -72,9 +75,13 @@ def in_loop(test: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("incremental", [True, False])
-def test_every_token_has_the_version_whose_weights_computed_it(models: list[Path], incremental: bool) -> None:
+def test_every_token_has_the_version_whose_weights_computed_it(
+    models: list[Path], incremental: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
     async def test() -> None:
-        async with served(models, incremental=incremental) as (_, replica, trainer):
+        async with served(models, incremental=incremental) as (server, replica, trainer):
             running = asyncio.create_task(replica.generate("r", PROMPT, 60, greedy=True))
             await until(lambda: replica.clock.tokens > 5)
             report = await trainer.sync(models[1])
@@ -83,7 +90,8 @@ def test_every_token_has_the_version_whose_weights_computed_it(models: list[Path
             assert report.replicas["rollout-0"].recomputed_tokens == replica.stats().recomputed_tokens > len(PROMPT) + 5
             again = await replica.generate("r", PROMPT, 5, greedy=True)
             assert (again.token_ids, again.versions) == (greedy_tokens(models[1], PROMPT, 5), [1] * 5)
-            assert not list(Path("/tmp").glob("weightlane-sglang-*/*")), "versions stay nowhere"
+            assert not list(tmp_path.glob("weightlane-sglang-*")), "versions stay nowhere"
+            assert_same(dict(server.model.state_dict()), load_tensors(models[1]))
 
     in_loop(test)
 
@@ -163,7 +171,6 @@ def test_a_server_that_loads_too_late_is_quarantined_until_the_next_version(mode
                 await trainer.sync(models[1])
             with pytest.raises(QuarantinedError, match="DeadlineExceededError"):
                 await replica.generate("r", PROMPT, 5)
-            assert server.paused
             server.before_load.set()
             replica._engine.config = replica.config.model_copy(update={"commit_timeout_s": HANG_S})
             await trainer.sync(models[0])
@@ -206,9 +213,12 @@ def test_what_sglang_cannot_do_is_refused(models: list[Path]) -> None:
 
     async def test() -> None:
         async with served(models) as (_, replica, _):
-            for options, error in (({"seed": 1}, "enable_deterministic_inference"), ({}, "at most 240 together")):
-                with pytest.raises(ConfigError, match=error):
-                    await replica.generate("r", PROMPT, 5 if options else 500, **options)
+            with pytest.raises(ConfigError, match="enable_deterministic_inference"):
+                await replica.generate("r", PROMPT, 5, seed=1)
+            with pytest.raises(ConfigError, match="of all tokens, and not of those that top_k leaves"):
+                await replica.generate("r", PROMPT, 5, top_k=3, top_p=0.5)
+            longest = await replica.generate("r", PROMPT, 500)
+            assert (len(longest.token_ids), longest.finish_reason) == (240 - len(PROMPT), "length")
 
     in_loop(test)
 
@@ -240,13 +250,20 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
     in_loop(test)
 
 
-def test_a_server_ends_with_a_killed_owner(tmp_path: Path) -> None:
-    pid = tmp_path / "pid"
+def test_a_server_ends_with_a_killed_owner_and_leaves_no_shared_memory(tmp_path: Path) -> None:
+    """SGLang maps a file that it never removes, and unlinks nothing when it is killed."""
+    pid, segment = tmp_path / "pid", Path(f"/dev/shm/sglang_loads_{uuid.uuid4().hex}")
     supervisor = ["-m", "weightlane.rollout.engines.sglang.supervisor"]
     owner = "import os, subprocess as s, sys; s.Popen([sys.executable, *sys.argv[1:3], str(os.getpid()), *sys.argv[3:]]).wait()"
-    server = ["sh", "-c", f"echo $$ > {pid}.new; mv {pid}.new {pid}; exec sleep 10000"]
+    code = (
+        "import mmap, os, time; from pathlib import Path\n"
+        f"file = open('{segment}', 'wb+'); file.truncate(4096); mapped = mmap.mmap(file.fileno(), 4096)\n"
+        f"Path('{pid}.new').write_text(str(os.getpid())); Path('{pid}.new').rename('{pid}'); time.sleep(10000)"
+    )
+    server = [sys.executable, "-c", code]
     process = subprocess.Popen([sys.executable, "-c", owner, *supervisor, *server])
     wait_until(pid.exists, "server")
     process.kill()
     process.wait()
-    wait_until(lambda: not Path("/proc", pid.read_text().strip()).exists(), "end of the server")
+    wait_until(lambda: not Path("/proc", pid.read_text()).exists(), "end of the server")
+    wait_until(lambda: not segment.exists(), "removal of its shared memory")
