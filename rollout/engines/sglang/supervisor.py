@@ -57,4 +57,9 @@ def main(owner: int, command: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]) & 0xFF)
+    ended = main(int(sys.argv[1]), sys.argv[2:])
+    if ended < 0:  # by a signal, which the owner is to see
+        with suppress(OSError):
+            signal.signal(-ended, signal.SIG_DFL)
+        os.kill(os.getpid(), -ended)
+    sys.exit(ended)

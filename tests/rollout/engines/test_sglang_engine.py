@@ -239,7 +239,8 @@ def test_a_server_of_its_own_is_started_and_its_death_is_told(models: list[Path]
             os.kill((await engine._calls.get("server_info", HANG_S))["pid"], signal.SIGKILL)
             with pytest.raises(WorkerDiedError):
                 await running
-            with pytest.raises(WorkerDiedError, match=r"(?s)exit code -9.*ready to roll|does not answer"):
+            await until(lambda: engine._process.exit_code is not None)
+            with pytest.raises(WorkerDiedError, match=r"(?s)exit code -9.*ready to roll"):
                 await replica.watch()
         finally:
             await replica.close()
