@@ -23,7 +23,7 @@ from tiny_models import add_tokenizer, greedy_tokens, is_greedy, load_tensors, m
 from waiting import HANG_S, wait_until
 from weightlane_trl import WeightlaneTransfer
 
-from weightlane.ckpt_engines import ConfigError, ManifestError, SyncAbortedError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, ManifestError, WorkerDiedError
 
 TRAIN = Path(__file__).with_name("train.py")
 PROMPT = [5, 6, 7]
@@ -153,10 +153,33 @@ def test_the_reward_rises_and_every_version_gives_the_tokens_of_its_own_weights(
     assert last > first + 0.1  # the mean of five steps strays by 0.014
 
 
+def test_an_adapter_is_trained_by_trls_own_path_and_merged_by_weightlane_in_one_run(
+    programs: Programs,
+    server: StockServer,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """TRL's transfer of full weights needs GPUs; its adapters, which vLLM loads from files, do not."""
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
+    with_adapters = serve(programs, model, "--enable-lora", "--max-lora-rank", "8", "--max-loras", "4")
+    for kind, trained in (("adapter", with_adapters), ("merged-adapter", server)):
+        out = tmp_path / kind
+        record = train(programs, trained, kind, out, "--steps", "16")
+        assert record["error"] is None
+        check_versions(record["versions"], out)
+        pause_s, latency_s = (median(each[key] for each in record["versions"]) for key in ("pause_s", "latency_s"))
+        figures = f"pause {pause_s:.3f} s, until a version served {latency_s:.3f} s (medians)"
+        with capsys.disabled():
+            print(f"\n{kind}: {figures}, {record['tokens_per_s']:.0f} tokens/s")  # noqa: T201 - docs/guides/frameworks.md
+    stop(with_adapters)
+
+
 def test_a_model_that_the_server_does_not_serve_is_refused_with_its_reason(server: StockServer) -> None:
     tensors = load_tensors(server.model)
     transfer = WeightlaneTransfer(server.url)
-    with pytest.raises(SyncAbortedError, match=r"missing lm_head\.weight"):
+    with pytest.raises(ManifestError, match=r"missing lm_head\.weight"):
         transfer.send_weights((name, tensor) for name, tensor in tensors.items() if name != "lm_head.weight")
     transfer.destroy()
     transfer = WeightlaneTransfer(server.url)

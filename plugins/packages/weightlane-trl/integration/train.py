@@ -1,6 +1,10 @@
 """Train a tiny model on a CPU with one of TRL's trainers, unmodified, and record what its vLLM server says of every version.
 
     python train.py async|grpo --model DIR --server URL --out DIR --steps N [--kill PROCESS_GROUP VERSION]
+    python train.py adapter|merged-adapter ...
+
+``adapter`` trains an adapter with the asynchronous trainer, and TRL's own path hands it to the server: files, which vLLM loads.
+``merged-adapter`` trains the same one, and weightlane sends the model into which TRL merges it.
 
 The reward is the share of a completion's tokens in the lower half of the vocabulary. OUT gets the weights of every version, which
 are the trainer's own model saved by transformers, and ``record.json``.
@@ -9,9 +13,12 @@ are the trainer's own model saved by transformers, and ``record.json``.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
+import re
 import signal
+import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -80,19 +87,36 @@ class Recorder(TrainerCallback):
 
     def save(self) -> None:
         self.versions.append({"model": f"v{len(self.versions) + 1}"})
-        self.trainer.model.save_pretrained(self.out / self.versions[-1]["model"])
+        model = self.trainer.model
+        if hasattr(model, "merge_and_unload"):
+            model = copy.deepcopy(model).merge_and_unload()
+        model.save_pretrained(self.out / self.versions[-1]["model"])
 
     def look(self) -> None:
-        wanted = {"model": "tiny", "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
+        wanted = {"model": self.served(), "prompt": PROMPT, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
         [choice] = self.ask("/v1/completions", {**wanted, "return_token_ids": True})["choices"]
-        self.versions[-1] |= {
-            "tokens": choice["token_ids"],
-            "served": self.ask("/weight_info")["weight_version"],
-            "pause_s": self.transfer().report.rollout_blocked_s,
-            "latency_s": self.transfer().report.latency_s,
-        }
+        self.versions[-1] |= {"tokens": choice["token_ids"], **self.figures()}
         if self.kill is not None and len(self.versions) == self.kill[1]:
             os.killpg(self.kill[0], signal.SIGKILL)
+
+    def served(self) -> str:
+        """The name under which the server has the newest version."""
+        return "tiny"
+
+    def figures(self) -> dict[str, Any]:
+        """The version that serves, how long the server paused for it, and how long it took."""
+        report = self.transfer().report
+        return {
+            "served": self.ask("/weight_info")["weight_version"],
+            "pause_s": report.rollout_blocked_s,
+            "latency_s": report.latency_s,
+        }
+
+    def generated(self) -> float:
+        """Tokens that the server has generated since it started, by vLLM's own metrics."""
+        with urllib.request.urlopen(f"{self.server}/metrics") as answer:
+            found = re.findall(r"^vllm:generation_tokens_total\S* (\S+)$", answer.read().decode(), re.MULTILINE)
+        return sum(map(float, found))
 
 
 class AfterEachStep(Recorder):
@@ -106,6 +130,35 @@ class AfterEachStep(Recorder):
         self.look()
 
     on_step_end = on_train_begin
+
+
+class AfterEachAdapter(AfterEachStep):
+    """For TRL's own path of adapters: the server pauses between two calls of TRL's client."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.paused: list[float] = []
+
+    def follow(self, client: Any) -> None:
+        """Note when `client` pauses its server and lets it go on."""
+        for name in ("pause", "resume"):
+            call = getattr(client, name)
+
+            def noted(*args: Any, call: Any = call, first: bool = name == "pause") -> None:
+                if first:
+                    self.paused.append(-time.monotonic())
+                call(*args)
+                if not first:
+                    self.paused[-1] += time.monotonic()
+
+            setattr(client, name, noted)
+
+    def served(self) -> str:
+        return f"trl-policy-v{self.trainer.model_version}"
+
+    def figures(self) -> dict[str, Any]:
+        # The server pauses from TRL's call on, until the version serves.
+        return {"served": str(self.trainer.model_version), "pause_s": self.paused[-1], "latency_s": self.paused[-1]}
 
 
 class AroundEachStep(Recorder):
@@ -133,8 +186,14 @@ def asynchronous(args: argparse.Namespace, settings: dict[str, Any]) -> Any:
         "start_anchor": "",
         "fields": {"content": {"close_pattern": "w318", "content": "text"}},
     }
+    adapter = None
+    if args.trainer != "async":
+        from peft import LoraConfig
+
+        adapter = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", init_lora_weights="gaussian")
     return AsyncGRPOTrainer(
         model=str(args.model),
+        peft_config=adapter,
         reward_funcs=low_tokens,
         train_dataset=prompts(),
         processing_class=tokenizer,
@@ -146,7 +205,7 @@ def asynchronous(args: argparse.Namespace, settings: dict[str, Any]) -> Any:
             queue_maxsize=64,
             **settings,
         ),
-        weight_transfer=WeightlaneTransfer(args.server),
+        weight_transfer=None if args.trainer == "adapter" else WeightlaneTransfer(args.server),
     )
 
 
@@ -168,7 +227,7 @@ def prompts() -> Dataset:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trainer", choices=["async", "grpo"])
+    parser.add_argument("trainer", choices=["async", "grpo", "adapter", "merged-adapter"])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--server")
     parser.add_argument("--out", type=Path)
@@ -190,18 +249,23 @@ def main() -> None:
         "use_cpu": True,
         "seed": 0,
     }
-    make, recorder = (asynchronous, AfterEachStep) if args.trainer == "async" else (plain, AroundEachStep)
-    trainer = make(args, settings)
+    recorder = {"grpo": AroundEachStep, "adapter": AfterEachAdapter}.get(args.trainer, AfterEachStep)
+    trainer = (plain if args.trainer == "grpo" else asynchronous)(args, settings)
     recording = recorder(args.server, args.out, args.kill)
     recording.trainer = trainer
+    if isinstance(recording, AfterEachAdapter):
+        recording.follow(trainer.vllm_client)
     trainer.add_callback(recording)
     error = None
+    tokens, began = recording.generated(), time.monotonic()
     try:
         trainer.train()
     except WeightlaneError as raised:
         error = {"type": type(raised).__name__, "text": str(raised)}
     rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     record = {"versions": recording.versions, "rewards": rewards, "error": error}
+    if error is None:
+        record["tokens_per_s"] = (recording.generated() - tokens) / (time.monotonic() - began)
     (args.out / "record.json").write_text(json.dumps(record, indent=1))
 
 
