@@ -107,7 +107,7 @@ CLASSES = [
 
 def attributes(cls: type) -> dict[str, str]:
     """The section about fields in what ``help(cls)`` prints."""
-    text = pydoc.plain(pydoc.render_doc(cls)).replace(" |  ", "")
+    text = re.sub(r"^ \|( {2})?", "", pydoc.plain(pydoc.render_doc(cls)), flags=re.MULTILINE)
     section = text.partition("Attributes:\n")[2].partition("\n\n")[0]
     return dict(re.findall(r"^ +(\w+): (.+)$", section, re.MULTILINE))
 

@@ -33,7 +33,8 @@ def test_a_script_that_ends_before_it_closes_keeps_its_exit_status_and_says_noth
     for name, (wanted, said) in ENDED.items():
         result = answer["results"][name]
         assert result["status"] == wanted, (name, result)
-        # On a slow machine a publisher says that the optimizer waited, once.
-        lines = [line for line in result["said"].splitlines() if "the optimizer waited" not in line]
+        # On a slow machine a publisher says that the optimizer waited, once; from 3.12 on Python warns of a fork with threads.
+        usual = "the optimizer waited", "use of fork()"
+        lines = [line for line in result["said"].splitlines() if not any(each in line for each in usual)]
         assert (lines or [""])[-1] == said, (name, result)
         assert result["said"].count("Traceback") == (1 if said else 0), (name, result)
