@@ -108,7 +108,7 @@ class SglangCalls:
                 f"no answer to /{path} within {limit_s} s.",
                 part=self._part,
                 peer=self.url,
-                hint="Its log may say what it waits for.",
+                hint="Look into the server's log for what it waits for.",
             ) from cause
         except (aiohttp.ClientError, OSError) as cause:
             raise WorkerDiedError(

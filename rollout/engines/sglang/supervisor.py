@@ -23,7 +23,7 @@ from ...contract.named_segments import segments_of_trees, unlink
 _POLL_S = 0.5
 """Seconds between two looks at the owner's id: the memory of a killed replica is soon needed by the next one."""
 _LOOK_S = 5.0
-"""Seconds between two looks at what the server's processes have mapped, which take about ten milliseconds."""
+"""Seconds between two looks at what the server's processes have mapped."""
 _GRACE_S = 5.0
 """Seconds in which a server may end by itself."""
 

@@ -69,6 +69,6 @@ class TransformersLoader(RankLoader):
             raise ConfigError(
                 f"the checkpoint lacks {len(missing)} tensors of {type(model).__name__}, such as {missing[0]}.",
                 part=self.part,
-                hint="Use a checkpoint of a causal language model, whole.",
+                hint="Use a complete checkpoint of a causal language model.",
             )
         return model.to(self.device).eval()
