@@ -20,7 +20,7 @@ from weightlane.ckpt_engines import ConfigError
 
 BACKEND = "weightlane"
 """The name of weightlane's weight-transfer engine in vLLM's configuration."""
-TRIED = ((0, 28), (0, 33))
+TRIED = ((0, 28), (0, 34))
 """The first release of vLLM that was tried, and the first after the last one: docs/reference/vllm-versions.md."""
 
 _MODULES = {

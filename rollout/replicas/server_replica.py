@@ -173,6 +173,8 @@ class ServerReplica:
     async def quarantine(self, error: WeightlaneError) -> None:
         """End requests in flight, and let new ones wait until a version has been committed.
 
+        From vLLM 0.33 on, new ones are answered with status 503, and are to be sent again.
+
         Raises:
             WeightlaneError: The server could not be paused.
         """

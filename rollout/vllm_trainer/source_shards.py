@@ -2,7 +2,7 @@
 
 vLLM's ``ModuleSource`` is never iterated: the shards are views of the module's parameters, or of this rank's slices of them.
 Nothing is gathered, and nothing is copied before the snapshot. Any other source yields tensors in memory of its own. Each rank
-copies the ones that it holds into memory that stays in place: rank 0 all of them, or every rank those of its ``held_names()``.
+copies those that it holds into memory that stays in place: see `SourceStream`.
 """
 
 from __future__ import annotations
@@ -12,12 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
-from vllm.distributed.weight_transfer.base import (
-    ModuleSource,
-    ParamMeta,
-    WeightSource,
-    materialize_full_tensor,
-)
+from vllm.distributed.weight_transfer.base import ModuleSource, ParamMeta, WeightSource
 
 from weightlane.ckpt_engines import ManifestError
 from weightlane.sync import LocalShard, TensorSpec, dtype_name
@@ -25,9 +20,7 @@ from weightlane.sync.torchrun.module_slices import held_slice, live_tensors
 from weightlane.sync.version.tensor_spec import kept_in_float32
 
 from ..vllm_surface import check_attributes
-
-_PART = "weight source"
-_ORDER_HINT = "metadata() and iteration must list the same tensors in the same order."
+from .source_streams import ORDER_HINT, PART, metadata_of, stream_of
 
 
 class SourceShards(Protocol):
@@ -48,8 +41,8 @@ def source_shards(source: WeightSource, rank: int, wire_dtype: torch.dtype | Non
         wire_dtype: Dtype in which floating-point tensors are sent; None sends each in its own.
 
     Raises:
-        ConfigError: A parameter is a partial sum.
-        ManifestError: A tensor has a dtype that cannot be sent.
+        ConfigError: A parameter is a partial sum, or the source yields nothing.
+        ManifestError: A tensor has a dtype that cannot be sent, or was not declared.
     """
     if type(source) is ModuleSource:
         return _ModuleShards(source, rank, wire_dtype)
@@ -62,13 +55,13 @@ class _ModuleShards:
     def __init__(self, source: ModuleSource, rank: int, wire_dtype: torch.dtype | None) -> None:
         check_attributes(source, "_module", "a ModuleSource")
         module: torch.nn.Module = source._module
-        specs = _specs(source.metadata(), wire_dtype)
+        specs = _specs(metadata_of(source), wire_dtype)
         self.shards: list[LocalShard] = []
         device = torch.device("cpu")
         parameters = dict(module.named_parameters())
         live = live_tensors(module, parameters)
         for name, parameter in parameters.items():
-            box, data = held_slice(name, parameter, _PART)
+            box, data = held_slice(name, parameter, PART)
             device = data.device
             if data.numel() and (rank == 0 or isinstance(parameter, DTensor)):
                 self.shards.append(LocalShard(specs[name], box.starts, data, live[name]))
@@ -82,23 +75,20 @@ class _ModuleShards:
 
 
 class _CopiedShards:
-    """Copies of the tensors that a source yields on this rank."""
+    """Copies of the tensors, or slices, that a source yields on this rank."""
 
     def __init__(self, source: WeightSource, rank: int, wire_dtype: torch.dtype | None) -> None:
-        self._source = source
-        metadata = source.metadata()
-        self._declared = [(meta.name, meta.dtype, tuple(meta.shape)) for meta in metadata]
+        metadata = metadata_of(source)
+        self._dtypes = {meta.name: meta.dtype for meta in metadata}
         specs = _specs(metadata, wire_dtype)
-        # vLLM 0.28 has neither names nor groups.
-        held = source.held_names() if hasattr(source, "held_names") else None
-        of_source, usual = (getattr(cls, "iter_groups", None) for cls in (type(source), WeightSource))
-        self._grouped = held is not None or of_source is not usual
-        mine = (specs if rank == 0 else ()) if held is None else held
-        if unknown := [name for name in mine if name not in specs]:
-            raise ManifestError(f"held_names() has {unknown[0]}, and metadata() has not.", part=_PART, hint=_ORDER_HINT)
-        self._copies = {name: torch.empty(specs[name].shape, dtype=specs[name].dtype) for name in mine}
-        shards = [LocalShard.whole(specs[name], copy) for name, copy in self._copies.items()]
-        self.shards = shards or _no_elements(specs, torch.device("cpu"))
+        self._stream = stream_of(source, rank)
+        self._copies = {
+            name: torch.empty(box.shape, dtype=specs[name].dtype) for name, box in self._stream.held.items()
+        }
+        shards = [LocalShard(specs[name], box.starts, self._copies[name]) for name, box in self._stream.held.items()]
+        self.shards = [shard for shard in shards if shard.data.numel() or not shard.spec.numel] or _no_elements(
+            specs, torch.device("cpu")
+        )
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -107,7 +97,7 @@ class _CopiedShards:
         Raises:
             ManifestError: The source yields other tensors than it has declared.
         """
-        yielded = self._yielded()
+        yielded = self._stream.tensors()
         try:
             if self._copies:
                 self._copy(yielded)
@@ -116,37 +106,23 @@ class _CopiedShards:
                 pass  # other ranks gather their tensors with this one
 
     def _copy(self, yielded: Iterator[tuple[str, torch.Tensor | None]]) -> None:
-        declared = self._groups() if self._grouped else iter(self._declared)
+        declared = iter(self._stream.names())
         for name, tensor in yielded:
             expected = next(declared, None)
-            if expected is None or name != expected[0]:
-                wanted = "nothing more" if expected is None else expected[0]
-                raise ManifestError(f"it yields {name}, and {wanted} was declared.", part=_PART, hint=_ORDER_HINT)
+            if name != expected:
+                wanted = expected or "nothing more"
+                raise ManifestError(f"it yields {name}, and {wanted} was declared.", part=PART, hint=ORDER_HINT)
             if (copy := self._copies.get(name)) is None:
                 continue
-            if tensor is None or (tensor.dtype, tuple(tensor.shape)) != expected[1:]:
+            if tensor is None or (tensor.dtype, tensor.shape) != (self._dtypes[name], copy.shape):
                 raise ManifestError(
-                    f"{name} was declared {dtype_name(expected[1])} {list(expected[2])}, and is {_described(tensor)}.",
-                    part=_PART,
+                    f"{name} was declared {dtype_name(self._dtypes[name])} {list(copy.shape)}, and is {_described(tensor)}.",
+                    part=PART,
                     hint="Declare the tensor as it is yielded.",
                 )
             copy.copy_(tensor)
         if (missing := next(declared, None)) is not None:
-            raise ManifestError(f"it ends before {missing[0]}.", part=_PART, hint=_ORDER_HINT)
-
-    def _yielded(self) -> Iterator[tuple[str, torch.Tensor | None]]:
-        if not self._grouped:
-            for name, tensor in self._source:
-                yield name, materialize_full_tensor(tensor)
-            return
-        for names, tensors in self._source.iter_groups():
-            for name, tensor in zip(names, tensors, strict=True):
-                yield name, materialize_full_tensor(tensor)
-
-    def _groups(self) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-        """The declared tensors of the groups that this rank iterates."""
-        declared = {each[0]: each for each in self._declared}
-        return (declared[name] for group in self._source.groups() for name in group)
+            raise ManifestError(f"it ends before {missing}.", part=PART, hint=ORDER_HINT)
 
 
 def _specs(metadata: Sequence[ParamMeta], wire_dtype: torch.dtype | None) -> Mapping[str, TensorSpec]:

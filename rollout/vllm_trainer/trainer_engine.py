@@ -80,6 +80,7 @@ class WeightlaneTrainerWeightTransferEngine(
         publisher: CollectivePublisher,
     ) -> None:
         super().__init__(client=client, source=source, is_sender=is_sender)
+        self.rank = ranks.rank
         self._ranks, self._shards, self._publisher = ranks, shards, publisher
         self._version = 0
 

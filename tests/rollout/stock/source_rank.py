@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from json_program import serve
 from patience import PATIENT
-from sync_clients import WEIGHTS, DictSource, FakeVLLM, module_of
+from sync_clients import FULL_PASS, WEIGHTS, DictSource, FakeVLLM, OwnedTensors, Slices, module_of
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
@@ -18,14 +19,33 @@ from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainer
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.rollout.vllm_trainer import WeightlaneTrainerInitInfo
 
+HELD = [{"layers.0.w", "layers.1.w"}, {"embed.weight", "layers.1.w"}]
+"""Names of what each rank holds."""
+
+
+def sharded() -> torch.nn.Module:
+    module = module_of(WEIGHTS)
+    fully_shard(module)
+    return module
+
 
 class Gathered(DictSource):
     """Yields sharded tensors, of which nothing was declared before."""
 
-    def __iter__(self) -> Iterator[tuple[str, Any]]:
-        module = module_of(WEIGHTS)
-        fully_shard(module)
-        return iter(module.named_parameters())
+
+setattr(Gathered, FULL_PASS, lambda _: iter(sharded().named_parameters()))
+
+
+class Broken(DictSource):
+    """Raises in the middle of a pass."""
+
+
+def _broken(_: object) -> Iterator[tuple[str, Any]]:
+    yield "embed.weight", WEIGHTS["embed.weight"]
+    raise ValueError("rank 1 has no such expert")
+
+
+setattr(Broken, FULL_PASS, _broken)
 
 
 class Rank:
@@ -38,14 +58,14 @@ class Rank:
 
     def publish(self, kind: str) -> bool:
         """Whether the version of a source is served, and nothing was gathered for it unless the source does."""
-        held = {"embed.weight", "layers.1.w"} if self._rank else {"layers.0.w", "layers.1.w"}
-        source: Any = DictSource(WEIGHTS, held)
-        if kind == "sharded module":
-            module = module_of(WEIGHTS)
-            fully_shard(module)
-            source = ModuleSource(module)
-        elif kind == "gathered":
-            source = Gathered(WEIGHTS)
+        make: dict[str, Callable[[], Any]] = {
+            "sharded module": lambda: ModuleSource(sharded()),
+            "held names": lambda: DictSource(WEIGHTS, HELD, self._rank),
+            "owned tensors": lambda: OwnedTensors(WEIGHTS, HELD, self._rank),
+            "slices": lambda: Slices(WEIGHTS, rank=self._rank),
+            "gathered": lambda: Gathered(WEIGHTS),
+        }
+        source = make[kind]()
         full_tensor, gathered = DTensor.full_tensor, []
         DTensor.full_tensor = lambda tensor, **more: gathered.append(tensor) or full_tensor(tensor, **more)
         try:
@@ -55,10 +75,7 @@ class Rank:
 
     def failing(self) -> str:
         """The error of a source that raises on rank 1 only."""
-        source = DictSource(WEIGHTS, {"embed.weight"} if self._rank else {"layers.0.w", "layers.1.w"})
-        if self._rank:
-            source.tensors = {}
-            source.groups = lambda: (_ for _ in ()).throw(ValueError("rank 1 has no such expert"))
+        source = (Broken if self._rank else DictSource)(WEIGHTS, HELD, self._rank)
         try:
             self._served(source)
         except WeightlaneError as error:

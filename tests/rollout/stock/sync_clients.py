@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,6 +14,8 @@ from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
 from weightlane.rollout.commit.transfer_calls import RANKS, replica_scope
 from weightlane.sync import Expectation, ExpectedTensor, Subscriber
 
+NEW = hasattr(WeightSource, "iter_full")
+"""Whether this vLLM's sources have the interface of vLLM 0.33, and not that of 0.28 to 0.32."""
 WEIGHTS = {"embed.weight": torch.arange(10.0).view(5, 2), "layers.0.w": torch.ones(3), "layers.1.w": torch.zeros(1, 2)}
 
 
@@ -23,25 +27,90 @@ def module_of(tensors: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     return module
 
 
-class DictSource(WeightSource):  # type: ignore[misc]  # vLLM is untyped here
-    """Yields fresh copies of `tensors`. `held` are the names that this rank has; with None, it has all."""
+class _Tensors:
+    """Fresh copies of `tensors`. `held` are the names that each rank holds; with None, every rank has all."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], held: set[str] | None = None) -> None:
-        self.tensors, self._held = dict(tensors), held
-        self.declared = [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()]
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], held: Sequence[set[str]] | None = None, rank: int = 0
+    ) -> None:
+        self.tensors, self._held, self.rank = dict(tensors), held, rank
+        self.shapes = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+
+
+_of_vllm: Any = object if NEW else WeightSource
+
+
+class GroupedTensors(_Tensors, _of_vllm):  # type: ignore[misc]  # vLLM is untyped here
+    """A source for vLLM 0.28 to 0.32."""
 
     def metadata(self) -> list[ParamMeta]:
-        return self.declared
+        return [ParamMeta(name, *shape) for name, shape in self.shapes.items()]
 
     def held_names(self) -> set[str] | None:
-        return self._held
+        return None if self._held is None else self._held[self.rank]
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
-        if self._held is None:
+        held = self.held_names()
+        if held is None:
             yield from ((name, tensor.clone()) for name, tensor in self.tensors.items())
             return
         for group in self.groups():
-            yield from ((name, self.tensors[name].clone() if name in self._held else None) for name in group)
+            yield from ((name, self.tensors[name].clone() if name in held else None) for name in group)
+
+
+_of_vllm = WeightSource if NEW else object
+
+
+class OwnedTensors(_Tensors, _of_vllm):  # type: ignore[misc]
+    """A source for vLLM 0.33."""
+
+    @cached_property
+    def metadata(self) -> list[Any]:
+        return [
+            SimpleNamespace(name=name, dtype=dtype, shape=shape, **self.owned(name))
+            for name, (dtype, shape) in self.shapes.items()
+        ]
+
+    def owned(self, name: str) -> dict[str, Any]:
+        held = self._held
+        owners = None if held is None else tuple(rank for rank, names in enumerate(held) if name in names)
+        return {"owners": owners, "mesh_shape": None, "placements": None}
+
+    def owned_names(self, rank: int) -> list[str]:
+        return [meta.name for meta in self.metadata if meta.owners is None or rank in meta.owners]
+
+    def implements_iter_full(self) -> bool:
+        return True
+
+    def implements_iter_local(self) -> bool:
+        return False
+
+    def iter_full(self) -> Iterator[tuple[str, Any]]:
+        yield from ((name, self.tensors[name].clone()) for name in self.owned_names(self.rank))
+
+
+class Slices(OwnedTensors):
+    """Slices of every tensor's first dimension, of which the last rank has nothing where there is only one row."""
+
+    def owned(self, name: str) -> dict[str, Any]:
+        del name
+        return {"owners": (1, 0), "mesh_shape": (1, 2), "placements": (SimpleNamespace(), SimpleNamespace(dim=0))}
+
+    def implements_iter_full(self) -> bool:
+        return False
+
+    def implements_iter_local(self) -> bool:
+        return True
+
+    def iter_local(self) -> Iterator[tuple[str, Any]]:
+        for name, tensor in self.tensors.items():
+            yield name, [*torch.chunk(tensor.clone(), 2), tensor[:0]][1 - self.rank]
+
+
+DictSource: Any = OwnedTensors if NEW else GroupedTensors
+"""The source for this vLLM."""
+FULL_PASS = "iter_full" if NEW else "__iter__"
+"""The method of `DictSource` that yields full tensors."""
 
 
 class FakeVLLM:

@@ -152,10 +152,12 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         assert (await flying)["finish_reason"] == "abort"
         waiting = asyncio.create_task(greedy())
         await asyncio.sleep(0.2)
-        assert not waiting.done()
+        if refused := waiting.done():  # vLLM 0.33 keeps no request waiting
+            with pytest.raises(AssertionError, match=r"Please retry after it resumes.*503"):
+                await waiting
         await trainer.sync(first)
         assert replica.serving
-        assert await waiting == greedy_tokens(first, PROMPT, 16)
+        assert await (greedy() if refused else waiting) == greedy_tokens(first, PROMPT, 16)
         trainer.close()
         other.close()
 

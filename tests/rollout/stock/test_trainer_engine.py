@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -111,7 +113,7 @@ def test_a_version_that_is_not_waited_for_is_that_of_the_call_and_its_error_is_r
 def test_a_source_that_fails_in_the_middle_sends_nothing(
     fakes: list[FakeVLLM], source: DictSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from sync_clients import WEIGHTS
+    from sync_clients import FULL_PASS, WEIGHTS
 
     engine = connected(fakes[0], source)
     engine.send_weights()
@@ -132,7 +134,7 @@ def test_a_source_that_fails_in_the_middle_sends_nothing(
                     raise tensor
                 yield name, tensor
 
-        monkeypatch.setattr(type(source), "__iter__", broken)
+        monkeypatch.setattr(type(source), FULL_PASS, broken)
         with pytest.raises(WeightlaneError, match=error):
             engine.send_weights()
         monkeypatch.undo()
@@ -175,14 +177,17 @@ def test_a_client_that_fails_leaves_every_vllm_with_the_version_before(
 
 
 def test_what_does_not_fit_is_refused_when_the_engine_is_made(fakes: list[FakeVLLM], source: DictSource) -> None:
-    from sync_clients import WEIGHTS, DictSource
+    from sync_clients import WEIGHTS, DictSource, Slices
     from vllm.distributed.weight_transfer import RayVLLMWeightSyncClient
 
     from weightlane.rollout.vllm_trainer.client_replica import replicas_behind
 
     assert [each.name for each in replicas_behind(RayVLLMWeightSyncClient(["a", "b"]))] == ["vllm-0", "vllm-1"]
     unknown = DictSource({**WEIGHTS, "layers.2.w": torch.ones(1)})
-    bad_held = DictSource(WEIGHTS, held={"nobody.w"})
+    bad_held = DictSource(WEIGHTS, held=[{"nobody.w"}])
+    bad_held.owned_names = lambda _: ["nobody.w"]
+    silent = Slices(WEIGHTS)
+    silent.implements_iter_local = lambda: False
     fakes[1].fails["init"] = ConnectionError("nobody listens")
     for client, given, more, kind, error in (
         (fakes[0], None, {}, ConfigError, "there is no source"),
@@ -192,17 +197,36 @@ def test_what_does_not_fit_is_refused_when_the_engine_is_made(fakes: list[FakeVL
         (fakes[0], source, {"engine": "pigeon"}, WeightlaneError, "pigeon"),
         (fakes[0], unknown, {}, ManifestError, "unexpected layers.2.w"),
         (fakes[0], bad_held, {}, ManifestError, "nobody.w"),
+        (fakes[0], silent, {}, ConfigError, "neither iter_full nor iter_local"),
         (fakes[1], source, {}, WorkerDiedError, "nobody listens"),
     ):
         with pytest.raises(kind, match=error):
             connected(client, given, **more)
 
 
+def test_the_slices_of_a_mesh_are_those_of_torch_chunk() -> None:
+    from weightlane.rollout.vllm_trainer.source_streams import slice_of
+
+    def split(tensor: torch.Tensor, parts: int, dim: int | None, place: int) -> torch.Tensor:
+        if dim is None:
+            return tensor
+        found = torch.chunk(tensor, parts, dim)
+        return found[place] if place < len(found) else tensor.narrow(dim, 0, 0)
+
+    tensor, owners = torch.arange(7 * 5).view(7, 5), (4, 2, 9, 0, 1, 3)
+    for dims in itertools.product((None, 0, 1), repeat=2):
+        placements = [SimpleNamespace() if dim is None else SimpleNamespace(dim=dim) for dim in dims]
+        meta = SimpleNamespace(shape=(7, 5), owners=owners, mesh_shape=(3, 2), placements=placements)
+        for place, rank in enumerate(owners):
+            expected = split(split(tensor, 3, dims[0], place // 2), 2, dims[1], place % 2)
+            assert torch.equal(tensor[slice_of(meta, rank).index], expected), (dims, rank)
+
+
 def test_ranks_that_hold_parts_publish_them_and_gather_nothing() -> None:
     port = free_port()
     ranks = [Program(Path(__file__).with_name("source_rank.py"), str(rank), str(port)) for rank in range(2)]
     try:
-        for kind in ("sharded module", "held names", "gathered"):
+        for kind in ("sharded module", "held names", "owned tensors", "slices", "gathered"):
             assert all(call_all(ranks, "publish", kind)), kind
         assert call_all(ranks, "failing") == ["unexpected ValueError: rank 1 has no such expert"] * 2
     finally:
