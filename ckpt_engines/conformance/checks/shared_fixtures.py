@@ -13,12 +13,15 @@ class KnownLimits:
     """A suite of which some checks may be declared to fail."""
 
     expected_failures: ClassVar[Mapping[str, str]] = {}
-    """Names of checks that the engine cannot pass, each with the reason. The suite fails if one of them passes."""
+    """Names of checks that the engine cannot pass, or of one case, ``test_name[case]``, each with the reason.
+
+    The suite fails if one of them passes.
+    """
 
     @pytest.fixture(autouse=True)
     def _known_limit(self, request: pytest.FixtureRequest) -> None:
         name = getattr(request.node, "originalname", None) or request.node.name
-        if reason := self.expected_failures.get(name):
+        if reason := self.expected_failures.get(name) or self.expected_failures.get(request.node.name):
             request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
 
