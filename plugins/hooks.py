@@ -71,12 +71,13 @@ class RunHooks:
 
     @hookspec
     def training_step(self, step: int, facts: Facts) -> None:
-        """All trainer ranks took optimizer step `step`. Called by the driver.
+        """All trainer ranks were trained on the batch of step `step`. Called by the driver.
 
         Facts: ``seconds`` (forward, backward, fence and optimizer on the slowest rank), ``fence_s`` (the part that waited for a
         snapshot), ``waited_for_rollouts_s`` (before the step), ``reward`` (mean of the batch), ``staleness_mean`` and
-        ``staleness_max`` (versions), ``grad_norm``, ``tokens`` (of the batch), and the metrics of the loss. ``rollout_blocked_s``
-        is the longest time that a replica generated nothing, over the versions committed since the previous step.
+        ``staleness_max`` (versions), ``grad_norm``, ``optimizer_steps`` (so far), ``tokens`` (of the batch), and the metrics of
+        the loss. ``rollout_blocked_s`` is the longest time that a replica generated nothing, over the versions committed since
+        the previous step.
 
         Since the start of the run: ``tokens_per_s`` (generated), ``dropped_groups``, ``failed_items``, ``length_ratio`` (mean
         length of trained completions over that of drawn ones), ``overlap_share``.

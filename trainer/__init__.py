@@ -12,13 +12,14 @@ Importing this package needs neither transformers nor Ray. The objective by itse
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import AlgorithmConfig, DataConfig, LoraConfig, RewardConfig, TrainerConfig
-from .data.batch import LossDenominators, TokenBatch
+from .config import DataConfig, LoraConfig, RewardConfig, TrainerConfig
+from .data.batch import LossDenominators, MiniBatch, TokenBatch
 from .data.sequences import IGNORED, MicroBatch, TokenSequence
 from .engines.contract import TrainingEngine
 from .engines.optimizer_settings import AdamParams
 from .engines.registry import training_engine_class
 from .objectives.advantages import gae, group_advantages, whiten
+from .objectives.config import AlgorithmConfig
 from .objectives.dpo import dpo
 from .objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 from .objectives.named import Objective
@@ -59,6 +60,7 @@ __all__ = [
     "LossOutput",
     "LossTerm",
     "MicroBatch",
+    "MiniBatch",
     "ModelOutputs",
     "Objective",
     "RayRanks",

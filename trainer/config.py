@@ -1,4 +1,4 @@
-"""Configuration of the training side: engine, algorithm, data and reward.
+"""Configuration of the training side: engine, data and reward.
 
 Every field carries the description that ``weightlane config`` prints beside its value.
 """
@@ -12,9 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Head = Literal["tokens", "value"]
 """A model's last layer: see ``TrainerConfig.head``."""
-
-KlEstimator = Literal["k1", "k2", "k3"]
-"""Estimators of a KL divergence from samples; see `weightlane.trainer.objectives.reference_kl`."""
 
 
 class Section(BaseModel):
@@ -225,121 +222,6 @@ class TrainerConfig(Section):
     def publishes_adapter(self) -> bool:
         """Whether versions are the tensors of an adapter instead of weights."""
         return self.lora is not None and self.lora.publish == "adapter"
-
-
-class AlgorithmConfig(Section):
-    """The policy-gradient objective and how completions are sampled for it."""
-
-    objective: str = Field(
-        default="dual_clip",
-        min_length=1,
-        description="The loss: dual_clip, grpo, ppo, gspo, cispo, or 'module:function' for one of your own; the module is looked"
-        " for beside the configuration file, then in the working directory, then among installed packages.",
-    )
-    group_size: int = Field(
-        default=8, ge=2, description="Completions sampled per prompt; their rewards are compared to each other."
-    )
-    prompts_per_step: int = Field(default=32, ge=1, description="Prompts (groups) in one optimizer step.")
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The clipped ratio is at least 1 - clip_low.")
-    clip_high: float = Field(
-        default=0.28, gt=0, description="The clipped ratio is at most 1 + clip_high (DAPO's clip-higher)."
-    )
-    ratio_cap: float = Field(
-        default=2.0,
-        gt=1,
-        description="The second clip of a dual-clip surrogate: the ratio counts as at most this where the first clip does not"
-        " bound it, on tokens with negative advantage that the rollout found unlikely; their gradient is 0 beyond it."
-        " At least 1 + clip_high.",
-    )
-    proximal: Literal["rollout", "trainer"] = Field(
-        default="rollout",
-        description="The policy that the clips of grpo, ppo and gspo are around: the one that sampled a token, or the trainer's"
-        " at the start of a step, with a truncated importance weight between the two.",
-    )
-    importance_cap: float = Field(default=2.0, gt=0, description="That weight is at most this. It has no gradient.")
-    importance_level: Literal["token", "sequence"] = Field(
-        default="token", description="Whether each token has such a weight, or each completion the product of them."
-    )
-    kl_coefficient: float = Field(
-        default=0.0,
-        ge=0,
-        description="Weight of the KL divergence from a reference policy in the loss, whichever it is, but for ppo, which has it"
-        " as a penalty in the rewards; 0 for none.",
-    )
-    kl_estimator: KlEstimator = Field(
-        default="k2",
-        description="How that divergence is estimated from samples. On average, the gradient of k2 is that of the reverse KL,"
-        " KL(policy || reference); k3, GRPO's, has that of the forward KL; k1 has none, and only adds noise. ppo's penalty is k1,"
-        " whose gradient in rewards is the right one.",
-    )
-    entropy_coefficient: float = Field(
-        default=0.0, ge=0, description="Weight of an entropy bonus in the loss, whichever it is; 0 for none."
-    )
-    value_clip: float | None = Field(
-        default=None,
-        gt=0,
-        description="In a critic's loss (weightlane.trainer.value_loss), how far a value can move from the one before the first"
-        " step on a batch and still lower its error; not set for no such clip. weightlane train takes one step on a batch, where"
-        " it changes nothing.",
-    )
-    gamma: float = Field(default=1.0, ge=0, le=1, description="ppo: discount of rewards, by token.")
-    gae_lambda: float = Field(
-        default=0.95,
-        ge=0,
-        le=1,
-        description="ppo: lambda of generalised advantage estimation; 0 trusts the critic, 1 the rewards.",
-    )
-    normalize_std: bool = Field(
-        default=True,
-        description="Divide a group's centred rewards by their standard deviation; false is Dr. GRPO's variant.",
-    )
-    temperature: float = Field(
-        default=1.0, ge=0.01, le=2, description="Sampling temperature; the trainer scales its logits the same way."
-    )
-    max_new_tokens: int = Field(default=256, ge=1, description="Longest completion, in tokens.")
-    compute_zero_advantage: bool = Field(
-        default=False,
-        description="Run completions through the model whose advantage is 0, as in a group with equal rewards: their gradient is"
-        " 0, and only metrics such as the entropy change. They count in the mean over tokens either way, and are always run where"
-        " a KL term or an entropy bonus gives them a gradient.",
-    )
-
-    @property
-    def leaves_out_zero_advantages(self) -> bool:
-        """Whether completions with advantage 0 have no gradient and need not be computed."""
-        has_gradient = self.kl_coefficient or self.entropy_coefficient or self.objective == "ppo"
-        return not (self.compute_zero_advantage or has_gradient)
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a batch needs the log-probabilities of a reference policy."""
-        return self.kl_coefficient > 0
-
-    @model_validator(mode="after")
-    def _cap_lies_above_the_clip(self) -> Self:
-        if self.ratio_cap < 1.0 + self.clip_high:
-            raise ValueError(f"ratio_cap ({self.ratio_cap}) must be at least 1 + clip_high ({1.0 + self.clip_high})")
-        return self
-
-
-class CriticConfig(Section):
-    """The critic that ppo trains beside the policy, on the same ranks and with the same engine settings."""
-
-    path: str = Field(
-        default="",
-        description="Hugging Face directory, or name on the hub, that the critic begins with: a critic or a policy with the"
-        " policy's tokenizer; empty: model.path. A policy gets a head of zeros.",
-    )
-    learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False, description="AdamW's, on the trainer's schedule.")
-
-
-class ReferenceConfig(Section):
-    """The policy from which the trained one shall not go far, where algorithm.kl_coefficient is above 0; it is not trained."""
-
-    path: str = Field(
-        default="",
-        description="Hugging Face directory of it, or its name on the hub, with the policy's tokenizer; empty: model.path.",
-    )
 
 
 class TextDataConfig(Section):

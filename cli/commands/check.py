@@ -34,7 +34,11 @@ def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> 
     if command == "tinker":
         return _served(path, overrides)
     ready = prepare(path, overrides, resume=resume)
-    return _cluster(ready.config, ready.model)
+    algorithm = ready.config.algorithm
+    return _cluster(ready.config, ready.model) | {
+        "training": f"{ready.config.loop.steps} batches of {algorithm.prompts_per_step} x {algorithm.group_size} completions,"
+        f" {algorithm.updates_per_batch} optimizer steps each"
+    }
 
 
 def _served(path: Path, overrides: Sequence[str]) -> dict[str, str]:

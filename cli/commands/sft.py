@@ -12,7 +12,6 @@ from weightlane.plugins import RunHooks
 from weightlane.plugins.prometheus import LOOPBACK
 from weightlane.trainer.algorithms.composition import check_roles
 from weightlane.trainer.algorithms.roles import POLICY
-from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.sft_examples import Example, Examples, load_examples
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
@@ -22,6 +21,7 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, 
 from weightlane.trainer.engines.lora.sites import DEFAULT
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class
 from weightlane.trainer.loop.protocols import LoopState
+from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.runner.file_observers import FailuresFile, MetricsFile
 from weightlane.trainer.runner.jobs import Export, Save, SaveAdapter
 from weightlane.trainer.runner.run_dir import RunDir

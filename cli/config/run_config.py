@@ -16,16 +16,9 @@ from weightlane.plugins.trackers import TRACKERS
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.sync.plan.links import check_relay
-from weightlane.trainer.config import (
-    AlgorithmConfig,
-    CriticConfig,
-    DataConfig,
-    ReferenceConfig,
-    RewardConfig,
-    Section,
-    TrainerConfig,
-)
+from weightlane.trainer.config import DataConfig, RewardConfig, Section, TrainerConfig
 from weightlane.trainer.loop.config import LoopConfig
+from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 
 from ..extras import how_to_install
 from .validation import read_config

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout.config import AdapterConfig
-from weightlane.trainer.config import AlgorithmConfig, LoraConfig
+from weightlane.trainer.config import LoraConfig
+from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.service.config import ServiceConfig
 
 from .run_config import ClusterConfig, check_sections, refuse_for_adapters, with_store_in_run_dir

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..config import AlgorithmConfig, CriticConfig, TrainerConfig
+from ..config import TrainerConfig
 from ..dispatch.dispatch import WorkerDispatch
 from ..dispatch.role_spec import RoleSpec
+from ..objectives.config import AlgorithmConfig, CriticConfig
 from ..objectives.loss import Loss
 from ..objectives.named import Objective
 from ..objectives.value import value_loss
@@ -98,4 +99,4 @@ def policy_objective(algorithm: AlgorithmConfig) -> AlgorithmConfig:
 
 def algorithm_over(dispatch: WorkerDispatch, algorithm: AlgorithmConfig) -> PolicyGradient:
     """The algorithm that `algorithm` names, over the roles of `role_specs`."""
-    return Ppo(dispatch, algorithm) if CRITIC in role_names(algorithm) else PolicyGradient(dispatch)
+    return Ppo(dispatch, algorithm) if CRITIC in role_names(algorithm) else PolicyGradient(dispatch, algorithm)

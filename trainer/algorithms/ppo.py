@@ -1,4 +1,4 @@
-"""PPO: the critic's values give every token an advantage, and policy and critic are trained on the same batch."""
+"""PPO: the critic's values give every token an advantage, and policy and critic are trained on the same batches."""
 
 from __future__ import annotations
 
@@ -12,27 +12,29 @@ import torch
 
 from weightlane.ckpt_engines import GradientError
 
-from ..config import AlgorithmConfig
-from ..data.batch import LossDenominators, TokenBatch
+from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.sequences import IGNORED, TokenSequence
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.advantages import gae, whiten
+from ..objectives.config import AlgorithmConfig
 from ..objectives.loss import OutputName
 from ..objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from ..objectives.reference_kl import kl_estimate, kl_penalised_rewards
 from ..objectives.value import OLD_VALUES, RETURNS, explained_variance
 from .policy_gradient import PolicyGradient
 from .roles import CRITIC, OBJECTIVE, REFERENCE
-from .step import take_step, with_reference
+from .step import take_step
 
 _MOST_SKIPS = 10
-"""Consecutive batches with a critic gradient that is not finite after which `Ppo.train_step` raises `GradientError`."""
+"""Consecutive updates with a critic gradient that is not finite after which `Ppo.train_step` raises `GradientError`."""
+_CRITIC = f"{CRITIC}/"
+"""Prefix of the names of the critic's metrics."""
 _VALUES: tuple[OutputName, ...] = ("values",)
 
 
 class Ppo(PolicyGradient):
-    """PPO (arXiv 1707.06347) with generalised advantage estimation; one optimizer step of both models per batch.
+    """PPO (arXiv 1707.06347) with generalised advantage estimation; both models take the same optimizer steps on a batch.
 
     The reward of a completion is given at its last token. With a `REFERENCE`, the KL penalty of every token is part of the
     rewards, not of the loss. Advantages are scaled to mean 0 and standard deviation 1 over the batch. A completion that was cut
@@ -40,44 +42,49 @@ class Ppo(PolicyGradient):
 
     Args:
         dispatch: Has the roles `POLICY` and `CRITIC`, each with the loss `OBJECTIVE`, and maybe `REFERENCE`.
-        config: Discount, lambda, and the KL penalty's coefficient.
+        config: Discount, lambda, the KL penalty's coefficient, and how often a batch is trained on.
     """
 
     def __init__(self, dispatch: WorkerDispatch, config: AlgorithmConfig) -> None:
-        super().__init__(dispatch)
-        self._critic, self._config = dispatch[CRITIC], config
+        super().__init__(dispatch, config)
+        self._critic = dispatch[CRITIC]
         self._critic_skips = 0
 
-    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
+    async def train_step(self, batch: TokenBatch, mini_batches: Sequence[MiniBatch] = ()) -> StepResult:
         """See `PolicyGradient.train_step`. The critic's metrics, with ``explained_variance``, are named ``critic/...``.
 
         The critic takes its step even if the policy's gradient is not finite. Raises `GradientError` if the critic's own
-        gradient was not finite on `_MOST_SKIPS` consecutive batches.
+        gradient was not finite in `_MOST_SKIPS` consecutive updates.
         """
+        result = await super().train_step(batch, mini_batches)
+        critic = {
+            name.removeprefix(_CRITIC): value for name, value in result.metrics.items() if name.startswith(_CRITIC)
+        }
+        if not math.isfinite(explained := explained_variance(critic)):  # all returns are equal
+            return result
+        return replace(result, metrics={**result.metrics, f"{_CRITIC}explained_variance": explained})
+
+    async def _judged(self, batch: TokenBatch) -> TokenBatch:
         valuing = self._critic.forward(batch, _VALUES)
-        if REFERENCE in self._dispatch:
-            batch = await with_reference(batch, self._dispatch[REFERENCE])
-        values = [outputs["values"] for outputs in await valuing]
-        judged = with_advantages(batch, values, self._config)
+        batch = await super()._judged(batch)
+        return with_advantages(batch, [outputs["values"] for outputs in await valuing], self._config)
+
+    async def _update(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
         policy, critic = await asyncio.gather(
-            take_step(self._policy, judged, OBJECTIVE, denominators),
-            take_step(self._critic, judged, OBJECTIVE, denominators),
+            super()._update(batch, denominators), take_step(self._critic, batch, OBJECTIVE, denominators)
         )
-        metrics = {f"critic/{name}": value for name, value in critic.metrics.items()}
+        metrics = {f"{_CRITIC}{name}": value for name, value in critic.metrics.items()}
         if REFERENCE in self._dispatch:
-            metrics["reference_kl"] = _reference_kl(judged)
-        metrics |= {"critic/grad_norm": critic.grad_norm, "critic/skipped": float(bool(critic.skipped))}
+            metrics["reference_kl"] = _reference_kl(batch)
+        metrics |= {f"{_CRITIC}grad_norm": critic.grad_norm, f"{_CRITIC}skipped": float(bool(critic.skipped))}
         self._critic_skips = self._critic_skips + 1 if critic.skipped else 0
         if self._critic_skips >= _MOST_SKIPS:
             raise GradientError(
-                f"the critic took no step on {_MOST_SKIPS} batches in a row: {critic.skipped}",
+                f"the critic took no step in {_MOST_SKIPS} updates in a row: {critic.skipped}",
                 part="ppo",
                 hint="Lower critic.learning_rate, or begin with another critic.",
             )
-        if math.isfinite(explained := explained_variance(critic.metrics)):  # not finite if all returns are equal
-            metrics["critic/explained_variance"] = explained
-        seconds = policy.seconds + critic.seconds
-        return replace(policy, metrics={**policy.metrics, **metrics}, seconds=seconds)
+        return replace(policy, metrics={**policy.metrics, **metrics}, seconds=policy.seconds + critic.seconds)
 
     async def save(self, directory: Path) -> None:
         """See `PolicyGradient.save`. The critic's state is saved next to the policy's."""

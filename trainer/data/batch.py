@@ -1,10 +1,11 @@
-"""`TokenBatch`: the sequences of a call, checked; and `LossDenominators`, by which the losses of a mini-batch are divided."""
+"""`TokenBatch`: the sequences of a call, checked; `MiniBatch`, the part of a batch for one step; and `LossDenominators` of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Self
 
 import torch
@@ -39,6 +40,14 @@ class LossDenominators:
     def of_sequences(cls, sequences: Sequence[TokenSequence]) -> Self:
         """Count a mini-batch of these sequences."""
         return cls(float(sum(sequence.target_tokens for sequence in sequences)), float(len(sequences)))
+
+
+@dataclass(frozen=True, slots=True)
+class MiniBatch:
+    """The part of a batch for one optimizer step: the next `sequences` of it."""
+
+    sequences: int
+    denominators: LossDenominators
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,6 +121,25 @@ class TokenBatch:
                 for sequence, each in zip(self.sequences, values, strict=True)
             ),
         )
+
+    def split(self, mini_batches: Sequence[MiniBatch]) -> list[tuple[TokenBatch, LossDenominators]]:
+        """Return the mini-batches as batches of their own, with their denominators; without any, all of this batch is one.
+
+        Raises `ProtocolError` unless they have as many sequences as the batch.
+        """
+        if not mini_batches:
+            return [(self, LossDenominators.of(self))]
+        if (counted := sum(part.sequences for part in mini_batches)) != len(self):
+            raise ProtocolError(
+                f"the mini-batches have {counted} sequences, and the batch has {len(self)}.",
+                part=_PART,
+                hint="Every sequence of a batch is in one of its mini-batches.",
+            )
+        stops = accumulate(part.sequences for part in mini_batches)
+        return [
+            (replace(self, sequences=self.sequences[stop - part.sequences : stop]), part.denominators)
+            for stop, part in zip(stops, mini_batches, strict=True)
+        ]
 
     def check_vocabulary(self, size: int) -> None:
         """Raise `ProtocolError` for the first token or target that a model of `size` tokens doesn't have."""

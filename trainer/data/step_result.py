@@ -1,4 +1,4 @@
-"""`StepResult`: the result of one optimizer step, for every caller from the rank to the loop."""
+"""`StepResult`: the result of one optimizer step, or of all those on one batch, for every caller from the rank to the loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class StepResult:
     """The result of one optimizer step; times are those of the slowest rank."""
 
     step: int
-    """Optimizer steps taken so far; in a run, also the trainer's weight version."""
+    """Optimizer steps taken so far."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the loss, if the step includes its passes (`take_step`); empty for a step by itself."""
     grad_norm: float = 0.0
@@ -23,8 +23,31 @@ class StepResult:
     """Reason why no parameter was changed and `step` is unchanged; empty when all went well."""
 
     @classmethod
+    def of_batch(cls, updates: Sequence[StepResult]) -> StepResult:
+        """Combine the optimizer steps taken on one batch: metrics are means over those that changed parameters.
+
+        ``tokens`` are summed. If some steps were skipped, ``skipped_updates`` counts them; the result is skipped if all were.
+        """
+        if len(updates) == 1:
+            return updates[0]
+        taken = [each for each in updates if not each.skipped]
+        kept = taken or updates
+        names = dict.fromkeys(name for each in kept for name in each.metrics)
+        metrics = {name: _mean([each.metrics[name] for each in kept if name in each.metrics]) for name in names}
+        metrics["tokens"] = sum(each.metrics.get("tokens", 0.0) for each in kept)
+        if skipped := len(updates) - len(taken):
+            metrics["skipped_updates"] = float(skipped)
+        fence_s, seconds = sum(each.fence_s for each in updates), sum(each.seconds for each in updates)
+        grad_norm, reason = _mean([each.grad_norm for each in kept]), "" if taken else updates[-1].skipped
+        return cls(updates[-1].step, metrics, grad_norm, fence_s, seconds, reason)
+
+    @classmethod
     def slowest(cls, results: Sequence[StepResult]) -> StepResult:
         """Combine the results of a step's ranks, with the longest times."""
         first = results[0]
         fence_s, seconds = max(each.fence_s for each in results), max(each.seconds for each in results)
         return cls(first.step, first.metrics, first.grad_norm, fence_s, seconds, first.skipped)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -17,9 +17,9 @@ from typing import Any
 from weightlane.ckpt_engines import GradientError, WorkerDiedError
 from weightlane.sync import SyncReport
 
-from ..config import AlgorithmConfig
 from ..data.step_result import StepResult
 from ..data.tasks import Task, TaskStream
+from ..objectives.config import AlgorithmConfig
 from .config import LoopConfig
 from .failures import STEP, Failures
 from .fleet import Fleet
@@ -182,9 +182,9 @@ class AsyncLoop:
                 waited = time.perf_counter() - waited
             masks = self._config.late_groups == "mask"
             oldest = self._step - self._config.max_staleness if masks else None
-            batch, denominators = to_batch(groups, self._algorithm, oldest)
+            batch, mini_batches = to_batch(groups, self._algorithm, oldest)
             with self._clock.busy(TRAINING):
-                report = await self._parts.trainers.train_step(batch, denominators)
+                report = await self._parts.trainers.train_step(batch, mini_batches)
             if report.skipped:
                 error = GradientError(report.skipped, part="trainer")
                 self._failures.failed(STEP, error, step=self._step + 1, tasks=[group.task.prompt for group in groups])
@@ -194,7 +194,7 @@ class AsyncLoop:
             for group in groups:
                 self._trained.add(group, -1 if oldest is None else oldest)
             self._report_step(groups, report, waited)
-            self._step = report.step
+            self._step += 1
             self._feeder.trained(groups)
             if self._is_due(self._config.evaluate_every):
                 self._begin_evaluation()
@@ -276,6 +276,7 @@ class AsyncLoop:
             "staleness_mean": mean_staleness,
             "staleness_max": max_staleness,
             "grad_norm": report.grad_norm,
+            "optimizer_steps": report.step,
             "fence_s": report.fence_s,
             "waited_for_rollouts_s": waited_s,
             "tokens": sum(group.tokens for group in groups),
@@ -289,7 +290,7 @@ class AsyncLoop:
             **({"synchronous_update_s": median_s} if (median_s := self._summary.synchronous_update_s) else {}),
             **report.metrics,
         }
-        self._parts.hooks.training_step(step=report.step, facts=facts)
+        self._parts.hooks.training_step(step=self._step + 1, facts=facts)
         samples = [
             {"prompt": group.task.prompt, "completion": text, "reward": reward, "versions": sorted(set(done.versions))}
             for group in groups
@@ -299,7 +300,7 @@ class AsyncLoop:
             # Spread over the batch, so that not all are of one prompt.
             apart = max(1, len(samples) // self._config.samples_per_step)
             some = samples[::apart][: self._config.samples_per_step]
-            self._parts.hooks.samples_trained(step=report.step, facts={"samples": some})
+            self._parts.hooks.samples_trained(step=self._step + 1, facts={"samples": some})
 
     async def _on_commit(self, report: SyncReport) -> None:
         self._fleet.committed(report)

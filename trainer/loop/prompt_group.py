@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..config import AlgorithmConfig
-from ..data.batch import LossDenominators, TokenBatch
+from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 from ..data.tasks import Task
 from ..objectives.advantages import group_advantages
+from ..objectives.config import AlgorithmConfig
 from ..objectives.policy_values import ADVANTAGES, REWARD, ROLLOUT_LOGPROBS
 from .protocols import Completion
 
@@ -43,14 +43,23 @@ class PromptGroup:
 
 def to_batch(
     groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None
-) -> tuple[TokenBatch, LossDenominators]:
-    """Return the groups as one training batch, with advantages computed within each group, and the denominators of its loss.
+) -> tuple[TokenBatch, list[MiniBatch]]:
+    """Return the groups as one training batch, with advantages computed within each group, and its mini-batches.
 
     Sequences with advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They
     count in the denominators.
 
     Each group has two completions or more. Tokens of versions older than `oldest` are not targets.
     """
+    size = algorithm.mini_batch_prompts or len(groups)
+    parts = [_mini_batch(groups[start : start + size], algorithm, oldest) for start in range(0, len(groups), size)]
+    sequences = tuple(sequence for kept, _ in parts for sequence in kept)
+    return TokenBatch(sequences), [MiniBatch(len(kept), denominators) for kept, denominators in parts]
+
+
+def _mini_batch(
+    groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None
+) -> tuple[list[TokenSequence], LossDenominators]:
     judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
     if not judged:  # every token is too old, but a batch needs a sequence
         _, sequence = next(_sequences(groups[0], algorithm, None))
@@ -60,7 +69,7 @@ def to_batch(
     if algorithm.leaves_out_zero_advantages:
         kept = [sequence for advantage, sequence in judged if advantage]
         kept = kept or [min(every, key=lambda sequence: sequence.length)]
-    return TokenBatch(tuple(kept)), LossDenominators.of_sequences(every)
+    return kept, LossDenominators.of_sequences(every)
 
 
 def _sequences(

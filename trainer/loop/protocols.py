@@ -10,7 +10,7 @@ from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
 from weightlane.sync import Replica, ReplicaState, SyncReport
 
-from ..data.batch import LossDenominators, TokenBatch
+from ..data.batch import MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..data.tasks import Task
 
@@ -18,8 +18,8 @@ from ..data.tasks import Task
 class Trainers(Protocol):
     """All trainer ranks together."""
 
-    async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
-        """Forward, backward and optimizer step on every rank; the loss is a mean over `denominators`."""
+    async def train_step(self, batch: TokenBatch, mini_batches: Sequence[MiniBatch]) -> StepResult:
+        """Forward, backward and optimizer step on every rank, for each of `mini_batches` and as often as is configured."""
 
     async def publish(self, version: int) -> float:
         """Publish the current parameters as `version` on every rank; returns the seconds the slowest rank was blocked."""
@@ -125,7 +125,7 @@ class LoopState:
     """The loop's part of a saved state; the trainer saves its own."""
 
     step: int
-    """Optimizer steps taken; also the weight version."""
+    """Batches trained on; also the weight version."""
     stream: Mapping[str, Any]
     """Position in the stream of tasks."""
     outstanding: Sequence[Mapping[str, Any]]

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, RewardError, WeightlaneError
 
-from ..config import AlgorithmConfig
 from ..data.tasks import Task, TaskStream
 from ..data.written_text import WrittenText
+from ..objectives.config import AlgorithmConfig
 from .failures import Failures
 from .fleet import Fleet
 from .overlap import OverlapClock

@@ -9,9 +9,9 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
-from ..config import AlgorithmConfig
 from ..data.named_function import function_named
 from ..data.sequences import MicroBatch
+from .config import AlgorithmConfig
 from .loss import Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
 from .policy import cispo, dual_clip, entropy_bonus, gspo, token_surrogate
 from .reference_kl import reference_kl

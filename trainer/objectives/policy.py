@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..config import AlgorithmConfig
 from ..data.sequences import MicroBatch
+from .config import AlgorithmConfig
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 from .policy_values import (
     ADVANTAGES,

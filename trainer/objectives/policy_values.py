@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ..config import AlgorithmConfig
 from ..data.sequences import MicroBatch
+from .config import AlgorithmConfig
 
 ROLLOUT_LOGPROBS = "rollout_logprobs"
 """Per-token value: log-probability of the target under the policy that sampled it, at the sampling temperature."""

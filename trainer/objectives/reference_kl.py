@@ -24,8 +24,8 @@ import torch
 
 from weightlane.ckpt_engines import ProtocolError
 
-from ..config import AlgorithmConfig, KlEstimator
 from ..data.sequences import MicroBatch
+from .config import AlgorithmConfig, KlEstimator
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs
 from .policy_values import LARGEST_LOG_RATIO, REFERENCE_LOGPROBS
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ..config import AlgorithmConfig
 from ..data.sequences import MicroBatch
+from .config import AlgorithmConfig
 from .loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 
 RETURNS = "returns"

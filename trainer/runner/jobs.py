@@ -1,12 +1,12 @@
 """Jobs that a `Runner` executes on the models of a dispatch, each a frozen dataclass with a typed result.
 
-`RlStep` and `SftStep` are complete optimizer steps. The other jobs are single calls of a `Role`, for a program that drives the
-training from outside. ``adapter=None`` stands for the parameters that the trainer's configuration trains.
+`RlStep` and `SftStep` are complete: forward, backward and optimizer. The other jobs are single calls of a `Role`, for a program
+that drives the training from outside. ``adapter=None`` stands for the parameters that the trainer's configuration trains.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from weightlane.ckpt_engines import WeightlaneError
 
 from ..config import LoraConfig
-from ..data.batch import LossDenominators, TokenBatch
+from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..engines.contract import BackwardAnswer, ForwardBackward, Job, OptimStep, SequenceOutputs
 from ..objectives.loss import LOGPROBS, OutputName
@@ -109,12 +109,13 @@ class DropGradient(Job[None]):
 
 @dataclass(frozen=True, slots=True)
 class RlStep(Job[StepResult]):
-    """Take one step of the runner's algorithm: advantages, forward, backward and optimizer, of every role that it trains."""
+    """Train on one batch by the runner's algorithm: advantages, and the optimizer steps of every role that it trains."""
 
     kind: ClassVar[str] = "rl_step"
 
     batch: TokenBatch
-    denominators: LossDenominators | None = None
+    mini_batches: Sequence[MiniBatch] = ()
+    """Parts of the batch for a step each; none: one step on all of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -24,7 +24,7 @@ from weightlane.plugins import RunHooks, process_hooks
 from ..algorithms.policy_gradient import PolicyGradient
 from ..algorithms.roles import POLICY
 from ..algorithms.step import take_step
-from ..data.batch import LossDenominators, TokenBatch
+from ..data.batch import MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.supervised import sft
@@ -118,9 +118,9 @@ class Runner:
         """Execute `job` after those that were submitted before, and return its result."""
         return await self.submit(job)
 
-    async def train_step(self, batch: TokenBatch, denominators: LossDenominators | None = None) -> StepResult:
+    async def train_step(self, batch: TokenBatch, mini_batches: Sequence[MiniBatch] = ()) -> StepResult:
         """See `Trainers.train_step`."""
-        return await self.run(jobs.RlStep(batch, denominators))
+        return await self.run(jobs.RlStep(batch, mini_batches))
 
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""
@@ -208,7 +208,7 @@ class Runner:
             jobs.OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
             jobs.JointJob: lambda job: policy.together(job.parts),
             jobs.DropGradient: lambda job: policy.drop_gradient(job.adapter),
-            jobs.RlStep: lambda job: algorithm.train_step(job.batch, job.denominators),
+            jobs.RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batches),
             jobs.SftStep: lambda job: take_step(policy, job.batch, sft, job.denominators),
             jobs.Save: lambda job: algorithm.save(job.directory),
             jobs.Load: lambda job: algorithm.load(job.directory, optimizer=job.optimizer),

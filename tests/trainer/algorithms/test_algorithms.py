@@ -11,9 +11,20 @@ import pytest
 import torch
 from engine_batches import VOCAB
 from local_dispatch import in_dispatch
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from weightlane.ckpt_engines import ConfigError
-from weightlane.trainer import AlgorithmConfig, Objective, TokenBatch, TokenSequence, TrainerConfig, dpo, gae
+from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.trainer import (
+    AlgorithmConfig,
+    LossDenominators,
+    MiniBatch,
+    Objective,
+    TokenBatch,
+    TokenSequence,
+    TrainerConfig,
+    dpo,
+    gae,
+)
 from weightlane.trainer.algorithms.composition import (
     algorithm_over,
     check_roles,
@@ -24,10 +35,11 @@ from weightlane.trainer.algorithms.composition import (
 from weightlane.trainer.algorithms.ppo import Ppo, critic_state, with_advantages
 from weightlane.trainer.algorithms.roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 from weightlane.trainer.algorithms.step import dpo_step
-from weightlane.trainer.config import CriticConfig, LoraConfig
+from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.objectives.config import CriticConfig
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
 
@@ -110,6 +122,101 @@ def test_ppo_trains_a_policy_and_a_critic_keeps_the_reference_and_goes_on_bit_fo
     assert critic_state(state).is_dir()
     resumed, last = in_dispatch(roles(state), go_on), reports[-1]
     assert (resumed.step, resumed.metrics, resumed.grad_norm) == (last.step, last.metrics, last.grad_norm)
+
+
+def oracle(path: Path, batch: TokenBatch, parts: list[tuple[range, LossDenominators]], config: AlgorithmConfig) -> Any:
+    """Log-probabilities and values of `batch` after training: transformers and torch's AdamW in float64, a sequence at a time."""
+    options = {"dtype": torch.float64, "attn_implementation": "eager"}
+    policy = AutoModelForCausalLM.from_pretrained(path, **options).eval()
+    critic = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **options).eval()
+    torch.nn.init.zeros_(critic.score.weight)
+    if critic.score.bias is not None:
+        torch.nn.init.zeros_(critic.score.bias)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0) for model in (policy, critic)]
+
+    def outputs(sequence: TokenSequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        there = sequence.targets != IGNORED
+        logs = torch.log_softmax(policy(sequence.tokens[None]).logits[0], -1)
+        chosen = logs.gather(1, sequence.targets.clamp(min=0)[:, None])[:, 0]
+        return chosen[there], critic(sequence.tokens[None]).logits[0, there, 0], there
+
+    with torch.no_grad():
+        before = [outputs(sequence)[:2] for sequence in batch.sequences]
+    rewards = []
+    for sequence, (logprobs, _) in zip(batch.sequences, before, strict=True):
+        rewards.append(torch.zeros_like(logprobs))
+        rewards[-1][-1] = sequence.per_sequence[REWARD]
+    judged = [
+        gae(each, values, gamma=config.gamma, lam=config.gae_lambda)
+        for each, (_, values) in zip(rewards, before, strict=True)
+    ]
+    whole = torch.cat([advantages for advantages, _ in judged])
+    for rows, denominators in parts * config.epochs:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for row in rows:
+            sequence, (advantages, returns) = batch.sequences[row], judged[row]
+            logprobs, values, there = outputs(sequence)
+            if config.objective == "ppo":
+                advantages = (advantages - whole.mean()) / whole.std(correction=0)
+            else:
+                advantages = sequence.per_token[ADVANTAGES][there]
+            weight = (
+                (before[row][0] - sequence.per_token[ROLLOUT_LOGPROBS][there]).exp().clamp(max=config.importance_cap)
+            )
+            ratio = (logprobs - before[row][0]).exp()
+            clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+            loss = -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
+            near = before[row][1] + (values - before[row][1]).clamp(-config.value_clip, config.value_clip)
+            loss = loss + torch.maximum((values - returns) ** 2, (near - returns) ** 2).sum() / 2
+            (loss / denominators.tokens).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    with torch.no_grad():
+        after = [outputs(sequence)[:2] for sequence in batch.sequences]
+    return [torch.cat([each[index] for each in found]) for index in range(2) for found in (before, after)]
+
+
+@pytest.mark.parametrize("objective", ["ppo", "grpo"])
+def test_several_updates_on_a_batch_are_those_of_one_process_in_float64(
+    objective: str, models: dict[str, Path]
+) -> None:
+    """Two epochs of two mini-batches, one with a sequence that was left out: clips bind, and none of the sums is the batch's."""
+    model, batch = models["qwen3-untied"], judged_batch(0)
+    algorithm = AlgorithmConfig(
+        objective=objective, epochs=2, proximal="trainer", value_clip=0.02, clip_low=0.02, clip_high=0.03, ratio_cap=2.0
+    )
+    parts = [(range(3), LossDenominators(20.0, 4.0)), (range(3, 8), LossDenominators.of_sequences(batch.sequences[3:]))]
+    before, expected, values_before, expected_values = oracle(model, batch, parts, algorithm)
+
+    async def train(dispatch: WorkerDispatch) -> Any:
+        trainers = algorithm_over(dispatch, algorithm)
+        mini_batches = [MiniBatch(len(rows), denominators) for rows, denominators in parts]
+        with pytest.raises(ProtocolError, match="mini-batches have 3 sequences, and the batch has 8"):
+            await trainers.train_step(batch, mini_batches[:1])
+        result = await trainers.train_step(batch, mini_batches)
+        outputs = await dispatch[POLICY].forward(batch)
+        valued = await dispatch[CRITIC].forward(batch, ("values",)) if CRITIC in dispatch else []
+        return result, [each["logprobs"] for each in outputs], [each["values"] for each in valued]
+
+    trainer = TRAINER.model_copy(update={"max_grad_norm": 1e6})
+    specs = role_specs(
+        algorithm,
+        trainer,
+        CriticConfig(learning_rate=3e-3),
+        dict.fromkeys((POLICY, CRITIC), model),
+        Objective(algorithm),
+    )
+    result, logprobs, values = in_dispatch(specs, train)
+    mask = batch.packed.mask
+    assert result.step == 4
+    assert 0.0 < result.metrics["clip_fraction"] < 1.0
+    torch.testing.assert_close(torch.cat(logprobs)[mask].double(), expected, atol=2e-5, rtol=0)
+    assert (expected - before).abs().max() > 0.2
+    if objective == "ppo":
+        assert result.metrics["critic/value_clip_fraction"] > 0.0
+        torch.testing.assert_close(torch.cat(values)[mask].double(), expected_values, atol=2e-5, rtol=0)
+        assert (expected_values - values_before).abs().max() > 0.02
 
 
 def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(models: dict[str, Path]) -> None:

@@ -26,10 +26,11 @@ from weightlane.sync import (
     Subscriber,
     SyncConfig,
 )
-from weightlane.trainer.config import AlgorithmConfig, LoraConfig, TrainerConfig
+from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role import Role
 from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.objectives.named import Objective
 
 MODEL = "qwen3-tied"

@@ -13,8 +13,7 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import PeerLostError, QuarantinedError, SyncAbortedError, WeightlaneError, WorkerDiedError
 from weightlane.plugins import hookimpl, make_hooks
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
-from weightlane.trainer.config import AlgorithmConfig
-from weightlane.trainer.data.batch import LossDenominators, TokenBatch
+from weightlane.trainer.data.batch import MiniBatch, TokenBatch
 from weightlane.trainer.data.sequences import IGNORED, TokenSequence
 from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
@@ -22,6 +21,7 @@ from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.loop import AsyncLoop
 from weightlane.trainer.loop.protocols import Judge, LoopParts, LoopState, Rollout, StartReplacement, Syncer
 from weightlane.trainer.loop.summary import RunSummary
+from weightlane.trainer.objectives.config import AlgorithmConfig
 
 ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)
 TASKS = [Task(f"task-{number}", "") for number in range(12)]
@@ -92,7 +92,7 @@ class World:
         """Every version that was published, in order."""
         return [int(line.split()[1]) for line in self.log if line.startswith("published")]
 
-    async def train_step(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
+    async def train_step(self, batch: TokenBatch, mini_batches: Sequence[MiniBatch]) -> StepResult:
         self.calls += 1
         if self.calls - 1 in self.skips:
             return StepResult(self.step, skipped="the gradient norm is nan.")
@@ -106,7 +106,7 @@ class World:
         self.in_step = False
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()
-        return StepResult(self.step)
+        return StepResult(2 * self.step)  # optimizer steps, of which a version may have several
 
     async def publish(self, version: int) -> float:
         assert not self.in_step, "it may be changing the parameters"

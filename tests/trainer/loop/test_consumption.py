@@ -15,7 +15,7 @@ from loop_world import Characters, LiveRollout, World, run
 from simulated_time import SimulatedTimeLoop
 
 from weightlane.ckpt_engines import DeadlineExceededError, RewardError
-from weightlane.trainer import AlgorithmConfig, LossDenominators, MicroBatch
+from weightlane.trainer import AlgorithmConfig, LossDenominators, MicroBatch, MiniBatch
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
 from weightlane.trainer.loop.staleness_budget import StalenessBudget
@@ -167,26 +167,30 @@ def group(*versions: Sequence[int], rewards: Sequence[float]) -> PromptGroup:
 
 
 def test_tokens_that_are_too_old_are_left_out_of_the_loss_and_completions_without_others_altogether() -> None:
-    batch, denominators = to_batch([group([1, 1, 2, 3], [1, 1], [3], rewards=[1.0, 0.0, 0.0])], ALGORITHM, oldest=2)
+    batch, mini_batches = to_batch([group([1, 1, 2, 3], [1, 1], [3], rewards=[1.0, 0.0, 0.0])], ALGORITHM, oldest=2)
     assert [(each.length, each.target_tokens) for each in batch.sequences] == [(4, 2), (1, 1)]
-    assert (batch.target_tokens, denominators) == (3, LossDenominators(3, 2))
+    assert (batch.target_tokens, mini_batches) == (3, [MiniBatch(2, LossDenominators(3, 2))])
     micro = MicroBatch.of(batch.sequences)
     assert micro.mask.tolist() == [False, False, True, True, True]
     assert micro.per_token["rollout_logprobs"].tolist() == [-1.0, -2.0, -3.0, -4.0, -1.0]
-    nothing, denominators = to_batch([group([1, 1], [0], rewards=[1.0, 0.0])], ALGORITHM, oldest=2)
+    nothing, mini_batches = to_batch([group([1, 1], [0], rewards=[1.0, 0.0])], ALGORITHM, oldest=2)
     assert (len(nothing), nothing.target_tokens) == (1, 0), "a step without a gradient, whatever its loss has for terms"
-    assert denominators == LossDenominators(0, 1)
+    assert mini_batches == [MiniBatch(1, LossDenominators(0, 1))]
 
 
 def test_completions_without_an_advantage_are_not_computed_but_count_in_the_mean() -> None:
     equal, different = group([1] * 5, [1] * 3, rewards=[1.0, 1.0]), group([1] * 2, [1] * 4, rewards=[1.0, 0.0])
-    batch, denominators = to_batch([equal, different], ALGORITHM)
+    batch, mini_batches = to_batch([equal, different], ALGORITHM)
     assert [each.target_tokens for each in batch.sequences] == [2, 4]
-    assert (batch.target_tokens, denominators) == (6, LossDenominators(14, 4))
-    everything = to_batch([equal, different], ALGORITHM.model_copy(update={"compute_zero_advantage": True}))
-    assert (len(everything[0]), everything[0].target_tokens, everything[1]) == (4, 14, LossDenominators(14, 4))
+    assert (batch.target_tokens, mini_batches) == (6, [MiniBatch(2, LossDenominators(14, 4))])
+    everything, mini_batches = to_batch(
+        [equal, different], ALGORITHM.model_copy(update={"compute_zero_advantage": True})
+    )
+    assert (everything.target_tokens, mini_batches) == (14, [MiniBatch(4, LossDenominators(14, 4))])
+    _, mini_batches = to_batch([different, equal, equal], ALGORITHM.model_copy(update={"mini_batch_prompts": 1}))
+    assert mini_batches == [MiniBatch(2, LossDenominators(6, 2)), *[MiniBatch(1, LossDenominators(8, 2))] * 2]
     for term in ("kl_coefficient", "entropy_coefficient"):  # gives them a gradient
         assert len(to_batch([equal, different], ALGORITHM.model_copy(update={term: 0.1}))[0]) == 4
-    nothing, denominators = to_batch([equal], ALGORITHM)
+    nothing, mini_batches = to_batch([equal], ALGORITHM)
     assert [each.target_tokens for each in nothing.sequences] == [3], "the shortest: a step has a batch"
-    assert denominators == LossDenominators(8, 2)
+    assert mini_batches == [MiniBatch(1, LossDenominators(8, 2))]

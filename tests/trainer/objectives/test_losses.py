@@ -13,10 +13,10 @@ from loss_batches import at_targets, completion, in_float64, slopes_at_targets
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer import explained_variance, gae, value_loss, whiten
-from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.objectives.advantages import group_advantages
+from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.objectives.loss import LossOutput, LossSums, LossTerm, ModelOutputs, needed_outputs
 from weightlane.trainer.objectives.supervised import sft
 

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 from weightlane.trainer import dpo, kl_penalised_rewards, value_loss
-from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import LossDenominators
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
+from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.objectives.loss import LossSums, ModelOutputs
 from weightlane.trainer.objectives.named import BUILT_IN, Objective
 
@@ -302,8 +302,11 @@ def test_the_code_in_the_guide_of_objectives_runs() -> None:
     micro = pairs["batch"].packed
     found = pairs["loss"](ModelOutputs(torch.tensor([0.0, -0.5, -1.0, 0.0, -2.0])), micro)
     assert float(found.terms["dpo"].divided(LossDenominators.of(pairs["batch"]))) == pytest.approx(math.log(2))
-    (settings_block,) = re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
-    Objective(AlgorithmConfig(**tomllib.loads(settings_block)["algorithm"]))
+    objective, batch = (
+        AlgorithmConfig(**tomllib.loads(block)["algorithm"])
+        for block in re.findall(r"```toml\n(.*?)```", guide, re.DOTALL)
+    )
+    assert (Objective(objective).name, batch.updates_per_batch) == ("gspo", 8)
     assert set(re.findall(r"^\| `(\w+)` \|", guide.split("Two terms")[0], re.MULTILINE)) == set(BUILT_IN)
 
 

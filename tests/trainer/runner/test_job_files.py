@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError, WorkerDiedError
-from weightlane.trainer import AdamParams, LoraConfig, LossDenominators, TokenBatch, sft
+from weightlane.trainer import AdamParams, LoraConfig, LossDenominators, MiniBatch, TokenBatch, sft
 from weightlane.trainer.runner.job_codec import decode_job, encode_job
 from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.jobs import (
@@ -57,7 +57,7 @@ EXAMPLES: list[Job[Any]] = [
     ForwardBackward(make_batch(2), "objective"),
     DropGradient("a"),
     OptimStep("a", AdamParams(1e-4, (0.8, 0.95), 1e-12, 0.1, float("inf"))),
-    RlStep(make_batch(0), LossDenominators(3.0, 1.0)),
+    RlStep(make_batch(0), [MiniBatch(len(make_batch(0)), LossDenominators(3.0, 1.0))]),
     SftStep(make_batch(0)),
     Save(Path("/state")),
     Load(Path("/state")),

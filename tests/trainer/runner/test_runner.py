@@ -27,9 +27,9 @@ from weightlane.trainer import (
     sft,
 )
 from weightlane.trainer.algorithms.composition import algorithm_over, policy_objective, role_names, role_specs
-from weightlane.trainer.config import CriticConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
+from weightlane.trainer.objectives.config import CriticConfig
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.policy_values import REWARD
 from weightlane.trainer.runner.jobs import (

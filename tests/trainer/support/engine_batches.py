@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from weightlane.trainer.config import AlgorithmConfig
 from weightlane.trainer.data.batch import TokenBatch
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
+from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.objectives.loss import LossOutput, LossTerm, ModelOutputs, needs
 from weightlane.trainer.objectives.policy import dual_clip
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, ROLLOUT_LOGPROBS
