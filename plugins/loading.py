@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
 from .hooks import RunHooks
+from .profiler import PROFILE_ENV, profiler_from_environment
 from .prometheus import PROMETHEUS_ENV, prometheus_from_environment
 from .tensorboard import TENSORBOARD_ENV, tensorboard_from_environment
 from .trace.observer import TRACE_ENV, trace_from_environment
@@ -31,6 +32,7 @@ class BuiltinObserver:
 
 OBSERVERS = (
     BuiltinObserver("trace", TRACE_ENV, trace_from_environment),
+    BuiltinObserver("profiler", PROFILE_ENV, profiler_from_environment),
     BuiltinObserver("tensorboard", TENSORBOARD_ENV, tensorboard_from_environment),
     BuiltinObserver("prometheus", PROMETHEUS_ENV, prometheus_from_environment),
     BuiltinObserver("wandb", WANDB_ENV, tracker_from_environment("wandb")),

@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import Field
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError, Deadline, Delivery, WeightlaneError
+from weightlane.plugins.profiler import ProfileSettings
 from weightlane.plugins.prometheus import LOOPBACK, PROMETHEUS_TOKEN_ENV, is_loopback
 from weightlane.plugins.trackers import TRACKERS
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
@@ -78,6 +79,7 @@ class ObserversSection(Section):
     wandb: str | None = Field(None, min_length=1, description="Project of Weights & Biases to log the run to.")
     mlflow: str | None = Field(None, min_length=1, description="Experiment of MLflow to log the run to.")
     trackio: str | None = Field(None, min_length=1, description="Project of trackio to log the run to.")
+    profile: ProfileSettings = Field(ProfileSettings(), description="What torch.profiler records on the ranks.")
 
 
 class ClusterConfig(Section):
@@ -168,6 +170,12 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
             f" ({config.algorithm.max_new_tokens}), so a prompt has no room.",
             part=_PART,
             hint="Raise rollout.max_model_len to the length of the longest prompt plus its completion.",
+        )
+    if (needed := config.observers.profile.all_steps) > config.loop.steps:
+        raise ConfigError(
+            f"the run ends after loop.steps ({config.loop.steps}), and observers.profile has its traces after {needed} steps.",
+            part=_PART,
+            hint="Raise loop.steps, or lower steps, wait or warmup of observers.profile.",
         )
     if config.rollout.concurrency < config.algorithm.group_size:
         raise ConfigError(

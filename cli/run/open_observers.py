@@ -13,6 +13,7 @@ from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.ckpt_engines.runtime.daemon_threads import within
 from weightlane.plugins import RunHooks, make_hooks
 from weightlane.plugins.disabled_plugins import REPORT_FILE_ENV, reported_in
+from weightlane.plugins.profiler import PROFILE_ENV
 from weightlane.plugins.prometheus import PROMETHEUS_TOKEN_ENV, PrometheusObserver
 from weightlane.plugins.tensorboard import TensorBoardObserver
 from weightlane.plugins.trace.merge import claim, merge
@@ -63,10 +64,12 @@ class RunObservers:
         self._tensorboard = run_dir / section.tensorboard if section.tensorboard is not None else None
         self._reports = run_dir / "logs" / "plugins.log"
         self._stack = ExitStack()
+        profile = section.profile.model_copy(update={"dir": run_dir / section.profile.dir})
         self.environment = {
             # Empty rather than absent: the shell's variable is for programs without a configuration.
             TRACE_ENV: str(self._trace or ""),
             TRACE_LIMIT_ENV: str(section.trace_limit_mib),
+            PROFILE_ENV: profile.model_dump_json() if profile.steps else "",
             REPORT_FILE_ENV: str(self._reports),
         }
         """Environment variables for the other processes of the run."""

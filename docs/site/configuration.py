@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,7 +50,13 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[str]:
             inner.append((f"{path}.{name}" if path else name, section))
             continue
         default = field.get_default(call_default_factory=True)
-        shown = "required" if default is PydanticUndefined else "not set" if default is None else f"`{default!r}`"
+        shown = (
+            "required"
+            if default is PydanticUndefined
+            else "not set"
+            if default is None
+            else f"`{json.dumps(default, default=str)}`"
+        )
         rows.append(f"| `{name}` | {_type_name(field.annotation)} | {shown} | {_cell(field.description or '')} |")
     if path:
         yield f"\n## [{path}]\n\n{(model.__doc__ or '').strip().splitlines()[0]}\n\n"
@@ -74,7 +81,8 @@ def _type_name(annotation: Any) -> str:
         return " or ".join(_type_name(each) for each in arguments if each is not type(None))
     if origin is not None:
         inside = ", ".join(_type_name(each) for each in arguments if each is not Ellipsis)
-        return f"{origin.__name__} of {inside}" if inside else origin.__name__
+        kind = "list" if origin is tuple else origin.__name__
+        return f"{kind} of {inside}" if inside else kind
     return {
         "str": "text",
         "Path": "path",
