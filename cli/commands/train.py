@@ -69,6 +69,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
                 config.critic,
                 ready.role_models,
                 ready.objective,
+                config.reference,
                 seed=config.run.seed,
                 state=run_dir.trainer_state(state.step) if state else None,
             ),
@@ -78,7 +79,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             stack,
             state.step if state else 0,
         )
-        runner = Runner(dispatch, algorithm_over(dispatch, config.algorithm), hooks=hooks)
+        algorithm = algorithm_over(dispatch, config.algorithm, config.reference, run_dir.path / "reference.new")
+        runner = Runner(dispatch, algorithm, hooks=hooks)
         stack.push_async_callback(runner.close)
         await coordinator.connect()
         # Otherwise each collection would traverse every object of the start, and stop the loop for a third of a second.

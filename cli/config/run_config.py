@@ -171,6 +171,12 @@ def _check_together(config: RunConfig, *, runs_here: bool) -> None:
             part=_PART,
             hint="Raise rollout.max_model_len to the length of the longest prompt plus its completion.",
         )
+    if config.reference.refresh_every and not config.algorithm.needs_reference:
+        raise ConfigError(
+            "reference.refresh_every is set, and algorithm.kl_coefficient is 0: the run has no reference.",
+            part=_PART,
+            hint="Raise algorithm.kl_coefficient, or leave reference.refresh_every out.",
+        )
     if (needed := config.observers.profile.all_steps) > config.loop.steps:
         raise ConfigError(
             f"the run ends after loop.steps ({config.loop.steps}), and observers.profile has its traces after {needed} steps.",

@@ -12,6 +12,7 @@ from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
 from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
 from weightlane.trainer.algorithms.ppo import critic_state
+from weightlane.trainer.algorithms.reference_refresh import reference_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
 from weightlane.trainer.data.rewards import Reward
 from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_splits
@@ -124,12 +125,15 @@ def _saved_state(
     )
     policy = run_dir.trainer_state(state.step)
     states = {POLICY: policy, CRITIC: critic_state(policy)}
-    if CRITIC in role_names(config.algorithm) and not states[CRITIC].is_dir():
-        raise ConfigError(
-            f"the run in {run_dir.path} was saved without a critic, which algorithm.objective = ppo needs.",
-            part="resume",
-            hint="Resume it with the objective that it had, or begin a new run from its model.",
-        )
+    if config.reference.refresh_every:
+        states[REFERENCE] = reference_state(policy)
+    for role, needed_by in ((CRITIC, "algorithm.objective = ppo"), (REFERENCE, "reference.refresh_every")):
+        if role in role_names(config.algorithm) and role in states and not states[role].is_dir():
+            raise ConfigError(
+                f"the run in {run_dir.path} was saved without a {role}, which {needed_by} needs.",
+                part="resume",
+                hint="Resume it with the setting that it had, or begin a new run from its model.",
+            )
     for role in (role for role in states if role in role_models):
         trainer = role_trainer(role, config.trainer, config.critic)
         training_engine_class(trainer.engine).check(trainer, role_models[role], states[role])

@@ -10,13 +10,16 @@ from weightlane.ckpt_engines import ConfigError
 from ..config import TrainerConfig
 from ..dispatch.dispatch import WorkerDispatch
 from ..dispatch.role_spec import RoleSpec
-from ..objectives.config import AlgorithmConfig, CriticConfig
+from ..objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 from ..objectives.loss import Loss
 from ..objectives.named import Objective
 from ..objectives.value import value_loss
 from .policy_gradient import PolicyGradient
 from .ppo import Ppo, critic_state
+from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
+
+_STAYS = ReferenceConfig()
 
 
 def role_names(algorithm: AlgorithmConfig) -> list[str]:
@@ -55,6 +58,7 @@ def role_specs(
     critic: CriticConfig,
     models: Mapping[str, Path],
     objective: Objective,
+    reference: ReferenceConfig = _STAYS,
     *,
     seed: int = 0,
     state: Path | None = None,
@@ -62,14 +66,17 @@ def role_specs(
     """The roles of a run, all on the ranks of `trainer`.
 
     `models` are directories by role; a role that is missing starts from the policy's. `objective` is the policy's loss, and
-    `state` its saved training state to resume from, with the critic's in the directory next to it.
+    `state` its saved training state to resume from, with those of the critic and a refreshed reference next to it.
     """
     losses: dict[str, dict[str, Loss]] = {
         POLICY: {OBJECTIVE: objective},
         CRITIC: {OBJECTIVE: value_loss(algorithm)},
         REFERENCE: {},
     }
-    states = {POLICY: state, CRITIC: None if state is None else critic_state(state), REFERENCE: None}
+    states: dict[str, Path | None] = dict.fromkeys(losses)
+    if state is not None:
+        refreshed = reference_state(state) if reference.refresh_every else None
+        states = {POLICY: state, CRITIC: critic_state(state), REFERENCE: refreshed}
     return [
         RoleSpec(
             name,
@@ -97,6 +104,17 @@ def policy_objective(algorithm: AlgorithmConfig) -> AlgorithmConfig:
     return algorithm.model_copy(update={"kl_coefficient": 0.0}) if algorithm.objective == "ppo" else algorithm
 
 
-def algorithm_over(dispatch: WorkerDispatch, algorithm: AlgorithmConfig) -> PolicyGradient:
-    """The algorithm that `algorithm` names, over the roles of `role_specs`."""
-    return Ppo(dispatch, algorithm) if CRITIC in role_names(algorithm) else PolicyGradient(dispatch, algorithm)
+def algorithm_over(
+    dispatch: WorkerDispatch,
+    algorithm: AlgorithmConfig,
+    reference: ReferenceConfig = _STAYS,
+    directory: Path = Path("reference"),
+) -> PolicyGradient:
+    """The algorithm that `algorithm` names, over the roles of `role_specs`.
+
+    A reference that `reference` refreshes passes through `directory`, which all ranks share; nothing stays there.
+    """
+    every = reference.refresh_every * algorithm.updates_per_batch
+    refresh = ReferenceRefresh(every, directory.resolve()) if every else None
+    made = Ppo if CRITIC in role_names(algorithm) else PolicyGradient
+    return made(dispatch, algorithm, refresh)

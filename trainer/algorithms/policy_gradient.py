@@ -10,6 +10,7 @@ from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.config import AlgorithmConfig
 from ..objectives.policy_values import PROXIMAL_LOGPROBS
+from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import OBJECTIVE, POLICY, REFERENCE
 from .step import take_step, with_reference
 
@@ -20,11 +21,18 @@ class PolicyGradient:
     Args:
         dispatch: Has the role `POLICY` with the loss `OBJECTIVE`; and `REFERENCE`, if that loss reads its log-probabilities.
         config: How often a batch is trained on, and what the trust region is around.
+        refresh: Refreshes the reference; None leaves it as it is.
     """
 
-    def __init__(self, dispatch: WorkerDispatch, config: AlgorithmConfig | None = None) -> None:
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        config: AlgorithmConfig | None = None,
+        refresh: ReferenceRefresh | None = None,
+    ) -> None:
         self._dispatch, self._policy = dispatch, dispatch[POLICY]
         self._config = config or AlgorithmConfig()
+        self._refresh = refresh if REFERENCE in dispatch else None
 
     async def train_step(self, batch: TokenBatch, mini_batches: Sequence[MiniBatch] = ()) -> StepResult:
         """Take the optimizer steps of every trained model on one batch.
@@ -41,7 +49,10 @@ class PolicyGradient:
             outputs = await self._policy.forward(batch)
             batch = batch.with_values(PROXIMAL_LOGPROBS, [each["logprobs"] for each in outputs])
         parts = batch.split(mini_batches) * self._config.epochs
-        return StepResult.of_batch([await self._update(part, denominators) for part, denominators in parts])
+        result = StepResult.of_batch([await self._update(part, denominators) for part, denominators in parts])
+        if self._refresh is not None and self._refresh.is_due(result, len(parts)):
+            await self._refresh.refresh(self._policy, self._dispatch[REFERENCE])
+        return result
 
     async def _judged(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with what its losses read and the models say before the first step."""
@@ -52,12 +63,16 @@ class PolicyGradient:
         return await take_step(self._policy, batch, OBJECTIVE, denominators)
 
     async def save(self, directory: Path) -> None:
-        """Save the training state of every trained model."""
+        """Save the training state of every model that changes."""
         await self._policy.save(directory)
+        if self._refresh is not None:
+            await self._dispatch[REFERENCE].save(reference_state(directory))
 
     async def load(self, directory: Path, *, optimizer: bool = True) -> int:
         """Resume from a state that `save` wrote, or start over from a model, as `TrainingEngine.load` does.
 
         Returns the optimizer steps taken.
         """
+        if self._refresh is not None and reference_state(directory).is_dir():
+            await self._dispatch[REFERENCE].load(reference_state(directory), optimizer=False)
         return await self._policy.load(directory, optimizer=optimizer)

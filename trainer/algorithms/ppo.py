@@ -23,6 +23,7 @@ from ..objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, R
 from ..objectives.reference_kl import kl_estimate, kl_penalised_rewards
 from ..objectives.value import OLD_VALUES, RETURNS, explained_variance
 from .policy_gradient import PolicyGradient
+from .reference_refresh import ReferenceRefresh
 from .roles import CRITIC, OBJECTIVE, REFERENCE
 from .step import take_step
 
@@ -43,10 +44,13 @@ class Ppo(PolicyGradient):
     Args:
         dispatch: Has the roles `POLICY` and `CRITIC`, each with the loss `OBJECTIVE`, and maybe `REFERENCE`.
         config: Discount, lambda, the KL penalty's coefficient, and how often a batch is trained on.
+        refresh: Refreshes the reference; None leaves it as it is.
     """
 
-    def __init__(self, dispatch: WorkerDispatch, config: AlgorithmConfig) -> None:
-        super().__init__(dispatch, config)
+    def __init__(
+        self, dispatch: WorkerDispatch, config: AlgorithmConfig, refresh: ReferenceRefresh | None = None
+    ) -> None:
+        super().__init__(dispatch, config, refresh)
         self._critic = dispatch[CRITIC]
         self._critic_skips = 0
 

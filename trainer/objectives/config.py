@@ -144,9 +144,15 @@ class CriticConfig(Section):
 
 
 class ReferenceConfig(Section):
-    """The policy from which the trained one shall not go far, where algorithm.kl_coefficient is above 0; it is not trained."""
+    """The policy from which the trained one shall not go far, where algorithm.kl_coefficient is above 0."""
 
     path: str = Field(
         default="",
         description="Hugging Face directory of it, or its name on the hub, with the policy's tokenizer; empty: model.path.",
+    )
+    refresh_every: int = Field(
+        default=0,
+        ge=0,
+        description="Batches after which the policy, as it is then, becomes the reference, again and again; 0: the reference"
+        " stays as it is.",
     )

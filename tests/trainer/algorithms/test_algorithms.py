@@ -39,7 +39,7 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role_spec import RoleSpec
-from weightlane.trainer.objectives.config import CriticConfig
+from weightlane.trainer.objectives.config import CriticConfig, ReferenceConfig
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
 
@@ -234,6 +234,50 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
     drift = reference - policy
     assert reports[0].metrics["reference_kl"] == pytest.approx(float((drift.exp() - 1 - drift).mean()), rel=1e-4)
     assert reports[-1].metrics["reference_kl"] < 0.9 * reports[0].metrics["reference_kl"]
+
+
+def test_a_reference_becomes_the_policy_every_few_batches_and_goes_on_where_it_was_saved(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    algorithm = AlgorithmConfig(objective="grpo", kl_coefficient=0.1, epochs=2)
+    paths, settings = dict.fromkeys((POLICY, REFERENCE), models["qwen3-untied"]), ReferenceConfig(refresh_every=2)
+    batch, state = judged_batch(0), tmp_path / "state" / "trainer"
+    state.parent.mkdir()
+
+    def roles(state: Path | None = None) -> list[RoleSpec]:
+        objective = Objective(policy_objective(algorithm))
+        return role_specs(algorithm, TRAINER, CriticConfig(), paths, objective, settings, state=state)
+
+    async def said(dispatch: WorkerDispatch) -> list[torch.Tensor]:
+        found = [await dispatch[role].forward(batch) for role in (POLICY, REFERENCE)]
+        return [torch.cat([each["logprobs"] for each in outputs]) for outputs in found]
+
+    async def train(dispatch: WorkerDispatch) -> Any:
+        trainers = algorithm_over(dispatch, algorithm, settings, tmp_path / "between")
+        found = [await said(dispatch)]
+        for step in range(5):
+            await trainers.train_step(judged_batch(step))
+            found.append(await said(dispatch))
+            if step == 2:
+                await trainers.save(state)
+        return found
+
+    async def resumed(dispatch: WorkerDispatch) -> Any:
+        trainers = algorithm_over(dispatch, algorithm, settings, tmp_path / "between")
+        found = [await said(dispatch)]
+        await trainers.train_step(judged_batch(3))
+        return [*found, await said(dispatch)]
+
+    found = in_dispatch(roles(), train)
+    became = [
+        next(at for at, (policy, _) in enumerate(found) if torch.equal(policy, reference)) for _, reference in found
+    ]
+    assert became == [0, 0, 2, 2, 4, 4]
+    assert not torch.equal(found[2][0], found[0][0])
+    again = in_dispatch(roles(state), resumed)
+    for before, after in zip(again, found[3:5], strict=True):
+        assert [*map(torch.equal, before, after)] == [True, True]
+    assert not (tmp_path / "between").exists()
 
 
 def test_dpo_learns_what_it_is_shown_also_in_several_micro_batches_of_pairs(models: dict[str, Path]) -> None:
