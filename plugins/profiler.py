@@ -19,7 +19,7 @@ PROFILE_ENV = "WEIGHTLANE_PROFILE"
 
 
 class ProfileSettings(BaseModel):
-    """What torch.profiler records. A rank's first step, or version, is over when it begins to count."""
+    """Steps and ranks that torch.profiler records. A rank's first step, or version, is over when it begins to count."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -79,7 +79,7 @@ class ObserversSection(Section):
     wandb: str | None = Field(None, min_length=1, description="Project of Weights & Biases to log the run to.")
     mlflow: str | None = Field(None, min_length=1, description="Experiment of MLflow to log the run to.")
     trackio: str | None = Field(None, min_length=1, description="Project of trackio to log the run to.")
-    profile: ProfileSettings = Field(ProfileSettings(), description="What torch.profiler records on the ranks.")
+    profile: ProfileSettings = Field(ProfileSettings(), description="Steps and ranks that torch.profiler records.")
 
 
 class ClusterConfig(Section):

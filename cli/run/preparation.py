@@ -24,6 +24,7 @@ from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.runner.run_dir import RunDir
 
 from ..config.run_config import RunConfig, check_engine, load_config
+from ..config.worker_config import WorkerConfig
 from .ray_cluster import refuse_loopback
 from .resources import refuse_unfitting
 
@@ -61,8 +62,8 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
         adapted_layers(model.path, config.rollout.adapter)
     rollout_engine_class(config.rollout)  # refuses what the engine cannot do
     refuse_arguments(config.rollout, model.path)
-    role_models = _role_models(config, model)
-    for role, role_model in role_models.items():
+    models = role_models(config, model)
+    for role, role_model in models.items():
         check_trainer(role_trainer(role, config.trainer, config.critic), role_model, here=here)
     refuse_loopback(config.ray, config.sync.host)
     refuse_unfitting(config, model)
@@ -72,10 +73,8 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     objective = Objective(policy_objective(config.algorithm), own_modules)
-    state = _saved_state(run_dir, config, train_tasks, role_models) if resume else None
-    return Preparation(
-        config, run_dir, state, model, role_models, tokenizer, train_tasks, heldout_tasks, reward, objective
-    )
+    state = _saved_state(run_dir, config, train_tasks, models) if resume else None
+    return Preparation(config, run_dir, state, model, models, tokenizer, train_tasks, heldout_tasks, reward, objective)
 
 
 def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Sequence[Task]) -> None:
@@ -140,7 +139,7 @@ def _saved_state(
     return state
 
 
-def _role_models(config: RunConfig, model: ModelInfo) -> dict[str, Path]:
+def role_models(config: RunConfig | WorkerConfig, model: ModelInfo) -> dict[str, Path]:
     """The model directory of each role. Raises `ConfigError` if its vocabulary differs from the policy's."""
     paths = {POLICY: "", CRITIC: config.critic.path, REFERENCE: config.reference.path}
     found = {}

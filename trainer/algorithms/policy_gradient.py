@@ -62,6 +62,10 @@ class PolicyGradient:
         """Take one optimizer step of every trained model."""
         return await take_step(self._policy, batch, OBJECTIVE, denominators)
 
+    def state_paths(self, directory: Path) -> list[Path]:
+        """The directories that `save` creates."""
+        return [directory, *([reference_state(directory)] if self._refresh is not None else [])]
+
     async def save(self, directory: Path) -> None:
         """Save the training state of every model that changes."""
         await self._policy.save(directory)

@@ -90,6 +90,10 @@ class Ppo(PolicyGradient):
             )
         return replace(policy, metrics={**policy.metrics, **metrics}, seconds=policy.seconds + critic.seconds)
 
+    def state_paths(self, directory: Path) -> list[Path]:
+        """See `PolicyGradient.state_paths`."""
+        return [*super().state_paths(directory), critic_state(directory)]
+
     async def save(self, directory: Path) -> None:
         """See `PolicyGradient.save`. The critic's state is saved next to the policy's."""
         await asyncio.gather(super().save(directory), self._critic.save(critic_state(directory)))

@@ -13,8 +13,8 @@ from weightlane.ckpt_engines import StorageError
 from weightlane.plugins import hookimpl
 
 
-def _append(path: Path, facts: Mapping[str, Any]) -> int:
-    """Append a line. Returns the size of the file afterwards, in bytes."""
+def append_line(path: Path, facts: Mapping[str, Any]) -> int:
+    """Append `facts` and the time as a line of JSON. Returns the size of the file afterwards, in bytes."""
     line = json.dumps({"time": round(time.time(), 3), **facts})
     try:
         with path.open("a", encoding="utf-8") as file:
@@ -33,7 +33,7 @@ class FailuresFile:
     @hookimpl
     def item_failed(self, kind: str, facts: Mapping[str, Any]) -> None:
         """Write a line about the failure."""
-        _append(self._path, {"kind": kind, **facts})
+        append_line(self._path, {"kind": kind, **facts})
 
 
 class SamplesFile:
@@ -46,7 +46,7 @@ class SamplesFile:
     def samples_trained(self, step: int, facts: Mapping[str, Any]) -> None:
         """Write a line per sample."""
         for sample in facts["samples"]:
-            _append(self._path, {"step": step, **sample})
+            append_line(self._path, {"step": step, **sample})
 
 
 class MetricsFile:
@@ -61,7 +61,7 @@ class MetricsFile:
         self._most_bytes = most_bytes
 
     def _write(self, event: str, facts: Mapping[str, Any], **more: Any) -> None:
-        size = _append(self._path, {"event": event, **more, **facts})
+        size = append_line(self._path, {"event": event, **more, **facts})
         if self._most_bytes is not None and size >= self._most_bytes:
             self._path.replace(f"{self._path}.1")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, get_type_hints
 
@@ -17,6 +17,8 @@ from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..data.batch import TokenBatch, unpacked_batch
 from ..data.sequences import MicroBatch
+from ..data.step_result import StepResult
+from ..engines.contract import BackwardAnswer, SequenceOutputs
 from ..objectives.loss import OutputName
 from .jobs import JOBS, Job
 
@@ -74,6 +76,48 @@ def decode_job(data: bytes) -> Job[Any]:
             f"it is not a job, or a damaged one: {type(cause).__name__}: {str(cause).splitlines()[0] if str(cause) else ''}",
             part=_PART,
         ) from cause
+
+
+def encode_result(result: Any) -> bytes:
+    """Encode the result of a job of any kind: plain values, and outputs as tensors."""
+    tensors: dict[str, torch.Tensor] = {}
+    plain: dict[str, Any] = {"value": result}
+    if isinstance(result, StepResult):
+        plain = {"step": dataclasses.asdict(result)}
+    elif isinstance(result, BackwardAnswer):
+        plain, tensors = {"metrics": dict(result.metrics)}, _outputs(result.outputs)
+    elif isinstance(result, list):
+        plain, tensors = {"outputs": len(result)}, _outputs(result)
+    data: bytes = save(tensors, metadata={"result": json.dumps(plain)})
+    return data
+
+
+def decode_result(data: bytes) -> Any:
+    """Decode the bytes of `encode_result`. Raises `ProtocolError` for anything else."""
+    try:
+        (size,) = struct.unpack_from("<Q", data)
+        plain = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["result"])
+        outputs: dict[int, dict[str, torch.Tensor]] = {}
+        for key, tensor in load(data).items():
+            place, _, name = key.partition(".")
+            outputs.setdefault(int(place), {})[name] = tensor
+    except Exception as cause:  # parsers raise many types for bytes that nobody wrote
+        raise ProtocolError("a result is damaged.", part=_PART) from cause
+    if "step" in plain:
+        return StepResult(**plain["step"])
+    if "metrics" in plain:
+        return BackwardAnswer(plain["metrics"], [outputs[place] for place in sorted(outputs)])
+    if "outputs" in plain:
+        return [outputs.get(place, {}) for place in range(plain["outputs"])]
+    return plain["value"]
+
+
+def _outputs(of_sequences: Sequence[SequenceOutputs]) -> dict[str, torch.Tensor]:
+    return {
+        f"{place}.{name}": tensor.contiguous()
+        for place, outputs in enumerate(of_sequences)
+        for name, tensor in outputs.items()
+    }
 
 
 @cache

@@ -7,9 +7,11 @@ is the job's state:
 - ``queued/``: waiting for its turn
 - ``taken/``: being executed, and locked (flock) by the executing process
 - ``failed/``: set aside, with the reason in a JSON file next to it
+- ``executed/``: kept to be executed again by the next worker, see `JobWorker`; also jobs that failed
 
 A file changes folders by a rename, so it is in exactly one of them whenever a process is killed. The kernel releases the lock of
-a process that has ended; by that, `recover` finds the jobs that the process had taken. A job that is done is deleted.
+a process that has ended; by that, `recover` finds the jobs that the process had taken. A job that is done and need not be
+executed again is deleted. ``results/`` has the results, until `forget_result`.
 """
 
 from __future__ import annotations
@@ -18,19 +20,20 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError, WeightlaneError, error_from_wire
 
-from .job_codec import decode_job, encode_job
+from .job_codec import decode_job, decode_result, encode_job, encode_result
 from .jobs import Job
 
 _PART = "job files"
-_FOLDERS = ("partial", "queued", "taken", "failed")
+_FOLDERS = ("partial", "queued", "taken", "failed", "executed", "results")
 _NUMBERING_S = 30.0
 """Seconds in which the other processes have to finish numbering their jobs; each needs milliseconds."""
 _POLL_S = 0.005
@@ -47,6 +50,13 @@ class FailedJob:
     """The reason."""
 
 
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A job that was executed."""
+
+    result: Any
+
+
 class TakenJob:
     """A job that this process executes, until it calls one of `done`, `fail` and `requeue`, or ends."""
 
@@ -54,15 +64,22 @@ class TakenJob:
         self.name, self.job = name, job
         self._folder, self._lock = folder, lock
 
-    def done(self) -> None:
-        """Delete the job after its execution."""
+    def done(self, *, repeat: bool = False) -> None:
+        """Delete the job after its execution, or with `repeat` keep it in ``executed/``."""
         with _storage(self._folder):
-            (self._folder / "taken" / self.name).unlink()
+            path = self._folder / "taken" / self.name
+            if repeat:
+                path.rename(self._folder / "executed" / self.name)
+            else:
+                path.unlink()
             os.close(self._lock)
 
-    def fail(self, error: WeightlaneError) -> None:
-        """Set the job aside because of `error`."""
+    def fail(self, error: WeightlaneError, *, repeat: bool = False) -> None:
+        """Set the job aside because of `error`; with `repeat` it is in ``executed/``, too."""
         with _storage(self._folder):
+            if repeat:
+                with suppress(FileExistsError):
+                    (self._folder / "executed" / self.name).hardlink_to(self._folder / "taken" / self.name)
             _set_aside(self._folder, self.name, error)
             os.close(self._lock)
 
@@ -153,10 +170,80 @@ class JobFiles:
             names = _names(self._folder / "failed")
             return [FailedJob(name, _reason(self._folder / "failed" / f"{name}.json")) for name in names]
 
+    def take_turn(self) -> Callable[[], None] | None:
+        """Make this process the directory's worker. Returns what ends its turn; None while another process is the worker."""
+        with _storage(self._folder):
+            (self._folder / "worker").touch()
+            lock = _lock(self._folder / "worker")
+        return None if lock is None else partial(os.close, lock)
+
+    def executed(self) -> Iterator[tuple[str, Job[Any]]]:
+        """Names and jobs to be executed again, in order. Raises `ProtocolError` for a damaged one."""
+        with _storage(self._folder):
+            for name in _names(self._folder / "executed"):
+                yield name, decode_job((self._folder / "executed" / name).read_bytes())
+
+    def forget_executed(self, name: str) -> None:
+        """Delete job `name`, which was kept to be executed again."""
+        with _storage(self._folder):
+            (self._folder / "executed" / name).unlink()
+
+    def note(self, name: str) -> dict[str, Any]:
+        """Read the note `name` of the directory's worker; empty if there is none."""
+        with _storage(self._folder):
+            path = self._folder / f"{name}.json"
+            found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+            return found
+
+    def write_note(self, name: str, facts: Mapping[str, Any]) -> None:
+        """Replace the note `name` of the directory's worker."""
+        with _storage(self._folder):
+            self._write(f"{name}.json", json.dumps(facts).encode())
+
+    def write_result(self, name: str, result: Any) -> None:
+        """Keep the result of job `name` for its submitter."""
+        with _storage(self._folder):
+            self._write(f"results/{name}", encode_result(result))
+
+    def finished(self, name: str) -> Finished | None:
+        """The result of job `name`; None before it was executed. Raises the error with which it failed."""
+        with _storage(self._folder):
+            reason = self._folder / "failed" / f"{name}.json"
+            if reason.exists():
+                raise _reason(reason)
+            try:
+                return Finished(decode_result((self._folder / "results" / name).read_bytes()))
+            except FileNotFoundError:
+                return None
+
+    def wait(self, name: str, timeout_s: float) -> Any:
+        """Return the result of job `name`, or raise its error, or `DeadlineExceededError`."""
+        deadline = Deadline.after(timeout_s)
+        while (found := self.finished(name)) is None:
+            deadline.check(f"a worker to execute job {name}", part=_PART)
+            time.sleep(_POLL_S)
+        return found.result
+
+    def forget_result(self, name: str) -> None:
+        """Delete the result of job `name`."""
+        with _storage(self._folder):
+            (self._folder / "results" / name).unlink(missing_ok=True)
+
+    def _write(self, name: str, data: bytes) -> None:
+        """Write a file so that it appears completely or not at all, also if the machine crashes."""
+        path = self._folder / name
+        unfinished = path.with_name(f".{path.name}.partial")
+        with unfinished.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+        _sync(path.parent)
+
     def _submitted(self, data: bytes) -> str:
         """Write and queue a file. Returns its name; empty if `recover` deleted the file before it was locked."""
-        partial = self._folder / "partial" / f"{os.getpid()}-{time.monotonic_ns()}"
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        written = self._folder / "partial" / f"{os.getpid()}-{time.monotonic_ns()}"
+        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with suppress(BlockingIOError):  # `recover` has it, and deletes it
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +254,7 @@ class JobFiles:
             with self._numbering() as number:
                 name = f"{number:012d}.job"
                 try:
-                    partial.rename(self._folder / "queued" / name)
+                    written.rename(self._folder / "queued" / name)
                 except FileNotFoundError:
                     return ""
                 os.close(descriptor)  # before the next job is numbered, because `take` skips a locked job
@@ -176,7 +263,7 @@ class JobFiles:
             return name
         finally:
             if descriptor >= 0:
-                partial.unlink(missing_ok=True)
+                written.unlink(missing_ok=True)
                 os.close(descriptor)
 
     @contextmanager
@@ -219,9 +306,9 @@ class JobFiles:
 def _set_aside(folder: Path, name: str, error: WeightlaneError) -> None:
     """Move a job from ``taken/`` to ``failed/``. The reason is written first."""
     reason = folder / "failed" / f"{name}.json"
-    partial = reason.with_suffix(".partial")
-    partial.write_text(json.dumps({"time": round(time.time(), 3), **error.to_wire()}) + "\n")
-    partial.replace(reason)
+    unfinished = reason.with_suffix(".partial")
+    unfinished.write_text(json.dumps({"time": round(time.time(), 3), **error.to_wire()}) + "\n")
+    unfinished.replace(reason)
     (folder / "taken" / name).rename(folder / "failed" / name)
 
 

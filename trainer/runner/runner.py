@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, WeightlaneError, as_weightlane_error
@@ -125,6 +126,12 @@ class Runner:
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""
         return await self.run(jobs.Publish(version))
+
+    def written_by(self, job: Job[Any]) -> list[Path]:
+        """The directories that `job` creates; none for most jobs."""
+        if isinstance(job, jobs.Save):
+            return self._algorithm.state_paths(job.directory)
+        return [job.directory] if isinstance(job, jobs.Export | jobs.SaveAdapter) else []
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""

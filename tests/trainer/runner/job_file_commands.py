@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -9,12 +10,19 @@ import time
 from pathlib import Path
 
 from engine_batches import make_batch
+from waiting import HANG_S
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer import AlgorithmConfig, LocalRanks, Objective, RoleSpec, TrainerConfig, WorkerDispatch
+from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import Forward, Publish
+from weightlane.trainer.runner.runner import Runner
 
 HANG = "hang"
+MODEL = "WEIGHTLANE_TEST_MODEL"
+LOSSES = {OBJECTIVE: Objective(AlgorithmConfig())}
 
 
 def submit(directory: Path) -> None:
@@ -54,5 +62,26 @@ def take(directory: Path) -> None:
                 taken.done()
 
 
+def work(directory: Path) -> None:
+    """Be a worker of the directory, on the model in `MODEL`, until there is a file called `end`."""
+    spec = RoleSpec(POLICY, TrainerConfig(device="cpu", learning_rate=3e-3), Path(os.environ[MODEL]), LOSSES)
+    files = JobFiles(directory)
+    print("ready", flush=True)
+    while files.take_turn() is None:
+        time.sleep(0.01)
+
+    async def run() -> None:
+        dispatch, ended = WorkerDispatch([spec], {"trainer": LocalRanks(HANG_S)}), asyncio.Event()
+        await dispatch.start()
+        working = asyncio.create_task(JobWorker(files, Runner(dispatch)).run(ended))
+        while not working.done() and not (directory / "end").exists():  # noqa: ASYNC110 - made by another process
+            await asyncio.sleep(0.01)
+        ended.set()
+        await working
+        await dispatch.close()
+
+    asyncio.run(run())
+
+
 if __name__ == "__main__":
-    {"submit": submit, "take": take}[sys.argv[1]](Path(sys.argv[2]))
+    {"submit": submit, "take": take, "work": work}[sys.argv[1]](Path(sys.argv[2]))

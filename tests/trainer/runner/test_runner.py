@@ -32,6 +32,8 @@ from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 from weightlane.trainer.objectives.config import CriticConfig
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.policy_values import REWARD
+from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import (
     CreateAdapter,
     Export,
@@ -219,13 +221,21 @@ def test_jobs_wait_for_their_turn_and_their_device_and_those_whose_caller_left_o
 
 def test_the_program_of_the_guide_trains_and_saves(models: dict[str, Path], tmp_path: Path) -> None:
     guide = (Path(__file__).parents[3] / "docs/guides/roles.md").read_text()
-    (program,) = (block for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "Runner" in block)
     names: dict[str, Any] = {"Path": Path}
-    exec(program, names)
+    for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        if "trainer.runner" in block:
+            exec(block, names)
 
     async def use(dispatch: WorkerDispatch) -> float:
         loss: float = await names["step_and_save"](dispatch, make_batch(0), tmp_path / "state")
+        ended = asyncio.Event()
+        working = asyncio.create_task(JobWorker(JobFiles(tmp_path / "jobs"), Runner(dispatch)).run(ended))
+        result = await asyncio.to_thread(names["step_in"], tmp_path / "jobs", make_batch(0))
+        ended.set()
+        await working
+        assert result.step == 2
         return loss
 
     assert 0 < with_dispatch(models, use) < 10
     assert list((tmp_path / "state").iterdir())
+    assert not list((tmp_path / "jobs/results").glob("*1.job"))

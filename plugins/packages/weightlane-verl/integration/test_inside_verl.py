@@ -127,7 +127,7 @@ def update_works(run: Run, replicas: list[Replica]) -> None:
 def test_an_error_of_the_trainers_generator_ends_the_update_everywhere(run: Run) -> None:
     manager = run.manager(run.replicas[:2], engine="shm", timeout_s=NEVER_S)
     run.set(raises_at="empty")
-    with pytest.raises(ArithmeticError):
+    with pytest.raises((ArithmeticError, PeerLostError)):  # verl raises the one that it hears of first
         run.update(manager, next(STEPS))
     _, rollouts = outcomes(run, manager, next(STEPS))
     assert all(isinstance(error, PeerLostError) for error in rollouts)

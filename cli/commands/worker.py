@@ -1,0 +1,102 @@
+"""``weightlane worker`` executes the jobs that programs write into a directory: trainer ranks and a runner, without a loop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from weightlane.plugins.prometheus import LOOPBACK
+from weightlane.trainer.algorithms.composition import (
+    algorithm_over,
+    check_roles,
+    policy_objective,
+    role_specs,
+    role_trainer,
+)
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ray_ranks import RayRanks
+from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
+from weightlane.trainer.engines.registry import check_trainer, training_engine_class
+from weightlane.trainer.objectives.named import Objective
+from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_worker import JobWorker
+from weightlane.trainer.runner.runner import Runner
+
+from ..config.worker_config import WorkerConfig, load_worker_config
+from ..output import console
+from ..run.open_observers import RunObservers
+from ..run.preparation import role_models
+from ..run.ray_cluster import RayCluster
+from ..run.resources import Machines, fitted_trainer
+from ..run.signals import point_to_logs
+
+_KILLED_HINT = "Start a worker again: it goes on with the jobs."
+_TURN_S = 0.5
+"""Pause between two looks whether the directory's worker has ended."""
+
+
+async def run_worker(path: Path, jobs: Path, overrides: Sequence[str], *, until_empty: bool) -> int:
+    """Execute the jobs in the absolute `jobs` until SIGINT or SIGTERM, or until none waits. Returns how many.
+
+    While another worker lives, this one waits for its end. Raises a typed error for every problem of configuration or execution.
+    """
+    config, roles = prepare_worker(path, overrides)
+    say = console(soft_wrap=True).print
+    files, ended = JobFiles(jobs), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    async with AsyncExitStack() as stack:
+        waits = False
+        while (end_turn := files.take_turn()) is None:
+            if not waits:
+                say(f"another worker executes the jobs in {jobs}; this one goes on when it has ended")
+            waits = True
+            await asyncio.sleep(_TURN_S)
+            if ended.is_set():
+                return 0
+        stack.callback(end_turn)
+        own = jobs / "workers" / f"{socket.gethostname()}-{os.getpid()}"
+        own.mkdir(parents=True)
+        observers = RunObservers(config.observers, own, [], say, config.model_dump(mode="json"))
+        hooks = stack.enter_context(observers)
+        stack.enter_context(point_to_logs(own / "logs", say))
+        cpus = config.trainer.ranks * config.trainer.cpus_per_rank
+        cluster = stack.enter_context(
+            RayCluster(config.ray, cpus, own / "logs", observers.environment, None, _KILLED_HINT)
+        )
+        for number in (signal.SIGINT, signal.SIGTERM):  # again, because Ray sets handlers of its own
+            asyncio.get_running_loop().add_signal_handler(number, ended.set)
+        trainer = fitted_trainer(config.trainer, cluster.machines())
+        ranks = RayRanks(trainer, None if config.ray.address else LOOPBACK)
+        dispatch = WorkerDispatch(roles, {"trainer": ranks})
+        stack.push_async_callback(dispatch.close)
+        await dispatch.start()
+        algorithm = algorithm_over(dispatch, config.algorithm, config.reference, own / "reference")
+        runner = Runner(dispatch, algorithm, hooks=hooks)
+        stack.push_async_callback(runner.close)
+        say(f"executing the jobs in {jobs} on {trainer.ranks} trainer rank(s) ({trainer.engine}); Ctrl-C ends it")
+        count = await JobWorker(files, runner, jobs / "events.jsonl", say).run(ended, until_empty=until_empty)
+        cluster.succeeded()
+    return count
+
+
+def prepare_worker(path: Path, overrides: Sequence[str]) -> tuple[WorkerConfig, list[RoleSpec]]:
+    """Check the configuration at the absolute `path`, and its models. Returns it with the roles that it needs."""
+    config = load_worker_config(path, overrides)
+    check_roles(config.algorithm, config.trainer)
+    training_engine_class(config.trainer.engine)
+    here = not config.ray.address
+    models = role_models(config, check_model_dir(find_model(config.model.path)))
+    for role, model in models.items():
+        check_trainer(role_trainer(role, config.trainer, config.critic), model, here=here)
+    trainer = fitted_trainer(config.trainer, Machines.here(), counted=here)
+    objective = Objective(policy_objective(config.algorithm), [path.parent, Path()])
+    seed = config.worker.seed
+    roles = role_specs(config.algorithm, trainer, config.critic, models, objective, config.reference, seed=seed)
+    return config, roles

@@ -1,0 +1,55 @@
+"""``weightlane worker`` on trainer ranks in Ray: one worker at a time, the next one goes on, and events say what was executed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from run_process import StartRun
+from tiny_run import Material, toml_of
+from waiting import HANG_S, wait_until
+
+from weightlane.ckpt_engines import ProtocolError
+from weightlane.trainer import TokenBatch, TokenSequence
+from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.jobs import Export, OptimStep, Save, SftStep
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.mark.exhaustive
+def test_the_next_worker_goes_on_where_a_killed_one_was(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    config, jobs = tmp_path / "worker.toml", tmp_path / "jobs"
+    trainer = {"ranks": 2, "learning_rate": 1e-3, "cpus_per_rank": 0.5}
+    config.write_text(
+        toml_of({"model": {"path": str(material.model)}, "trainer": trainer, "ray": {"start_timeout_s": HANG_S}})
+    )
+    batch = TokenBatch(tuple(TokenSequence.of_completion([5, 6], [7, row]) for row in range(8, 12)))
+    files = JobFiles(jobs)
+    names = [files.submit(job) for job in (SftStep(batch), Save(tmp_path / "state"), SftStep(batch), OptimStep())]
+    first = start_run(["worker", str(config), str(jobs)])
+    assert [files.wait(name, HANG_S) for name in names[1:2]] == [None]
+    assert files.wait(names[2], HANG_S).step == 2
+    with pytest.raises(ProtocolError, match="no gradient"):
+        files.wait(names[3], HANG_S)
+    second = start_run(["worker", str(config), str(jobs), "--until-empty"])
+    wait_until(lambda: "another worker executes the jobs" in second.out, "the second one waits")
+    names += [files.submit(job) for job in (SftStep(batch), Export(tmp_path / "model", "float32"), SftStep(batch))]
+    assert files.wait(names[4], HANG_S).step == 3
+    first.interrupt(signal.SIGKILL)
+    assert first.end().code == -signal.SIGKILL, "nothing of it is left"
+    ended = second.end()
+    assert (ended.code, ended.err) == (0, "")
+    assert files.wait(names[6], HANG_S).step == 4
+    assert (tmp_path / "model/config.json").is_file()
+    events = [json.loads(line) for line in (jobs / "events.jsonl").read_text().splitlines()]
+    counted = Counter((each["event"], each["job"]) for each in events)
+    assert {name for event, name in counted if event == "executed"} == {*names} - {names[3]}
+    assert counted["failed", names[3]] == 1
+    assert counted["repeated", names[2]] == counted["repeated", names[4]] == 1
+    assert counted["repeated", names[0]] == 0, "it is in the saved state"

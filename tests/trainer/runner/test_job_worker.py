@@ -1,0 +1,163 @@
+"""`JobWorker`: jobs in files train what a runner would, whatever worker is killed, and each is executed once in effect."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import job_file_commands
+import pytest
+import torch
+from engine_batches import make_batch
+from local_dispatch import in_dispatch
+from safetensors.torch import load_file
+from waiting import HANG_S, wait_until
+
+from weightlane.ckpt_engines import DeadlineExceededError, ProtocolError
+from weightlane.trainer import LoraConfig, LossDenominators, TokenBatch, TokenSequence, TrainerConfig
+from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.jobs import (
+    CreateAdapter,
+    Export,
+    Forward,
+    ForwardBackward,
+    Job,
+    OptimStep,
+    RlStep,
+    Save,
+    SftStep,
+)
+from weightlane.trainer.runner.runner import Runner
+
+OUT_OF_VOCABULARY = TokenBatch((TokenSequence.of_completion([1], [10**6], per_token={}),))
+OF_TWO = LossDenominators(50.0, 7.0)
+Process = subprocess.Popen[str]
+
+
+def jobs_for(folder: Path) -> list[Job[Any]]:
+    """Jobs of most kinds, two of which fail: a part of a mini-batch, and the step that ends it."""
+    return [
+        CreateAdapter("a", LoraConfig(rank=2)),
+        ForwardBackward(make_batch(8), OBJECTIVE, adapter="a"),
+        OptimStep("a"),
+        SftStep(make_batch(0)),
+        ForwardBackward(make_batch(1), OBJECTIVE, outputs=("logprobs",)),
+        OptimStep(),
+        RlStep(make_batch(2)),
+        Save(folder / "state"),
+        SftStep(make_batch(3)),
+        Forward(make_batch(4), adapter="a"),
+        ForwardBackward(make_batch(7), OBJECTIVE, OF_TWO),
+        ForwardBackward(OUT_OF_VOCABULARY, OBJECTIVE, OF_TWO),
+        OptimStep(),
+        SftStep(make_batch(5)),
+        RlStep(make_batch(6)),
+        Export(folder / "model", "float32"),
+    ]
+
+
+@pytest.fixture
+def start(children: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], Process]:
+    """Starts a worker of a directory, which has begun then."""
+    monkeypatch.setenv(job_file_commands.MODEL, str(models["qwen3-untied"]))
+
+    def start(directory: Path) -> Process:
+        program = [job_file_commands.__file__, "work", str(directory)]
+        child: Process = children.start(program, forked=True, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    return start
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+def told(result: Any) -> Any:
+    """A result without the seconds that it took."""
+    if hasattr(result, "grad_norm"):
+        return (result.step, dict(result.metrics), result.grad_norm, result.skipped)
+    return (dict(result.metrics), result.outputs) if hasattr(result, "metrics") else result
+
+
+def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_results(
+    start: Callable[[Path], Process], models: dict[str, Path], tmp_path: Path
+) -> None:
+    spec = RoleSpec(
+        POLICY, TrainerConfig(device="cpu", learning_rate=3e-3), models["qwen3-untied"], job_file_commands.LOSSES
+    )
+
+    async def by_a_runner(dispatch: WorkerDispatch) -> list[Any]:
+        runner, found = Runner(dispatch), list[Any]()
+        for job in jobs_for(tmp_path / "runner"):
+            try:
+                found.append(told(await runner.run(job)))
+            except ProtocolError as error:
+                found.append(type(error))
+        return found
+
+    expected = in_dispatch([spec], by_a_runner)
+    assert [place for place, result in enumerate(expected) if result is ProtocolError] == [11, 12]
+    files, names = JobFiles(tmp_path / "jobs"), list[str]()
+
+    def finished() -> bool:
+        """Whether all jobs so far have a result, or an error."""
+        try:
+            return all(files.finished(name) is not None for name in names if name not in failing)
+        except ProtocolError:
+            failing.update(each.name for each in files.failed())
+            return False
+
+    def active() -> list[Process]:
+        return [worker for worker in workers if holds_turn(worker, tmp_path / "jobs")]
+
+    failing: set[str] = set()
+    jobs, workers = jobs_for(tmp_path / "worker"), [start(tmp_path / "jobs") for _ in range(2)]
+    # Killed in the middle of a mini-batch; after a state was saved; between the jobs that fail; and while it executes something.
+    for place, waits in ((2, True), (5, True), (9, True), (12, True), (14, False), (15, False)):
+        names += [files.submit(job) for job in jobs[len(names) : place]]
+        wait_until(
+            lambda waits=waits: active() and (finished() or not waits), "a worker executes, or has executed, the jobs"
+        )
+        (killed,) = active()
+        killed.kill()
+        killed.wait(HANG_S)
+        workers = [*(worker for worker in workers if worker is not killed), start(tmp_path / "jobs")]
+    names += [files.submit(job) for job in jobs[len(names) :]]
+    wait_until(finished, "the jobs were executed")
+    (tmp_path / "jobs/end").touch()
+    assert [worker.wait(HANG_S) for worker in workers] == [0, 0]
+    assert files.waiting() == files.recover() == []
+    assert [each.name for each in files.failed()] == [names[11], names[12]]
+    for name, result in zip(names, expected, strict=True):
+        if result is not ProtocolError:
+            assert same(told(files.wait(name, HANG_S)), result), name
+        else:
+            with pytest.raises(ProtocolError):
+                files.wait(name, HANG_S)
+    weights, wanted = (load_file(tmp_path / each / "model/model.safetensors") for each in ("worker", "runner"))
+    assert same(weights, wanted)
+    assert not same(weights, load_file(models["qwen3-untied"] / "model.safetensors"))
+    files.forget_result(names[0])
+    with pytest.raises(DeadlineExceededError, match="a worker to execute job"):
+        files.wait(names[0], 0.01)
+
+
+def holds_turn(worker: Process, directory: Path) -> bool:
+    """Whether the process has the lock of the directory's worker, by the kernel's list of locks."""
+    inode = (directory / "worker").stat().st_ino if (directory / "worker").exists() else -1
+    locks = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
+    return any(int(words[4]) == worker.pid and words[5].endswith(f":{inode}") for words in locks)
