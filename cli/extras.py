@@ -16,6 +16,7 @@ from weightlane.ckpt_engines import ConfigError
 COMMANDS = {
     "train": ("ray", "vllm"),
     "sft": ("ray",),
+    "worker": ("ray",),
     "tinker": ("service", "vllm"),
     "plan": ("vllm",),
     "layout": ("vllm",),

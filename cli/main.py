@@ -286,7 +286,7 @@ def worker(
 ) -> None:
     """Execute the jobs that programs write into a directory: steps, forward and backward passes, saves, exports."""
     keep_logs_off_the_terminal()
-    require("sft")
+    require("worker")
     import asyncio
 
     from .commands.worker import run_worker

@@ -24,15 +24,21 @@ from .sft import SftPreparation, prepare_sft
 def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> dict[str, str]:
     """Return name and amount of every resource that the configuration at the absolute `path` needs, and what was not checked.
 
-    Raises the errors of `weightlane train`, of `weightlane sft` if there is a section [sft], or of `weightlane tinker` if there
-    is [service]; with `resume`, also those of resuming. With ``ray.address``, the machines of the cluster are assumed to have
-    the GPUs of this machine.
+    Raises the errors of the command that the configuration is for (`command_of`); with `resume`, also those of resuming. With
+    ``ray.address``, the machines of the cluster are assumed to have the GPUs of this machine.
     """
     command = command_of(read_toml(path))
     if command == "sft":
         return _supervised(prepare_sft(path, overrides, resume=resume))
     if command == "tinker":
         return _served(path, overrides)
+    if command == "worker":
+        from .worker import prepare_worker  # noqa: PLC0415 - needs an extra
+
+        _, roles = prepare_worker(path, overrides)
+        trainer = roles[0].config
+        found = {"machine": described_machines(Machines.here()), "roles": ", ".join(role.name for role in roles)}
+        return found | {"trainer": f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs"}
     ready = prepare(path, overrides, resume=resume)
     algorithm = ready.config.algorithm
     return _cluster(ready.config, ready.model) | {

@@ -53,8 +53,9 @@ def toml_value(text: str) -> Any:
 
 
 def command_of(sections: dict[str, Any]) -> str:
-    """Return the command that a configuration with these `sections` is for: ``sft``, ``tinker`` or ``train``."""
-    return "sft" if "sft" in sections else "tinker" if "service" in sections else "train"
+    """Return the command that a configuration with these `sections` is for: ``sft``, ``tinker``, ``worker`` or ``train``."""
+    commands = {"sft": "sft", "service": "tinker", "worker": "worker"}
+    return next((command for section, command in commands.items() if section in sections), "train")
 
 
 def starts_vllm(path: Path, overrides: Sequence[str], *, anywhere: bool = False) -> bool:

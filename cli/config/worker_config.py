@@ -23,7 +23,7 @@ class WorkerSection(Section):
 class WorkerConfig(Section):
     """The configuration of ``weightlane worker``."""
 
-    worker: WorkerSection = WorkerSection()
+    worker: WorkerSection
     model: ModelSection
     algorithm: AlgorithmConfig = AlgorithmConfig()
     trainer: TrainerConfig = TrainerConfig()

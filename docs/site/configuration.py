@@ -18,6 +18,7 @@ from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.config.sft_config import SftRunConfig
 from weightlane.cli.config.tinker_config import TinkerConfig
 from weightlane.cli.config.validation import FILLED_IN
+from weightlane.cli.config.worker_config import WorkerSection
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys
@@ -36,6 +37,13 @@ SERVED = """
 
 `weightlane tinker` has the sections `run`, `model`, `checkpoint_engine`, `sync`, `trainer`, `rollout`, `ray` and `observers` of
 above, and this one.
+"""
+
+WORKED = """
+## Of a worker
+
+`weightlane worker` has the sections `model`, `algorithm`, `trainer`, `critic`, `reference`, `ray` and `observers` of above, and
+this one, which must be there.
 """
 
 
@@ -105,7 +113,8 @@ def page() -> str:
     supervised = supervised.replace("## [data]", "## [data] of supervised fine-tuning")
     service = TinkerConfig.model_fields["service"].annotation
     assert service is not None
-    parts = [*sections("", RunConfig), SUPERVISED, supervised, SERVED, *sections("service", service)]
+    of_runs = [*sections("", RunConfig), SUPERVISED, supervised, SERVED, *sections("service", service)]
+    parts = [*of_runs, WORKED, *sections("worker", WorkerSection)]
     return HEAD + "".join(parts).rstrip() + "\n"
 
 

@@ -27,7 +27,14 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(
     config, jobs = tmp_path / "worker.toml", tmp_path / "jobs"
     trainer = {"ranks": 2, "learning_rate": 1e-3, "cpus_per_rank": 0.5}
     config.write_text(
-        toml_of({"model": {"path": str(material.model)}, "trainer": trainer, "ray": {"start_timeout_s": HANG_S}})
+        toml_of(
+            {
+                "worker": {},
+                "model": {"path": str(material.model)},
+                "trainer": trainer,
+                "ray": {"start_timeout_s": HANG_S},
+            }
+        )
     )
     batch = TokenBatch(tuple(TokenSequence.of_completion([5, 6], [7, row]) for row in range(8, 12)))
     files = JobFiles(jobs)
