@@ -35,10 +35,12 @@ def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> 
     if command == "worker":
         from .worker import prepare_worker  # noqa: PLC0415 - needs an extra
 
-        _, roles = prepare_worker(path, overrides)
-        trainer = roles[0].config
-        found = {"machine": described_machines(Machines.here()), "roles": ", ".join(role.name for role in roles)}
-        return found | {"trainer": f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs"}
+        worker, machines = prepare_worker(path, overrides), Machines.here()
+        trainer = fitted_trainer(worker.config.trainer, machines, counted=not worker.config.ray.address)
+        return {
+            "machine": described_machines(machines),
+            "trainer": f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs: {', '.join(worker.models)}",
+        }
     ready = prepare(path, overrides, resume=resume)
     algorithm = ready.config.algorithm
     return _cluster(ready.config, ready.model) | {

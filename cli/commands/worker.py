@@ -6,8 +6,9 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from weightlane.plugins.prometheus import LOOPBACK
@@ -20,7 +21,6 @@ from weightlane.trainer.algorithms.composition import (
 )
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
 from weightlane.trainer.engines.registry import check_trainer, training_engine_class
 from weightlane.trainer.objectives.named import Objective
@@ -46,7 +46,8 @@ async def run_worker(path: Path, jobs: Path, overrides: Sequence[str], *, until_
 
     While another worker lives, this one waits for its end. Raises a typed error for every problem of configuration or execution.
     """
-    config, roles = prepare_worker(path, overrides)
+    ready = prepare_worker(path, overrides)
+    config, algorithm = ready.config, ready.config.algorithm
     say = console(soft_wrap=True).print
     files, ended = JobFiles(jobs), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -62,7 +63,7 @@ async def run_worker(path: Path, jobs: Path, overrides: Sequence[str], *, until_
                 return 0
         stack.callback(end_turn)
         own = jobs / "workers" / f"{socket.gethostname()}-{os.getpid()}"
-        own.mkdir(parents=True)
+        own.mkdir(parents=True, exist_ok=True)
         observers = RunObservers(config.observers, own, [], say, config.model_dump(mode="json"))
         hooks = stack.enter_context(observers)
         stack.enter_context(point_to_logs(own / "logs", say))
@@ -74,11 +75,12 @@ async def run_worker(path: Path, jobs: Path, overrides: Sequence[str], *, until_
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
         trainer = fitted_trainer(config.trainer, cluster.machines())
         ranks = RayRanks(trainer, None if config.ray.address else LOOPBACK)
-        dispatch = WorkerDispatch(roles, {"trainer": ranks})
+        about = ready.models, ready.objective, config.reference
+        roles = role_specs(algorithm, trainer, config.critic, *about, seed=config.worker.seed)
+        dispatch = WorkerDispatch(roles, {"trainer": ranks}, shares_device={"trainer": trainer.offload_roles})
         stack.push_async_callback(dispatch.close)
         await dispatch.start()
-        algorithm = algorithm_over(dispatch, config.algorithm, config.reference, own / "reference")
-        runner = Runner(dispatch, algorithm, hooks=hooks)
+        runner = Runner(dispatch, algorithm_over(dispatch, algorithm, config.reference, own / "reference"), hooks=hooks)
         stack.push_async_callback(runner.close)
         say(f"executing the jobs in {jobs} on {trainer.ranks} trainer rank(s) ({trainer.engine}); Ctrl-C ends it")
         count = await JobWorker(files, runner, jobs / "events.jsonl", say).run(ended, until_empty=until_empty)
@@ -86,8 +88,17 @@ async def run_worker(path: Path, jobs: Path, overrides: Sequence[str], *, until_
     return count
 
 
-def prepare_worker(path: Path, overrides: Sequence[str]) -> tuple[WorkerConfig, list[RoleSpec]]:
-    """Check the configuration at the absolute `path`, and its models. Returns it with the roles that it needs."""
+@dataclass(frozen=True, slots=True)
+class WorkerPreparation:
+    """The checked configuration of a worker, and its models by role."""
+
+    config: WorkerConfig
+    models: Mapping[str, Path]
+    objective: Objective
+
+
+def prepare_worker(path: Path, overrides: Sequence[str]) -> WorkerPreparation:
+    """Check the configuration at the absolute `path`, and its models. Raises a typed error for the first problem."""
     config = load_worker_config(path, overrides)
     check_roles(config.algorithm, config.trainer)
     training_engine_class(config.trainer.engine)
@@ -95,8 +106,5 @@ def prepare_worker(path: Path, overrides: Sequence[str]) -> tuple[WorkerConfig, 
     models = role_models(config, check_model_dir(find_model(config.model.path)))
     for role, model in models.items():
         check_trainer(role_trainer(role, config.trainer, config.critic), model, here=here)
-    trainer = fitted_trainer(config.trainer, Machines.here(), counted=here)
-    objective = Objective(policy_objective(config.algorithm), [path.parent, Path()])
-    seed = config.worker.seed
-    roles = role_specs(config.algorithm, trainer, config.critic, models, objective, config.reference, seed=seed)
-    return config, roles
+    fitted_trainer(config.trainer, Machines.here(), counted=here)
+    return WorkerPreparation(config, models, Objective(policy_objective(config.algorithm), [path.parent, Path()]))

@@ -13,6 +13,7 @@ from tiny_run import Material, toml_of
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ProtocolError
+from weightlane.cli.exit_codes import PROCESS_LOST
 from weightlane.trainer import TokenBatch, TokenSequence
 from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.jobs import Export, OptimStep, Save, SftStep
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.mark.exhaustive
-def test_the_next_worker_goes_on_where_a_killed_one_was(
+def test_the_next_worker_goes_on_where_one_was_that_was_killed_or_whose_rank_was(
     material: Material, start_run: StartRun, tmp_path: Path
 ) -> None:
     config, jobs = tmp_path / "worker.toml", tmp_path / "jobs"
@@ -44,19 +45,25 @@ def test_the_next_worker_goes_on_where_a_killed_one_was(
     assert files.wait(names[2], HANG_S).step == 2
     with pytest.raises(ProtocolError, match="no gradient"):
         files.wait(names[3], HANG_S)
-    second = start_run(["worker", str(config), str(jobs), "--until-empty"])
+    second = start_run(["worker", str(config), str(jobs)])
     wait_until(lambda: "another worker executes the jobs" in second.out, "the second one waits")
-    names += [files.submit(job) for job in (SftStep(batch), Export(tmp_path / "model", "float32"), SftStep(batch))]
+    more = [SftStep(batch), Export(tmp_path / "model", "float32"), *[SftStep(batch)] * 4]
+    first.kill_process(first.named("RankActor")[1].pid)
+    names += [files.submit(job) for job in more]
+    ended = first.end()
+    assert ended.code == PROCESS_LOST
+    assert "died" in ended.err
     assert files.wait(names[4], HANG_S).step == 3
-    first.interrupt(signal.SIGKILL)
-    assert first.end().code == -signal.SIGKILL, "nothing of it is left"
-    ended = second.end()
+    second.interrupt(signal.SIGKILL)
+    assert second.end().code == -signal.SIGKILL, "nothing of it is left"
+    names.append(files.submit(SftStep(batch)))
+    ended = start_run(["worker", str(config), str(jobs), "--until-empty"]).end()
     assert (ended.code, ended.err) == (0, "")
-    assert files.wait(names[6], HANG_S).step == 4
+    assert files.wait(names[-1], HANG_S).step == 8
+    assert [each.name for each in files.failed()] == [names[3]], "the ranks' errors are not those of the jobs"
     assert (tmp_path / "model/config.json").is_file()
     events = [json.loads(line) for line in (jobs / "events.jsonl").read_text().splitlines()]
     counted = Counter((each["event"], each["job"]) for each in events)
     assert {name for event, name in counted if event == "executed"} == {*names} - {names[3]}
-    assert counted["failed", names[3]] == 1
-    assert counted["repeated", names[2]] == counted["repeated", names[4]] == 1
+    assert counted["repeated", names[2]] == 2
     assert counted["repeated", names[0]] == 0, "it is in the saved state"

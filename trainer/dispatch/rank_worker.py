@@ -30,7 +30,7 @@ from .role_spec import RoleSpec
 
 
 @dataclass(slots=True)
-class MiniBatch:
+class OpenMiniBatch:
     """A mini-batch whose optimizer step has not been taken yet."""
 
     computed_s: float = 0.0
@@ -50,7 +50,7 @@ class HostedRole:
     """Seconds that moves to host memory waited for the publisher since the last optimizer step."""
     own: str = ""
     """The adapter of calls that name none; empty for the model's own weights."""
-    mini_batches: dict[str, MiniBatch] = field(default_factory=dict)
+    mini_batches: dict[str, OpenMiniBatch] = field(default_factory=dict)
     """Unfinished mini-batches by adapter; "" is the model's own weights."""
 
     def adapter(self, name: str | None) -> str:
@@ -183,7 +183,7 @@ class RankWorker:
     ) -> tuple[Mapping[str, float], RankOutputs]:
         """See `Role.forward_backward`. Returns metrics, and outputs of this rank's share. Collective."""
         started, hosted = time.perf_counter(), self._hosted(role)
-        mini_batch = hosted.mini_batches.setdefault(hosted.adapter(adapter), MiniBatch())
+        mini_batch = hosted.mini_batches.setdefault(hosted.adapter(adapter), OpenMiniBatch())
         if mini_batch.failed:
             raise self._incomplete(mini_batch)
         try:
@@ -199,7 +199,7 @@ class RankWorker:
         """Wait for the fence, then take the optimizer step. Collective. A gradient that is not finite changes nothing."""
         started, hosted = time.perf_counter(), self._hosted(role)
         fence_s, hosted.fence_s = hosted.fence_s, 0.0
-        mini_batch = hosted.mini_batches.pop(name := hosted.adapter(adapter), MiniBatch())
+        mini_batch = hosted.mini_batches.pop(name := hosted.adapter(adapter), OpenMiniBatch())
         if mini_batch.failed:
             hosted.engine.zero_grad(name)
             raise self._incomplete(mini_batch)
@@ -244,7 +244,7 @@ class RankWorker:
         if not calls:
             return []
         started, hosted = time.perf_counter(), self._hosted(role)
-        batches = [hosted.mini_batches.setdefault(hosted.adapter(call.adapter), MiniBatch()) for call in calls]
+        batches = [hosted.mini_batches.setdefault(hosted.adapter(call.adapter), OpenMiniBatch()) for call in calls]
         whole = [call for call, each in zip(calls, batches, strict=True) if not each.failed]
         try:
             engine = with_adapters(hosted.engine, "a joint job")
@@ -325,7 +325,7 @@ class RankWorker:
             hosted.fence_s += hosted.fence()
         hosted.engine.offload(parts)
 
-    def _incomplete(self, mini_batch: MiniBatch) -> ProtocolError:
+    def _incomplete(self, mini_batch: OpenMiniBatch) -> ProtocolError:
         return ProtocolError(
             f"a part of the mini-batch has no gradient: {mini_batch.failed}",
             part=publisher_name(self._rank),

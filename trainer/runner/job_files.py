@@ -178,9 +178,12 @@ class JobFiles:
         return None if lock is None else partial(os.close, lock)
 
     def executed(self) -> Iterator[tuple[str, Job[Any]]]:
-        """Names and jobs to be executed again, in order. Raises `ProtocolError` for a damaged one."""
+        """Names and jobs to be executed again, in order. Raises `ProtocolError` for a damaged one.
+
+        One whose worker ended while setting it aside is left out: `recover` has it.
+        """
         with _storage(self._folder):
-            for name in _names(self._folder / "executed"):
+            for name in sorted({*_names(self._folder / "executed")} - {*_names(self._folder / "taken")}):
                 yield name, decode_job((self._folder / "executed" / name).read_bytes())
 
     def forget_executed(self, name: str) -> None:

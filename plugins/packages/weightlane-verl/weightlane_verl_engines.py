@@ -61,9 +61,16 @@ class _Member:
         self._loop = asyncio.new_event_loop()
         self._busy = threading.Lock()
         self._task: asyncio.Task[Any] | None = None
-        self.engine = _verl_class(config)(
-            bucket_size=config.bucket_mib << 20, **({"is_master": True} if is_master else {}), **config.engine_kwargs
-        )
+        role = {"is_master": True} if is_master else {}
+        try:
+            self.engine = _verl_class(config)(bucket_size=config.bucket_mib << 20, **role, **config.engine_kwargs)
+        except TypeError as error:
+            hint = "Look at the engine's option engine_kwargs."
+            raise ConfigError(f"verl's {config.backend}: {error}.", part=life.part, hint=hint) from error
+
+    def prepare(self, deadline: Deadline, peer: str) -> Any:
+        """Return what the engine has prepared for its peers. Raises as `call`."""
+        return self.call(self.engine.prepare, deadline, "verl's engine to prepare", peer)
 
     def call(self, function: Callable[[], Any], deadline: Deadline, what: str, peer: str) -> Any:
         """Return the result of `function`, a blocking call of the engine's.
@@ -142,7 +149,8 @@ class VerlSender(toolkit.PairedSender):
             if not self._channels:
                 return
             self._member = member = _Member(self._config, self._life, is_master=True)
-            prepared = [member.engine.prepare()]
+            peers = ", ".join(self._channels)
+            prepared = [member.prepare(deadline, peers)]
             for channel in self._channels.values():
                 said = channel.receive_json(deadline, "its receiver to prepare verl's engine")
                 prepared.append(_from_plain(said["prepared"], member.engine))
@@ -150,7 +158,6 @@ class VerlSender(toolkit.PairedSender):
             (arguments,) = self._of_each(own, 1)
             for channel, theirs in zip(self._channels.values(), self._of_each(others, len(channels)), strict=True):
                 channel.send_json({"topology": _to_plain(theirs)}, deadline)
-            peers = ", ".join(self._channels)
             member.call(lambda: member.engine.init_process_group(**arguments), deadline, "verl's process group", peers)
 
     def send(self, channels: Mapping[str, toolkit.Channel], bucket: Bucket, deadline: Deadline) -> None:
@@ -195,7 +202,7 @@ class VerlReceiver(toolkit.PairedReceiver):
             super().connect(topology, channels, deadline)
             for sender, channel in self._channels.items():
                 self._members[sender] = member = _Member(self._config, self._life, is_master=False)
-                channel.send_json({"prepared": _to_plain(member.engine.prepare())}, deadline)
+                channel.send_json({"prepared": _to_plain(member.prepare(deadline, sender))}, deadline)
             for sender, member in self._members.items():
                 said = self._channels[sender].receive_json(deadline, "verl's topology from its sender")
                 _enter(member, _from_plain(said["topology"], member.engine), deadline, sender)

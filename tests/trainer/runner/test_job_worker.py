@@ -47,6 +47,7 @@ def jobs_for(folder: Path) -> list[Job[Any]]:
         OptimStep("a"),
         SftStep(make_batch(0)),
         ForwardBackward(make_batch(1), OBJECTIVE, outputs=("logprobs",)),
+        Save(folder / "open"),  # without the gradient of that part
         OptimStep(),
         RlStep(make_batch(2)),
         Save(folder / "state"),
@@ -110,7 +111,7 @@ def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_res
         return found
 
     expected = in_dispatch([spec], by_a_runner)
-    assert [place for place, result in enumerate(expected) if result is ProtocolError] == [11, 12]
+    assert [place for place, result in enumerate(expected) if result is ProtocolError] == [12, 13]
     files, names = JobFiles(tmp_path / "jobs"), list[str]()
 
     def finished() -> bool:
@@ -127,7 +128,7 @@ def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_res
     failing: set[str] = set()
     jobs, workers = jobs_for(tmp_path / "worker"), [start(tmp_path / "jobs") for _ in range(2)]
     # Killed in the middle of a mini-batch; after a state was saved; between the jobs that fail; and while it executes something.
-    for place, waits in ((2, True), (5, True), (9, True), (12, True), (14, False), (15, False)):
+    for place, waits in ((2, True), (6, True), (10, True), (13, True), (15, False), (16, False)):
         names += [files.submit(job) for job in jobs[len(names) : place]]
         wait_until(
             lambda waits=waits: active() and (finished() or not waits), "a worker executes, or has executed, the jobs"
@@ -141,7 +142,7 @@ def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_res
     (tmp_path / "jobs/end").touch()
     assert [worker.wait(HANG_S) for worker in workers] == [0, 0]
     assert files.waiting() == files.recover() == []
-    assert [each.name for each in files.failed()] == [names[11], names[12]]
+    assert [each.name for each in files.failed()] == [names[12], names[13]]
     for name, result in zip(names, expected, strict=True):
         if result is not ProtocolError:
             assert same(told(files.wait(name, HANG_S)), result), name
