@@ -13,7 +13,7 @@ from .data.sequences import IGNORED, MicroBatch
 from .engines.contract import STATE_PARTS, BackwardResult, SequenceOutputs, StatePart, TrainingEngine
 from .engines.fsdp2.loading import whole_model
 from .engines.fsdp2.shards import checkpoint_tensors, local_shards
-from .engines.fsdp2.state import resume, save_state
+from .engines.fsdp2.state import resume, save
 from .engines.hf.export import ExportedModel, export_model
 from .engines.hf.model_dir import check_model_dir, kept_types
 from .engines.hf.names import CheckpointRun, checkpoint_runs
@@ -55,7 +55,7 @@ __all__ = [
     "outputs_by_sequence",
     "require_open",
     "resume",
-    "save_state",
+    "save",
     "share_json",
     "whole_model",
 ]

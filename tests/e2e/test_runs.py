@@ -12,9 +12,9 @@ import pytest
 import torch
 from run_process import FinishedRun, StartRun, events_of
 from safetensors.torch import load_file
+from saved_states import saved_tensors
 from tiny_models import load_tensors
 from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -100,8 +100,8 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_an
         done = run_command("export", str(run_dir), "--step", str(step), "--out", str(out))
         assert (done.exit_code, done.stdout) == (0, f"step {step} of {run_dir} is in {out}\n"), done.output
         exported = load_file(out / "model.safetensors")
-        weights = saved_state(run_dir, step, tmp_path)["model"]
-        assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
+        weights = saved_state(run_dir, step)
+        assert all(torch.equal(tensor, weights[f"weight|{name}"]) for name, tensor in exported.items())
     last = load_tensors(run_dir / "model")
     assert last.keys() == exported.keys()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in last.items())
@@ -139,7 +139,7 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_an
     trained = {json.loads(line)["prompt"] for line in material.train.read_text().splitlines()}
     assert len(judged.keys() & trained) >= 6 * PROMPTS_PER_STEP
     assert max(judged[prompt] for prompt in trained) == GROUP_SIZE, "no task was used twice"
-    check_optimizer(*(saved_state(run_dir, step, tmp_path) for step in (4, 6)))
+    check_optimizer(*(saved_state(run_dir, step) for step in (4, 6)))
 
 
 @pytest.mark.exhaustive
@@ -186,26 +186,23 @@ def data_position(run_dir: Path, step: int) -> int:
     return int(state["stream"]["position"]) - len(state["outstanding"])
 
 
-def saved_state(run_dir: Path, step: int, folder: Path) -> dict[str, Any]:
-    path = folder / f"step-{step}.pt"
-    dcp_to_torch_save(run_dir / "state" / f"step-{step}" / "trainer", path)
-    state: dict[str, Any] = torch.load(path, weights_only=False)
-    return state
+def saved_state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    directory = run_dir / "state" / f"step-{step}" / "trainer"
+    assert json.loads((directory / "state.json").read_text())["step"] == step
+    return saved_tensors(directory)
 
 
-def check_optimizer(at_4: dict[str, Any], at_6: dict[str, Any]) -> None:
+def check_optimizer(at_4: dict[str, torch.Tensor], at_6: dict[str, torch.Tensor]) -> None:
     """Check that step 6 is step 4 after two AdamW steps without a gradient (Loshchilov and Hutter): parameters and moments."""
-    assert (int(at_4["step"]), int(at_6["step"])) == (4, 6)
-    assert at_6["model"].keys() == at_4["model"].keys()
+    assert at_6.keys() == at_4.keys()
     beta_1, beta_2 = BETAS
-    for name, parameter in at_4["model"].items():
-        first, second = (at_4["optimizer"][f"{name}/{moment}"].double() for moment in ("exp_avg", "exp_avg_sq"))
-        expected = parameter.double()
+    for name in (key.removeprefix("weight|") for key in at_4 if key.startswith("weight|")):
+        parameter, first, second = (at_4[f"{kind}|{name}"].double() for kind in ("weight", "exp_avg", "exp_avg_sq"))
         assert second.count_nonzero() > 0, "training had begun"
         for step in (5, 6):
             first, second = beta_1 * first, beta_2 * second
             denominator = (second / (1 - beta_2**step)).sqrt() + EPSILON
-            expected = expected - LEARNING_RATE * (first / (1 - beta_1**step)) / denominator
-        torch.testing.assert_close(at_6["optimizer"][f"{name}/exp_avg"].double(), first, rtol=1e-5, atol=1e-12)
-        torch.testing.assert_close(at_6["optimizer"][f"{name}/exp_avg_sq"].double(), second, rtol=1e-5, atol=1e-12)
-        torch.testing.assert_close(at_6["model"][name].double(), expected, rtol=1e-5, atol=1e-6)
+            parameter = parameter - LEARNING_RATE * (first / (1 - beta_1**step)) / denominator
+        torch.testing.assert_close(at_6[f"exp_avg|{name}"].double(), first, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(at_6[f"exp_avg_sq|{name}"].double(), second, rtol=1e-5, atol=1e-12)
+        torch.testing.assert_close(at_6[f"weight|{name}"].double(), parameter, rtol=1e-5, atol=1e-6)

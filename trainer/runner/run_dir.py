@@ -4,7 +4,7 @@
 - ``metrics.jsonl``: one line per event, appended on resume
 - ``samples.jsonl``: some completions of each step with their rewards, appended on resume
 - ``failures.jsonl``: one line per sample or step that failed, with its reason; appended on resume
-- ``state/step-<n>/``: a saved state: ``trainer/`` (torch.distributed.checkpoint) and ``loop.json``
+- ``state/step-<n>/``: a saved state: ``trainer/`` (see `training_state`) and ``loop.json``
 - ``state/latest.json``: the step of the newest complete state
 - ``model/``: the trained model as a Hugging Face directory, at the end; ``exports/step-<n>/`` during the run.
   ``adapter/``: PEFT's files instead, from ``weightlane sft`` with ``trainer.lora``

@@ -116,8 +116,8 @@ class TemplateTrainingEngine(toolkit.TorchEngine):
         self._open()
         self._require_here("parameters", "optimizer")
         with self._collective("the trainer ranks to save"):
-            state = self._tensors, self._optimizer_state(), self._step
-            toolkit.save_state(directory, *state, self.rank, self._device, write_beside=lambda _: None)
+            state = self._runs, self._tensors, self._optimizer_state(), self._step
+            toolkit.save(directory, *state, self.rank, self._device, write_beside=lambda _: None)
 
     def load(self, directory: Path, *, optimizer: bool = True) -> None:
         """See `TrainingEngine.load`."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine_ranks import (
+    FSDP2_TP2,
     TRAINER,
     Teams,
     assert_same,
@@ -21,6 +22,7 @@ from engine_ranks import (
     whole,
 )
 from safetensors.torch import save_file
+from saved_states import saved_tensors
 
 from weightlane.trainer.engines.optimizer_settings import init_optimizer_state
 from weightlane.trainer.engines.registry import training_engine_class
@@ -83,27 +85,37 @@ def test_a_layer_that_predicts_further_tokens_is_left_out(teams: Teams, tmp_path
     assert_same(gathered(ranks), start)
 
 
+CRITIC = {"head": "value"}
+LORA = {"lora": {"rank": 2, "alpha": 4}}
+
+
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
+    ("name", "loss", "layouts"),
     [
-        ("qwen3-tied", VPP, {"distributed_optimizer": True}),
-        exhaustive("qwen3-moe", {"expert_parallel": 2}, {"pipeline_parallel": 2}),
+        ("qwen3-tied", "policy", [{}, megatron(VPP), megatron({"distributed_optimizer": True}), {}]),
+        exhaustive("qwen3-moe", "policy", [megatron({"expert_parallel": 2}), {}, megatron({"pipeline_parallel": 2})]),
+        exhaustive("deepseek-v3", "policy", [megatron({**TP_SP, "expert_parallel": 2}), {}]),
+        exhaustive("qwen3-critic", "valued", [CRITIC, megatron(TP_SP, **CRITIC), {**FSDP2_TP2, **CRITIC}]),
+        exhaustive("qwen2", "policy", [LORA, megatron({"tensor_parallel": 2}, **LORA), {**FSDP2_TP2, **LORA}]),
     ],
 )
-def test_a_saved_run_goes_on_in_another_layout_with_the_same_weights_and_moments(
-    teams: Teams, tmp_path: Path, name: str, before: dict[str, Any], after: dict[str, Any]
+def test_a_saved_run_goes_on_in_another_engine_and_layout_with_the_same_weights_and_moments(
+    teams: Teams, tmp_path: Path, name: str, loss: str, layouts: list[dict[str, Any]]
 ) -> None:
     ranks = teams.of(2)
-    ranks.setup(name, **megatron(before))
-    ranks.all("train", first=0, count=2)
-    ranks.all("save", directory=tmp_path / "state")
-    weights = gathered(ranks)
-    reports = ranks.all("train", first=2, count=2)[0]
-    ranks.setup(name, **megatron(after))
-    assert ranks.all("load", directory=tmp_path / "state") == [2, 2]
-    assert_same(gathered(ranks), weights)
-    for mine, theirs in zip(ranks.all("train", first=2, count=2)[0], reports, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
+    ranks.setup(name, **layouts[0])
+    ranks.all("train", first=0, count=2, loss=loss)
+    ranks.all("save", directory=tmp_path / "0")
+    published, wanted = gathered(ranks), saved_tensors(tmp_path / "0")
+    reports = ranks.all("train", first=2, count=2, loss=loss)[0]
+    for number, settings in enumerate(layouts[1:]):
+        ranks.setup(name, **settings)
+        assert ranks.all("load", directory=tmp_path / str(number)) == [2, 2]
+        assert_same(gathered(ranks), published)
+        ranks.all("save", directory=tmp_path / str(number + 1))
+        assert_same(saved_tensors(tmp_path / str(number + 1)), wanted)
+        for mine, theirs in zip(ranks.all("train", first=2, count=2, loss=loss)[0], reports, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.exhaustive  # imports megatron-core into the process of pytest

@@ -107,7 +107,7 @@ class Worker(LoraCommands, RankCommands):
         ]
         self._engine.optim_step(lambda names: None)
         if self._engine.config.engine == "megatron":
-            slices = [(s.name, s.box.starts, s.moments[0]) for s in self._engine._slices if s.moments]
+            slices = [(s.name, s.box.starts, s.moments["exp_avg"]) for s in self._engine._slices if s.moments]
         else:
             from weightlane.trainer.engines.fsdp2.shards import local_shards
 

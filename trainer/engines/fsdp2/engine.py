@@ -23,9 +23,10 @@ from ..hf.heads import HeadQuery, read_values, replace_head, value_head
 from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
+from ..hf.training_state import check_state, export_saved
 from ..lora.engine import AdaptedEngine, Keep
 from ..lora.joint import StartedPass
-from ..lora.saved import check_adapters
+from ..lora.saved import SavedAdapters, check_adapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import micro_batches_of, outputs_by_sequence
@@ -44,7 +45,7 @@ from .lora import Fsdp2Adapted
 from .mesh import RankMesh
 from .partwise_adamw import PartwiseAdamW
 from .shards import checkpoint_tensors, local_shards
-from .state import check_saved, export_saved, resume, save_state
+from .state import resume, save
 
 
 class Fsdp2Engine(AdaptedEngine):
@@ -65,7 +66,8 @@ class Fsdp2Engine(AdaptedEngine):
         """See `TrainingEngine.check`."""
         model = checked_model(config, model_dir)
         if state is not None:
-            check_saved(state, _shapes(model))
+            runs = checkpoint_runs(model, checkpoint_tensors(model))
+            check_state(state, {run.name: run.shape for run in runs})
             check_adapters(state, config)
 
     def setup(self, model_dir: Path, seed: int) -> None:
@@ -189,13 +191,12 @@ class Fsdp2Engine(AdaptedEngine):
         return local_shards(self._runs, checkpoint_tensors(self._loaded_model()), self.rank, dtype, self._kept)
 
     def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
-        tensors = checkpoint_tensors(self._loaded_model())
-        save_state(directory, tensors, self._optimizer.state, self._step, self.rank, self._device, write_beside)
+        state = self._runs, checkpoint_tensors(self._loaded_model()), self._optimizer.state, self._step
+        save(directory, *state, self.rank, self._device, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
-        model, moments = checkpoint_tensors(self._loaded_model()), self._optimizer.state
-        about = directory, self.config.head, self._runs
-        return resume(*about, model, moments, self.rank, self._device, optimizer=optimizer)
+        state = self._runs, checkpoint_tensors(self._loaded_model()), self._optimizer.state
+        return resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
 
     @classmethod
     def export_saved(
@@ -203,9 +204,10 @@ class Fsdp2Engine(AdaptedEngine):
     ) -> None:
         """See `TrainingEngine.export_saved`; reads the weights only."""
         model = model_without_weights(model_dir, head)
-        runs = checkpoint_runs(model, checkpoint_tensors(model))
-        kept = kept_types(model_dir, (run.name for run in runs))
-        export_saved(state, ExportedModel(model_dir, head, dtype), runs, _shapes(model), kept, directory)
+        tensors = checkpoint_tensors(model)
+        runs = checkpoint_runs(model, tensors)
+        merged = SavedAdapters.read(state).merged
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, merged, directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -288,8 +290,3 @@ class Fsdp2Engine(AdaptedEngine):
             inputs = {"input_ids": tokens}
         answer: dict[str, torch.Tensor] = self._loaded_model()(HeadQuery(query, micro, places), **inputs)
         return answer
-
-
-def _shapes(model: torch.nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the full shapes of the tensors that a saved state has of `model`, by in-memory name."""
-    return {name: tuple(tensor.shape) for name, tensor in checkpoint_tensors(model).items()}

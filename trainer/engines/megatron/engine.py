@@ -20,13 +20,18 @@ from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..contract import BackwardResult, Fence, SequenceOutputs, StatePart, TrainingEngine
 from ..head import PassQuery
+from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, is_model_dir, kept_types, stored_types
+from ..hf.names import CheckpointRun
+from ..hf.training_state import TrainedSlice, export_saved, load_state, save_state
 from ..lora.engine import AdaptedEngine, Keep
 from ..lora.joint import StartedPass
+from ..lora.saved import SavedAdapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
 from ..torch_engine import outputs_by_sequence
 from .checkpoint_names import checkpoint_shapes
+from .loading import check_files, load_model
 from .model_facts import check_layout, read_model
 
 with warnings.catch_warnings():
@@ -51,10 +56,8 @@ with warnings.catch_warnings():
         parallel_groups,
         transformer_config,
     )
-    from .state import check_files, export_saved, load_model, load_state, save_state
     from .weights import (
         FrozenWeights,
-        WeightSlice,
         copy_masters_to_model,
         forget_moments,
         gradient_buffers,
@@ -77,7 +80,7 @@ class MegatronEngine(AdaptedEngine):
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._chunks: list[Any] = []
-        self._slices: list[WeightSlice] = []
+        self._slices: list[TrainedSlice] = []
         self._optimizer: Any = None
         self._groups: list[Any] | None = None
 
@@ -185,16 +188,18 @@ class MegatronEngine(AdaptedEngine):
         return [each for name, shards in held.items() for each in shards or [LocalShard.nothing(specs[name], nothing)]]
 
     def _save_weights(self, directory: Path, write_beside: Callable[[Path], None]) -> None:
-        layout = {"ranks": self.world, "layout": self.config.megatron.model_dump()}
-        save_state(directory, self._slices, self._step, layout, self.rank, self._device, write_beside)
+        save_state(directory, self._slices, self._step, self.rank, self._device, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
-        """Load a state, which may be of any number and layout of ranks."""
-        if whole := is_model_dir(directory, self.config.head, self._device):
-            load_model(directory, self._facts.shape, self._shapes, self._slices, self._device)
-        saved = 0 if whole else load_state(directory, self._shapes, self._slices, self.rank, self._device)
-        step = saved if optimizer else 0
-        if not step:
+        """Load a state, which may be of any number and layout of ranks, and of another engine."""
+        state = self._shapes, self._slices
+        if is_model_dir(directory, self.config.head, self._device):
+            load_model(directory, self._facts.shape, *state, self._device)
+            optimizer = False
+        else:
+            step = load_state(directory, *state, self.rank, self._device, optimizer=optimizer)
+        if not optimizer:
+            step = 0
             forget_moments(self._slices)
         set_moment_steps(self._optimizer, step)
         copy_masters_to_model(self._chunks, self._optimizer)
@@ -205,7 +210,11 @@ class MegatronEngine(AdaptedEngine):
         cls, state: Path, model_dir: Path, directory: Path, dtype: torch.dtype, head: Head = "tokens"
     ) -> None:
         """See `TrainingEngine.export_saved`; reads the weights only."""
-        export_saved(state, model_dir, directory, dtype, head)
+        shapes = checkpoint_shapes(read_model(model_dir, head).shape)
+        runs = [CheckpointRun(name, shape, name, 0) for name, shape in shapes.items()]
+        tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        merged = SavedAdapters.read(state).merged
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, merged, directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -287,7 +296,7 @@ class MegatronEngine(AdaptedEngine):
             return [*adapters, *held_tensors(self._chunks), *(piece.weight for piece in self._slices)]
         if part == "gradients":
             return [*adapters, *gradient_buffers(self._chunks)]
-        return [*adapters, *(moment for piece in self._slices for moment in piece.moments)]
+        return [*adapters, *(moment for piece in self._slices for moment in piece.moments.values())]
 
     def _clear_gradients(self) -> None:
         self.onload(["gradients"])  # gradients have permanent buffers, which must be on the device to be cleared

@@ -23,30 +23,12 @@ from weightlane.sync.version.box import Box, boxes_of_run
 
 from ...config import TrainerConfig
 from ..hf.model_dir import half_precision
+from ..hf.training_state import TrainedSlice
 from ..optimizer_settings import MOMENTS, init_optimizer_state
 from .checkpoint_names import CheckpointShape, CheckpointSlice, Coordinates, checkpoint_shapes, pieces_of
 
-WEIGHT = "weight"
 _UNTRAINED = ".router.expert_bias"
 """End of the name of the only buffer that is part of a checkpoint."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeightSlice:
-    """A rectangle of a checkpoint tensor, and where its elements are on this rank."""
-
-    name: str
-    box: Box
-    weight: torch.Tensor
-    """View of the master weight, float32 if it is trained, with the rectangle's shape and any strides."""
-    moments: tuple[torch.Tensor, ...]
-    """float32 views of AdamW's `MOMENTS`, likewise; empty for weights that are not trained."""
-
-    def kinds(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield ``weight`` and, if there are moments, each name in `MOMENTS`, with its view."""
-        yield WEIGHT, self.weight
-        if self.moments:
-            yield from zip(MOMENTS, self.moments, strict=True)
 
 
 class FrozenWeights:
@@ -96,20 +78,20 @@ def weight_slices(
     optimizer: MegatronOptimizer | FrozenWeights,
     model: CheckpointShape,
     at: Coordinates,
-) -> list[WeightSlice]:
+) -> list[TrainedSlice]:
     """List every slice whose master weight is on this rank, in the order of `checkpoint_shapes`.
 
     Raises `ConfigError` for a parameter that belongs to no checkpoint tensor.
     """
     pieces = _pieces(chunks, model, at)
-    found: dict[str, list[WeightSlice]] = {name: [] for name in checkpoint_shapes(model)}
+    found: dict[str, list[TrainedSlice]] = {name: [] for name in checkpoint_shapes(model)}
     for master in _masters(optimizer):
         for weight in _cut(master, pieces[master.parameter]):
             found[weight.name].append(weight)
     for buffer in (tensor for tensor in pieces if not isinstance(tensor, torch.nn.Parameter)):
         for piece in pieces[buffer]:
             box = Box(piece.starts, piece.box.shape)
-            found[piece.name].append(WeightSlice(piece.name, box, buffer[piece.box.index], ()))
+            found[piece.name].append(TrainedSlice(piece.name, box, buffer[piece.box.index], {}))
     return [piece for slices in found.values() for piece in slices]
 
 
@@ -146,9 +128,9 @@ def megatron_optimizer(
     return optimizer
 
 
-def forget_moments(slices: Iterable[WeightSlice]) -> None:
+def forget_moments(slices: Iterable[TrainedSlice]) -> None:
     """Set the moments of these weights to zero."""
-    for moment in (moment for piece in slices for moment in piece.moments):
+    for moment in (moment for piece in slices for moment in piece.moments.values()):
         moment.zero_()
 
 
@@ -239,13 +221,13 @@ def _zipped(left: Iterable[Iterable[Any]], right: Iterable[Iterable[Any]]) -> It
         yield from zip(ours, theirs, strict=True)
 
 
-def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightSlice]:
+def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[TrainedSlice]:
     """Yield the parts of `pieces` inside the run of `master`, as slices of weight and moments."""
-    tensors = (master.weight, *(master.state[key] for key in MOMENTS if key in master.state))
-    flats = [tensor.view(-1) for tensor in tensors]
+    flat = master.weight.view(-1)
+    flats = {key: master.state[key].view(-1) for key in MOMENTS if key in master.state}
     at = 0
     for box in boxes_of_run(tuple(master.parameter.shape), master.start, master.weight.numel()):
-        views = [flat[at : at + box.numel].view(box.shape) for flat in flats]
+        weight, *moments = (each[at : at + box.numel].view(box.shape) for each in (flat, *flats.values()))
         at += box.numel
         for piece in pieces:
             common = piece.box.intersect(box)
@@ -255,8 +237,9 @@ def _cut(master: _Master, pieces: Sequence[CheckpointSlice]) -> Iterator[WeightS
                 first + low - offset
                 for first, low, offset in zip(piece.starts, common.starts, piece.box.starts, strict=True)
             )
-            weight, *moments = (view[common.within(box).index] for view in views)
-            yield WeightSlice(piece.name, Box(starts, common.shape), weight, tuple(moments))
+            index = common.within(box).index
+            views = {key: moment[index] for key, moment in zip(flats, moments, strict=True)}
+            yield TrainedSlice(piece.name, Box(starts, common.shape), weight[index], views)
 
 
 def held_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:

@@ -1,0 +1,253 @@
+"""Save, load and export the state of a training engine: weights, the optimizer's moments, and each rank's random state.
+
+A saved state is a directory with ``state.json`` and one safetensors file per rank. Tensors in it are named by checkpoint tensor
+and position, not by rank: ``weight|model.norm.weight|0`` is the slice of that checkpoint tensor that begins at index 0. It can
+therefore be read by any engine on any number of ranks in any layout, and nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from weightlane.ckpt_engines import ConfigError
+from weightlane.sync.version.box import Box
+from weightlane.sync.version.tensor_spec import LocalShard, TensorSpec
+
+from ..rank_collectives import on_every_rank, share_json
+from .export import ExportedModel, export_alone
+from .model_dir import kept_types
+from .names import CheckpointRun
+from .partial_dir import PART, storage_errors, write_together
+from .stored_slices import SliceReader, StoredSlice, refuse_other_state, shapes_in
+
+_STATE = "state.json"
+_FORMAT = 2
+_WEIGHT, _RANDOM = "weight", "random"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSlice:
+    """A rectangle of a checkpoint tensor, and where its elements are on this rank."""
+
+    name: str
+    box: Box
+    weight: torch.Tensor
+    """View of the master weight, float32 if it is trained, with the rectangle's shape and any strides."""
+    moments: Mapping[str, torch.Tensor]
+    """Likewise views of the optimizer's moments, by the optimizer's names; none for weights that are not trained."""
+
+    def kinds(self, *, optimizer: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield ``weight`` and, with `optimizer`, the name of each moment, with its view."""
+        yield _WEIGHT, self.weight
+        if optimizer:
+            yield from self.moments.items()
+
+
+def save_state(
+    directory: Path,
+    slices: Sequence[TrainedSlice],
+    step: int,
+    rank: int,
+    device: torch.device,
+    write_beside: Callable[[Path], None],
+) -> None:
+    """Write the state, with the other files of it that `write_beside` writes into its directory on rank 0. Collective."""
+    from safetensors.torch import save_file  # noqa: PLC0415 - optional
+
+    world, owned = _owned(slices, rank, device)
+
+    def write(partial: Path) -> None:
+        tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
+        for piece, mine in zip(slices, owned, strict=True):
+            if mine:
+                for kind, tensor in piece.kinds():
+                    key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
+                    tensors[key] = tensor.detach().cpu().contiguous()
+        with storage_errors("written", directory):
+            save_file(tensors, partial / _file_name(rank))
+
+    def finish(partial: Path) -> None:
+        write_beside(partial)
+        about = {"format": _FORMAT, "ranks": world, "step": step}
+        (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
+
+    write_together(directory, lambda partial: on_every_rank(lambda: write(partial), device, PART), finish, rank, device)
+
+
+def load_state(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    slices: Sequence[TrainedSlice],
+    rank: int,
+    device: torch.device,
+    *,
+    optimizer: bool,
+) -> int:
+    """Fill weights and, with `optimizer`, moments from a state of `save_state`, and restore this rank's random state. Collective.
+
+    Returns the step.
+
+    Raises `ConfigError`, with nothing filled on any rank, when the state is not one of a model with exactly the tensors `shapes`.
+    """
+    wanted = [
+        (f"{kind}|{piece.name}", piece.box, into) for piece in slices for kind, into in piece.kinds(optimizer=optimizer)
+    ]
+    found: list[_SavedState] = []
+
+    def check() -> None:
+        saved = _SavedState.read(directory)
+        refuse_other_state(directory, saved.shapes, shapes)
+        with SliceReader(saved.stored) as reader:
+            if lacking := next((name for name, box, _ in wanted if not reader.holds(name, box)), None):
+                raise ConfigError(
+                    f"the training state in {directory} does not fit this model: it lacks some of {lacking}.",
+                    part=PART,
+                    hint="Check model and path, and that trainer.frozen and trainer.lora are as they were.",
+                )
+        found.append(saved)
+
+    def read() -> None:
+        with SliceReader(saved.stored) as reader:
+            for name, box, into in wanted:
+                reader.read(name, box, into)
+        _restore_random_state(directory / _file_name(rank), device)
+
+    on_every_rank(check, device, PART)  # before any rank reads
+    (saved,) = found
+    on_every_rank(read, device, PART)
+    return saved.step
+
+
+def check_state(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise the `ConfigError` with which `load_state` would refuse `directory`. Reads headers; not collective."""
+    refuse_other_state(directory, _SavedState.read(directory).shapes, shapes)
+
+
+def export_saved(
+    state: Path,
+    about: ExportedModel,
+    runs: Sequence[CheckpointRun],
+    tensors: Mapping[str, torch.Tensor],
+    merged: Callable[[str, torch.Tensor], torch.Tensor],
+    directory: Path,
+) -> None:
+    """Export the weights that `save_state` wrote as a Hugging Face directory, in one process. Raises as `check_state`.
+
+    `runs` are the checkpoint tensors of the model, and `tensors`, which may be on the meta device, what they are runs of, by
+    in-memory name; `merged` gets each name with its values, and returns those that are written. In memory at a time: one of
+    `tensors`, and what is written of it.
+    """
+    saved = _SavedState.read(state)
+    refuse_other_state(state, saved.shapes, {run.name: run.shape for run in runs})
+    kept, own = kept_types(about.model_dir, (run.name for run in runs)), {run.name: run for run in runs}
+    parts: dict[str, list[CheckpointRun]] = {}
+    for run in runs:
+        parts.setdefault(run.source, []).append(run)
+
+    def shard_of(run: CheckpointRun) -> LocalShard:
+        dtype = tensors[run.source].dtype
+        spec = TensorSpec(
+            run.name, run.shape, about.dtype if dtype.is_floating_point and run.name not in kept else dtype
+        )
+        return LocalShard.whole(spec, torch.empty(run.shape, dtype=dtype, device="meta"))
+
+    with SliceReader(saved.stored) as reader:
+
+        @lru_cache(maxsize=1)
+        def stored(source: str) -> torch.Tensor:
+            tensor = torch.empty_like(tensors[source], device="cpu")
+            for run in parts[source]:
+                size = torch.Size(run.shape).numel()
+                into = tensor.flatten()[run.offset : run.offset + size].view(run.shape)
+                reader.read(f"{_WEIGHT}|{run.name}", Box.whole(run.shape), into)
+            return merged(source, tensor)
+
+        def values_of(shard: LocalShard) -> torch.Tensor:
+            run = own[shard.spec.name]
+            return stored(run.source).flatten()[run.offset : run.offset + shard.spec.numel].view(run.shape)
+
+        export_alone(directory, about, [shard_of(run) for run in runs], values_of)
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedState:
+    """A saved state as far as it is known without reading weights."""
+
+    step: int
+    stored: Mapping[str, Sequence[StoredSlice]]
+    """All slices by ``kind|name``."""
+
+    @classmethod
+    def read(cls, directory: Path) -> _SavedState:
+        """Read ``state.json``, and the headers of all files. Raises `ConfigError` for no state of `save_state`."""
+        try:
+            about = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+            found, ranks, step = about["format"], int(about["ranks"]), int(about["step"])
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{directory} holds no saved training state.", part=PART, hint="Check the path."
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
+            raise ConfigError(
+                f"the training state in {directory} is not one that weightlane wrote: {cause}.", part=PART
+            ) from cause
+        if found != _FORMAT:
+            raise ConfigError(
+                f"the training state in {directory} has format {found}.",
+                part=PART,
+                hint=f"This version of weightlane reads format {_FORMAT}.",
+            )
+        stored: dict[str, list[StoredSlice]] = {}
+        for file in map(directory.joinpath, map(_file_name, range(ranks))):
+            for key, shape in shapes_in(file):
+                kind, name, starts = key.split("|")
+                if kind != _RANDOM:
+                    box = Box(tuple(int(start) for start in starts.split(",") if start), shape)
+                    stored.setdefault(f"{kind}|{name}", []).append(StoredSlice(box, file, key))
+        return cls(step, stored)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each checkpoint tensor."""
+        kinds = {key: key.split("|") for key in self.stored}
+        return {
+            name: tuple(map(max, zip(*(piece.box.stops for piece in self.stored[key]), strict=True)))
+            for key, (kind, name) in kinds.items()
+            if kind == _WEIGHT
+        }
+
+
+def _file_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def _owned(slices: Sequence[TrainedSlice], rank: int, device: torch.device) -> tuple[int, list[bool]]:
+    """Return the number of ranks, and for each slice whether this is the first that holds it: replicas are written once."""
+    held = share_json([[piece.name, piece.box.to_plain()] for piece in slices], device)
+    before = {f"{name} {plain}" for described in held[:rank] for name, plain in described}
+    return len(held), [f"{name} {plain}" not in before for name, plain in held[rank]]
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random_state(file: Path, device: torch.device) -> None:
+    """Restore this rank's random state. A state saved with fewer ranks has none for this one, which keeps the seed's."""
+    from safetensors import safe_open  # noqa: PLC0415 - optional
+
+    if not file.is_file():
+        return
+    with safe_open(file, framework="pt") as opened:
+        torch.set_rng_state(opened.get_tensor(f"{_RANDOM}|cpu|"))
+        if device.type == "cuda" and f"{_RANDOM}|cuda|" in opened.keys():  # noqa: SIM118 - not a dict
+            torch.cuda.set_rng_state(opened.get_tensor(f"{_RANDOM}|cuda|"))
