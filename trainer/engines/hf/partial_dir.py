@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -57,15 +58,19 @@ def storage_errors(verb: str, path: Path) -> Iterator[None]:
 def write_together(
     directory: Path, write: Callable[[Path], None], finish: Callable[[Path], None], rank: int, device: torch.device
 ) -> None:
-    """Write a directory under its temporary name, then rename it. After a failure it is complete or absent. Collective.
+    """Write a directory under its temporary name, then rename it. Collective.
 
-    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`.
+    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`. After a failure, also
+    of the machine, the directory is complete or absent.
     """
     partial = partial_name(directory)
 
     def last() -> None:
         finish(partial)
+        for path in (*partial.iterdir(), partial):
+            _to_disk(path)
         partial.rename(directory)
+        _to_disk(directory.parent)
 
     write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
     try:
@@ -75,6 +80,15 @@ def write_together(
         if rank == 0:
             discard_partial(directory)
         raise
+
+
+def _to_disk(path: Path) -> None:
+    """Wait until a file's contents, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_on_rank_zero(action: Callable[[], object], directory: Path, rank: int, device: torch.device) -> None:
