@@ -6,10 +6,12 @@ Every field carries the description that ``weightlane config`` prints beside its
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
+OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 Head = Literal["tokens", "value"]
 """A model's last layer: see ``TrainerConfig.head``."""
 
@@ -117,8 +119,17 @@ class TrainerConfig(Section):
         description="tokens: the model's own head over its vocabulary. value: one number per position, as a critic has; this head"
         " starts as zeros, unless model.path has one (an architecture named ...ForTokenClassification with one label).",
     )
+    optimizer: OptimizerName = Field(
+        default="adamw",
+        description="adamw: torch's, fused. adamw_bf16, adamw_8bit: the same, with moments that are float32 only while a step is"
+        " made, and else bfloat16, or torchao's 8 bits with a scale for every 256: 4 and 2 bytes for each parameter instead of 8."
+        " An average that a step changes by less than its rounding (0.4 % in bfloat16) stays: betas[1] is best 0.99 or less."
+        " muon: torch's Muon for the matrices of decoder layers (4 bytes), at AdamW's learning rates, and adamw for the rest."
+        " The megatron engine has adamw; adapters always have it.",
+    )
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's decay rate of the average gradient.")
     learning_rate: float = Field(
-        default=1e-6, gt=0, allow_inf_nan=False, description="AdamW learning rate after the warm-up."
+        default=1e-6, gt=0, allow_inf_nan=False, description="The optimizer's learning rate after the warm-up."
     )
     lr_warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps over which the learning rate rises linearly from 0."
@@ -211,6 +222,12 @@ class TrainerConfig(Section):
             raise ValueError(
                 f"lr_schedule is {self.lr_schedule}, which needs lr_decay_steps, the steps over which it falls"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _adapters_are_trained_by_adamw(self) -> Self:
+        if self.lora is not None and self.optimizer != "adamw":
+            raise ValueError(f"optimizer is {self.optimizer}, and lora trains an adapter, which is stepped by adamw")
         return self
 
     @property

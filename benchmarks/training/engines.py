@@ -210,7 +210,7 @@ def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
     from transformers import AutoModelForCausalLM  # noqa: F401 - so that its import isn't measured
 
     found: dict[str, float] = {}
-    optimizer = module.PartwiseAdamW
+    optimizer = module.PartwiseOptimizer
     before, started = _peak_bytes(), time.perf_counter()
 
     def once_loaded(*args: Any, **settings: Any) -> Any:
@@ -218,7 +218,7 @@ def _load(path: str, rank: str, port: str, how: str) -> dict[str, float]:
         found.update(seconds=time.perf_counter() - started, bytes=float(_peak_bytes() - before))
         return optimizer(*args, **settings)
 
-    module.PartwiseAdamW = once_loaded
+    module.PartwiseOptimizer = once_loaded
     engine.setup(Path(path), seed=0)
     found["share"] = float(sum(shard.data.nbytes for shard in engine.local_shards(torch.float32)))
     engine.close()

@@ -44,6 +44,12 @@ class TorchEngine(TrainingEngine):
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._part = f"trainer rank {rank}"
+        if config.optimizer not in self.optimizers:
+            raise ConfigError(
+                f"trainer.optimizer is {config.optimizer}, and the engine {config.engine!r} has {', '.join(self.optimizers)}.",
+                part="trainer",
+                hint="Choose another optimizer, or trainer.engine=fsdp2.",
+            )
         self._device = self._choose_device()
         self._has_joined = self._owns_group = False
         self._torn = False

@@ -103,6 +103,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (truncated_weights, ["truncated or damaged"]),
         (weights_of_another_size, ["do not fit their config.json: mismatched keys", "mlp.down_proj.weight"]),
         (configured("trainer.lora", targets=["q_prj"]), ["no linear layer 'q_prj'", "Did you mean 'q_proj'?"]),
+        (configured("trainer", engine="megatron", optimizer="muon"), ["the engine 'megatron' has adamw"]),
         (configured("trainer", gpus_per_rank=99), ["need 99 GPUs", "Lower trainer.ranks"]),
         (configured("rollout", max_model_len=65), ["the model has 64 positions", "to at most 64"]),
         (configured("rollout", tensor_parallel=3), ["does not divide the model's 2 attention heads"]),

@@ -25,6 +25,7 @@ LEFT_OUT = {
     "torchaudio": "no CPU build",
     "torchcodec": "no CPU build",
     "triton": "in a folder of its own, where it could be had",
+    "torchao": "in a folder of its own, where it could be had",
     "nixl": "where it could be had",
     "nixl-cu13": "needs CUDA 13",
     "mooncake-transfer-engine-non-cuda": "where it could be had",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import AddressInUseError, ConfigError
 from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
-from weightlane.trainer.engines.fsdp2.partwise_adamw import PARTS
+from weightlane.trainer.engines.fsdp2.partwise_optimizer import PARTS
 
 
 def test_fused_experts_are_published_and_fenced_one_by_one(teams: Teams) -> None:
@@ -32,10 +33,25 @@ def test_fused_experts_are_published_and_fenced_one_by_one(teams: Teams) -> None
     assert 1 < len(assert_fence_tells_of_changes(ranks, saved)) <= PARTS
 
 
-def test_a_step_in_parts_is_one_whole_step_bit_for_bit(teams: Teams) -> None:
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw_bf16", "muon", exhaustive("adamw_8bit")])
+def test_a_step_in_parts_is_one_whole_step_bit_for_bit_and_a_saved_run_continues_so(
+    teams: Teams, tmp_path: Path, optimizer: str
+) -> None:
+    if optimizer == "adamw_8bit" and not Path(sys.prefix, "torchao").is_dir():
+        pytest.skip("torchao is not installed")
     ranks = teams.of(2)
-    ranks.setup("qwen2-moe", lr_warmup_steps=2, max_grad_norm=0.1)
-    assert ranks.all("train_beside_one_whole_step", count=2) == [[[]] * 2] * 2
+    settings = {"optimizer": optimizer, "muon_momentum": 0.9, "lr_warmup_steps": 2, "max_grad_norm": 0.1}
+    ranks.setup("qwen2-moe", **settings)
+    assert ranks.all("train_beside_one_whole_step", count=3) == [[[]] * 3] * 2
+    ranks.all("save", directory=tmp_path / "state")
+    trained = []
+    for again in (False, True):
+        if again:
+            ranks.setup("qwen2-moe", **settings)
+            assert ranks.all("load", directory=tmp_path / "state") == [3, 3]
+        trained.append((ranks.all("train", first=3, count=2), gathered(ranks)))
+    assert trained[0][0] == trained[1][0]
+    assert_same(trained[0][1], trained[1][1])
 
 
 def test_a_taken_port_is_a_typed_error(models: dict[str, Path]) -> None:

@@ -43,6 +43,24 @@ from weightlane.trainer.objectives.loss import LossOutput, ModelOutputs
 from weightlane.trainer.objectives.supervised import sft
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.detach().full_tensor()
+
+
+def _rounded(moment: torch.Tensor, optimizer: str, *, signed: bool) -> torch.Tensor:
+    """Return a moment as it is after `optimizer` has held it."""
+    if optimizer == "adamw_bf16":
+        return moment.bfloat16().float()
+    if optimizer != "adamw_8bit" or not moment.numel() or moment.numel() % 256:
+        return moment
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    held = OptimState8bit.zeros(moment.shape, signed)
+    held.copy_(moment)
+    return held.dequantize()
+
+
 def _bits(parameter: torch.Tensor) -> torch.Tensor:
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return local.detach().view(torch.int32)
@@ -65,7 +83,10 @@ class Worker(LoraCommands, RankCommands):
         self.join()
         config = TrainerConfig(device="cpu", ranks=self._world, collective_timeout_s=HANG_S, **trainer)
         self._engine = training_engine_class(config.engine)(config, self._rank, self._world, ("", 0))
+        if config.optimizer == "adamw_8bit":  # .ci/setup-env puts what it needs where transformers does not find it
+            sys.path.append(f"{sys.prefix}/torchao")
         self._engine.setup(Path(model), seed=0)
+        sys.path[:] = [path for path in sys.path if not path.endswith("torchao")]
 
     def lose_first_connection(self) -> None:
         """Make the ranks' first try to connect go wrong as it does in gloo now and then: rank 0 waits for rank 1."""
@@ -235,33 +256,46 @@ class Worker(LoraCommands, RankCommands):
         return {**noted_step(engine, fail_at), "published": list(dict.fromkeys(published))}
 
     def train_beside_one_whole_step(self, count: int) -> list[list[str]]:
-        """Train, and step a copy of the parameters by one AdamW over all of them with the same, clipped gradients.
+        """Train, and step a copy of the parameters by one torch optimizer over all of them with the same, clipped gradients.
 
-        Returns, per step, the parameters that differ in any bit from the copy's.
+        What the engine holds in less than float32 is rounded so in the copy after each step. Returns, per step, the parameters
+        that differ in any bit from the copy's.
         """
-        engine = self._engine
+        engine, config = self._engine, self._engine.config
         live = dict(engine._model.named_parameters())
-        twins = {name: parameter.detach().clone().requires_grad_() for name, parameter in live.items()}
-        config = engine.config
-        whole = torch.optim.AdamW(
-            twins.values(), lr=0.0, betas=config.betas, weight_decay=config.weight_decay, fused=True
-        )
+        muon = config.optimizer == "muon"
+        twins = {name: _whole(each) if muon else each.detach().clone() for name, each in live.items()}
+        matrices = [
+            twins[name].requires_grad_() for name in twins if muon and ".layers." in name and twins[name].ndim == 2
+        ]
+        others = [twin.requires_grad_() for twin in twins.values() if not twin.requires_grad]
+        decay = {"lr": 0.0, "weight_decay": config.weight_decay}
+        adamw = torch.optim.AdamW(others, betas=config.betas, fused=True, **decay)
+        whole: list[torch.optim.Optimizer] = [adamw]
+        if muon:
+            whole += [torch.optim.Muon(matrices, momentum=0.9, adjust_lr_fn="match_rms_adamw", **decay)]
 
         def copy_gradients(_names: Collection[str]) -> None:
             for name, parameter in live.items():
                 if twins[name].grad is None:
                     assert parameter.grad is not None
-                    twins[name].grad = parameter.grad.clone()
+                    twins[name].grad = _whole(parameter.grad) if muon else parameter.grad.clone()
 
         different = []
         for step in range(count):
-            whole.zero_grad()
             engine.forward_backward(make_batch(step), LOSSES["policy"])
             engine.optim_step(copy_gradients)
-            for group in whole.param_groups:
-                group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))
-            whole.step()
-            bits = [(name, _bits(live[name]), _bits(twins[name])) for name in live]
+            for optimizer in whole:
+                for group in optimizer.param_groups:
+                    group["lr"] = config.learning_rate * min(1.0, (step + 1) / max(1, config.lr_warmup_steps))
+                optimizer.step()
+                optimizer.zero_grad()
+            for state in adamw.state.values() if not muon else ():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    moment = state[key].to_local()
+                    moment.copy_(_rounded(moment, config.optimizer, signed=key == "exp_avg"))
+            now = {name: _whole(each) if muon else each for name, each in live.items()}
+            bits = [(name, _bits(now[name]), _bits(twins[name])) for name in live]
             different.append([name for name, left, right in bits if not torch.equal(left, right)])
         return different
 

@@ -69,6 +69,8 @@ class TrainingEngine(ABC):
 
     has_adapters: ClassVar[bool] = False
     """Whether ``trainer.lora`` works, and the engine is an `AdapterEngine`."""
+    optimizers: ClassVar[Collection[str]] = ("adamw",)
+    """Values of ``trainer.optimizer`` that work."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         """Store the arguments. Nothing is loaded or connected yet.

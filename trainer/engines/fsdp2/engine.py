@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from weightlane.ckpt_engines import WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
-from ...config import Head, TrainerConfig
+from ...config import OPTIMIZERS, Head, TrainerConfig
 from ...data.batch import TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
@@ -43,7 +43,8 @@ from .loading import (
 )
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh
-from .partwise_adamw import PartwiseAdamW
+from .optimizers import check_optimizer, is_matrix
+from .partwise_optimizer import PartwiseOptimizer
 from .shards import checkpoint_tensors, local_shards
 from .state import resume, save
 
@@ -52,10 +53,13 @@ class Fsdp2Engine(AdaptedEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     With tensor parallelism (``TrainerConfig.fsdp2``), neighbouring ranks share every matrix, and ``fully_shard`` shards over the
-    ranks that hold the same part. Master weights, gradients and AdamW's moments are float32 ``DTensor``s; with ``trainer.lora``,
-    the model's own weights have the half precision of the checkpoint, if it has one. Forward and backward run in
+    ranks that hold the same part. Master weights and gradients are float32 ``DTensor``s, and moments are what
+    ``trainer.optimizer`` makes them; with ``trainer.lora``, the model's own weights have the half precision of the checkpoint, if
+    it has one. Forward and backward run in
     ``TrainerConfig.compute_dtype``.
     """
+
+    optimizers = OPTIMIZERS
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
@@ -64,6 +68,7 @@ class Fsdp2Engine(AdaptedEngine):
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
         """See `TrainingEngine.check`."""
+        check_optimizer(config)
         model = checked_model(config, model_dir)
         if state is not None:
             runs = checkpoint_runs(model, checkpoint_tensors(model))
@@ -74,6 +79,7 @@ class Fsdp2Engine(AdaptedEngine):
         """See `TrainingEngine.setup`."""
         head = self.config.head
         check_model_dir(model_dir, head)
+        check_optimizer(self.config)
         model = checked_model(self.config, model_dir)
         self._join(model_dir, seed)
         new = value_head(model)[0] if head == "value" else ""
@@ -101,7 +107,9 @@ class Fsdp2Engine(AdaptedEngine):
             read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
-        self._optimizer = PartwiseAdamW(trained, self._runs)
+        inside = {parameter for layer in decoder_layers(model) for parameter in layer.parameters()}
+        matrices = {name for name, parameter in trained.items() if parameter in inside and is_matrix(parameter)}
+        self._optimizer = PartwiseOptimizer(self.config, trained, matrices, self._runs)
         self._adapt(model)
 
     def outline(self, model_dir: Path) -> None:
@@ -195,8 +203,11 @@ class Fsdp2Engine(AdaptedEngine):
         save(directory, *state, self.rank, self._device, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
-        state = self._runs, checkpoint_tensors(self._loaded_model()), self._optimizer.state
-        return resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
+        moments = self._optimizer.state
+        state = self._runs, checkpoint_tensors(self._loaded_model()), moments
+        step = resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
+        self._optimizer.restore(moments)
+        return step
 
     @classmethod
     def export_saved(
@@ -236,8 +247,7 @@ class Fsdp2Engine(AdaptedEngine):
         if part == "gradients":
             return [*adapters, *(parameter.grad for parameter in self._parameters if parameter.grad is not None)]
         if part == "optimizer":
-            states = self._optimizer.state.values()
-            return [*adapters, *(tensor for state in states for tensor in state.values())]
+            return [*adapters, *self._optimizer.memory]
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # frees gathered parameters, too

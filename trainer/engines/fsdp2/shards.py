@@ -70,12 +70,14 @@ def local_shards(
     kept: Collection[str],
     *,
     live: Mapping[str, tuple[LiveTensor, ...]] = MappingProxyType({}),
+    values: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> list[LocalShard]:
     """List the shards of `runs` that rank `rank` holds in `tensors`; plain tensors count as rank 0's. See `shards_of`.
 
-    Tensors named in `kept` are sent in their own dtype.
+    Tensors named in `kept` are sent in their own dtype. The data of those in `values` are there, of the shape that is held.
     """
     local = {name: held_slice(name, tensor, _PART) for name, tensor in tensors.items()}
+    local |= {name: (local[name][0], data) for name, data in values.items()}
     shards = []
     for run in runs:
         source = tensors[run.source]

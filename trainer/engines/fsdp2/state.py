@@ -1,4 +1,4 @@
-"""The parameters and AdamW moments of a model as the slices that this rank saves and loads. Works on plain tensors, too."""
+"""The parameters and moments of a model as the slices that this rank saves and loads. Works on plain tensors, too."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from ..hf.model_dir import is_model_dir
 from ..hf.names import CheckpointRun
 from ..hf.partial_dir import PART
 from ..hf.training_state import TrainedSlice, load_state, save_state
-from ..optimizer_settings import MOMENTS
 from ..rank_collectives import on_every_rank
 from .loading import weights_reader
 from .shards import local_shards
 
 OptimizerState = Mapping[str, Mapping[str, torch.Tensor]]
-"""AdamW's live state of each parameter, by in-memory name: ``step``, ``exp_avg``, ``exp_avg_sq``."""
+"""This rank's part of the optimizer's state of each parameter, by in-memory name: moments by the optimizer's names for them, and
+the number of its steps, if it counts them, as ``step``."""
+_STEP = "step"
 
 
 def save(
@@ -57,10 +58,11 @@ def resume(
         step = load_state(directory, shapes, slices, rank, device, optimizer=optimizer)
     if not optimizer:
         step = 0
-        for moment in (state[key] for state in optimizer_state.values() for key in MOMENTS):
-            moment.zero_()
-    for state in optimizer_state.values():
-        state["step"].fill_(step)
+    for key, tensor in (each for state in optimizer_state.values() for each in state.items()):
+        if key == _STEP:
+            tensor.fill_(step)
+        elif not optimizer:
+            tensor.zero_()
     return step
 
 
@@ -68,11 +70,11 @@ def _slices(
     runs: Sequence[CheckpointRun], tensors: Mapping[str, torch.Tensor], optimizer: OptimizerState
 ) -> list[TrainedSlice]:
     """List the slices that are on this rank; replicas are on several."""
-    trained = [run for run in runs if run.source in optimizer]
     moments: dict[str, dict[str, torch.Tensor]] = {run.name: {} for run in runs}
-    for key in MOMENTS:
-        averages = {source: state[key] for source, state in optimizer.items()}
-        for shard in local_shards(trained, averages, rank=0, dtype=None, kept=()):
+    for key in {key for state in optimizer.values() for key in state} - {_STEP}:
+        values = {source: state[key] for source, state in optimizer.items() if key in state}
+        trained = [run for run in runs if run.source in values]
+        for shard in local_shards(trained, tensors, rank=0, dtype=None, kept=(), values=values):
             moments[shard.spec.name][key] = shard.data
     return [
         TrainedSlice(shard.spec.name, shard.box, shard.data, moments[shard.spec.name])

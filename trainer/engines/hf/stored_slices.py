@@ -48,11 +48,15 @@ class SliceReader:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def read(self, name: str, box: Box, into: torch.Tensor) -> None:
-        """Copy the elements `box` of tensor `name` into `into`, as far as files hold them."""
+    def read(self, name: str, box: Box, into: torch.Tensor, *, rounds: bool = False) -> None:
+        """Copy elements `box` of tensor `name` into `into`, as far as files hold them; unless it `rounds`, by `copy_exactly`."""
         for stored, part in sources_of(box, self._held(name))[0]:
             tensor = self._open(stored.file).get_slice(stored.key)[part.within(stored.box).index]
-            copy_exactly(tensor, into[part.within(box).index], name)
+            there = into[part.within(box).index]
+            if rounds:
+                there.copy_(tensor)
+            else:
+                copy_exactly(tensor, there, name)
             self._mapped += tensor.nbytes
 
     def holds(self, name: str, box: Box) -> bool:

@@ -108,14 +108,14 @@ def load_state(
                 raise ConfigError(
                     f"the training state in {directory} does not fit this model: it lacks some of {lacking}.",
                     part=PART,
-                    hint="Check model and path, and that trainer.frozen and trainer.lora are as they were.",
+                    hint="Check model and path, and that trainer.optimizer, trainer.frozen and trainer.lora are as they were.",
                 )
         found.append(saved)
 
     def read() -> None:
         with SliceReader(saved.stored) as reader:
             for name, box, into in wanted:
-                reader.read(name, box, into)
+                reader.read(name, box, into, rounds=not name.startswith(f"{_WEIGHT}|"))  # moments may be held in less
         _restore_random_state(directory / _file_name(rank), device)
 
     on_every_rank(check, device, PART)  # before any rank reads

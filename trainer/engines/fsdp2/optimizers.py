@@ -1,0 +1,217 @@
+"""Optimizers by the names of ``trainer.optimizer``, over parameters that are plain or sharded ``DTensor``s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate
+
+from weightlane.ckpt_engines import ConfigError
+
+from ...config import TrainerConfig
+from ..optimizer_settings import MOMENTS, init_optimizer_state
+
+_MUON_RATE = 0.2
+"""Muon's step has about the size of AdamW's at the same learning rate if it is so much times the root of a matrix's larger
+dimension (arXiv 2502.16982, equation 4; torch's ``match_rms_adamw``)."""
+_MATRIX = 2
+"""Dimensions of what Muon steps."""
+_BLOCK = 256
+"""Elements of a moment that share a scale in 8 bits; the memory of a moment that they do not divide stays float32."""
+
+
+def optimizers_of(
+    config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter], matrices: Collection[str]
+) -> list[AdamW | Muon]:
+    """Return those that step `parameters`, by in-memory name; `matrices` names what Muon takes if it is asked for."""
+    if config.optimizer != "muon":
+        return [AdamW(config, parameters)] if parameters else []
+    muon = {name: each for name, each in parameters.items() if name in matrices}
+    others = {name: each for name, each in parameters.items() if name not in matrices}
+    return [kind(config, each) for kind, each in ((Muon, muon), (AdamW, others)) if each]
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's fused AdamW. Its moments are held as `config.optimizer` says, and are float32 only while a step is made."""
+
+    def __init__(self, config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__(_by_mesh(parameters.values()), fused=True)
+        init_optimizer_state(self)
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        self._held: dict[torch.nn.Parameter, dict[str, torch.Tensor]] = {}
+        hold = _HOLD.get(config.optimizer)
+        if hold is not None:
+            for parameter, state in self.state.items():
+                self._held[cast("torch.nn.Parameter", parameter)] = {
+                    key: hold(_local(state.pop(key)), key) for key in MOMENTS
+                }
+
+    @property
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's part of the moments and the step count of each parameter, by name; float32 on the CPU if held in 8 bits."""
+        return {
+            name: {key: _plain(each) for key, each in self._all(parameter)} for parameter, name in self._names.items()
+        }
+
+    def restore(self, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Take those of `moments` that were copies."""
+        for parameter, held in self._held.items():
+            for key, moment in held.items():
+                if _is_in_8_bits(moment):
+                    _compress(moments[self._names[parameter]][key].to(moment.device), moment)
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that hold the state on this rank."""
+        held = [each for parameter in self._names for _, each in self._all(parameter)]
+        inside = [[each.codes, each.scale, each.qmap] if _is_in_8_bits(each) else [each] for each in held]
+        return [tensor for tensors in inside for tensor in tensors]
+
+    def _all(self, parameter: torch.nn.Parameter) -> Iterable[tuple[str, Any]]:
+        for key, each in (*self.state[parameter].items(), *self._held.get(parameter, {}).items()):
+            yield key, _local(each)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes closures
+        """Step every parameter that has a gradient."""
+        del closure
+        for parameter, held in self._held.items():
+            for key, moment in held.items():
+                self.state[parameter][key] = wide = torch.empty_like(parameter, requires_grad=False)
+                _local(wide).copy_(moment)
+        super().step()
+        for parameter, held in self._held.items():
+            for key, moment in held.items():
+                moment.copy_(_local(self.state[parameter].pop(key)))
+
+
+class Muon(torch.optim.Optimizer):
+    """torch's Muon with the learning rates of AdamW, over sharded matrices: each is orthogonalised whole, on every rank.
+
+    The same gradients then give the same step, bit for bit, on any number of ranks. torch's own, over ``DTensor``s, would round
+    differently and communicate at every iteration.
+    """
+
+    def __init__(self, config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> None:
+        super().__init__([{"params": list(parameters.values())}], {"lr": 0.0, "weight_decay": 0.0})
+        self._momentum = config.muon_momentum
+        self._names = {parameter: name for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            self.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter, requires_grad=False)}
+
+    @property
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's part of the momentum of each matrix, by name."""
+        return {
+            name: {"momentum_buffer": _local(self.state[parameter]["momentum_buffer"])}
+            for parameter, name in self._names.items()
+        }
+
+    def restore(self, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Do nothing: `moments` are no copies."""
+
+    @property
+    def memory(self) -> list[torch.Tensor]:
+        """The tensors that hold the state on this rank."""
+        return [moment for state in self.moments.values() for moment in state.values()]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes closures
+        """Step every matrix that has a gradient."""
+        from torch.optim import _muon  # noqa: PLC0415 - private parts, for those only who ask for Muon
+
+        del closure
+        settings = (_muon.DEFAULT_A, _muon.DEFAULT_B, _muon.DEFAULT_C), _muon.DEFAULT_NS_STEPS, _muon.EPS
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                momentum = self.state[parameter]["momentum_buffer"]
+                momentum.lerp_(parameter.grad, 1 - self._momentum)
+                update = parameter.grad.lerp(momentum, self._momentum)
+                if isinstance(update, DTensor):
+                    update = update.full_tensor()
+                whole = _muon._zeropower_via_newtonschulz(update, *settings)
+                if isinstance(parameter, DTensor):
+                    everywhere = [Replicate()] * parameter.device_mesh.ndim
+                    whole = DTensor.from_local(whole, parameter.device_mesh, everywhere, run_check=False)
+                    whole = whole.redistribute(placements=parameter.placements)
+                rate = group["lr"] * _MUON_RATE * math.sqrt(max(parameter.shape))
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(whole, alpha=-rate)
+
+
+def is_matrix(parameter: torch.nn.Parameter) -> bool:
+    """Return whether Muon can step `parameter`. It cannot step several experts in one tensor."""
+    return parameter.ndim == _MATRIX
+
+
+def check_optimizer(config: TrainerConfig) -> None:
+    """Raise `ConfigError` if the optimizer needs a library that is not installed."""
+    if config.optimizer == "adamw_8bit" and find_spec("torchao") is None:
+        raise ConfigError(
+            "trainer.optimizer is adamw_8bit, which needs torchao.",
+            part="trainer",
+            hint="Run pip install 'weightlane[optimizers]', or choose adamw_bf16.",
+        )
+
+
+def _in_8_bits(moment: torch.Tensor, key: str) -> torch.Tensor:
+    if moment.numel() % _BLOCK or not moment.numel():
+        return moment
+    from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415 - optional
+
+    signed = key == "exp_avg"  # squares are not negative
+    held: torch.Tensor = OptimState8bit.zeros(moment.shape, signed, _BLOCK, moment.device, moment.dtype)
+    return held
+
+
+_HOLD: Mapping[str, Callable[[torch.Tensor, str], torch.Tensor]] = {
+    "adamw_bf16": lambda moment, _: moment.to(torch.bfloat16),
+    "adamw_8bit": _in_8_bits,
+}
+"""How moments of zeros, float32, are held between steps, by the name of the optimizer; others keep them as they are."""
+
+
+def _compress(values: torch.Tensor, moment: Any) -> None:
+    """Hold float32 `values` in the 8 bits of `moment`, without a change if they come out of 8 bits with the same blocks.
+
+    torchao's codes reach 1 and -0.993 of a block's scale. So what comes out of a block whose largest value was negative would get
+    a smaller scale and change again; the scale that it had is found instead.
+    """
+    from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap  # noqa: PLC0415 - optional
+
+    moment.copy_(values)
+    blocks = values.reshape(-1, _BLOCK)
+    largest = blocks.abs().amax(-1)
+    before = largest / moment.qmap.min().abs() if moment.qmap.min() < 0 else largest
+    above, below = torch.full_like(before, torch.inf), torch.zeros_like(before)
+    for scale in (before, torch.nextafter(before, above), torch.nextafter(before, below), largest):
+        codes = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
+        same = (dequant_with_qmap(codes, moment.qmap, scale).view_as(blocks) == blocks).all(-1)
+        moment.codes.view_as(blocks)[same] = codes.view_as(blocks)[same]
+        moment.scale[same] = scale[same]
+
+
+def _is_in_8_bits(moment: torch.Tensor) -> bool:
+    return hasattr(moment, "codes")
+
+
+def _plain(moment: torch.Tensor) -> torch.Tensor:
+    return moment.dequantize().cpu() if _is_in_8_bits(moment) else moment
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _by_mesh(parameters: Iterable[torch.nn.Parameter]) -> Sequence[dict[str, Any]]:
+    """Group parameters by their mesh of ranks: one fused kernel can step those on the same mesh."""
+    groups: dict[object, list[torch.nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return [{"params": group} for group in groups.values()]
