@@ -62,7 +62,7 @@ def _of_training() -> list[Step]:
         for ranks in (1, 2)
         for engine, packages in (("fsdp2", ()), ("megatron", ("megatron",)))
     ]
-    about = "log-probabilities of 8,192 targets, forward and backward, next to the kernels of others that are installed"
+    about = "log-probabilities of 8,192 targets, forward and backward, with top-k and next to others' kernels that are installed"
     command = ("-m", "benchmarks.training.engines", "--parts", "cuda-head", "--json", "{out}")
     heads = Step("heads", "training", about, command, _heads, 120, needs=_packages("transformers", "triton"))
     return [*suites, heads]

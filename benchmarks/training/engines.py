@@ -28,6 +28,8 @@ from benchmarks.command import Report, finish, options_of, table
 
 TOKENS, WIDTH, VOCAB = 1024, 256, 151_936
 CUDA_TOKENS, CUDA_WIDTH = 8192, 4096
+CUDA_TOP = {"kernel": 0, "kernel, top 20": 20, "kernel, top 128": 128}
+"""How many of the most probable tokens the kernel finds for each target."""
 CUDA_PEERS = {"liger-kernel": "liger_kernel", "cut-cross-entropy": "cut_cross_entropy"}
 """Packages that compute a head without whole logits, too, by the names of their modules; measured where they are installed."""
 ROUNDS = 3
@@ -107,7 +109,7 @@ def cuda_head() -> list[dict[str, Any]]:
     peers = [name for name, package in CUDA_PEERS.items() if importlib.util.find_spec(package)]
     return [
         {"what": about, "method": name, "tokens": CUDA_TOKENS, **_measured("cuda-head", name)}
-        for name in ("whole logits", "in chunks", "kernel", *peers)
+        for name in ("whole logits", "in chunks", *CUDA_TOP, *peers)
     ]
 
 
@@ -155,7 +157,8 @@ def _cuda_way(way: str) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], 
         outputs._by_kernels = lambda _: False
     elif not outputs._by_kernels(torch.empty(0, device="cuda", dtype=torch.bfloat16)):
         raise SystemExit("triton is not installed: the kernel cannot be measured.")
-    return lambda hidden, weight, targets: head_outputs(hidden, weight, targets).logprobs.sum()
+    top_k = CUDA_TOP.get(way, 0)
+    return lambda hidden, weight, targets: head_outputs(hidden, weight, targets, top_k=top_k).logprobs.sum()
 
 
 def _step(path: str, packing: str) -> Callable[[], None]:

@@ -1,11 +1,10 @@
 """The head computed with Triton programs, on CUDA devices.
 
-Forward, programs go over blocks of the vocabulary and keep sums of each row in registers; no logit is written to memory.
+Forward, programs go over blocks of the vocabulary and keep sums and the largest logits of each row in registers; no other logit
+is written to memory.
 Backward, the vocabulary is processed in parts that fit a buffer. One program per block writes the gradient by logits into it, in
 the dtype of the inputs. One product over all rows then gives the final gradient of that part of the weight; the products for the
 gradient by hidden states are added up in float32.
-
-The largest logits are found by torch, in chunks of rows whose logits a program writes to memory.
 """
 
 from __future__ import annotations
@@ -18,12 +17,16 @@ import torch
 from weightlane.ckpt_engines.runtime.devices import runtime_of
 
 from .terms import Gradients, HeadTerms, LogitSums, LossSlopes
-from .top_tokens import best_keys
 
 _GROUP = 8
 """Blocks of rows whose programs run at the same time: with 128 rows of 4096 half-precision numbers each, 8 MiB of the cache."""
 _PROGRAMS = 1024
 """About how many programs the forward pass is split into: several for each multiprocessor of any device."""
+_MOST_KEPT = 128
+"""How many tokens of each row a program keeps at a time: with twice as many, the loop that multiplies runs out of registers.
+
+The keys of all programs take at most 128 MiB, or 1 KiB per row if that is more.
+"""
 _HALF: dict[str, Any] = {
     "BLOCK_ROWS": 128,
     "BLOCK_COLUMNS": 128,
@@ -49,16 +52,24 @@ def kernels() -> Any:
 
 
 def forward(
-    terms: HeadTerms, labels: torch.Tensor, *, entropy: bool, top_k: int, first: int, chunk_bytes: int
+    terms: HeadTerms,
+    labels: torch.Tensor,
+    *,
+    entropy: bool,
+    top_k: int,
+    first: int,
+    chunk_bytes: int,  # noqa: ARG001 - no chunk of logits is in memory
 ) -> LogitSums:
-    """Compute sums over logits; arguments are those of `chunks.forward`."""
+    """Compute sums over logits; arguments are those of `chunks.forward`.
+
+    For each `_MOST_KEPT` of the `top_k` tokens that are wanted, the programs go over the vocabulary once.
+    """
     rows, vocabulary = len(terms.hidden), len(terms.weight)
     device = terms.hidden.device
     chosen = torch.zeros(labels.shape, dtype=torch.float32, device=device)
-    best = torch.empty((rows, top_k), dtype=torch.int64, device=device)
     if not rows:
         nothing = torch.zeros(0, dtype=torch.float32, device=device)
-        return LogitSums(nothing, nothing.clone(), chosen, best)
+        return LogitSums(nothing, nothing.clone(), chosen, torch.empty((0, top_k), dtype=torch.int64, device=device))
     terms = _row_major(terms)
     blocks = DTYPES[terms.hidden.dtype]
     row_blocks = -(-rows // blocks["BLOCK_ROWS"])
@@ -67,28 +78,41 @@ def forward(
     splits = -(-vocabulary_blocks // per_split)
     log_sums = torch.empty((splits, rows), dtype=torch.float32, device=device)
     entropies = torch.empty_like(log_sums) if entropy else None
-    with runtime_of(device).current():  # Triton launches on the current device, wherever its arguments are
-        kernels().sums_kernel[(row_blocks * splits,)](
-            terms.hidden,
-            terms.weight,
-            terms.bias,
-            terms.temperatures,
-            labels.int(),
-            log_sums,
-            entropies,
-            chosen,
-            rows,
-            vocabulary,
-            terms.hidden.shape[1],
-            labels.shape[1],
-            *_last_arguments(terms),
-            splits,
-            per_split,
-            **blocks,
-        )
-    if top_k:
-        _fill_best(best, terms, first, chunk_bytes)
-    return LogitSums(*_joined(log_sums, entropies), chosen, best)
+    best = [torch.empty((rows, 0), dtype=torch.int64, device=device)]
+    # Keys that are found already are not below these. The next pass computes equal logits, although its program is another one:
+    # no product in them is followed by a sum, with which a compiler could fuse it.
+    bounds = None
+    for start in range(0, max(1, top_k), _MOST_KEPT):
+        count = min(top_k - start, _MOST_KEPT)
+        keys = torch.empty((rows, splits, count), dtype=torch.int64, device=device) if count else None
+        with runtime_of(device).current():  # Triton launches on the current device, wherever its arguments are
+            kernels().sums_kernel[(row_blocks * splits,)](
+                terms.hidden,
+                terms.weight,
+                terms.bias,
+                terms.temperatures,
+                labels.int(),
+                bounds,
+                log_sums,
+                entropies,
+                chosen,
+                keys,
+                rows,
+                vocabulary,
+                terms.hidden.shape[1],
+                labels.shape[1],
+                count,
+                first,
+                *_last_arguments(terms),
+                splits,
+                per_split,
+                SLOTS=kernels().triton.next_power_of_2(count),
+                **blocks,
+            )
+        if keys is not None:
+            best.append(keys.flatten(1).topk(count).values)
+            bounds = best[-1][:, -1].contiguous()
+    return LogitSums(*_joined(log_sums, entropies), chosen, torch.cat(best, 1))
 
 
 def backward(terms: HeadTerms, slopes: LossSlopes, wanted: tuple[bool, bool, bool], chunk_bytes: int) -> Gradients:
@@ -170,33 +194,6 @@ def _joined(log_sums: torch.Tensor, entropies: torch.Tensor | None) -> tuple[tor
     # The log of each split's probability; the total entropy is that within the splits plus that between them.
     log_shares = log_sums - log_sum
     return log_sum, (log_shares.exp() * (entropies - log_shares)).sum(0)
-
-
-def _fill_best(best: torch.Tensor, terms: HeadTerms, first: int, chunk_bytes: int) -> None:
-    """Write the keys of each row's largest logits into `best`."""
-    hidden, vocabulary = terms.hidden, len(terms.weight)
-    blocks = DTYPES[hidden.dtype]
-    # Keys take twice the memory of logits.
-    rows = max(blocks["BLOCK_ROWS"], chunk_bytes // (12 * max(1, vocabulary)))
-    buffer = torch.empty((min(rows, len(hidden)), vocabulary), dtype=torch.float32, device=hidden.device)
-    for start in range(0, len(hidden), rows):
-        part = slice(start, start + rows)
-        logits = buffer[: len(hidden[part])]
-        programs = -(-len(logits) // blocks["BLOCK_ROWS"]) * -(-vocabulary // blocks["BLOCK_COLUMNS"])
-        with runtime_of(hidden.device).current():
-            kernels().logits_kernel[(programs,)](
-                hidden[part],
-                terms.weight,
-                terms.bias,
-                None if terms.temperatures is None else terms.temperatures[part],
-                logits,
-                len(logits),
-                vocabulary,
-                hidden.shape[1],
-                *_last_arguments(terms),
-                **blocks,
-            )
-        best[part] = best_keys(logits, best.shape[1], first)
 
 
 def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:

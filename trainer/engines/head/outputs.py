@@ -49,8 +49,8 @@ def head_outputs(
         weight: [vocabulary, width] in the same dtype, without padding; with `share`, this rank's rows of it.
         targets: int64 [rows] or [rows, labels], each a token of the full vocabulary or `IGNORED`.
         entropy: Whether entropies are wanted; on a CPU they cost another pass over the logits.
-        top_k: How many of the most probable tokens are wanted. On a CUDA device they cost another product of `hidden` and
-            `weight`, whose logits are in memory in chunks over tokens.
+        top_k: How many of the most probable tokens are wanted. With Triton the first 128 cost no further product of `hidden` and
+            `weight`, and every further 128 cost one.
         bias: [vocabulary], added to logits.
         temperatures: float32 [rows], by which logits are divided.
         transform: The model's transform of logits after its head.

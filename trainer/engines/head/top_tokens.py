@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-_LOW = 0xFFFFFFFF
+LOW = 0xFFFFFFFF
 """The lower half of a key holds this number minus the token."""
-_NONE = torch.iinfo(torch.int64).min
+NONE = torch.iinfo(torch.int64).min
 """A key below those of all logits; pads the keys of a rank that has fewer tokens than are wanted."""
 
 
@@ -20,11 +20,11 @@ def best_keys(logits: torch.Tensor, count: int, first: int = 0) -> torch.Tensor:
 
     `first` is the token of the first logit. Takes twice the memory of `logits`.
     """
-    tokens = torch.arange(_LOW - first, _LOW - first - logits.shape[1], -1, device=logits.device)
+    tokens = torch.arange(LOW - first, LOW - first - logits.shape[1], -1, device=logits.device)
     # Adding 0.0 turns -0.0 into 0.0, so that equal logits have equal bits.
     keys = (_mirrored((logits + 0.0).view(torch.int32)).long() << 32).add_(tokens)
     found = keys.topk(min(count, keys.shape[1])).values
-    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=_NONE)
+    return torch.nn.functional.pad(found, (0, count - found.shape[1]), value=NONE)
 
 
 def best_of_all(keys: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -36,12 +36,12 @@ def best_of_all(keys: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def unpacked(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the tokens (int64) and the logits (float32) of `keys`."""
-    return _LOW - (keys & _LOW), _mirrored((keys >> 32).int()).view(torch.float32)
+    return LOW - (keys & LOW), _mirrored((keys >> 32).int()).view(torch.float32)
 
 
 def too_few(keys: torch.Tensor) -> bool:
     """Return whether some of `keys` stand for no token. Waits for the device."""
-    return bool((keys == _NONE).any())
+    return bool((keys == NONE).any())
 
 
 def _mirrored(bits: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import top_tokens
+
+_LOW = tl.constexpr(top_tokens.LOW)
+_NONE = tl.constexpr(top_tokens.NONE)
+_LARGEST_KEY = tl.constexpr(2**63 - 1)
+_LEAST = tl.constexpr(-(2**31))
+"""Marks a logit that is not to be kept, or is kept already. As a logit it would be a NaN that no arithmetic makes."""
+
 
 @triton.jit
 def _place(row_blocks, parts, GROUP: tl.constexpr):  # noqa: N803 - Triton's habit
@@ -72,25 +80,63 @@ def _logits(
 
 
 @triton.jit
+def _keys(ordered, tokens):
+    """Pack logits, as integers in their order, and their tokens into keys, see `top_tokens`."""
+    return (ordered.to(tl.int64) << 32) + (tokens.to(tl.int64) ^ _LOW)
+
+
+@triton.jit
+def _with_larger(kept, logits, inside, token, bounds):
+    """Return `kept` (int64 [rows, slots]) with the smallest of each row replaced by larger keys of `logits`.
+
+    `token` is that of the first column. Columns that are not `inside` do not count, nor do keys that are not below their row's
+    of `bounds` (int64 [rows], or None). The smallest of `kept` must be unique in its row.
+    """
+    columns = tl.arange(0, logits.shape[1])
+    ordered = logits.to(tl.int32, bitcast=True)
+    ordered ^= (ordered >> 31) & 0x7FFFFFFF
+    ordered = tl.where(ordered == -1, 0, ordered)  # -0.0 becomes 0.0
+    ordered = tl.where(inside[None, :], ordered, _LEAST)
+    if bounds is not None:
+        ordered = tl.where(_keys(ordered, (token + columns)[None, :]) < bounds[:, None], ordered, _LEAST)
+    # One key of each row per turn, for as long as some row has one to keep, which is rare after the first blocks.
+    replaced = 1
+    while replaced > 0:
+        largest, column = tl.max(ordered, 1, return_indices=True)  # of equal ones the first: no later one replaces it
+        key = tl.where(largest == _LEAST, _NONE, _keys(largest, token + column))
+        smallest = tl.min(kept, 1)
+        larger = key > smallest
+        kept = tl.where(larger[:, None] & (kept == smallest[:, None]), key[:, None], kept)
+        ordered = tl.where(columns[None, :] == column[:, None], _LEAST, ordered)
+        replaced = tl.max(larger.to(tl.int32), 0)
+    return kept
+
+
+@triton.jit
 def sums_kernel(
     hidden,
     weight,
     bias,
     temperatures,
     labels,
+    bounds,
     log_sums,
     entropies,
     chosen,
+    best,
     row_count,
     column_count,
     width,
     label_count,
+    top_k,
+    first,
     hidden_stride,
     weight_stride,
     scale,
     softcap,
     splits,
     blocks_per_split,
+    SLOTS: tl.constexpr,  # noqa: N803
     BLOCK_ROWS: tl.constexpr,  # noqa: N803
     BLOCK_COLUMNS: tl.constexpr,  # noqa: N803
     BLOCK_WIDTH: tl.constexpr,  # noqa: N803
@@ -101,6 +147,8 @@ def sums_kernel(
 
     Writes the logarithm of the sum of exponentials and the entropy, float32 [splits, rows] each; `entropies` may be None.
     Writes the logits of `labels` (int32 [rows, labels], -1 for none) that this split has into `chosen`, of that shape.
+    If `best` is not None, writes the split's `top_k` largest keys below `bounds` (int64 [rows], or None) into it, int64
+    [rows, splits, k], in any order. `SLOTS` is a power of two that is not below `top_k`.
     """
     row_block, split = _place(tl.cdiv(row_count, BLOCK_ROWS), splits, GROUP)
     rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -108,6 +156,12 @@ def sums_kernel(
     highest = tl.full((BLOCK_ROWS,), -3.0e38, tl.float32)  # finite, because infinity minus infinity is NaN
     total = tl.zeros((BLOCK_ROWS,), tl.float32)
     moment = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if best is not None:
+        slots = tl.arange(0, SLOTS)
+        # Empty slots hold different numbers below all keys, and those beyond `top_k` one that no key replaces.
+        empty = tl.where(slots < top_k, slots.to(tl.int64) + _NONE, _LARGEST_KEY)
+        kept = tl.broadcast_to(empty[None, :], (BLOCK_ROWS, SLOTS))
+        limits = None if bounds is None else tl.load(bounds + rows, mask=row_inside, other=_NONE)
     last = tl.minimum((split + 1) * blocks_per_split, tl.cdiv(column_count, BLOCK_COLUMNS))
     for block in range(split * blocks_per_split, last):
         columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
@@ -150,10 +204,16 @@ def sums_kernel(
             moment = shrink * (moment + (before - highest) * total)
             moment += tl.sum(tl.where(weights > 0, weights * below, 0.0), 1)
         total = total * shrink + tl.sum(weights, 1)
+        if best is not None:
+            kept = _with_larger(kept, logits, columns < column_count, first + block * BLOCK_COLUMNS, limits)
     out = split.to(tl.int64) * row_count + rows
     tl.store(log_sums + out, highest + tl.log(total), mask=row_inside)
     if entropies is not None:
         tl.store(entropies + out, tl.log(total) - moment / total, mask=row_inside)
+    if best is not None:
+        out = ((rows.to(tl.int64) * splits + split) * top_k)[:, None] + slots[None, :]
+        kept = tl.where(kept < _NONE + SLOTS, _NONE, kept)
+        tl.store(best + out, kept, mask=row_inside[:, None] & (slots < top_k)[None, :])
 
 
 @triton.jit
@@ -234,52 +294,3 @@ def slopes_kernel(
     out = slopes + rows.to(tl.int64)[:, None] * column_count + columns[None, :]
     inside = row_inside[:, None] & (columns < column_count)[None, :]
     tl.store(out, (slope * scale).to(slopes.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def logits_kernel(
-    hidden,
-    weight,
-    bias,
-    temperatures,
-    logits_out,
-    row_count,
-    column_count,
-    width,
-    hidden_stride,
-    weight_stride,
-    scale,
-    softcap,
-    BLOCK_ROWS: tl.constexpr,  # noqa: N803
-    BLOCK_COLUMNS: tl.constexpr,  # noqa: N803
-    BLOCK_WIDTH: tl.constexpr,  # noqa: N803
-    GROUP: tl.constexpr,  # noqa: N803
-    PRECISION: tl.constexpr,  # noqa: N803
-):
-    """Write logits, as `sums_kernel` reduces them, into `logits_out`, float32 [rows, columns]."""
-    row_block, block = _place(tl.cdiv(row_count, BLOCK_ROWS), tl.cdiv(column_count, BLOCK_COLUMNS), GROUP)
-    rows = row_block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_inside = rows < row_count
-    columns = block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    logits = _logits(
-        hidden,
-        weight,
-        bias,
-        rows,
-        row_count,
-        columns,
-        column_count,
-        width,
-        hidden_stride,
-        weight_stride,
-        scale,
-        softcap,
-        BLOCK_ROWS,
-        BLOCK_COLUMNS,
-        BLOCK_WIDTH,
-        PRECISION,
-    )
-    if temperatures is not None:
-        logits = logits / tl.load(temperatures + rows, mask=row_inside, other=1.0)[:, None]
-    out = logits_out + rows.to(tl.int64)[:, None] * column_count + columns[None, :]
-    tl.store(out, logits, mask=row_inside[:, None] & (columns < column_count)[None, :])

@@ -1,13 +1,16 @@
-"""The head by whole logits in float64, and a comparison of `head_outputs` with it."""
+"""The head by whole logits in float64, and comparisons of `head_outputs` and of the keys of the largest logits with others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from weightlane.trainer.data.sequences import IGNORED
-from weightlane.trainer.engines.head import LogitTransform, head_outputs
+from weightlane.trainer.engines.head import LogitTransform, chunks, cuda_kernels, head_outputs
+from weightlane.trainer.engines.head.terms import HeadTerms
+from weightlane.trainer.engines.head.top_tokens import best_keys
 
 
 @dataclass(frozen=True)
@@ -85,3 +88,38 @@ def compare(
         assert left.grad.dtype == dtype
         difference = (left.grad.double().cpu() - right.grad).norm()
         assert float(difference) <= slopes * float(right.grad.norm()) + 1e-7, (case, left.shape, float(difference))
+
+
+def compare_keys(
+    vocabulary: int,
+    top_k: int,
+    transform: LogitTransform,
+    device: str,
+    dtype: torch.dtype,
+    further: bool,
+    first: int = 0,
+) -> None:
+    """Assert that the programs keep the keys that `best_keys` finds in whole logits, bit for bit.
+
+    Whole numbers make the logits, and many are equal. Without a soft cap they are exact on a CPU, and torch computes them.
+    Otherwise they are the programs' own: every token is a label. A bias, of `further`, excludes one token.
+    """
+    random_of = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (
+        torch.randint(-2, 3, shape, generator=random_of).to(dtype)
+        for shape in ((70, 3), (vocabulary, 3), (vocabulary,))
+    )
+    bias[vocabulary // 2] = -torch.inf
+    parts = [hidden, weight, *((bias, torch.rand(70, generator=random_of) + 0.5) if further else (None, None))]
+    terms = HeadTerms(*(None if part is None else part.to(device) for part in parts), transform)
+    exact = device == "cpu" and transform.softcap is None
+    options: dict[str, Any] = {"entropy": True, "first": first, "chunk_bytes": 2**20}
+    labels = torch.arange(0 if exact else vocabulary, device=device).expand(70, -1)
+    found = cuda_kernels.forward(terms, labels[:, :0], top_k=top_k, **options)
+    without = cuda_kernels.forward(terms, labels, top_k=0, **options)
+    of_torch = chunks.forward(terms, labels, top_k=top_k, **options).best if exact else None
+    expected = best_keys(without.chosen, top_k, first) if of_torch is None else of_torch
+    assert torch.equal(found.best, expected), (found.best, expected)
+    if device == "cpu":  # elsewhere a compiler may round the sums of one program otherwise than those of another
+        assert torch.equal(found.log_sum, without.log_sum)
+        assert torch.equal(found.entropy, without.entropy)

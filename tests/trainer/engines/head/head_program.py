@@ -1,6 +1,7 @@
 """Run by test_head_kernels.py, in a process of its own: ``interpret`` runs the programs on CPU, ``compile`` makes GPU code.
 
-``compile`` makes it with every option in bfloat16; ``compile-more`` also without, in other precisions and for every architecture.
+``compile`` makes it with every option in bfloat16; ``compile-more`` also without, in other precisions, for every architecture,
+and with other numbers of tokens to keep.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if sys.argv[1] == "interpret":
     os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
-from head_oracle import Case, compare
+from head_oracle import Case, compare, compare_keys
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from weightlane.trainer.engines.head import (
     LogitTransform,
@@ -33,16 +35,22 @@ ROWS, WIDTH, VOCABULARY = 70, 37, 150
 """More than one block in each direction, and none of them full."""
 MOST_STACK = 64
 """Bytes of stack that a program may have per thread; those that hold too much in registers have hundreds."""
+MOST_MOVES = 8
+"""How often one turn of the loop that multiplies may use the stack. Programs that keep tokens have more of it, and use it between
+such loops.
+"""
 SHARED_LIMITS = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """The shared memory that a program may have, in bytes, by compute capability."""
-ONCE = ((torch.bfloat16, 90, True),)
-"""Dtype, compute capability, and whether every option is used."""
+KEPT = cuda_kernels._MOST_KEPT
+ONCE = ((torch.bfloat16, 90, True, (KEPT,)),)
+"""Dtype, compute capability, whether every option is used, and how many tokens are kept."""
 MORE = (
-    *((torch.bfloat16, capability, True) for capability in (80, 100)),
-    (torch.bfloat16, 90, False),
-    (torch.float16, 90, True),
-    *((torch.float32, capability, True) for capability in (80, 90)),
-    (torch.float32, 80, False),
+    (torch.bfloat16, 80, True, (0, 8, KEPT)),
+    (torch.bfloat16, 100, True, (KEPT,)),
+    (torch.bfloat16, 90, False, (0, 1, 8)),
+    (torch.float16, 90, True, (KEPT,)),
+    *((torch.float32, capability, True, (KEPT,)) for capability in (80, 90)),
+    (torch.float32, 80, False, (0,)),
 )
 
 
@@ -69,7 +77,30 @@ def interpret() -> None:
     large = Case(*whole, (), LogitTransform(50.0), False, True, 3)
     compare(large, "cpu", torch.float32, values=2e-4, slopes=2e-4)
     shifted()
-    print(f"{len(cases) + 4} cases")
+    print(f"{len(cases) + 4 + kept()} cases")
+
+
+def kept() -> int:
+    """Keys of the largest logits, also of more than a program keeps at a time, or than there are; returns how many cases."""
+    cases = (
+        (1, 150, 5, LogitTransform(-1.0), "cpu", torch.float32, False),  # -0.0 and 0.0
+        (10**6, 150, 3, LogitTransform(0.5), "cpu", torch.bfloat16, True, 1000),
+        (10**6, 70, 13, LogitTransform(2.0, 3.0), "cpu", torch.float32, True),
+        (10**6, 5, 9, LogitTransform(), "cpu", torch.float16, False, 3),
+    )
+    cuda_kernels._MOST_KEPT = 7
+    multiply = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = lambda self, *operands: multiply(self, *map(widened, operands[:2]), *operands[2:])
+    for cuda_kernels._PROGRAMS, *case in cases:
+        compare_keys(*case)
+    return len(cases)
+
+
+def widened(operand: TensorHandle) -> TensorHandle:
+    """Bfloat16 as float32: the interpreter would multiply its bits, as whole numbers."""
+    if operand.dtype.scalar != triton_kernels.tl.bfloat16:
+        return operand
+    return TensorHandle((operand.data.astype("uint32") << 16).view("float32"), triton_kernels.tl.float32)
 
 
 def shifted() -> None:
@@ -87,35 +118,37 @@ def shifted() -> None:
     torch.distributed.destroy_process_group()
 
 
-def compile_for_gpus(combinations: Iterable[tuple[torch.dtype, int, bool]]) -> None:
+def compile_for_gpus(combinations: Iterable[tuple[torch.dtype, int, bool, tuple[int, ...]]]) -> None:
     """Code for each architecture and dtype, with every option and with none, as sizes that are multiples of 16 make it."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     made = 0
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    for dtype, capability, full in combinations:
+    for dtype, capability, full, counts in combinations:
         item = f"*{names[dtype]}"
         optional = {"bias": item, "temperatures": "*fp32", "softcap": "fp32"}
         sizes = dict.fromkeys(("row_count", "column_count", "width", "hidden_stride", "weight_stride"), "i32")
         common = {"hidden": item, "weight": item, "scale": "fp32", **optional, **sizes}
         entropies = {"entropies": "*fp32", "by_entropy": "*fp32"}
         labels = {"labels": "*i32", "label_count": "i32", "log_sums": "*fp32", **entropies}
-        splits = {"chosen": "*fp32", "splits": "i32", "blocks_per_split": "i32"}
+        splits = {"chosen": "*fp32", "splits": "i32", "blocks_per_split": "i32", "top_k": "i32", "first": "i32"}
+        keys = {"best": "*i64", "bounds": "*i64"}
         slopes = {"by_label": "*fp32", "by_all": "*fp32", "slopes": item}
         blocks = dict(cuda_kernels.DTYPES[dtype])
         settings = {key: blocks.pop(key) for key in ("num_warps", "num_stages")}
-        for kernel, types in (
-            (triton_kernels.sums_kernel, {**common, **labels, **splits}),
-            (triton_kernels.slopes_kernel, {**common, **labels, **slopes}),
-            (triton_kernels.logits_kernel, {**common, "logits_out": "*fp32"}),
-        ):
-            constants = dict(blocks)
+        sums = {**common, **labels, **splits, **keys}
+        kernels = [(triton_kernels.sums_kernel, sums, blocks | {"SLOTS": count}) for count in counts]
+        kernels.append((triton_kernels.slopes_kernel, {**common, **labels, **slopes}, blocks))
+        for kernel, types, settled in kernels:
+            kept = settled.get("SLOTS", 0)
+            values = dict.fromkeys(() if kept else keys)
             if not full:
-                constants |= dict.fromkeys((key for key in (*optional, *entropies) if key in kernel.arg_names), None)
+                values |= dict.fromkeys((*optional, *entropies, "bounds"))
                 # A launch makes arguments that are 1 constants, such as the number of labels nearly always.
-                ones = ("row_count", "label_count", "splits", "blocks_per_split")
-                constants |= dict.fromkeys((key for key in ones if key in kernel.arg_names), 1)
+                values |= dict.fromkeys(("row_count", "label_count", "splits", "blocks_per_split"), 1)
+                values |= {"top_k": 1} if kept == 1 else {}
+            constants = settled | {key: value for key, value in values.items() if key in kernel.arg_names}
             signature = {key: "constexpr" if key in constants else types[key] for key in kernel.arg_names}
             whole = [["tt.divisibility", 16]]
             aligned = {
@@ -126,21 +159,36 @@ def compile_for_gpus(combinations: Iterable[tuple[torch.dtype, int, bool]]) -> N
             source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
             compiled = triton_kernels.triton.compile(source, target=GPUTarget("cuda", capability, 32), options=settings)
             assert compiled.metadata.shared <= SHARED_LIMITS[capability], (kernel, capability, compiled.metadata.shared)
-            spilled = stack_bytes(compiled.asm["cubin"])
-            assert spilled <= MOST_STACK, (kernel, dtype, capability, full, spilled)
+            stack, moves = spilled(compiled.asm["cubin"])
+            assert moves <= MOST_MOVES, (kernel, dtype, capability, full, kept, moves)
+            assert stack <= MOST_STACK or kept, (kernel, dtype, capability, full, stack)
             made += 1
     print(f"{made} programs")
 
 
-def stack_bytes(code: bytes) -> int:
-    """The bytes of stack that a program in `code` has, because its numbers do not fit into registers."""
-    tool = Path(triton_kernels.triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def spilled(code: bytes) -> tuple[int, int]:
+    """The bytes of stack that a program in `code` has because its numbers do not fit into registers, and how often one turn of
+    the loop that multiplies uses them.
+    """
+    tools = Path(triton_kernels.triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(code)
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True)
-    return max(int(size) for size in re.findall(r"STACK:(\d+)", report.stdout))
+        usage, text = (
+            subprocess.run([str(tools / tool), option, file.name], capture_output=True, text=True, check=True).stdout
+            for tool, option in (("cuobjdump", "-res-usage"), ("nvdisasm", "-c"))
+        )
+    lines, starts, loops = text.splitlines(), {}, []
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\.L_x_\d+):", line):
+            starts[label[1]] = number
+        elif (jump := re.search(r"BRA.*`\((\.L_x_\d+)\)", line)) and jump[1] in starts:
+            loops.append("\n".join(lines[starts[jump[1]] : number]))
+    multiplies = min(
+        (loop for loop in loops if len(re.findall(r"\b(?:HMMA|HGMMA|UTCHMMA|FFMA)\b", loop)) >= 4), key=len
+    )
+    moves = len(re.findall(r"\b(?:LDL|STL)\b", multiplies))
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", usage)), moves
 
 
 if __name__ == "__main__":

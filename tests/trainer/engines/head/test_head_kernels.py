@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from head_oracle import Case, compare
+from head_oracle import Case, compare, compare_keys
 from waiting import HANG_S
 
 from weightlane.trainer.engines.head import LogitTransform, head_outputs, outputs
@@ -31,9 +31,9 @@ needs_triton = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("what", "says"),
     [
-        ("interpret", "9 cases"),
-        ("compile", "3 programs"),
-        pytest.param("compile-more", "21 programs", marks=pytest.mark.exhaustive),
+        ("interpret", "13 cases"),
+        ("compile", "2 programs"),
+        pytest.param("compile-more", "18 programs", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_programs_are_right_and_compile(children: Any, tmp_path: Path, what: str, says: str) -> None:
@@ -63,6 +63,8 @@ def test_on_a_gpu_values_and_gradients_are_those_of_whole_logits(
         for further, labels, strided in ((True, (3,), False), (False, (), True)):
             case = Case(*sizes, labels, transform, further, True, top_k=8, chunk_bytes=2**20)
             compare(case, "cuda", dtype, values=values, slopes=slopes, strided=strided)
+    for vocabulary, top_k in ((5003, 8), (1111, 300), (5, 9)):
+        compare_keys(vocabulary, top_k, transform, "cuda", dtype, further=True, first=100)
 
 
 @pytest.mark.gpu
@@ -79,9 +81,9 @@ def test_on_a_gpu_the_same_call_gives_the_same_bits_and_no_whole_logits() -> Non
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         leaves = [hidden.clone().requires_grad_(), weight.clone().requires_grad_()]
-        found = head_outputs(*leaves, targets, entropy=True)
+        found = head_outputs(*leaves, targets, entropy=True, top_k=20)
         (found.logprobs.sum() + found.entropy.sum()).backward()
-        runs.append([found.logprobs, found.entropy, *(leaf.grad for leaf in leaves)])
+        runs.append([found.logprobs, found.entropy, found.top_tokens, *(leaf.grad for leaf in leaves)])
     assert all(torch.equal(first, second) for first, second in zip(*runs, strict=True))
     copies = 4 * weight.nbytes  # in either run, the leaf and its gradient
     assert torch.cuda.max_memory_allocated() - before < copies + 2 * CHUNK_BYTES < rows * vocabulary * 4
