@@ -201,10 +201,18 @@ class RunHooks:
     def rank_stepped(self, rank: int, step: int, facts: Facts) -> None:
         """Trainer rank `rank` took optimizer step `step`. Called by every trainer rank.
 
-        Facts: ``seconds`` and its parts ``forward_backward_s`` (with gradient clipping), ``fence_s`` (waiting for a snapshot) and
-        ``optimizer_s``; ``participant`` (the rank's name).
+        Facts: ``role`` (whose model it trained), ``seconds`` and its parts ``forward_backward_s`` (with gradient clipping),
+        ``fence_s`` (waiting for a snapshot) and ``optimizer_s``; ``participant`` (the rank's name).
         """
         self._call("rank_stepped", rank=rank, step=step, facts=facts)
+
+    @hookspec
+    def outputs_computed(self, rank: int, facts: Facts) -> None:
+        """Rank `rank` computed outputs of a batch without gradient. Called by every trainer rank.
+
+        Facts: ``role`` (whose model computed), ``seconds``, ``participant`` (the rank's name).
+        """
+        self._call("outputs_computed", rank=rank, facts=facts)
 
     @hookspec
     def snapshot_taken(self, version: int, facts: Facts) -> None:

@@ -56,9 +56,9 @@ class ProfilerObserver:
         """The last step or version that was counted; roles of one rank report the same steps."""
 
     @hookimpl
-    def rank_stepped(self, rank: int, step: int) -> None:
+    def rank_stepped(self, rank: int, step: int, facts: Facts) -> None:
         """Count an optimizer step."""
-        self._advance(f"trainer-{rank}", rank, step)
+        self._advance(str(facts["participant"]), rank, step)
 
     @hookimpl
     def version_staged(self, version: int, facts: Facts) -> None:

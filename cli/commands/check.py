@@ -11,6 +11,7 @@ from rich.table import Table
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
 from weightlane.rollout.contract.registry import rollout_engine_class
 from weightlane.sync import Rendezvous, dtype_of
+from weightlane.trainer.dispatch.role_spec import POLICY_GROUP
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 from ..config.run_config import ClusterConfig, ObserversSection, wire_dtype
@@ -33,13 +34,14 @@ def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> 
     if command == "tinker":
         return _served(path, overrides)
     if command == "worker":
-        from .worker import prepare_worker  # noqa: PLC0415 - needs an extra
+        from .worker import fitted_worker, prepare_worker  # noqa: PLC0415 - needs an extra
 
         worker, machines = prepare_worker(path, overrides), Machines.here()
-        trainer = fitted_trainer(worker.config.trainer, machines, counted=not worker.config.ray.address)
-        return {
-            "machine": described_machines(machines),
-            "trainer": f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs: {', '.join(worker.models)}",
+        groups = fitted_worker(worker.config, machines, counted=not worker.config.ray.address).rank_groups
+        shared = ", ".join(role for role in worker.models if role not in groups)
+        return {"machine": described_machines(machines)} | {
+            name: f"{group.ranks} ranks x {group.gpus_per_rank:g} GPUs: {shared if name == POLICY_GROUP else name}"
+            for name, group in groups.items()
         }
     ready = prepare(path, overrides, resume=resume)
     algorithm = ready.config.algorithm

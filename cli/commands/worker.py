@@ -14,15 +14,13 @@ from pathlib import Path
 from weightlane.plugins.prometheus import LOOPBACK
 from weightlane.trainer.algorithms.composition import (
     algorithm_over,
+    check_models,
     check_roles,
     policy_objective,
     role_specs,
-    role_trainer,
 )
-from weightlane.trainer.dispatch.dispatch import WorkerDispatch
-from weightlane.trainer.dispatch.ray_ranks import RayRanks
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
-from weightlane.trainer.engines.registry import check_trainer, training_engine_class
+from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.job_worker import JobWorker
@@ -32,8 +30,9 @@ from ..config.worker_config import WorkerConfig, load_worker_config
 from ..output import console
 from ..run.open_observers import RunObservers
 from ..run.preparation import role_models
+from ..run.processes import described_ranks, ray_dispatch
 from ..run.ray_cluster import RayCluster
-from ..run.resources import Machines, fitted_trainer
+from ..run.resources import Machines, cpus_of, fitted_trainer
 from ..run.signals import point_to_logs
 
 _KILLED_HINT = "Start a worker again: it goes on with the jobs."
@@ -67,25 +66,31 @@ async def run_worker(path: Path, jobs: Path, overrides: Sequence[str], *, until_
         observers = RunObservers(config.observers, own, [], say, config.model_dump(mode="json"))
         hooks = stack.enter_context(observers)
         stack.enter_context(point_to_logs(own / "logs", say))
-        cpus = config.trainer.ranks * config.trainer.cpus_per_rank
+        cpus = cpus_of(config.rank_groups)
         cluster = stack.enter_context(
             RayCluster(config.ray, cpus, own / "logs", observers.environment, None, _KILLED_HINT)
         )
         for number in (signal.SIGINT, signal.SIGTERM):  # again, because Ray sets handlers of its own
             asyncio.get_running_loop().add_signal_handler(number, ended.set)
-        trainer = fitted_trainer(config.trainer, cluster.machines())
-        ranks = RayRanks(trainer, None if config.ray.address else LOOPBACK)
+        config = fitted_worker(config, cluster.machines())
         about = ready.models, ready.objective, config.reference
-        roles = role_specs(algorithm, trainer, config.critic, *about, seed=config.worker.seed)
-        dispatch = WorkerDispatch(roles, {"trainer": ranks}, shares_device={"trainer": trainer.offload_roles})
+        roles = role_specs(algorithm, config.trainer, config.critic, *about, seed=config.worker.seed)
+        dispatch = ray_dispatch(roles, config.rank_groups, None if config.ray.address else LOOPBACK)
         stack.push_async_callback(dispatch.close)
         await dispatch.start()
         runner = Runner(dispatch, algorithm_over(dispatch, algorithm, config.reference, own / "reference"), hooks=hooks)
         stack.push_async_callback(runner.close)
-        say(f"executing the jobs in {jobs} on {trainer.ranks} trainer rank(s) ({trainer.engine}); Ctrl-C ends it")
+        ranks = described_ranks(config.rank_groups)
+        say(f"executing the jobs in {jobs} on {ranks} ({config.trainer.engine}); Ctrl-C ends it")
         count = await JobWorker(files, runner, jobs / "events.jsonl", say).run(ended, until_empty=until_empty)
         cluster.succeeded()
     return count
+
+
+def fitted_worker(config: WorkerConfig, machines: Machines, *, counted: bool = True) -> WorkerConfig:
+    """Return `config` with the GPUs of its ranks: see `fitted_trainer`."""
+    trainer = fitted_trainer(config.trainer, machines, config.rank_groups, counted=counted)
+    return config.model_copy(update={"trainer": trainer})
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +105,10 @@ class WorkerPreparation:
 def prepare_worker(path: Path, overrides: Sequence[str]) -> WorkerPreparation:
     """Check the configuration at the absolute `path`, and its models. Raises a typed error for the first problem."""
     config = load_worker_config(path, overrides)
-    check_roles(config.algorithm, config.trainer)
+    check_roles(config.algorithm, config.trainer, config.critic, config.reference)
     training_engine_class(config.trainer.engine)
     here = not config.ray.address
     models = role_models(config, check_model_dir(find_model(config.model.path)))
-    for role, model in models.items():
-        check_trainer(role_trainer(role, config.trainer, config.critic), model, here=here)
-    fitted_trainer(config.trainer, Machines.here(), counted=here)
+    check_models(models, config.trainer, config.critic, config.reference, here=here)
+    fitted_worker(config, Machines.here(), counted=here)
     return WorkerPreparation(config, models, Objective(policy_objective(config.algorithm), [path.parent, Path()]))

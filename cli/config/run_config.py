@@ -17,7 +17,9 @@ from weightlane.plugins.trackers import TRACKERS
 from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.sync.plan.links import check_relay
+from weightlane.trainer.algorithms.composition import rank_groups
 from weightlane.trainer.config import DataConfig, RewardConfig, Section, TrainerConfig
+from weightlane.trainer.dispatch.role_spec import POLICY_GROUP
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 
@@ -95,6 +97,11 @@ class ClusterConfig(Section):
     ray: RaySection = RaySection()
     observers: ObserversSection = ObserversSection()
 
+    @property
+    def rank_groups(self) -> dict[str, TrainerConfig]:
+        """The groups of trainer ranks by name, with their engine settings. The policy's is the first one."""
+        return {POLICY_GROUP: self.trainer}
+
 
 class RunConfig(ClusterConfig):
     """The configuration of ``weightlane train``."""
@@ -104,6 +111,11 @@ class RunConfig(ClusterConfig):
     loop: LoopConfig = LoopConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
+
+    @property
+    def rank_groups(self) -> dict[str, TrainerConfig]:
+        """See `ClusterConfig.rank_groups`."""
+        return rank_groups(self.algorithm, self.trainer, self.critic, self.reference)
 
 
 _Config = TypeVar("_Config", bound=ClusterConfig)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
+from weightlane.trainer.algorithms.composition import rank_groups
 from weightlane.trainer.config import Section, TrainerConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 
@@ -31,6 +32,11 @@ class WorkerConfig(Section):
     reference: ReferenceConfig = ReferenceConfig()
     ray: RaySection = RaySection()
     observers: ObserversSection = ObserversSection()
+
+    @property
+    def rank_groups(self) -> dict[str, TrainerConfig]:
+        """The groups of trainer ranks by name, with their engine settings. The policy's is the first one."""
+        return rank_groups(self.algorithm, self.trainer, self.critic, self.reference)
 
 
 def load_worker_config(path: Path, overrides: Sequence[str] = ()) -> WorkerConfig:

@@ -10,7 +10,13 @@ from weightlane.ckpt_engines import ConfigError
 from weightlane.rollout.contract.registry import rollout_engine_class
 from weightlane.rollout.layout.loading.adapter_tensors import adapted_layers
 from weightlane.rollout.layout.loading.refused_arguments import refuse_arguments
-from weightlane.trainer.algorithms.composition import check_roles, policy_objective, role_names, role_trainer
+from weightlane.trainer.algorithms.composition import (
+    check_models,
+    check_roles,
+    policy_objective,
+    role_names,
+    role_trainer,
+)
 from weightlane.trainer.algorithms.ppo import critic_state
 from weightlane.trainer.algorithms.reference_refresh import reference_state
 from weightlane.trainer.algorithms.roles import CRITIC, POLICY, REFERENCE
@@ -18,7 +24,7 @@ from weightlane.trainer.data.rewards import Reward
 from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_splits
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
-from weightlane.trainer.engines.registry import check_trainer, training_engine_class
+from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.loop.protocols import LoopState
 from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.runner.run_dir import RunDir
@@ -52,7 +58,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     config = load_config(path, overrides)
     run_dir = RunDir(config.run.dir, resume=resume)
     run_dir.refuse_taken()
-    check_roles(config.algorithm, config.trainer)
+    check_roles(config.algorithm, config.trainer, config.critic, config.reference)
     training_engine_class(config.trainer.engine)
     here = not config.ray.address  # with an address, its processes run on other machines
     if here:
@@ -63,8 +69,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     rollout_engine_class(config.rollout)  # refuses what the engine cannot do
     refuse_arguments(config.rollout, model.path)
     models = role_models(config, model)
-    for role, role_model in models.items():
-        check_trainer(role_trainer(role, config.trainer, config.critic), role_model, here=here)
+    check_models(models, config.trainer, config.critic, config.reference, here=here)
     refuse_loopback(config.ray, config.sync.host)
     refuse_unfitting(config, model)
     tokenizer = HfTokenizer(model.path, begins=config.data.special_tokens and not config.data.chat)
@@ -134,7 +139,7 @@ def _saved_state(
                 hint="Resume it with the setting that it had, or begin a new run from its model.",
             )
     for role in (role for role in states if role in role_models):
-        trainer = role_trainer(role, config.trainer, config.critic)
+        trainer = role_trainer(role, config.trainer, config.critic, config.reference)
         training_engine_class(trainer.engine).check(trainer, role_models[role], states[role])
     return state
 

@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from weightlane.plugins import RunHooks
 from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
 from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.ray_ranks import RayRanks
-from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.dispatch.role_spec import POLICY_GROUP, RoleSpec
 
 from ..config.run_config import ClusterConfig, wire_dtype
+
+
+def ray_dispatch(roles: Sequence[RoleSpec], groups: Mapping[str, TrainerConfig], host: str | None) -> WorkerDispatch:
+    """Return a dispatch of `roles` on groups of ranks in Ray, with the engine settings of each. `host` is that of `RayRanks`.
+
+    With ``trainer.offload_roles``, the policy takes turns on its ranks' device; roles on ranks of their own need not.
+    """
+    ranks = {name: RayRanks(settings, host, name) for name, settings in groups.items()}
+    return WorkerDispatch(roles, ranks, {POLICY_GROUP: groups[POLICY_GROUP].offload_roles})
+
+
+def described_ranks(groups: Mapping[str, TrainerConfig]) -> str:
+    """Return the number of ranks of each group in words."""
+    return ", ".join(f"{settings.ranks} {name} rank(s)" for name, settings in groups.items())
 
 
 async def start_processes(
@@ -29,18 +44,17 @@ async def start_processes(
 ) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
     """Start trainer ranks and replicas at the same time, and connect them. `stack` closes them.
 
-    `config` is fitted to the machine. The models of `roles` are on the trainer ranks, all in one group; `POLICY` is published.
+    `config` is fitted to the machine. The models of `roles` are on its groups of ranks; `POLICY` is published.
     The replicas begin with `version`. `hooks` are notified of every sync, and `say` prints a line for the user.
     """
     started = time.perf_counter()
     model_dir = next(role.model_dir for role in roles if role.name == POLICY)
     say(
-        f"starting {config.trainer.ranks} trainer rank(s) ({config.trainer.engine}) and {config.rollout.replicas} rollout"
+        f"starting {described_ranks(config.rank_groups)} ({config.trainer.engine}) and {config.rollout.replicas} rollout"
         f" replica(s) x TP{config.rollout.tensor_parallel} ({config.rollout.engine}), weights by"
         f" {config.checkpoint_engine.backend!r}" + (f", resuming at step {version}" if version else "")
     )
-    ranks = {roles[0].group: RayRanks(config.trainer, None if config.ray.address else config.sync.host)}
-    dispatch = WorkerDispatch(roles, ranks, {roles[0].group: config.trainer.offload_roles})
+    dispatch = ray_dispatch(roles, config.rank_groups, None if config.ray.address else config.sync.host)
     stack.push_async_callback(dispatch.close)
     starting_trainers = asyncio.create_task(dispatch.start())
     try:

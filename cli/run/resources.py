@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ConfigError
@@ -14,6 +14,7 @@ from weightlane.sync import dtype_of
 from weightlane.trainer.algorithms.composition import role_names
 from weightlane.trainer.algorithms.roles import POLICY, REFERENCE
 from weightlane.trainer.config import TrainerConfig
+from weightlane.trainer.dispatch.role_spec import POLICY_GROUP
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, weight_elements
 
 from ..config.run_config import ClusterConfig
@@ -68,6 +69,8 @@ class Sizes:
     trained: int
     """Bytes of weights, gradients and optimizer state of one trainer rank, if they are split over all ranks: those of all roles
     that are on the device together, each as large as the policy."""
+    own: Mapping[str, int] = field(default_factory=dict)
+    """The same of one rank of each further group, by its name."""
 
     @classmethod
     def of(cls, config: ClusterConfig, model: ModelInfo) -> Sizes:
@@ -82,9 +85,11 @@ class Sizes:
             version = staged = adapter_elements(model.path, config.rollout.adapter) * dtype_of(dtype).itemsize
             policy = _FROZEN_BYTES
         bytes_of = {POLICY: policy, REFERENCE: _FROZEN_BYTES}
-        kept = [bytes_of.get(role, _STATE_BYTES) for role in role_names(config.algorithm)]
-        state = max(kept) if config.trainer.offload_roles else sum(kept)
-        return cls(parameters, version, share, staged, -(-parameters * state // config.trainer.ranks))
+        kept = {role: bytes_of.get(role, _STATE_BYTES) for role in role_names(config.algorithm)}
+        groups = config.rank_groups
+        own = {name: -(-parameters * kept.pop(name) // group.ranks) for name, group in groups.items() if name in kept}
+        state = max(kept.values()) if config.trainer.offload_roles else sum(kept.values())
+        return cls(parameters, version, share, staged, -(-parameters * state // config.trainer.ranks), own)
 
 
 def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool = True) -> _Config:
@@ -95,7 +100,7 @@ def fitted(config: _Config, sizes: Sizes, machines: Machines, *, counted: bool =
     Raises `ConfigError`, which names the resource that does not suffice and the settings to change.
     """
     trainer, rollout = config.trainer, config.rollout
-    trainer_gpus = _trainer_gpus(trainer, machines)
+    trainer_gpus = _trainer_gpus(config.rank_groups, machines)
     rollout_gpus = rollout.gpus_per_rank
     if rollout_gpus is None:
         rollout_gpus = float(machines.gpus > 0 and not vllm_is_for_cpus())
@@ -128,36 +133,61 @@ def refuse_unfitting(config: ClusterConfig, model: ModelInfo) -> None:
     fitted(config, Sizes.of(config, model), Machines.here(), counted=not config.ray.address)
 
 
-def fitted_trainer(trainer: TrainerConfig, machines: Machines, *, counted: bool = True) -> TrainerConfig:
-    """Return `trainer` with its GPUs, for a run that has no rollouts. See `fitted`.
+def fitted_trainer(
+    trainer: TrainerConfig,
+    machines: Machines,
+    groups: Mapping[str, TrainerConfig] | None = None,
+    *,
+    counted: bool = True,
+) -> TrainerConfig:
+    """Return `trainer` with its GPUs, for a program that has no rollouts, and ranks in `groups`; None: the policy's alone.
 
-    Raises `ConfigError` if there are too few GPUs.
+    See `fitted`. Raises `ConfigError` if there are too few GPUs.
     """
-    gpus = _trainer_gpus(trainer, machines)
-    if counted and trainer.ranks * gpus > machines.gpus:
+    groups = groups or {POLICY_GROUP: trainer}
+    gpus = _trainer_gpus(groups, machines)
+    needed = gpus * sum(group.ranks for group in groups.values())
+    if counted and needed > machines.gpus:
         raise ConfigError(
-            f"{trainer.ranks} trainer ranks x {gpus:g} GPUs need {trainer.ranks * gpus:g} GPUs, but there are {machines.gpus}.",
+            f"{_ranks_of(groups)} x {gpus:g} GPUs need {needed:g} GPUs, but there are {machines.gpus}.",
             part=_PART,
-            hint="Lower trainer.ranks.",
+            hint=f"Lower {_settings_of(groups)}.",
         )
     return trainer.model_copy(update={"gpus_per_rank": gpus})
 
 
 def reserved_cpus(config: ClusterConfig) -> float:
     """Return the CPUs that Ray reserves for the processes of a run."""
-    trainer, rollout = config.trainer, config.rollout
+    rollout = config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
-    return trainer.ranks * trainer.cpus_per_rank + ranks * rollout.cpus_per_rank
+    return cpus_of(config.rank_groups) + ranks * rollout.cpus_per_rank
 
 
-def _trainer_gpus(trainer: TrainerConfig, machines: Machines) -> float:
+def cpus_of(groups: Mapping[str, TrainerConfig]) -> float:
+    """Return the CPUs that Ray reserves for trainer ranks in `groups`."""
+    return sum(group.ranks * group.cpus_per_rank for group in groups.values())
+
+
+def _ranks_of(groups: Mapping[str, TrainerConfig]) -> str:
+    """Return the number of ranks of each group in words."""
+    return f"{', '.join(f'{group.ranks} {name}' for name, group in groups.items())} ranks"
+
+
+def _settings_of(groups: Mapping[str, TrainerConfig]) -> str:
+    """Return the settings of the groups' numbers of ranks in words."""
+    return " or ".join(f"{name}.ranks" for name in groups)
+
+
+def _trainer_gpus(groups: Mapping[str, TrainerConfig], machines: Machines) -> float:
+    trainer = groups[POLICY_GROUP]
     gpus = trainer.gpus_per_rank
     if gpus is not None:
-        if trainer.ranks > 1 and 0 < gpus < 1 and trainer.device != "cpu":
+        several = {name: group for name, group in groups.items() if group.ranks > 1}
+        if several and 0 < gpus < 1 and trainer.device != "cpu":
             raise ConfigError(
-                f"{trainer.ranks} trainer ranks of {gpus:g} GPUs each would share one, and NCCL refuses ranks that share a GPU.",
+                f"{_ranks_of(several)} of {gpus:g} GPUs each would share one, and NCCL refuses ranks that share a GPU.",
                 part=_PART,
-                hint="Lower trainer.ranks to 1, or raise trainer.gpus_per_rank to 1.",
+                hint=f"Lower {_settings_of(several)} to 1, or raise trainer.gpus_per_rank to 1.",
             )
         return gpus
     return float(machines.gpus > 0 and trainer.device != "cpu")
@@ -165,16 +195,16 @@ def _trainer_gpus(trainer: TrainerConfig, machines: Machines) -> float:
 
 def _check_gpus(config: ClusterConfig, trainer_gpus: float, rollout_gpus: float, machines: Machines) -> None:
     """Raise `ConfigError` if there are too few GPUs, for which Ray would wait for ever."""
-    trainer, rollout = config.trainer, config.rollout
+    groups, rollout = config.rank_groups, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
-    needed = trainer.ranks * trainer_gpus + ranks * rollout_gpus
+    needed = trainer_gpus * sum(group.ranks for group in groups.values()) + ranks * rollout_gpus
     if needed > machines.gpus:
         raise ConfigError(
-            f"{trainer.ranks} trainer ranks x {trainer_gpus:g} and {ranks} rollout ranks x {rollout_gpus:g} GPUs need {needed:g}"
+            f"{_ranks_of(groups)} x {trainer_gpus:g} and {ranks} rollout ranks x {rollout_gpus:g} GPUs need {needed:g}"
             f" GPUs, but there are {machines.gpus}.",
             part=_PART,
-            hint="Lower trainer.ranks, rollout.replicas or rollout.tensor_parallel. A single trainer rank may share its GPU with"
-            " a rollout rank: set gpus_per_rank of both to 0.5, rollout.gpu_memory_utilization to the share of vLLM, and"
+            hint=f"Lower {_settings_of(groups)}, rollout.replicas or rollout.tensor_parallel. A single trainer rank may share its"
+            " GPU with a rollout rank: set gpus_per_rank of both to 0.5, rollout.gpu_memory_utilization to the share of vLLM, and"
             ' checkpoint_engine.backend to another one than "nccl".',
         )
 
@@ -221,13 +251,19 @@ def vllm_is_for_cpus() -> bool:
 
 def described(config: ClusterConfig, sizes: Sizes, machines: Machines) -> Sequence[tuple[str, str]]:
     """Return name and amount of each resource that a run of the `fitted` configuration needs."""
-    trainer, rollout = config.trainer, config.rollout
+    rollout = config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
-    state = f"{sizes.trained / _GB:.3g} GB each for weights, gradients and optimizer if split over all ranks, plus activations"
+    state = "GB each for weights, gradients and optimizer if split over all ranks, plus activations"
     return [
         ("model", f"{sizes.parameters / _GB:.3g} billion parameters, {sizes.version / _GB:.3g} GB a version"),
         ("machine", described_machines(machines)),
-        ("trainer", f"{trainer.ranks} ranks x {trainer.gpus_per_rank:g} GPUs, {state}"),
+        *(
+            (
+                name,
+                f"{group.ranks} ranks x {group.gpus_per_rank:g} GPUs, {sizes.own.get(name, sizes.trained) / _GB:.3g} {state}",
+            )
+            for name, group in config.rank_groups.items()
+        ),
         (
             "rollout",
             f"{ranks} ranks x {rollout.gpus_per_rank:g} GPUs, {sizes.share / _GB:.3g} GB of the model each, plus"

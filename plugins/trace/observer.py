@@ -96,10 +96,15 @@ class TraceObserver:
         fence = min(end, start + as_us(facts, "forward_backward_s"))
         optimizer = min(end, fence + as_us(facts, "fence_s"))
         track = self._track("trainer", facts, "training")
-        start = track.span(f"step {step}", start, end, {})
+        start = track.span(f"{facts['role']}: step {step}", start, end, {})
         track.inside("forward, backward", start, fence)
         track.inside("fence", max(start, fence), optimizer)
         track.inside("optimizer", max(start, optimizer), end)
+
+    @hookimpl
+    def outputs_computed(self, facts: Facts) -> None:
+        """Write the time of the forward pass."""
+        self._track("trainer", facts, "training").took(f"{facts['role']}: forward", facts)
 
     @hookimpl
     def snapshot_taken(self, version: int, facts: Facts) -> None:

@@ -46,16 +46,23 @@ def only_line(ended: Ended) -> str:
 
 
 @pytest.mark.exhaustive
-def test_a_killed_trainer_rank_ends_its_run_and_is_named(endless: Callable[..., RunProcess], tmp_path: Path) -> None:
-    run = endless("run", trainer={"ranks": 2, "cpus_per_rank": 0.5}, checkpoint_engine={"backend": "gloo"})
+def test_a_killed_rank_ends_its_run_and_is_named_with_its_role(
+    endless: Callable[..., RunProcess], tmp_path: Path
+) -> None:
+    """The rank is of the reference; `test_worker` kills one of the policy."""
+    roles = {"algorithm": {"kl_coefficient": 0.1}, "reference": {"ranks": 2}, "observers": {"trace": "trace.json"}}
+    trainer = {"ranks": 1, "cpus_per_rank": 0.5}
+    run = endless("run", **roles, trainer=trainer, checkpoint_engine={"backend": "gloo"})
     run.wait_for(TRAINS)
-    ranks = run.named("ray::RankActor")
-    assert len(ranks) == 2
-    victim = max(process.pid for process in ranks)
+    assert len(run.named("ray::RankActor")) == 3
+    (part,) = (
+        part for part in (tmp_path / "run" / "trace.json.parts").iterdir() if '"reference-1"' in part.read_text()
+    )
+    victim = int(part.stem.split("-")[-2])
     run.kill_process(victim)
     ended = run.end()
     assert ended.code == 3
-    assert only_line(ended).startswith("error: trainer ranks (peer trainer-")
+    assert only_line(ended).startswith("error: reference ranks (peer reference-1): reference rank 1")
     assert f"(process {victim}) died" in only_line(ended)
     logs = tmp_path / "run" / "logs"
     assert f"logs of the run's processes: {logs}" in ended.out

@@ -70,7 +70,7 @@ def check_trace(trace: Trace, versions: list[int]) -> None:
             check_inside(part, of_version[part.args["version"]])
     for rank in (0, 1):
         rows = trace.spans(f"trainer-{rank}", "training")
-        assert [span.name for span in rows if span.name.startswith("step")] == steps
+        assert [span.name for span in rows if ": " in span.name] == [f"policy: {step}" for step in steps]
         assert [span.name for span in rows].count("fence") == STEPS
         snapshots = trace.spans(f"trainer-{rank}", "snapshot")
         assert [span.name for span in snapshots] == [f"snapshot v{version}" for version in versions]

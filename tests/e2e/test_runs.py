@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from saved_states import saved_tensors
 from tiny_models import load_tensors
 from tiny_run import BETAS, GROUP_SIZE, LEARNING_RATE, PROMPTS_PER_STEP, Material
+from trace_format import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -143,10 +144,10 @@ def test_a_run_ends_with_every_promised_file_and_a_resumed_one_continues_over_an
 
 
 @pytest.mark.exhaustive
-def test_a_run_of_an_adapter_with_a_critic_and_a_reference_that_take_turns_publishes_it_alone_and_is_resumed(
+def test_a_run_of_an_adapter_with_a_critic_and_a_reference_publishes_it_alone_and_is_resumed_with_a_rank_for_each(
     material: Material, start_run: StartRun, tmp_path: Path
 ) -> None:
-    """PPO with everything that it can have, on one rank, whose device has room for one role at a time."""
+    """PPO with everything that it can have, at first on one rank, whose device has room for one role at a time."""
     run_dir = tmp_path / "run"
     config = material.write_config(
         tmp_path / "config",
@@ -157,9 +158,21 @@ def test_a_run_of_an_adapter_with_a_critic_and_a_reference_that_take_turns_publi
         trainer={"offload_roles": True, "lora.rank": 4, "lora.publish": "adapter"},
     )
     for steps in (2, 4):
-        more = ["--resume", "--set", "loop.steps=4"] if steps > 2 else ["--set", "loop.steps=2"]
+        apart = ["critic.ranks=1", "reference.ranks=1", "observers.trace=trace.json"] if steps > 2 else []
+        more = ["--resume"] if steps > 2 else []
+        for setting in (f"loop.steps={steps}", *apart):
+            more += ["--set", setting]
         ended = start_run(["train", str(config), "--plain", *more]).end()
         assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    assert "starting 1 trainer rank(s), 1 critic rank(s), 1 reference rank(s)" in ended.out
+    trace = load(run_dir / "trace.json")
+    ranks = ["critic-0", "reference-0", "trainer-0"]
+    assert [name for name in trace.processes.values() if name in ranks] == ranks
+    for rank, names in zip(
+        ranks, (["critic: forward", "critic: step"], ["reference: forward"], ["policy: step"]), strict=True
+    ):
+        spans = [span.name.rstrip(" 34") for span in trace.spans(rank, "training") if ": " in span.name]
+        assert spans == names * 2
     events = events_of(run_dir, "training_step")
     assert [event["step"] for event in events] == [1, 2, 3, 4]
     assert all({"critic/value", "reference_kl", "critic/loss"} <= event.keys() for event in events)

@@ -43,17 +43,20 @@ def work(number: int) -> None:
 def test_a_rank_that_was_asked_for_writes_its_steps_and_no_other_does(tmp_path: Path) -> None:
     (make,) = (observer.make for observer in OBSERVERS if observer.variable == PROFILE_ENV)
     settings = ProfileSettings(steps=2, wait=1, ranks=(0, 3), dir=tmp_path / "traces").model_dump_json()
-    first, second, rollout = (make_hooks([make(settings)]) for _ in range(3))
+    first, second, critic, rollout = (make_hooks([make(settings)]) for _ in range(4))
     for step in range(1, 9):
         work(step)
         for _ in ("policy", "critic"):
-            first.rank_stepped(rank=0, step=step, facts={})
-        second.rank_stepped(rank=1, step=step, facts={})
+            first.rank_stepped(rank=0, step=step, facts={"participant": "trainer-0"})
+        second.rank_stepped(rank=1, step=step, facts={"participant": "trainer-1"})
+    for version in range(1, 6):
+        critic.rank_stepped(rank=0, step=version, facts={"participant": "critic-0"})  # it is on ranks of its own
     for version in range(1, 6):
         work(version)
         rollout.version_staged(version=version, facts={"participant": "rollout-1/3"})
-    assert [*first.reports, *second.reports, *rollout.reports] == []
-    assert sorted(path.name for path in (tmp_path / "traces").iterdir()) == ["rollout-1-3.json.gz", "trainer-0.json.gz"]
+    assert [*first.reports, *second.reports, *critic.reports, *rollout.reports] == []
+    written = sorted(path.name.removesuffix(".json.gz") for path in (tmp_path / "traces").iterdir())
+    assert written == ["critic-0", "rollout-1-3", "trainer-0"]
     assert recorded(tmp_path / "traces/trainer-0.json.gz") == {"work 4", "work 5"}
     assert recorded(tmp_path / "traces/rollout-1-3.json.gz") == {"work 4", "work 5"}
 

@@ -1,4 +1,4 @@
-"""The roles that a configuration needs, and the algorithm over them."""
+"""The roles that a configuration needs, the ranks that they are on, and the algorithm over them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from weightlane.ckpt_engines import ConfigError
 
 from ..config import TrainerConfig
 from ..dispatch.dispatch import WorkerDispatch
-from ..dispatch.role_spec import RoleSpec
+from ..dispatch.role_spec import POLICY_GROUP, RoleSpec
+from ..engines.registry import check_trainer
 from ..objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 from ..objectives.loss import Loss
 from ..objectives.named import Objective
@@ -19,7 +20,7 @@ from .ppo import Ppo, critic_state
 from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import CRITIC, OBJECTIVE, POLICY, REFERENCE
 
-_STAYS = ReferenceConfig()
+_CRITIC, _STAYS = CriticConfig(), ReferenceConfig()
 
 
 def role_names(algorithm: AlgorithmConfig) -> list[str]:
@@ -28,12 +29,16 @@ def role_names(algorithm: AlgorithmConfig) -> list[str]:
     return [name for name, is_needed in needed.items() if is_needed]
 
 
-def check_roles(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
-    """Raise `ConfigError` if the ranks of `trainer` cannot host all roles of `algorithm`, or `trainer` configures no policy.
+def check_roles(
+    algorithm: AlgorithmConfig,
+    trainer: TrainerConfig,
+    critic: CriticConfig = _CRITIC,
+    reference: ReferenceConfig = _STAYS,
+) -> None:
+    """Raise `ConfigError` if `trainer` configures no policy, or a role that `algorithm` does not need has ranks.
 
     A frozen model, or one with another head than ``tokens``, is no policy.
     """
-    names = role_names(algorithm)
     if trainer.frozen:
         raise ConfigError(
             "trainer.frozen is true, and this run would train nothing.", part="algorithm", hint="Leave it out."
@@ -44,12 +49,43 @@ def check_roles(algorithm: AlgorithmConfig, trainer: TrainerConfig) -> None:
             part="algorithm",
             hint='Leave trainer.head out. A critic is added by algorithm.objective = "ppo".',
         )
-    if len(names) > 1 and trainer.engine == "megatron":
-        raise ConfigError(
-            f"this run needs the roles {', '.join(names)} on the trainer ranks, and the megatron engine hosts one.",
-            part="algorithm",
-            hint="Set trainer.engine = fsdp2, or algorithm.objective and kl_coefficient to what needs the policy alone.",
-        )
+    for role, ranks, needed_by in (
+        (CRITIC, critic.ranks, 'algorithm.objective = "ppo"'),
+        (REFERENCE, reference.ranks, "algorithm.kl_coefficient above 0"),
+    ):
+        if ranks and role not in role_names(algorithm):
+            raise ConfigError(
+                f"{role}.ranks is {ranks}, and only a run with {needed_by} has a {role}.",
+                part="algorithm",
+                hint=f"Leave out {role}.ranks, or add the {role}.",
+            )
+
+
+def check_models(
+    models: Mapping[str, Path], trainer: TrainerConfig, critic: CriticConfig, reference: ReferenceConfig, *, here: bool
+) -> None:
+    """Raise the `ConfigError` with which the ranks of any role would refuse its model: see `check_trainer`."""
+    for role, model in models.items():
+        settings = role_trainer(role, trainer, critic, reference)
+        try:
+            check_trainer(settings, model, here=here)
+        except ConfigError as error:
+            if settings.ranks == trainer.ranks:
+                raise
+            # Engines know the one setting that they are given.
+            message, hint = (text.replace("trainer.ranks", f"{role}.ranks") for text in (error.message, error.hint))
+            problem = f"{role}.ranks is {settings.ranks}, with which the settings of trainer do not work: {message}"
+            raise ConfigError(problem, part=error.part, hint=hint) from error
+
+
+def rank_groups(
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, critic: CriticConfig, reference: ReferenceConfig
+) -> dict[str, TrainerConfig]:
+    """The groups of ranks of a run by name, each with the engine settings of its first role."""
+    found: dict[str, TrainerConfig] = {}
+    for role in role_names(algorithm):
+        found.setdefault(_group(role, critic, reference), role_trainer(role, trainer, critic, reference))
+    return found
 
 
 def role_specs(
@@ -63,7 +99,7 @@ def role_specs(
     seed: int = 0,
     state: Path | None = None,
 ) -> list[RoleSpec]:
-    """The roles of a run, all on the ranks of `trainer`.
+    """The roles of a run, on the groups of `rank_groups`.
 
     `models` are directories by role; a role that is missing starts from the policy's. `objective` is the policy's loss, and
     `state` its saved training state to resume from, with those of the critic and a refreshed reference next to it.
@@ -80,23 +116,36 @@ def role_specs(
     return [
         RoleSpec(
             name,
-            role_trainer(name, trainer, critic),
+            role_trainer(name, trainer, critic, reference),
             models.get(name, models[POLICY]),
             losses[name],
             seed,
-            state=states[name],
+            _group(name, critic, reference),
+            states[name],
         )
         for name in role_names(algorithm)
     ]
 
 
-def role_trainer(role: str, trainer: TrainerConfig, critic: CriticConfig) -> TrainerConfig:
-    """The engine settings of a role, on the ranks of `trainer`."""
+def role_trainer(
+    role: str, trainer: TrainerConfig, critic: CriticConfig, reference: ReferenceConfig = _STAYS
+) -> TrainerConfig:
+    """The engine settings of a role: those of `trainer`, but for what makes it this role, and its number of ranks."""
     if role == POLICY:
         return trainer
     whole = trainer.model_copy(update={"lora": None})  # only the policy has the adapter
     own = {"head": "value", "learning_rate": critic.learning_rate} if role == CRITIC else {"frozen": True}
-    return whole.model_copy(update=own)
+    return whole.model_copy(update={**own, "ranks": _own_ranks(role, critic, reference) or trainer.ranks})
+
+
+def _own_ranks(role: str, critic: CriticConfig, reference: ReferenceConfig) -> int:
+    """The number of ranks that a role has for itself; 0 if it is on the policy's."""
+    return {CRITIC: critic.ranks, REFERENCE: reference.ranks}.get(role, 0)
+
+
+def _group(role: str, critic: CriticConfig, reference: ReferenceConfig) -> str:
+    """The group of ranks that hosts a role. Its own one is called like the role."""
+    return role if _own_ranks(role, critic, reference) else POLICY_GROUP
 
 
 def policy_objective(algorithm: AlgorithmConfig) -> AlgorithmConfig:

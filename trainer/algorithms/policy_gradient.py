@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,10 +10,10 @@ from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..dispatch.dispatch import WorkerDispatch
 from ..objectives.config import AlgorithmConfig
-from ..objectives.policy_values import PROXIMAL_LOGPROBS
+from ..objectives.policy_values import PROXIMAL_LOGPROBS, REFERENCE_LOGPROBS
 from .reference_refresh import ReferenceRefresh, reference_state
 from .roles import OBJECTIVE, POLICY, REFERENCE
-from .step import take_step, with_reference
+from .step import take_step
 
 
 class PolicyGradient:
@@ -44,19 +45,26 @@ class PolicyGradient:
         Raises:
             ProtocolError: `mini_batches` are of another batch.
         """
-        batch = await self._judged(batch)
-        if self._config.proximal == "trainer" and (self._config.epochs > 1 or len(mini_batches) > 1):
-            outputs = await self._policy.forward(batch)
-            batch = batch.with_values(PROXIMAL_LOGPROBS, [each["logprobs"] for each in outputs])
+        several = self._config.epochs > 1 or len(mini_batches) > 1
+        batch = await self._judged(batch, proximal=several and self._config.proximal == "trainer")
         parts = batch.split(mini_batches) * self._config.epochs
         result = StepResult.of_batch([await self._update(part, denominators) for part, denominators in parts])
         if self._refresh is not None and self._refresh.is_due(result, len(parts)):
             await self._refresh.refresh(self._policy, self._dispatch[REFERENCE])
         return result
 
-    async def _judged(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with what its losses read and the models say before the first step."""
-        return await with_reference(batch, self._dispatch[REFERENCE]) if REFERENCE in self._dispatch else batch
+    async def _judged(self, batch: TokenBatch, *, proximal: bool) -> TokenBatch:
+        """Return the batch with what its losses read and the models say before the first step.
+
+        With `proximal`, that includes the policy's own log-probabilities. All roles are asked at once.
+        """
+        asked = {REFERENCE_LOGPROBS: self._dispatch[REFERENCE]} if REFERENCE in self._dispatch else {}
+        if proximal:
+            asked[PROXIMAL_LOGPROBS] = self._policy
+        answers = await asyncio.gather(*(role.forward(batch) for role in asked.values()))
+        for name, outputs in zip(asked, answers, strict=True):
+            batch = batch.with_values(name, [each["logprobs"] for each in outputs])
+        return batch
 
     async def _update(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
         """Take one optimizer step of every trained model."""
@@ -68,9 +76,10 @@ class PolicyGradient:
 
     async def save(self, directory: Path) -> None:
         """Save the training state of every model that changes."""
-        await self._policy.save(directory)
+        saving = [self._policy.save(directory)]
         if self._refresh is not None:
-            await self._dispatch[REFERENCE].save(reference_state(directory))
+            saving.append(self._dispatch[REFERENCE].save(reference_state(directory)))
+        await asyncio.gather(*saving)
 
     async def load(self, directory: Path, *, optimizer: bool = True) -> int:
         """Resume from a state that `save` wrote, or start over from a model, as `TrainingEngine.load` does.

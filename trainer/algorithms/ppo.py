@@ -68,10 +68,11 @@ class Ppo(PolicyGradient):
             return result
         return replace(result, metrics={**result.metrics, f"{_CRITIC}explained_variance": explained})
 
-    async def _judged(self, batch: TokenBatch) -> TokenBatch:
+    async def _judged(self, batch: TokenBatch, *, proximal: bool) -> TokenBatch:
+        # The policy is asked last: where roles take turns on a device, it is there for its step.
         valuing = self._critic.forward(batch, _VALUES)
-        batch = await super()._judged(batch)
-        return with_advantages(batch, [outputs["values"] for outputs in await valuing], self._config)
+        judged, valued = await asyncio.gather(super()._judged(batch, proximal=proximal), valuing)
+        return with_advantages(judged, [outputs["values"] for outputs in valued], self._config)
 
     async def _update(self, batch: TokenBatch, denominators: LossDenominators) -> StepResult:
         policy, critic = await asyncio.gather(
@@ -88,7 +89,8 @@ class Ppo(PolicyGradient):
                 part="ppo",
                 hint="Lower critic.learning_rate, or begin with another critic.",
             )
-        return replace(policy, metrics={**policy.metrics, **metrics}, seconds=policy.seconds + critic.seconds)
+        took, in_turns = (policy.seconds, critic.seconds), self._critic.spec.group == self._policy.spec.group
+        return replace(policy, metrics={**policy.metrics, **metrics}, seconds=sum(took) if in_turns else max(took))
 
     def state_paths(self, directory: Path) -> list[Path]:
         """See `PolicyGradient.state_paths`."""

@@ -30,8 +30,7 @@ class WorkerDispatch:
             By default, everything stays on the device.
 
     Raises:
-        ConfigError: Two roles have one name, a group is missing, has another number of ranks than a role, or cannot host its
-            roles together.
+        ConfigError: Two roles have one name, or a group is missing or has another number of ranks than a role.
     """
 
     def __init__(
@@ -100,11 +99,4 @@ def _check(roles: Sequence[RoleSpec], groups: Mapping[str, Ranks]) -> None:
                 f"role {spec.name!r} has {spec.config.ranks} ranks, and its group {spec.group!r} {groups[spec.group].world}.",
                 part=_PART,
                 hint="Roles that share processes have as many ranks; give this one a group of its own.",
-            )
-        engines = Counter(other.config.engine for other in roles if other.group == spec.group)
-        if engines["megatron"] > 1:
-            raise ConfigError(
-                f"the group {spec.group!r} hosts two roles of the megatron engine, whose process groups are global.",
-                part=_PART,
-                hint="Give one of them a group of its own.",
             )

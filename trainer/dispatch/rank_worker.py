@@ -26,7 +26,7 @@ from ..engines.registry import training_engine_class
 from ..objectives.loss import LOGPROBS, Loss, OutputName
 from .rank_outputs import RankOutputs
 from .residency import Moves
-from .role_spec import RoleSpec
+from .role_spec import POLICY_GROUP, RoleSpec, rank_name
 
 
 @dataclass(slots=True)
@@ -69,10 +69,11 @@ class HostedRole:
 
 
 class RankWorker:
-    """The methods of one trainer process, rank `rank` of `world`. Called from one thread; independent of Ray."""
+    """The methods of one trainer process, rank `rank` of `world` in `group`. Called from one thread; independent of Ray."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, group: str = POLICY_GROUP) -> None:
         self._rank, self._world = rank, world
+        self._name = rank_name(group, rank)
         self._roles: dict[str, HostedRole] = {}
         self._reserved: socket.socket | None = None
 
@@ -151,7 +152,7 @@ class RankWorker:
         started = time.perf_counter()
         hosted = self._hosted(role)
         if hosted.publisher is None:
-            raise ProtocolError("publish was called before connect.", part=publisher_name(self._rank))
+            raise ProtocolError("publish was called before connect.", part=self._name)
 
         def before_change(names: Collection[str]) -> None:
             hosted.fence(names)
@@ -170,7 +171,11 @@ class RankWorker:
         adapter: str | None = None,
     ) -> RankOutputs:
         """Outputs of this rank's share of `batch`, without gradient. Collective."""
-        return RankOutputs.of(self._engine(role).forward(batch, outputs, top_k, adapter))
+        started = time.perf_counter()
+        found = RankOutputs.of(self._engine(role).forward(batch, outputs, top_k, adapter))
+        facts = {"role": role, "seconds": time.perf_counter() - started, "participant": self._name}
+        process_hooks().outputs_computed(rank=self._rank, facts=facts)
+        return found
 
     def forward_backward(
         self,
@@ -215,7 +220,8 @@ class RankWorker:
             return StepResult(hosted.steps_of(adapter), seconds=seconds, skipped=str(error))
         stepped_s, step = time.perf_counter() - started, hosted.steps_of(adapter)
         facts = {
-            "participant": publisher_name(self._rank),
+            "role": role,
+            "participant": self._name,
             "seconds": mini_batch.computed_s + stepped_s,
             "forward_backward_s": mini_batch.computed_s,
             "fence_s": fence_s,
@@ -328,7 +334,7 @@ class RankWorker:
     def _incomplete(self, mini_batch: OpenMiniBatch) -> ProtocolError:
         return ProtocolError(
             f"a part of the mini-batch has no gradient: {mini_batch.failed}",
-            part=publisher_name(self._rank),
+            part=self._name,
             hint="optim_step ends the mini-batch, and changes nothing; then start it over.",
         )
 
@@ -339,7 +345,7 @@ class RankWorker:
         if loss not in losses:
             raise ProtocolError(
                 f"the role {role!r} has no loss called {loss!r}.",
-                part=publisher_name(self._rank),
+                part=self._name,
                 hint=f"It has {', '.join(sorted(losses)) or 'none'}: name it in RoleSpec.losses, or pass the function.",
             )
         return losses[loss]
@@ -349,7 +355,7 @@ class RankWorker:
 
     def _hosted(self, role: str) -> HostedRole:
         if role not in self._roles:
-            raise ProtocolError(f"the role {role!r} was used before setup.", part=publisher_name(self._rank))
+            raise ProtocolError(f"the role {role!r} was used before setup.", part=self._name)
         return self._roles[role]
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 from weightlane.ckpt_engines import DeadlineExceededError, as_weightlane_error
 
 from .rank_worker import RankWorker
+from .role_spec import POLICY_GROUP
 
 _CLOSE_S = 10.0
 
@@ -76,13 +77,13 @@ class LocalRanks:
 
     Several of them in one process share torch's process group, which ends with the first one.
 
-    A call that takes longer than `timeout_s` raises, and continues in its thread.
+    A call that takes longer than `timeout_s` raises, and continues in its thread. `group` is part of the rank's name.
     """
 
     world = 1
 
-    def __init__(self, timeout_s: float = 1800.0) -> None:
-        self._worker = RankWorker(0, 1)
+    def __init__(self, timeout_s: float = 1800.0, group: str = POLICY_GROUP) -> None:
+        self._worker = RankWorker(0, 1, group)
         self._limit, self._closed = CallLimit(timeout_s, "local rank", "timeout_s"), False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="local-rank")
 

@@ -10,11 +10,11 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError, as_weightlane_error
-from weightlane.sync.publisher import publisher_name
 
 from ..config import TrainerConfig
 from .rank_worker import RankWorker
 from .ranks import CallLimit
+from .role_spec import POLICY_GROUP, rank_name
 
 _log = logging.getLogger(__name__)
 _CLOSE_S = 10.0
@@ -25,8 +25,8 @@ _DEATH_NOTICE_S = 5.0
 class RankActor:
     """The Ray actor of one trainer rank, with a call that lasts as long as the process."""
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank = RankWorker(rank, world)
+    def __init__(self, rank: int, world: int, group: str) -> None:
+        self._rank = RankWorker(rank, world, group)
         self._closed = threading.Event()
 
     def call(self, method: str, *args: Any) -> Any:
@@ -55,12 +55,13 @@ class RayRanks:
     `rendezvous` requests the actors, and waits for them. Each call raises a rank's error, or
     `WorkerDiedError`, which names the rank whose process died.
 
-    `host` is the address of rank 0 for the ranks' process group; None: the address of its Ray node.
+    `host` is the address of rank 0 for the ranks' process group; None: the address of its Ray node. `group` is part of
+    the ranks' names, which errors and time lines show.
     """
 
-    def __init__(self, config: TrainerConfig, host: str | None) -> None:
-        self.world = config.ranks
-        self._limit = CallLimit(config.call_timeout_s, "trainer ranks", "trainer.call_timeout_s")
+    def __init__(self, config: TrainerConfig, host: str | None, group: str = POLICY_GROUP) -> None:
+        self.world, self._group = config.ranks, group
+        self._limit = CallLimit(config.call_timeout_s, f"{group} ranks", "trainer.call_timeout_s")
         self._config, self._host = config, host
         self._placement: Any = None
         """Ray's placement group for the ranks; None before `rendezvous`, and if they reserve nothing."""
@@ -121,7 +122,8 @@ class RayRanks:
             runtime_env={"env_vars": {"OMP_NUM_THREADS": str(config.threads_per_rank)}},
         )(RankActor)
         return [
-            actor_class.options(scheduling_strategy=place).remote(rank, self.world) for rank, place in enumerate(places)
+            actor_class.options(scheduling_strategy=place).remote(rank, self.world, self._group)
+            for rank, place in enumerate(places)
         ]
 
     def put(self, value: Any) -> Any:
@@ -182,13 +184,13 @@ class RayRanks:
         except RayActorError as cause:
             process = f" (process {self._pids[rank]})" if rank < len(self._pids) else ""
             raise WorkerDiedError(
-                f"trainer rank {rank}{process} died.",
-                part="trainer ranks",
-                peer=publisher_name(rank),
+                f"{self._group} rank {rank}{process} died.",
+                part=f"{self._group} ranks",
+                peer=rank_name(self._group, rank),
                 hint="See its log for the cause. Then start again to go on from the last saved state (a run with --resume).",
             ) from cause
         except RayTaskError as cause:
-            raise as_weightlane_error(cause.cause, f"trainer rank {rank}") from cause
+            raise as_weightlane_error(cause.cause, f"{self._group} rank {rank}") from cause
 
 
 def _ranks_that_share_matrices(config: TrainerConfig) -> int:

@@ -133,7 +133,7 @@ class AlgorithmConfig(Section):
 
 
 class CriticConfig(Section):
-    """The critic that ppo trains beside the policy, on the same ranks and with the same engine settings."""
+    """The critic that ppo trains beside the policy, with the same engine settings."""
 
     path: str = Field(
         default="",
@@ -141,6 +141,12 @@ class CriticConfig(Section):
         " policy's tokenizer; empty: model.path. A policy gets a head of zeros.",
     )
     learning_rate: float = Field(1e-5, gt=0, allow_inf_nan=False, description="AdamW's, on the trainer's schedule.")
+    ranks: int = Field(
+        default=0,
+        ge=0,
+        description="Ranks of its own, which compute at the same time as the policy's; 0: it is on the policy's ranks, in turns"
+        " with the policy.",
+    )
 
 
 class ReferenceConfig(Section):
@@ -156,3 +162,4 @@ class ReferenceConfig(Section):
         description="Batches after which the policy, as it is then, becomes the reference, again and again; 0: the reference"
         " stays as it is.",
     )
+    ranks: int = Field(default=0, ge=0, description="Ranks of its own, as critic.ranks.")

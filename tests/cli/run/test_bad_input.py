@@ -84,8 +84,9 @@ def configured(section: str, **settings: Any) -> Callable[[Trial], None]:
     return lambda trial: trial.sections.update({section: settings})
 
 
-def several_roles_on_megatron(trial: Trial) -> None:
-    trial.sections |= {"algorithm": {"kl_coefficient": 0.1, "objective": "ppo"}, "trainer": {"engine": "megatron"}}
+def critic_ranks_that_do_not_fit(trial: Trial) -> None:
+    layout = {"engine": "megatron", "ranks": 2, "megatron.pipeline_parallel": 2}
+    trial.sections |= {"algorithm": {"objective": "ppo"}, "trainer": layout, "critic": {"ranks": 3}}
 
 
 TARGET = configured("trainer", **{"engine": "megatron", "lora.targets": ["qkv_proj"]})
@@ -111,7 +112,10 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
-        (several_roles_on_megatron, ["the roles policy, critic, reference", "the megatron engine hosts one"]),
+        (
+            configured("reference", ranks=2),
+            ["reference.ranks is 2, and only a run with algorithm.kl_coefficient above"],
+        ),
         (engine("gloo", host="203.0.113.7"), ["checkpoint_engine 'gloo' does not work here", "host", "203.0.113.7"]),
         (
             engine("filesystem", path="/proc/nowhere"),
@@ -121,6 +125,15 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
             SPLIT, ["tensor_parallel=2 does not divide the model's 1 key and value heads"], marks=pytest.mark.megatron
         ),
         pytest.param(TARGET, ["no linear layer 'qkv_proj'"], marks=pytest.mark.megatron),
+        pytest.param(
+            critic_ranks_that_do_not_fit,
+            [
+                "critic.ranks is 3, with which",
+                "copies of the model of 1 x 2 ranks",
+                "Set critic.ranks to a multiple of 2",
+            ],
+            marks=pytest.mark.megatron,
+        ),
     ],
 )
 def test_a_bad_model_task_reward_engine_or_address_is_refused(

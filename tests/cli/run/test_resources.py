@@ -12,7 +12,7 @@ from tiny_run import Material
 from weightlane.ckpt_engines import ConfigError
 from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
-from weightlane.cli.run.resources import Machines, Sizes, described, fitted
+from weightlane.cli.run.resources import Machines, Sizes, described, fitted, fitted_trainer, reserved_cpus
 from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
@@ -71,6 +71,27 @@ def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns
     both = [{"trainer": {"ranks": 4}}, {"trainer": {"ranks": 4, "offload_roles": True}}]
     trained = [Sizes.of(configured(algorithm=ppo, **turns), model).trained for turns in both]
     assert trained == [2.25 * 28 * GB, 28 * GB], "a critic as large as the policy, weights of a reference"
+    apart = configured(algorithm=ppo, trainer={"ranks": 4}, critic={"ranks": 2}, reference={"ranks": 1})
+    sizes = Sizes.of(apart, model)
+    assert (sizes.trained, sizes.own) == (28 * GB, {"critic": 56 * GB, "reference": 28 * GB})
+    one_apart = Sizes.of(configured(algorithm=ppo, trainer={"ranks": 4}, critic={"ranks": 4}), model)
+    assert (one_apart.trained, one_apart.own) == (1.25 * 28 * GB, {"critic": 28 * GB})
+    fit = fitted(apart, sizes, Machines(8, H100))
+    rows = dict(described(fit, sizes, Machines(8, H100)))
+    assert list(rows)[2:6] == ["trainer", "critic", "reference", "rollout"]
+    assert rows["critic"].startswith("2 ranks x 1 GPUs, 56 GB each")
+    assert reserved_cpus(apart) == 7 * apart.trainer.cpus_per_rank + apart.rollout.cpus_per_rank
+    with pytest.raises(
+        ConfigError, match=r"4 trainer, 2 critic, 1 reference ranks x 1 and 1 rollout .* need 8 .*critic\.ranks"
+    ):
+        fitted(apart, sizes, Machines(7, H100))
+    halves = configured(algorithm=ppo, trainer={"gpus_per_rank": 0.5}, critic={"ranks": 2})
+    with pytest.raises(ConfigError, match=r"2 critic ranks of 0\.5 .*Lower critic\.ranks to 1"):
+        fitted(halves, sizes, Machines(8, H100))
+    with pytest.raises(
+        ConfigError, match=r"4 trainer, 2 critic, 1 reference ranks x 1 GPUs need 7 GPUs, but there are 6"
+    ):
+        fitted_trainer(apart.trainer, Machines(6, H100), apart.rank_groups)
 
 
 def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_not_fit_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(path: Path, cl
         request = {"replica": "rollout-0", "request": "r", "tokens": tokens, "seconds": 0.02, "finish_reason": "stop"}
         hooks.generation_finished(facts={**request, "version_min": version, "version_max": 1})
     step = {"seconds": 0.008, "forward_backward_s": 0.005, "fence_s": 0.001, "optimizer_s": 0.002}
-    hooks.rank_stepped(rank=0, step=1, facts={**step, "participant": "trainer-0"})
+    hooks.rank_stepped(rank=0, step=1, facts={**step, "participant": "trainer-0", "role": "critic"})
     hooks.training_step(
         step=1, facts={"seconds": 0.008, "waited_for_rollouts_s": 0.003, "reward": 0.5, "tokens_per_s": 9.0}
     )
@@ -88,7 +88,7 @@ def test_every_hook_leaves_its_mark_in_the_row_of_its_participant(path: Path, cl
     parent, *children = trace.spans(process, "trainer-0 training")
     lengths = [(child.name, child.end - child.start) for child in children]
     assert lengths == [("forward, backward", 5000), ("fence", 1000), ("optimizer", 2000)]
-    assert (parent.start, parent.end) == (children[0].start, children[-1].end)
+    assert (parent.name, parent.start, parent.end) == ("critic: step 1", children[0].start, children[-1].end)
     assert [span.name for span in trace.spans(process, "training")] == [
         "wait for rollouts",
         "step 1",

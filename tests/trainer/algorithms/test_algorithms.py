@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import random
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_batches import VOCAB
-from local_dispatch import in_dispatch
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from engine_ranks import Teams, case, exhaustive, megatron
+from judged_batches import TRAINER, judged_batch
+from local_dispatch import in_dispatch, team_groups
 
-from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer import (
     AlgorithmConfig,
-    LossDenominators,
-    MiniBatch,
     Objective,
     TokenBatch,
     TokenSequence,
@@ -27,8 +27,10 @@ from weightlane.trainer import (
 )
 from weightlane.trainer.algorithms.composition import (
     algorithm_over,
+    check_models,
     check_roles,
     policy_objective,
+    rank_groups,
     role_names,
     role_specs,
 )
@@ -42,26 +44,6 @@ from weightlane.trainer.dispatch.role_spec import RoleSpec
 from weightlane.trainer.objectives.config import CriticConfig, ReferenceConfig
 from weightlane.trainer.objectives.policy_values import ADVANTAGES, REFERENCE_LOGPROBS, REWARD, ROLLOUT_LOGPROBS
 from weightlane.trainer.objectives.value import OLD_VALUES, RETURNS
-
-TRAINER = TrainerConfig(device="cpu", learning_rate=3e-3, max_grad_norm=10.0)
-
-
-def judged_batch(seed: int, rows: int = 8) -> TokenBatch:
-    """Completions whose reward is the share of small tokens in them; the first target of each doesn't count."""
-    rng = random.Random(seed)
-    sequences = []
-    for _ in range(rows):
-        completion = [rng.randrange(VOCAB) for _ in range(rng.randint(2, 6))]
-        sequences.append(
-            TokenSequence.of_completion(
-                [rng.randrange(VOCAB) for _ in range(3)],
-                completion,
-                masked=1,
-                per_token={ROLLOUT_LOGPROBS: [-rng.uniform(3.5, 4.5) for _ in completion], ADVANTAGES: rng.gauss(0, 1)},
-                per_sequence={REWARD: sum(token < VOCAB // 2 for token in completion) / len(completion)},
-            )
-        )
-    return TokenBatch(tuple(sequences))
 
 
 def test_advantages_are_those_of_the_formula_over_targets_only_and_whitened_over_the_batch() -> None:
@@ -124,101 +106,6 @@ def test_ppo_trains_a_policy_and_a_critic_keeps_the_reference_and_goes_on_bit_fo
     assert (resumed.step, resumed.metrics, resumed.grad_norm) == (last.step, last.metrics, last.grad_norm)
 
 
-def oracle(path: Path, batch: TokenBatch, parts: list[tuple[range, LossDenominators]], config: AlgorithmConfig) -> Any:
-    """Log-probabilities and values of `batch` after training: transformers and torch's AdamW in float64, a sequence at a time."""
-    options = {"dtype": torch.float64, "attn_implementation": "eager"}
-    policy = AutoModelForCausalLM.from_pretrained(path, **options).eval()
-    critic = AutoModelForTokenClassification.from_pretrained(path, num_labels=1, **options).eval()
-    torch.nn.init.zeros_(critic.score.weight)
-    if critic.score.bias is not None:
-        torch.nn.init.zeros_(critic.score.bias)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0) for model in (policy, critic)]
-
-    def outputs(sequence: TokenSequence) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        there = sequence.targets != IGNORED
-        logs = torch.log_softmax(policy(sequence.tokens[None]).logits[0], -1)
-        chosen = logs.gather(1, sequence.targets.clamp(min=0)[:, None])[:, 0]
-        return chosen[there], critic(sequence.tokens[None]).logits[0, there, 0], there
-
-    with torch.no_grad():
-        before = [outputs(sequence)[:2] for sequence in batch.sequences]
-    rewards = []
-    for sequence, (logprobs, _) in zip(batch.sequences, before, strict=True):
-        rewards.append(torch.zeros_like(logprobs))
-        rewards[-1][-1] = sequence.per_sequence[REWARD]
-    judged = [
-        gae(each, values, gamma=config.gamma, lam=config.gae_lambda)
-        for each, (_, values) in zip(rewards, before, strict=True)
-    ]
-    whole = torch.cat([advantages for advantages, _ in judged])
-    for rows, denominators in parts * config.epochs:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for row in rows:
-            sequence, (advantages, returns) = batch.sequences[row], judged[row]
-            logprobs, values, there = outputs(sequence)
-            if config.objective == "ppo":
-                advantages = (advantages - whole.mean()) / whole.std(correction=0)
-            else:
-                advantages = sequence.per_token[ADVANTAGES][there]
-            weight = (
-                (before[row][0] - sequence.per_token[ROLLOUT_LOGPROBS][there]).exp().clamp(max=config.importance_cap)
-            )
-            ratio = (logprobs - before[row][0]).exp()
-            clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-            loss = -(weight * torch.minimum(ratio * advantages, clipped * advantages)).sum()
-            near = before[row][1] + (values - before[row][1]).clamp(-config.value_clip, config.value_clip)
-            loss = loss + torch.maximum((values - returns) ** 2, (near - returns) ** 2).sum() / 2
-            (loss / denominators.tokens).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    with torch.no_grad():
-        after = [outputs(sequence)[:2] for sequence in batch.sequences]
-    return [torch.cat([each[index] for each in found]) for index in range(2) for found in (before, after)]
-
-
-@pytest.mark.parametrize("objective", ["ppo", "grpo"])
-def test_several_updates_on_a_batch_are_those_of_one_process_in_float64(
-    objective: str, models: dict[str, Path]
-) -> None:
-    """Two epochs of two mini-batches, one with a sequence that was left out: clips bind, and none of the sums is the batch's."""
-    model, batch = models["qwen3-untied"], judged_batch(0)
-    algorithm = AlgorithmConfig(
-        objective=objective, epochs=2, proximal="trainer", value_clip=0.02, clip_low=0.02, clip_high=0.03, ratio_cap=2.0
-    )
-    parts = [(range(3), LossDenominators(20.0, 4.0)), (range(3, 8), LossDenominators.of_sequences(batch.sequences[3:]))]
-    before, expected, values_before, expected_values = oracle(model, batch, parts, algorithm)
-
-    async def train(dispatch: WorkerDispatch) -> Any:
-        trainers = algorithm_over(dispatch, algorithm)
-        mini_batches = [MiniBatch(len(rows), denominators) for rows, denominators in parts]
-        with pytest.raises(ProtocolError, match="mini-batches have 3 sequences, and the batch has 8"):
-            await trainers.train_step(batch, mini_batches[:1])
-        result = await trainers.train_step(batch, mini_batches)
-        outputs = await dispatch[POLICY].forward(batch)
-        valued = await dispatch[CRITIC].forward(batch, ("values",)) if CRITIC in dispatch else []
-        return result, [each["logprobs"] for each in outputs], [each["values"] for each in valued]
-
-    trainer = TRAINER.model_copy(update={"max_grad_norm": 1e6})
-    specs = role_specs(
-        algorithm,
-        trainer,
-        CriticConfig(learning_rate=3e-3),
-        dict.fromkeys((POLICY, CRITIC), model),
-        Objective(algorithm),
-    )
-    result, logprobs, values = in_dispatch(specs, train)
-    mask = batch.packed.mask
-    assert result.step == 4
-    assert 0.0 < result.metrics["clip_fraction"] < 1.0
-    torch.testing.assert_close(torch.cat(logprobs)[mask].double(), expected, atol=2e-5, rtol=0)
-    assert (expected - before).abs().max() > 0.2
-    if objective == "ppo":
-        assert result.metrics["critic/value_clip_fraction"] > 0.0
-        torch.testing.assert_close(torch.cat(values)[mask].double(), expected_values, atol=2e-5, rtol=0)
-        assert (expected_values - values_before).abs().max() > 0.02
-
-
 def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(models: dict[str, Path]) -> None:
     algorithm = AlgorithmConfig(objective="grpo", kl_coefficient=0.5, kl_estimator="k3")
     paths = {POLICY: models["qwen3-untied"], REFERENCE: models["qwen3-tied"]}
@@ -236,17 +123,30 @@ def test_a_reference_pulls_a_policys_gradient_back_by_what_the_reference_says(mo
     assert reports[-1].metrics["reference_kl"] < 0.9 * reports[0].metrics["reference_kl"]
 
 
+@pytest.mark.parametrize(
+    ("trainer", "own"),
+    [
+        case({}, 0, id="on the policy's ranks"),
+        case({}, 1, id="on its own"),
+        exhaustive(megatron({"pipeline_parallel": 2}, ranks=2), 2, id="megatron, on its own"),
+    ],
+)
 def test_a_reference_becomes_the_policy_every_few_batches_and_goes_on_where_it_was_saved(
-    models: dict[str, Path], tmp_path: Path
+    teams: Teams, tmp_path: Path, trainer: dict[str, Any], own: int
 ) -> None:
     algorithm = AlgorithmConfig(objective="grpo", kl_coefficient=0.1, epochs=2)
-    paths, settings = dict.fromkeys((POLICY, REFERENCE), models["qwen3-untied"]), ReferenceConfig(refresh_every=2)
+    paths = dict.fromkeys((POLICY, REFERENCE), teams.models["qwen3-untied"])
+    settings, config = ReferenceConfig(refresh_every=2, ranks=own), TrainerConfig(**{**TRAINER.model_dump(), **trainer})
     batch, state = judged_batch(0), tmp_path / "state" / "trainer"
     state.parent.mkdir()
 
     def roles(state: Path | None = None) -> list[RoleSpec]:
         objective = Objective(policy_objective(algorithm))
-        return role_specs(algorithm, TRAINER, CriticConfig(), paths, objective, settings, state=state)
+        return role_specs(algorithm, config, CriticConfig(), paths, objective, settings, state=state)
+
+    def run(specs: list[RoleSpec], use: Any) -> Any:
+        with team_groups(teams, specs) if trainer else nullcontext() as groups:
+            return in_dispatch(specs, use, groups)
 
     async def said(dispatch: WorkerDispatch) -> list[torch.Tensor]:
         found = [await dispatch[role].forward(batch) for role in (POLICY, REFERENCE)]
@@ -268,13 +168,13 @@ def test_a_reference_becomes_the_policy_every_few_batches_and_goes_on_where_it_w
         await trainers.train_step(judged_batch(3))
         return [*found, await said(dispatch)]
 
-    found = in_dispatch(roles(), train)
+    found = run(roles(), train)
     became = [
         next(at for at, (policy, _) in enumerate(found) if torch.equal(policy, reference)) for _, reference in found
     ]
     assert became == [0, 0, 2, 2, 4, 4]
     assert not torch.equal(found[2][0], found[0][0])
-    again = in_dispatch(roles(state), resumed)
+    again = run(roles(state), resumed)
     for before, after in zip(again, found[3:5], strict=True):
         assert [*map(torch.equal, before, after)] == [True, True]
     assert not (tmp_path / "between").exists()
@@ -302,15 +202,36 @@ def test_dpo_learns_what_it_is_shown_also_in_several_micro_batches_of_pairs(mode
     assert reports[-1].metrics["loss"] < 0.5 * reports[0].metrics["loss"]
 
 
-def test_roles_that_cannot_be_are_refused_before_anything_starts_and_only_the_policy_has_an_adapter() -> None:
-    algorithm = AlgorithmConfig(objective="ppo", kl_coefficient=0.1)
-    check_roles(AlgorithmConfig(), TrainerConfig(engine="megatron"))
-    check_roles(algorithm, TrainerConfig())
-    with pytest.raises(ConfigError, match=r"trainer\.head = value, and could not generate"):
-        check_roles(AlgorithmConfig(), TrainerConfig(head="value"))
-    for needs_others in (AlgorithmConfig(objective="ppo"), AlgorithmConfig(kl_coefficient=0.1)):
-        with pytest.raises(ConfigError, match=r"the megatron engine hosts one.*Set trainer\.engine = fsdp2"):
-            check_roles(needs_others, TrainerConfig(engine="megatron"))
+def test_roles_that_cannot_be_are_refused_before_anything_starts_and_only_the_policy_has_an_adapter(
+    models: dict[str, Path],
+) -> None:
+    algorithm, nothing = AlgorithmConfig(objective="ppo", kl_coefficient=0.1), (CriticConfig(), ReferenceConfig())
+    check_roles(algorithm, TrainerConfig(), CriticConfig(ranks=2), ReferenceConfig(ranks=1))
+    for refused, says in (
+        ((AlgorithmConfig(), TrainerConfig(head="value")), r"trainer\.head = value, and could not generate"),
+        (
+            (AlgorithmConfig(kl_coefficient=0.1), TrainerConfig(), CriticConfig(ranks=1)),
+            r'only a run with .* "ppo" has a critic',
+        ),
+        (
+            (AlgorithmConfig(objective="ppo"), TrainerConfig(), CriticConfig(), ReferenceConfig(ranks=1)),
+            r"reference\.ranks is 1, and only a run with algorithm\.kl_coefficient above 0",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            check_roles(*refused)
+    split = TrainerConfig(device="cpu", ranks=4, fsdp2={"tensor_parallel": 2})
+    both = dict.fromkeys((POLICY, CRITIC), models["qwen3-untied"])
+    check_models(both, split, *nothing, here=True)
+    with pytest.raises(
+        ConfigError, match=r"critic\.ranks is 3, with which .* critic\.ranks is 3, which trainer\.fsdp2"
+    ):
+        check_models(both, split, CriticConfig(ranks=3), ReferenceConfig(), here=True)
+    groups = rank_groups(algorithm, split, CriticConfig(ranks=2), ReferenceConfig())
+    assert {name: (group.ranks, group.head) for name, group in groups.items()} == {
+        "trainer": (4, "tokens"),
+        "critic": (2, "value"),
+    }
     trainer, objective = TrainerConfig(lora=LoraConfig()), Objective(policy_objective(algorithm))
     specs = role_specs(algorithm, trainer, CriticConfig(), {POLICY: Path()}, objective)
     found = {spec.name: TrainerConfig.model_validate(spec.config.model_dump()).lora is not None for spec in specs}

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from engine_ranks import FSDP2_TP2, TRAINER, Ranks, Teams, case, exhaustive, megatron
+from engine_ranks import FSDP2_TP2, TRAINER, Teams, case, exhaustive, megatron
 from safetensors.torch import load_file
+from team_ranks import TeamRanks
 from waiting import HANG_S
 
 from weightlane.ckpt_engines import WeightlaneError
@@ -45,39 +44,6 @@ LAYOUTS = [
     exhaustive(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
 ]
 """Settings of two ranks."""
-
-
-class TeamRanks:
-    """The ranks of `team`, see `weightlane.trainer.dispatch.ranks.Ranks`."""
-
-    def __init__(self, team: Ranks) -> None:
-        self._team, self.world = team, len(team)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="team-ranks")
-
-    async def rendezvous(self) -> tuple[str, int]:
-        return "127.0.0.1", 0  # they have met
-
-    def put(self, value: Any) -> Any:
-        return value
-
-    def call(self, method: str, *args: Any) -> Awaitable[list[Any]]:
-        sent = pickle.dumps(args)
-        return asyncio.wrap_future(self._thread.submit(self._answers, method, sent))
-
-    async def watch(self) -> NoReturn:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def close(self) -> None:
-        await self.call("close")
-        self._thread.shutdown()
-
-    def _answers(self, method: str, args: bytes) -> list[Any]:
-        answers = [pickle.loads(each) for each in self._team.all("rank_worker", method=method, args=args)]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
 
 
 @asynccontextmanager

@@ -17,7 +17,7 @@ from weightlane.trainer.dispatch import ray_ranks
 class Actor:
     """A rank that knows where it is, and does not import torch."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, group: str) -> None:
         self.closed = threading.Event()
 
     def call(self, method: str) -> str:

@@ -273,12 +273,10 @@ def test_roles_that_cannot_be_placed_so_are_refused(models: dict[str, Path]) -> 
     policy, critic, _ = specs(models)
     here = {"trainer": LocalRanks()}
     many = replace(policy, config=policy.config.model_copy(update={"ranks": 2}))
-    megatron = policy.config.model_copy(update={"engine": "megatron"})
     for roles, says in (
         ([policy, replace(critic, name="policy")], "two roles are called 'policy'"),
         ([replace(policy, group="elsewhere")], r"group 'elsewhere', which is not there.*Groups are trainer"),
         ([many], r"'policy' has 2 ranks, and its group 'trainer' 1"),
-        ([replace(each, config=megatron) for each in (policy, critic)], "two roles of the megatron engine"),
     ):
         with pytest.raises(ConfigError, match=says):
             WorkerDispatch(roles, here)

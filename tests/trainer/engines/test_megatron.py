@@ -118,6 +118,38 @@ def test_a_saved_run_goes_on_in_another_engine_and_layout_with_the_same_weights_
             assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)
 
 
+def test_engines_of_one_layout_share_their_ranks_whichever_ends_first_and_another_layout_is_refused(
+    teams: Teams,
+) -> None:
+    """Models of several roles, in turns; each is trained to the bits that it gets alone."""
+    ranks, layout = teams.of(2), megatron({"tensor_parallel": 2})
+    alone = []
+    for name in ("qwen3-tied", "llama-untied"):
+        ranks.setup(name, **layout)
+        alone.append([ranks.all("train", first=step, count=1) for step in range(3)])
+    first, second = alone
+    ranks.setup("qwen3-tied", **layout)
+    assert ranks.all("train", first=0, count=1) == first[0]
+    ranks.all("swap")
+    ranks.setup("llama-untied", **layout)
+    for step, engine in ((0, second), (1, first), (1, second)):
+        if engine is first:
+            ranks.all("swap")
+        assert ranks.all("train", first=step, count=1) == engine[step]
+        if engine is first:
+            ranks.all("swap")
+    ranks.all("swap")
+    ranks.all("close")  # the engine that made the groups
+    other = {"model": teams.models["qwen3-tied"], "trainer": {**TRAINER, **megatron({"pipeline_parallel": 2})}}
+    ranks.all_fail("ConfigError", "in another layout: tensor_parallel is 1, not 2, pipeline_parallel", "setup", **other)
+    ranks.all("close")
+    ranks.all("swap")
+    assert ranks.all("train", first=2, count=1) == second[2]
+    ranks.all("close")
+    ranks.all("setup", **other)
+    assert len(ranks.all("train", first=0, count=1)) == 2, "nothing is left of the other layout"
+
+
 @pytest.mark.exhaustive  # imports megatron-core into the process of pytest
 def test_an_adam_that_counts_steps_in_its_groups_goes_on_counting_after_a_load() -> None:
     """The fused ones of Apex and TransformerEngine, which a GPU has, do; bias correction would begin anew."""

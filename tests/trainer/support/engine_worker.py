@@ -72,6 +72,7 @@ class Worker(LoraCommands, RankCommands):
     def __init__(self, rank: int, world: int, port: int) -> None:
         self._rank, self._world, self._port = rank, world, port
         self._engine: Any = None
+        self._beside: Any = None
         self._rank_worker: RankWorker | None = None
 
     def join(self) -> None:
@@ -87,6 +88,10 @@ class Worker(LoraCommands, RankCommands):
             sys.path.append(f"{sys.prefix}/torchao")
         self._engine.setup(Path(model), seed=0)
         sys.path[:] = [path for path in sys.path if not path.endswith("torchao")]
+
+    def swap(self) -> None:
+        """Exchange the engine with the one beside it, if there are any. The one beside it stays open."""
+        self._engine, self._beside = self._beside, self._engine
 
     def lose_first_connection(self) -> None:
         """Make the ranks' first try to connect go wrong as it does in gloo now and then: rank 0 waits for rank 1."""
@@ -311,6 +316,7 @@ class Worker(LoraCommands, RankCommands):
         Returns what it returned or raised, pickled, as it travels over Ray. See `TeamRanks`.
         """
         if self._rank_worker is None:
+            self.close()
             self.join()
             self._rank_worker = RankWorker(self._rank, self._world)
         try:

@@ -49,13 +49,11 @@ with warnings.catch_warnings():
     from .lora import MegatronAdapted, check_lora, frozen
     from .model import (
         build_chunks,
-        destroy_parallel_groups,
         forget_rotary_tables,
-        join_parallel_groups,
         keep_expert_bias,
-        parallel_groups,
         transformer_config,
     )
+    from .parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
     from .weights import (
         FrozenWeights,
         copy_masters_to_model,
@@ -82,7 +80,7 @@ class MegatronEngine(AdaptedEngine):
         self._chunks: list[Any] = []
         self._slices: list[TrainedSlice] = []
         self._optimizer: Any = None
-        self._groups: list[Any] | None = None
+        self._groups: ParallelGroups | None = None
 
     @classmethod
     def check(cls, config: TrainerConfig, model_dir: Path, state: Path | None = None) -> None:
@@ -220,8 +218,8 @@ class MegatronEngine(AdaptedEngine):
         """See `TrainingEngine.close`."""
         self._chunks, self._slices = [], []
         self._optimizer = self._lora = None
-        if self._groups is not None and self._groups is parallel_groups():
-            destroy_parallel_groups()
+        if self._groups is not None:
+            leave_parallel_groups(self._groups)
         self._groups = None
         forget_rotary_tables()
         self._leave()

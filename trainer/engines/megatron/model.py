@@ -1,12 +1,10 @@
-"""Build a rank's chunks of megatron-core's ``GPTModel`` from a Hugging Face configuration, and the process groups they use."""
+"""Build a rank's chunks of megatron-core's ``GPTModel`` from a Hugging Face configuration."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -21,7 +19,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from ...config import TrainerConfig
-from .checkpoint_names import Coordinates
 from .head import prepared_head
 from .layers import decoder_spec
 from .model_facts import ModelFacts
@@ -182,42 +179,3 @@ def forget_rotary_tables() -> None:
     """Clear megatron-core's caches of rotary tables: each holds up to 32 embeddings, with their process groups."""
     for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
         embedding.forward.cache_clear()
-
-
-def join_parallel_groups(config: TrainerConfig) -> tuple[list[Any] | None, Coordinates]:
-    """Make megatron-core's groups, which are global to the process. Returns them and this rank's coordinates. Collective.
-
-    Groups of an earlier engine are destroyed first.
-    """
-    layout = config.megatron
-    destroy_parallel_groups()
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=layout.tensor_parallel,
-        pipeline_model_parallel_size=layout.pipeline_parallel,
-        virtual_pipeline_model_parallel_size=layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
-        expert_model_parallel_size=layout.expert_parallel,
-        expert_tensor_parallel_size=1,
-        distributed_timeout_minutes=config.collective_timeout_s / 60,
-        create_gloo_process_groups=False,
-    )
-    return parallel_groups(), Coordinates(
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_expert_model_parallel_rank(),
-        layout.expert_parallel,
-    )
-
-
-def parallel_groups() -> list[Any] | None:
-    """Return the process groups that megatron-core has made; None if there are none."""
-    groups: list[Any] | None = parallel_state._global_process_group_list
-    return groups
-
-
-def destroy_parallel_groups() -> None:
-    """Destroy the groups and end their threads, which megatron-core's own function leaves running. Never raises."""
-    groups = parallel_groups() or []
-    parallel_state.destroy_model_parallel()
-    for group in groups:
-        if isinstance(group, dist.ProcessGroup):
-            with suppress(RuntimeError, ValueError, AssertionError):  # as torch complains when a peer is gone
-                dist.destroy_process_group(group)
