@@ -135,10 +135,11 @@ class Worker(LoraCommands, RankCommands):
         if self._engine.config.engine == "megatron":
             slices = [(s.name, s.box.starts, s.moments["exp_avg"]) for s in self._engine._slices if s.moments]
         else:
-            from weightlane.trainer.engines.fsdp2.shards import local_shards
+            from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors, local_shards
 
             moments = {name: state["exp_avg"] for name, state in self._engine._optimizer.state.items()}
-            shards = local_shards(self._engine._runs, moments, self._rank, None, ())
+            tensors = checkpoint_tensors(self._engine._model)
+            shards = local_shards(self._engine._runs, tensors, self._rank, None, (), values=moments)
             slices = [(s.spec.name, s.starts, s.data) for s in shards]
         return (
             sum(result.metrics["loss"] for result in results),
