@@ -35,6 +35,11 @@ class Fsdp2Config(Section):
         description="Compute sequences one after the other in a row, without padding, where the architecture allows; off:"
         " pad all sequences of a micro-batch to the longest.",
     )
+    shared_prefixes: bool = Field(
+        default=True,
+        description="Compute tokens that packed sequences of a micro-batch begin with once, such as the prompt of a group of"
+        " completions. Passes with dropout don't.",
+    )
 
 
 class MegatronConfig(Section):

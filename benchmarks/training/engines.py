@@ -182,21 +182,27 @@ def packing() -> list[dict[str, Any]]:
     about = f"{len(LENGTHS)} sequences of {min(LENGTHS)} to {max(LENGTHS)} tokens, forward and backward"
     sizes = {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 768, "vocab_size": 1000}
     with tempfile.TemporaryDirectory() as folder:
-        _write_model(Path(folder), torch.float32, **sizes)
+        write_model(Path(folder), torch.float32, **sizes)
         return [
             {"what": about, "method": name, "tokens": sum(LENGTHS), **_measured("step", folder, setting)}
             for name, setting in (("padded", "off"), ("packed", "auto"))
         ]
 
 
-def _write_model(path: Path, dtype: torch.dtype, **sizes: int) -> None:
+def write_model(path: Path, dtype: torch.dtype, **sizes: int) -> None:
+    """Write a Qwen3 of these sizes with random weights, and a tokenizer of two words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
-    config = Qwen3Config(
-        **sizes, num_attention_heads=8, num_key_value_heads=4, head_dim=64, eos_token_id=1, bos_token_id=None
-    )
+    usual = {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "eos_token_id": 1,
+        "bos_token_id": None,
+    }
+    config = Qwen3Config(**{**usual, **sizes})
     AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(path)
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))  # noqa: S106 - a word
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="b").save_pretrained(path)  # noqa: S106 - as above
@@ -234,7 +240,7 @@ def loading() -> list[dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        _write_model(Path(folder), torch.bfloat16, **GIGABYTE_MODEL)  # as most are
+        write_model(Path(folder), torch.bfloat16, **GIGABYTE_MODEL)  # as most are
         size = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
         about = f"loading {size / 1e9:.2f} GB of bfloat16 as float32 on four ranks, memory above a rank's share"
         for method in ("whole model", "own slices") * 2:  # the first time reads the file from disk

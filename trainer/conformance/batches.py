@@ -27,7 +27,8 @@ class BatchSpec:
 
     `rows` sequences are made from `seed`. Each of `calls` lists the sequences of one call. Sequences in no call are left out, but
     count in the mini-batch. `labels` above 1 is the number of labels for each position. `wrong` puts a token, or a target, that
-    no model has into the last sequence.
+    no model has into the last sequence. With a `prompt`, each sequence begins with as many tokens of one of two prompts; what
+    follows the first prompt begins alike, too, as far as it goes.
     """
 
     seed: int = 0
@@ -35,6 +36,7 @@ class BatchSpec:
     calls: tuple[tuple[int, ...], ...] = ()
     labels: int = 1
     wrong: str = ""
+    prompt: int = 0
 
     def to_plain(self) -> dict[str, Any]:
         """Return the description as JSON."""
@@ -62,8 +64,13 @@ class BatchSpec:
 
     def _sequence(self, source: random.Random, row: int) -> TokenSequence:
         length = _LENGTHS[row % len(_LENGTHS)]
-        shape = (length,) if self.labels == 1 else (length, self.labels)
         tokens = torch.tensor([source.randrange(VOCABULARY) for _ in range(length)])
+        if self.prompt:
+            length += self.prompt - 1  # after some prompts, nothing follows
+            shared = random.Random(f"{self.seed} {row % 2}")  # noqa: S311 - as above
+            begins = torch.tensor([shared.randrange(VOCABULARY) for _ in range(length)])
+            tokens = begins if row % 2 == 0 else torch.cat([begins[: self.prompt], tokens])[:length]
+        shape = (length,) if self.labels == 1 else (length, self.labels)
         targets = torch.tensor([source.randrange(VOCABULARY) for _ in range(length * self.labels)]).view(shape)
         if length > 2:  # noqa: PLR2004 - room for a prompt, and for a gap as between turns of a conversation
             targets[[0, length // 2]] = IGNORED

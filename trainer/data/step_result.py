@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+_COMPUTED_TOKENS = ("read_tokens", "packed_tokens")
+"""Metrics of engines that can share prefixes: tokens of all sequences, and those that the model computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -26,7 +29,8 @@ class StepResult:
     def of_batch(cls, updates: Sequence[StepResult]) -> StepResult:
         """Combine the optimizer steps taken on one batch: metrics are means over those that changed parameters.
 
-        ``tokens`` are summed. If some steps were skipped, ``skipped_updates`` counts them; the result is skipped if all were.
+        Numbers of tokens are summed. If some steps were skipped, ``skipped_updates`` counts them; the result is skipped if all
+        were.
         """
         if len(updates) == 1:
             return updates[0]
@@ -34,7 +38,8 @@ class StepResult:
         kept = taken or updates
         names = dict.fromkeys(name for each in kept for name in each.metrics)
         metrics = {name: _mean([each.metrics[name] for each in kept if name in each.metrics]) for name in names}
-        metrics["tokens"] = sum(each.metrics.get("tokens", 0.0) for each in kept)
+        for name in ("tokens", *(name for name in _COMPUTED_TOKENS if name in metrics)):
+            metrics[name] = sum(each.metrics.get(name, 0.0) for each in kept)
         if skipped := len(updates) - len(taken):
             metrics["skipped_updates"] = float(skipped)
         fence_s, seconds = sum(each.fence_s for each in updates), sum(each.seconds for each in updates)

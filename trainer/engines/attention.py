@@ -1,29 +1,171 @@
-"""Causal attention over packed sequences, without a mask."""
+"""Causal attention over packed sequences, whose prefixes may be shared, without a mask over all tokens."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, MutableMapping
-from functools import cache
+import sys
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+Bounds = tuple[int, int]
+"""Where a run of tokens begins and ends."""
 _HALF = (torch.float16, torch.bfloat16)
 _WIDTH_STEP, _WIDEST = 8, 256
 """Head widths that torch's kernel takes: multiples of `_WIDTH_STEP`, up to `_WIDEST`."""
 _PADDING = 0.25
-"""Most padding in a group of sequences, as a share of its tokens; another group would cost the time of some hundred tokens."""
+"""Most padding in a batch of segments, as a share of its tokens; another batch would cost the time of some hundred tokens."""
+_MOST_COPIES = 4
+"""Most copied keys that are kept for the backward pass, per token. Beyond, they are copied, and attention is computed, again: it
+is a small part of what sharing the prefix saves then."""
+
+
+class _Batch(NamedTuple):
+    """Segments whose prefixes have one length, padded to the longest segment. No token sees the padding, which is at the end."""
+
+    places: torch.Tensor
+    """int64 [segments, queries]: the tokens that attend: those of the segments, or those of the prefix before them as well."""
+    real: torch.Tensor
+    """bool of this shape, False on padding, and on a prefix."""
+    keys: torch.Tensor
+    """int64 [segments, keys]: the tokens that these see, the prefix first."""
+    mask: torch.Tensor | None
+    """bool [queries, keys]: which of them each token sees; None where that is itself and all before it."""
+
+
+class _Runs(NamedTuple):
+    """Segments in the form that torch's kernel takes."""
+
+    starts: torch.Tensor
+    """int32 [segments + 1]: where each segment begins, and the number of tokens."""
+    longest: int
+    key_starts: torch.Tensor
+    """int32 [segments + 1]: the same for the keys that each segment sees."""
+    longest_keys: int
+    keys: torch.Tensor | None
+    """int64: the places of these keys; None if they are the tokens themselves."""
+
+
+class Segments:
+    """Runs of packed tokens, one after the other. A token sees its segment's prefix, if there is one, and its segment so far.
+
+    A prefix is another run of tokens, which several segments may share. This is no dataclass: FSDP would make a copy for each
+    layer, and what is computed once for all layers would be lost.
+
+    Args:
+        bounds: Where each segment begins and ends; the first begins at 0.
+        prefixes: Where each segment's prefix begins and ends, (0, 0) for none; empty if no segment has one.
+        device: The device of the tokens.
+    """
+
+    def __init__(self, bounds: Sequence[Bounds], prefixes: Sequence[Bounds], device: torch.device) -> None:
+        self._bounds, self._prefixes = bounds, prefixes or [(0, 0)] * len(bounds)
+        self._device = device
+        self._batches: dict[int | None, tuple[list[_Batch], torch.Tensor]] = {}
+        self._runs: dict[int | None, _Runs] = {}
+
+    @classmethod
+    def at(cls, offsets: torch.Tensor) -> Segments:
+        """Return segments without prefixes: `offsets`, int64 [segments + 1], has their starts and the number of tokens.
+
+        Every layer has the same offsets, and reading them makes the host wait for a GPU, so results are kept.
+        """
+        if (known := _segments_at.get(offsets)) is None:
+            known = _segments_at[offsets] = cls(list(pairwise(offsets.tolist())), (), offsets.device)
+        return known
+
+    @cached_property
+    def copies(self) -> int:
+        """Tokens of the prefixes of all segments, each counted for every segment."""
+        return sum(stop - start for start, stop in self._prefixes)
+
+    def batches(self, window: int | None) -> tuple[list[_Batch], torch.Tensor]:
+        """Return segments in batches, each in one, and the place of each token among the batches' real tokens: int64 [tokens].
+
+        Segments of a batch are about as long, and their prefixes just as long. A token sees `window` tokens, itself included.
+        """
+        if window not in self._batches:
+            batches = self._made_batches(window)
+            order = torch.cat([batch.places[batch.real] for batch in batches])
+            self._batches[window] = batches, order.argsort()
+        return self._batches[window]
+
+    def runs(self, window: int | None) -> _Runs:
+        """Return segments for torch's kernel. A token sees `window` tokens, itself included."""
+        if window not in self._runs:
+            self._runs[window] = self._made_runs(window)
+        return self._runs[window]
+
+    def _seen(self, window: int | None) -> list[Bounds]:
+        """The part of each segment's prefix that at least its first token sees."""
+        reach = sys.maxsize if window is None else window - 1
+        return [(max(start, stop - reach), stop) for start, stop in self._prefixes]
+
+    def _made_batches(self, window: int | None) -> list[_Batch]:
+        groups: list[list[tuple[Bounds, Bounds]]] = []
+        tokens = 0
+        segments = zip(self._seen(window), self._bounds, strict=True)
+        for each in sorted(segments, key=lambda both: (_size(both[0]), -_size(both[1]))):  # longest first
+            tokens += _size(each[1])
+            last = groups[-1] if groups and _size(groups[-1][0][0]) == _size(each[0]) else None
+            if last and (len(last) + 1) * _size(last[0][1]) <= (1 + _PADDING) * tokens:
+                last.append(each)
+                continue
+            groups.append([each])
+            tokens = _size(each[1])
+        return [self._batch(group, window) for group in groups]
+
+    def _batch(self, group: Sequence[tuple[Bounds, Bounds]], window: int | None) -> _Batch:
+        before, length = (_size(bounds) for bounds in group[0])
+        about = torch.tensor([(prefix[0], *bounds) for prefix, bounds in group], device=self._device)
+        prefixes, starts, stops = about[:, :, None].unbind(1)
+        places = starts + torch.arange(length, device=self._device)
+        real = places < stops
+        places = keys = torch.where(real, places, starts)
+        mask = None
+        if before:
+            keys = torch.cat([prefixes + torch.arange(before, device=self._device), places], 1)
+        if window is None and 0 < before < length:
+            # Under a mask, torch computes all scores, and without one half of them: it is quicker to attend from the prefix, too.
+            return _Batch(keys, functional.pad(real, (before, 0)), keys, None)
+        if before or (window is not None and length > window):
+            mask = torch.ones(length, before + length, dtype=torch.bool, device=self._device).tril(before)
+            if window is not None:
+                mask = mask.triu(before + 1 - window)
+        return _Batch(places, real, keys, mask)
+
+    def _made_runs(self, window: int | None) -> _Runs:
+        seen = self._seen(window)
+        lengths = [stop - start for start, stop in self._bounds]
+        counts = [length + stop - start for length, (start, stop) in zip(lengths, seen, strict=True)]
+        starts, key_starts = (
+            torch.tensor([0, *each], device=self._device).cumsum(0, dtype=torch.int32) for each in (lengths, counts)
+        )
+        keys = None
+        if counts != lengths:
+            runs = [run for both in zip(seen, self._bounds, strict=True) for run in both]
+            keys = torch.cat([torch.arange(*run) for run in runs]).to(self._device)
+        return _Runs(starts, max(lengths), key_starts, max(counts), keys)
+
+
+def _size(bounds: Bounds) -> int:
+    return bounds[1] - bounds[0]
+
+
+_segments_at: MutableMapping[torch.Tensor, Segments] = WeakIdKeyDictionary()
 
 
 def packed_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    offsets: torch.Tensor,
+    segments: Segments,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -31,16 +173,16 @@ def packed_attention(
     sinks: torch.Tensor | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attend within each sequence.
+    """Attend within each segment and its prefix.
 
     On a GPU in half precision, torch's variable-length kernel is used (from torch 2.11 on), unless a softcap, sinks, dropout or
-    the head widths rule it out. Otherwise sequences of about the same length form groups, padded to their longest sequence.
+    the head widths rule it out. Otherwise segments of about the same length form batches, padded to their longest segment.
 
     Args:
-        query: [tokens, heads, width], all sequences one after the other.
+        query: [tokens, heads, width], all segments one after the other.
         key: [tokens, groups, width], where groups divides heads.
         value: [tokens, groups, value width].
-        offsets: int64 [sequences + 1]: where each sequence begins, and the number of tokens.
+        segments: What each token sees.
         scale: Factor of the scores; 1 / sqrt(width) by default.
         window: Number of tokens that each one sees, itself included; None for all before it.
         softcap: Scores become ``softcap * tanh(scores / softcap)``.
@@ -54,52 +196,43 @@ def packed_attention(
     width = query.shape[-1]
     fits = width == value.shape[-1] and width % _WIDTH_STEP == 0 and width <= _WIDEST
     if plain and fits and query.is_cuda and query.dtype in _HALF and (kernel := varlen_kernel()) is not None:
-        return _by_kernel(*kernel, query, key, value, offsets, scale, window)
-    shared = query.shape[1] != key.shape[1]
-    parts, order = [], []
-    for places, real in _groups(offsets):
-        length, mask = places.shape[1], None
+        attend = partial(_by_kernel, *kernel, runs=segments.runs(window), scale=scale, window=window)
+    elif plain:
+        attend = partial(_in_batches, segments.batches(window), partial(_by_torch, scale=scale))
+    else:
+        written_out = partial(_written_out, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
+        attend = partial(_in_batches, segments.batches(window), written_out)
+    if torch.is_grad_enabled() and segments.copies > _MOST_COPIES * len(query):
+        again: torch.Tensor = checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
+        return again
+    return attend(query, key, value)
+
+
+def _in_batches(
+    batches: tuple[list[_Batch], torch.Tensor],
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """Attend in each batch by `attend`, which takes query, key and value [segments, heads, length, width] and a mask."""
+    parts = []
+    for places, real, keys, mask in batches[0]:
         q, k, v = (
-            tensor.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[1:]).transpose(1, 2)
-            for tensor in (query, key, value)
+            tensor.index_select(0, chosen.flatten()).view(*chosen.shape, *tensor.shape[1:]).transpose(1, 2)
+            for tensor, chosen in ((query, places), (key, keys), (value, keys))
         )
-        if window is not None and length > window:
-            ones = torch.ones(length, length, dtype=torch.bool, device=q.device)
-            mask = ones.tril() & ones.triu(1 - window)
-        if plain:
-            part = functional.scaled_dot_product_attention(
-                q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
-            )
-        else:
-            part = _written_out(q, k, v, mask, scale, softcap, sinks, dropout)
-        parts.append(part.transpose(1, 2)[real])
-        order.append(places[real])
-    return torch.cat(parts).index_select(0, torch.cat(order).argsort())
+        parts.append(attend(q, k, v, mask).transpose(1, 2)[real])
+    return torch.cat(parts).index_select(0, batches[1])
 
 
-def _groups(offsets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Group sequences of about the same length. Each sequence is in one group.
-
-    Yields:
-        int64 [sequences, longest] indices of tokens, and bool of this shape, which is False on padding. Padding is at the end, so
-        that no token sees it in causal attention.
-    """
-    groups: list[list[tuple[int, int]]] = []
-    tokens = 0
-    for start, end in sorted(pairwise(offsets.tolist()), key=lambda bounds: bounds[0] - bounds[1]):  # longest first
-        tokens += end - start
-        if groups:
-            first, last = groups[-1][0]
-            if (len(groups[-1]) + 1) * (last - first) <= (1 + _PADDING) * tokens:
-                groups[-1].append((start, end))
-                continue
-        groups.append([(start, end)])
-        tokens = end - start
-    for group in groups:
-        starts, ends = torch.tensor(group, device=offsets.device).unbind(1)
-        places = starts[:, None] + torch.arange(int((ends - starts)[0]), device=offsets.device)
-        real = places < ends[:, None]
-        yield torch.where(real, places, starts[:, None]), real
+def _by_torch(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    shared = query.shape[1] != key.shape[1]
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=shared
+    )
 
 
 @cache
@@ -116,29 +249,22 @@ def varlen_kernel() -> tuple[Callable[..., Any], bool] | None:
     return (varlen_attn, "enable_gqa" in takes) if {"window_size", "scale"} <= takes.keys() else None
 
 
-_known_bounds: MutableMapping[torch.Tensor, tuple[torch.Tensor, int]] = WeakIdKeyDictionary()
-"""Results of `_bounds`, kept since every layer has the same sequences, and reading their lengths makes the host wait."""
-
-
-def _bounds(offsets: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return the offsets as torch's kernel takes them, int32, and the length of the longest sequence."""
-    if (known := _known_bounds.get(offsets)) is None:
-        known = _known_bounds[offsets] = offsets.int(), int(offsets.diff().max())
-    return known
-
-
 def _by_kernel(
     kernel: Callable[..., Any],
     shares_keys: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    offsets: torch.Tensor,
+    runs: _Runs,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend with torch's flash attention for sequences of different lengths."""
-    starts, longest = _bounds(offsets)
+    """Attend with torch's flash attention for sequences of different lengths.
+
+    A segment's queries are the last of its keys: the kernel aligns both at their ends.
+    """
+    if runs.keys is not None:
+        key, value = (each.index_select(0, runs.keys) for each in (key, value))
     more: dict[str, Any] = {}
     if (heads := query.shape[1] // key.shape[1]) > 1:
         if shares_keys:
@@ -149,10 +275,10 @@ def _by_kernel(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        starts,
-        starts,
-        longest,
-        longest,
+        runs.starts,
+        runs.key_starts,
+        runs.longest,
+        runs.longest_keys,
         scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **more,
@@ -165,6 +291,7 @@ def _written_out(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    *,
     scale: float | None,
     softcap: float | None,
     sinks: torch.Tensor | None,
@@ -172,17 +299,18 @@ def _written_out(
 ) -> torch.Tensor:
     """Compute attention step by step, for the options that torch's own function lacks.
 
-    Query, key and value are [sequences, heads, length, width].
+    Query, key and value are [segments, heads, length, width].
     """
-    repeats, length = query.shape[1] // key.shape[1], query.shape[2]
+    repeats, length, seen = query.shape[1] // key.shape[1], query.shape[2], key.shape[2]
     key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
-    seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
-    scores = scores.masked_fill(~seen, -torch.inf)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf)
     if sinks is not None:
         beside = sinks.view(1, -1, 1, 1).expand(len(scores), -1, length, 1).to(scores.dtype)
         scores = torch.cat([scores, beside], dim=-1)
-    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., :length]
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)[..., :seen]
     return functional.dropout(weights, dropout) @ value

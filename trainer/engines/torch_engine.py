@@ -17,7 +17,7 @@ from weightlane.sync.version.tensor_spec import dtype_of
 
 from ..config import TrainerConfig
 from ..data.batch import LossDenominators, TokenBatch
-from ..data.packing import micro_batches
+from ..data.packing import PrefixGroup, micro_batches, shared_prefixes
 from ..data.sequences import MicroBatch
 from ..objectives.loss import ModelOutputs, OutputName
 from .contract import STATE_PARTS, SequenceOutputs, StatePart, TrainingEngine
@@ -262,7 +262,7 @@ class TorchEngine(TrainingEngine):
         return found
 
     def _share(
-        self, batch: TokenBatch, data_rank: int, data_world: int, *, padded: bool
+        self, batch: TokenBatch, data_rank: int, data_world: int, *, padded: bool, share_prefixes: bool = False
     ) -> list[tuple[list[int], MicroBatch]]:
         """Return this rank's micro-batches of `batch`, on its device, each with the indices of its sequences.
 
@@ -270,26 +270,36 @@ class TorchEngine(TrainingEngine):
         """
         batch.check_vocabulary(self._vocabulary)
         limit = self.config.micro_batch_tokens
-        shares = micro_batches_of([batch], (data_rank, data_world), limit, self._device, padded=padded)
+        about = {"padded": padded, "share_prefixes": share_prefixes}
+        shares = micro_batches_of([batch], (data_rank, data_world), limit, self._device, **about)
         return [(indices, micro) for ((_, indices, micro),) in shares]
 
 
 def micro_batches_of(
-    batches: Sequence[TokenBatch], data_share: tuple[int, int], max_tokens: int, device: torch.device, *, padded: bool
+    batches: Sequence[TokenBatch],
+    data_share: tuple[int, int],
+    max_tokens: int,
+    device: torch.device,
+    *,
+    padded: bool,
+    share_prefixes: bool = False,
 ) -> list[list[tuple[int, list[int], MicroBatch]]]:
     """Split several batches into one rank's micro-batches, each a list of parts of these batches.
 
     A part has the number of its batch, the indices of its sequences in that batch, and these sequences on `device`. Every batch
     has at least one part, possibly without sequences, so that every rank computes every loss. If there are several batches, their
-    `TokenBatch.sequences_per_unit` must be 1.
+    `TokenBatch.sequences_per_unit` must be 1. With `share_prefixes`, sequences of one batch that begin alike stay together, and
+    what they share counts once.
     """
     rows = [(number, index) for number, batch in enumerate(batches) for index in range(len(batch))]
     lengths = [batches[number].sequences[index].length for number, index in rows]
     (data_rank, data_world), sequences_per_unit = data_share, batches[0].sequences_per_unit
+    prefixes = _prefixes(batches) if share_prefixes else ()
+    planned = micro_batches(
+        lengths, data_world, max_tokens, padded=padded, sequences_per_unit=sequences_per_unit, prefixes=prefixes
+    )
     shares: list[dict[int, list[int]]] = []
-    for chosen in micro_batches(lengths, data_world, max_tokens, padded=padded, sequences_per_unit=sequences_per_unit)[
-        data_rank
-    ]:
+    for chosen in planned[data_rank]:
         shares.append({})
         for number, index in (rows[each] for each in chosen):
             shares[-1].setdefault(number, []).append(index)
@@ -305,6 +315,17 @@ def micro_batches_of(
         [(number, indices, packed(batches[number], indices)) for number, indices in (share or {0: []}).items()]
         for share in shares
     ]
+
+
+def _prefixes(batches: Sequence[TokenBatch]) -> list[PrefixGroup]:
+    """Find the prefixes that sequences of one batch share; members are counted over all batches."""
+    found: list[PrefixGroup] = []
+    first = 0
+    for batch in batches:
+        groups = shared_prefixes([sequence.tokens for sequence in batch.sequences])
+        found += [PrefixGroup(tuple(first + member for member in each.members), each.shared) for each in groups]
+        first += len(batch)
+    return found
 
 
 def outputs_by_sequence(

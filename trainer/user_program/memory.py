@@ -69,9 +69,15 @@ class MemoryEstimate:
         """Whether to measure a pass: if it is more than twice as long as any before."""
         return tokens > 2 * max((length for length, _ in self._measured[gradient]), default=0)
 
-    def learn(self, inputs: Collection[ForwardInput], measured: int, *, gradient: bool) -> None:
-        """Update the estimate with the bytes that a pass took, outputs included."""
-        tokens = sum(len(each.tokens) for each in inputs)
+    def learn(
+        self, inputs: Collection[ForwardInput], measured: int, *, gradient: bool, computed: int | None = None
+    ) -> None:
+        """Update the estimate with the bytes that a pass took, outputs included.
+
+        `computed` is the number of tokens that it computed; None for all those of the inputs. Inputs that share a prefix take
+        less than is predicted for them, and must not make others seem smaller.
+        """
+        tokens = sum(len(each.tokens) for each in inputs) if computed is None else computed
         if not tokens or not measured:
             return
         outputs = sum(self.outputs_of(each, gradient=gradient) for each in inputs)

@@ -344,13 +344,13 @@ class TrainerRank(Slots):
     def _run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
         """Run one pass. Returns its outputs, and the bytes that it took."""
         query = packed.query(micro := packed.packed())
-        meter = Meter(self.engine.device)
-        measured = self._estimate.wants_measuring(packed.tokens, gradient=packed.gradient)
+        meter, computed = Meter(self.engine.device), self.engine.computed_tokens(micro)
+        measured = self._estimate.wants_measuring(computed, gradient=packed.gradient)
         with torch.set_grad_enabled(packed.gradient), meter.forward(measured=measured):
             found = self.engine.run_pass(micro, query, packed.slot)
 
         def learn() -> None:
-            self._estimate.learn(packed.inputs, meter.bytes, gradient=packed.gradient)
+            self._estimate.learn(packed.inputs, meter.bytes, gradient=packed.gradient, computed=computed)
 
         def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
             with meter.backward():

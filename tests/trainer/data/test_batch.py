@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.trainer.data.batch import LossDenominators, TokenBatch
-from weightlane.trainer.data.packing import micro_batches
+from weightlane.trainer.data.packing import LEAST_SHARED, micro_batches, shared_prefixes
 from weightlane.trainer.data.sequences import IGNORED, MicroBatch, TokenSequence
 
 ids = st.lists(st.integers(0, 99), min_size=1, max_size=9)
@@ -140,3 +140,68 @@ def test_packing_fills_what_padding_wastes_and_a_pair_counts_as_a_whole() -> Non
     assert micro_batches(lengths, 2, 100, padded=False, sequences_per_unit=2) == [[[2, 3]], [[0, 1, 4, 5]]]
     assert micro_batches(lengths, 1, 32, padded=True, sequences_per_unit=2) == [[[0, 1, 2, 3], [4, 5]]]
     assert micro_batches(lengths, 1, 31, padded=True, sequences_per_unit=2) == [[[0, 1], [2, 3, 4, 5]]]
+
+
+shared = st.integers(0, 40)
+group_of = st.tuples(shared, st.lists(st.integers(0, 9), min_size=1, max_size=7))
+"""Tokens that all sequences of a group begin with, and how many follow in each."""
+
+
+def grown(groups: list[tuple[int, list[int]]]) -> list[torch.Tensor]:
+    """Sequences of such groups, in turn; each token tells where it is from, but all groups begin with the same ten."""
+    found = []
+    for number, (length, rests) in enumerate(groups):
+        prefix = [min(place, 10) if place < 10 else 100 + number for place in range(length)]
+        found += [prefix + [1000 + 100 * number + row] * rest for row, rest in enumerate(rests)]
+    found = [tokens or [5] for tokens in found]
+    return [torch.tensor(found[index]) for index in sorted(range(len(found)), key=lambda index: index * 7 % 5)]
+
+
+def packed_tokens(sequences: list[torch.Tensor], chosen: list[int]) -> int:
+    groups = shared_prefixes([sequences[index] for index in chosen])
+    return sum(len(sequences[index]) for index in chosen) - sum(
+        (len(each.members) - 1) * each.shared for each in groups
+    )
+
+
+@given(st.lists(group_of, min_size=1, max_size=5), st.integers(1, 3), st.integers(1, 200))
+def test_prefixes_are_those_of_their_members_and_groups_fill_micro_batches_by_what_is_computed(
+    groups: list[tuple[int, list[int]]], world: int, max_tokens: int
+) -> None:
+    sequences = grown(groups)
+    lengths = [len(each) for each in sequences]
+    found = shared_prefixes(sequences)
+    assert sorted(member for each in found for member in each.members) == [*range(len(sequences))]
+    for each in found:
+        assert len({tuple(sequences[member][: each.shared].tolist()) for member in each.members}) == 1
+        assert (each.shared >= LEAST_SHARED) == (len(each.members) > 1)
+    least = sum(length * (len(rests) - 1) for length, rests in groups if length >= LEAST_SHARED)
+    assert packed_tokens(sequences, [*range(len(sequences))]) <= sum(lengths) - least
+    plans = micro_batches(lengths, world, max_tokens, padded=False, prefixes=found)
+    assert len({len(plan) for plan in plans}) == 1
+    assert sorted(index for plan in plans for part in plan for index in part) == [*range(len(sequences))]
+    for part in (part for plan in plans for part in plan if len(part) > 1):
+        assert packed_tokens(sequences, part) <= max_tokens
+    plain = micro_batches(lengths, world, 10**6, padded=False)
+    whole = micro_batches(lengths, world, 10**6, padded=False, prefixes=found)
+    most = [max(packed_tokens(sequences, part) for plan in each for part in plan) for each in (whole, plain)]
+    assert most[0] <= max(sum(lengths[index] for index in part) for plan in plain for part in plan)
+    if not any(each.shared for each in found):
+        assert whole == plain
+
+
+def test_groups_stay_together_unless_ranks_or_the_budget_need_a_part_of_one() -> None:
+    lengths = [30] * 8
+    prefixes = shared_prefixes([torch.tensor([row // 4] * 20 + [100 + row] * 10) for row in (0, 4, 1, 5, 2, 6, 3, 7)])
+    assert [(each.members, each.shared) for each in prefixes] == [((0, 2, 4, 6), 20), ((1, 3, 5, 7), 20)]
+    plan = {"padded": False, "prefixes": prefixes}
+    assert micro_batches(lengths, 2, 60, **plan) == [[[0, 2, 4, 6]], [[1, 3, 5, 7]]]
+    assert micro_batches(lengths, 1, 59, **plan) == [[[0, 4], [2, 6], [1, 5], [3, 7]]]
+    assert micro_batches(lengths, 1, 80, **plan) == [[[0, 2, 4, 6], [1, 3, 5, 7]]]
+    assert micro_batches(lengths, 4, 120, **plan) == [[[0, 4]], [[2, 6]], [[1, 5]], [[3, 7]]]
+    pairs = {**plan, "sequences_per_unit": 2}
+    alike = shared_prefixes([torch.tensor([row // 4] * 20 + [100 + row] * 10) for row in range(8)])
+    assert micro_batches(lengths, 1, 60, **{**pairs, "prefixes": alike}) == [[[0, 1, 2, 3], [4, 5, 6, 7]]]
+    assert micro_batches(lengths, 1, 60, **pairs) == [[[each, each + 1] for each in (0, 2, 4, 6)]], (
+        "no pair begins alike"
+    )

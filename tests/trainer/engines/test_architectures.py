@@ -29,6 +29,7 @@ from weightlane.trainer.engines.fsdp2.loading import (
 from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
 from weightlane.trainer.engines.head import PassQuery
 from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
+from weightlane.trainer.engines.hf.layout import Layout
 from weightlane.trainer.engines.hf.names import checkpoint_runs
 from weightlane.trainer.engines.hf.packed_attention import can_pack, pack_attention
 
@@ -86,23 +87,67 @@ def check_policy(kind: Kind, path: Path) -> None:
     random_of = torch.Generator().manual_seed(1)
     drawn = [torch.randint(3, VOCAB, (length + 1,), generator=random_of) for length in LENGTHS]
     micro = MicroBatch.of([TokenSequence(tokens[:-1], tokens[1:]) for tokens in drawn])
-    if packs:
-        places = torch.arange(len(micro.tokens))
-        inputs = {
-            "input_ids": micro.tokens[None],
-            "position_ids": micro.positions[None],
-            "cu_seq_lens_q": micro.offsets,
-        }
-    else:
-        tokens, places = micro.padded()
-        inputs = {"input_ids": tokens}
+    layout = Layout.packed([micro]) if packs else Layout.padded(micro)
     with torch.no_grad():
-        found = model(HeadQuery(PassQuery(torch.arange(len(micro.tokens)), entropy=True), micro, places), **inputs)
+        found = model(
+            HeadQuery(PassQuery(torch.arange(len(micro.tokens)), entropy=True), micro, layout.places), **layout.inputs
+        )
         logprobs, entropies = (micro.split(found[name]) for name in ("logprobs", "entropy"))
         for tokens, mine, spread in zip(drawn, logprobs, entropies, strict=True):
             logs = torch.log_softmax(ordinary(input_ids=tokens[None, :-1], use_cache=False).logits[0].float(), -1)
             torch.testing.assert_close(mine, logs[range(len(mine)), tokens[1:]], atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(spread, -(logs.exp() * logs).sum(1), atol=1e-5, rtol=1e-5)
+    if packs:
+        check_shared_prefixes(model, ordinary)
+
+
+def check_shared_prefixes(model: torch.nn.Module, ordinary: torch.nn.Module) -> None:
+    """Hidden states, log-probabilities and gradients are transformers', whose float64 computes each sequence by itself.
+
+    Two groups: nothing follows a prefix, one token does, two sequences are equal, and one is twice as long as the others.
+    """
+    model.requires_grad_()
+    random_of = torch.Generator().manual_seed(2)
+    first, second, *rests = (torch.randint(3, VOCAB, (size,), generator=random_of) for size in (20, 17, 1, 9, 25, 4))
+    trees = [
+        (first, rests[0][:0]),
+        *((first, rest) for rest in rests[:3]),
+        (first, rests[1]),
+        *((second, rest) for rest in rests),
+    ]
+    targets = [torch.randint(3, VOCAB, (len(prefix) + len(rest),), generator=random_of) for prefix, rest in trees]
+    sequences = [TokenSequence(torch.cat(parts), target) for parts, target in zip(trees, targets, strict=True)]
+    micro = MicroBatch.of([sequences[row] for row in (3, 8, 0, 5, 1, 2, 7, 4, 6)])
+    layout = Layout.packed([micro], share=True)
+    assert layout.counts == (20 + 1 + 9 + 25 + 9 + 17 + 1 + 9 + 25 + 4,)
+    weights = torch.randn(len(micro.tokens), generator=random_of)
+    query = HeadQuery(PassQuery(torch.arange(len(micro.tokens)), hidden=True), micro, layout.places)
+    found = model(query, **layout.inputs)
+    (found["logprobs"] * weights).sum().backward()
+    ordinary.double().set_experts_implementation("eager")  # type: ignore[operator]  # of transformers' PreTrainedModel
+    read: list[torch.Tensor] = []
+    head = ordinary.get_output_embeddings()  # type: ignore[operator]  # as above
+    head.register_forward_pre_hook(lambda _, inputs: read.append(inputs[0]))
+    parts = zip(
+        micro.split(micro.tokens),
+        micro.split(micro.targets),
+        *(micro.split(found[name]) for name in ("logprobs", "hidden")),
+        micro.split(weights),
+        strict=True,
+    )
+    for tokens, target, logprobs, hidden, weight in parts:
+        exact = ordinary(input_ids=tokens[None], use_cache=False)
+        wanted = torch.log_softmax(exact.logits[0], -1)[range(len(target)), target]
+        torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden.double(), read.pop()[0], atol=2e-5, rtol=1e-5)
+        (wanted * weight).sum().backward()
+    theirs = dict(ordinary.named_parameters())
+    pairs = [(each.grad, theirs[name].grad) for name, each in model.named_parameters() if theirs[name].grad is not None]
+    difference, size = (
+        sum(float(each.double().square().sum()) for each in grads)
+        for grads in ([a - b for a, b in pairs], [b for _, b in pairs])
+    )
+    assert difference**0.5 < 1e-5 * size**0.5, (difference / size) ** 0.5
 
 
 def check_critic(path: Path) -> None:

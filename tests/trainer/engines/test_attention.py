@@ -1,11 +1,11 @@
-"""Packed attention by torch's kernel for sequences of different lengths: which versions have it, and what it computes."""
+"""Packed attention: what each token sees, where prefixes are shared, and torch's kernel for sequences of different lengths."""
 
 from __future__ import annotations
 
 import itertools
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,18 +15,64 @@ from weightlane.trainer.engines import attention
 
 LENGTHS = (1, 37, 5, 64)
 OFFSETS = torch.tensor([0, 1, 38, 43, 107])
+SEGMENTS = attention.Segments.at(OFFSETS)
 
 
-def written_out(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None) -> torch.Tensor:
-    """Causal attention of each sequence alone, with whole matrices."""
-    shared, parts = q.shape[1] // k.shape[1], []
-    repeated = [q, *(each.repeat_interleave(shared, 1) for each in (k, v))]
-    for query, key, value in zip(*(each.split(LENGTHS) for each in repeated), strict=True):
+TREE = [(0, 12), (12, 13), (13, 20), (20, 27), (27, 47), (47, 52), (52, 55), (55, 59), (59, 61)]
+PREFIXES = [(0, 0), (0, 12), (0, 12), (0, 12), (0, 12), (0, 0), (0, 0), (52, 55), (52, 55)]
+"""A prefix of 12 tokens with segments of 1, 7, 7 and 20 tokens, a sequence by itself, and a prefix of 3 tokens."""
+
+
+def written_out(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    window: int | None,
+    runs: Sequence[tuple[int, int]] = tuple(itertools.pairwise(OFFSETS.tolist())),
+    prefixes: Sequence[tuple[int, int]] = (),
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of each sequence alone, its prefix included, with whole matrices."""
+    repeats, parts = q.shape[1] // k.shape[1], []
+    k, v = (each.repeat_interleave(repeats, 1) for each in (k, v))
+    for (start, stop), (first, last) in zip(runs, prefixes or [(0, 0)] * len(runs), strict=True):
+        query, key, value = (torch.cat([each[first:last], each[start:stop]]) for each in (q, k, v))
         ones = torch.ones(len(query), len(query), dtype=torch.bool, device=q.device)
         seen = ones.tril() if window is None else ones.tril() & ones.triu(1 - window)
         scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-        parts.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value))
+        scores = (scores if softcap is None else softcap * torch.tanh(scores / softcap)).masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.view(-1, 1, 1).expand(-1, len(query), 1)], 2)
+        weights = scores.softmax(-1)[..., : len(query)]
+        parts.append(torch.einsum("hqk,khd->qhd", weights, value)[last - first :])
     return torch.cat(parts)
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [({}, 1e-12), ({"softcap": 1.5}, 1e-6), ({"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0]).double()}, 1e-6)],
+    ids=["plain", "softcap", "sinks"],
+)
+def test_a_token_sees_its_prefix_and_its_own_segment_as_if_these_were_a_sequence(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], limit: float
+) -> None:
+    """The gradient of a prefix is the sum of those of its segments. With options, weights are computed in float32."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(61, heads, width) for heads, width in ((4, 8), (2, 8), (2, 6), (4, 6))]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    for window, copies in itertools.product((None, 1, 2, 5, 13, 100), (0, 100)):
+        monkeypatch.setattr(attention, "_MOST_COPIES", copies)  # computed again in the backward pass, or kept
+        mine, wanted = ([each.clone().requires_grad_() for each in drawn[:3]] for _ in range(2))
+        segments = attention.Segments(TREE, PREFIXES, torch.device("cpu"))
+        found = attention.packed_attention(*mine, segments, scale=0.7, window=window, **options)
+        exact = written_out(*wanted, 0.7, window, TREE, PREFIXES, **options)
+        for each in (found, exact):
+            each.backward(drawn[3])
+        torch.testing.assert_close(found, exact, rtol=limit, atol=limit)
+        for here, there in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(here.grad, there.grad, rtol=limit, atol=limit)
 
 
 @pytest.mark.gpu
@@ -41,7 +87,7 @@ def test_on_a_gpu_the_kernel_computes_attention_and_its_gradients() -> None:
         wanted = written_out(*exact, scale=0.2, window=window)
         wanted.backward(slope.double())
         on_gpu = [each.cuda().requires_grad_() for each in (q, k, v)]
-        found = attention.packed_attention(*on_gpu, OFFSETS.cuda(), scale=0.2, window=window)
+        found = attention.packed_attention(*on_gpu, attention.Segments.at(OFFSETS.cuda()), scale=0.2, window=window)
         found.backward(slope.cuda())
         pairs = [(found, wanted), *((here.grad, there.grad) for here, there in zip(on_gpu, exact, strict=True))]
         for here, there in pairs:
@@ -54,22 +100,32 @@ def test_on_a_gpu_the_kernel_computes_attention_and_its_gradients() -> None:
 def kernel_of(torch_version: str) -> Callable[..., Any]:
     """A kernel that takes what that of a version of torch takes, and attends by `written_out`."""
 
-    def attend(q: Any, k: Any, v: Any, starts: Any, window: tuple[int, int], scale: float | None) -> torch.Tensor:
-        assert (starts.dtype, window[1]) == (torch.int32, 0)
-        return written_out(q, k, v, scale or 0, None if window[0] < 0 else window[0] + 1)
+    def attend(q: Any, k: Any, v: Any, runs: Any, window: tuple[int, int], scale: float | None) -> torch.Tensor:
+        """Queries are the last of their keys, as in flash attention."""
+        starts, key_starts, longest, longest_keys = runs
+        assert (starts.dtype, key_starts.dtype, window[1]) == (torch.int32, torch.int32, 0)
+        assert (longest, longest_keys) == (int(starts.diff().max()), int(key_starts.diff().max()))
+        parts = []
+        bounds = zip(itertools.pairwise(starts.tolist()), itertools.pairwise(key_starts.tolist()), strict=True)
+        for (start, stop), (first, last) in bounds:
+            query = torch.cat([q.new_zeros(last - first - (stop - start), *q.shape[1:]), q[start:stop]])
+            size = None if window[0] < 0 else window[0] + 1
+            alone = written_out(query, k[first:last], v[first:last], scale or 0, size, [(0, last - first)])
+            parts.append(alone[len(query) - (stop - start) :])
+        return torch.cat(parts)
 
     def in_2_10(q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, is_causal: bool) -> None:
         raise AssertionError("it knows no window and no scale")
 
     def in_2_11(q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *,
                 return_aux: None = None, scale: Any = None, window_size: Any = (-1, -1)) -> torch.Tensor:  # fmt: skip
-        assert q.shape == k.shape
-        return attend(q, k, v, cu_seq_q, window_size, scale)
+        assert q.shape[1] == k.shape[1]
+        return attend(q, k, v, (cu_seq_q, cu_seq_k, max_q, max_k), window_size, scale)
 
     def in_2_12(q: Any, k: Any, v: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, return_aux: None = None,
                 scale: Any = None, window_size: Any = (-1, -1), enable_gqa: bool = False) -> torch.Tensor:  # fmt: skip
-        assert enable_gqa == (q.shape != k.shape)
-        return attend(q, k, v, cu_seq_q, window_size, scale)
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        return attend(q, k, v, (cu_seq_q, cu_seq_k, max_q, max_k), window_size, scale)
 
     return {"2.10": in_2_10, "2.11": in_2_11, "2.12": in_2_12}[torch_version]
 
@@ -83,13 +139,17 @@ def test_each_version_of_torch_is_called_as_it_wants_to_be(monkeypatch: pytest.M
         assert (found is not None) == has, version
         for window in (None, 3) if found else ():
             for key, value in ((k, v), (torch.cat([k, k], 1), torch.cat([v, v], 1))):
-                mine = attention._by_kernel(*found, q, key, value, OFFSETS, 0.3, window)
+                mine = attention._by_kernel(*found, q, key, value, SEGMENTS.runs(window), 0.3, window)
                 torch.testing.assert_close(mine, written_out(q, key, value, 0.3, window))
-                elsewhere = attention.packed_attention(q, key, value, OFFSETS, scale=0.3, window=window)
+                elsewhere = attention.packed_attention(q, key, value, SEGMENTS, scale=0.3, window=window)
                 torch.testing.assert_close(mine, elsewhere)
+                runs = attention.Segments(TREE, PREFIXES, torch.device("cpu")).runs(window)
+                shared = attention._by_kernel(*found, q[:61], key[:61], value[:61], runs, 0.3, window)
+                wanted = written_out(q[:61], key[:61], value[:61], 0.3, window, TREE, PREFIXES)
+                torch.testing.assert_close(shared, wanted)
     monkeypatch.undo()
     offsets = OFFSETS.clone()
-    assert attention._bounds(offsets)[0] is attention._bounds(offsets)[0], "the device is asked once for all layers"
+    assert attention.Segments.at(offsets) is attention.Segments.at(offsets), "the device is asked once for all layers"
     del offsets
-    assert len(attention._known_bounds) <= 1, "that of OFFSETS"
+    assert len(attention._segments_at) <= 1, "that of OFFSETS"
     assert attention.varlen_kernel.__wrapped__() is not None, "this torch takes something else: look at it"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_batches import make_samples
+from engine_batches import PREFIX, PREFIXED, make_samples
 from engine_ranks import (
     FSDP2_TP2,
     Teams,
@@ -47,7 +47,7 @@ def test_a_critic_is_trained_as_transformers_would_and_its_outputs_are_those_of_
 ) -> None:
     """In float64. Micro-batches and tokens per rank are uneven; the loss is `engine_batches.valued`, written out once more."""
     ranks, path, samples = teams.of(2), teams.models["qwen3-critic"], make_samples(0, ROWS)
-    exact_steps = {"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20}
+    exact_steps = {"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 40}
     ranks.setup("qwen3-critic", **VALUE, **exact_steps, **settings)
     answers = ranks.all("forward", rows=ROWS, outputs=("values", "hidden"))
     found = {index: outputs for answer in answers for index, outputs in answer.items()}
@@ -146,6 +146,9 @@ def test_dropout_is_applied_in_training_mode_and_never_by_forward(teams: Teams) 
     assert len({*found[True]["losses"], found[False]["losses"][0]}) == 3, "each pass drops something else"
     for index, values in found[True]["logprobs"].items():
         np.testing.assert_array_equal(values, found[False]["logprobs"][index])
+    (packed, read), (with_dropout, _) = found[False]["tokens"], found[True]["tokens"]
+    assert read - packed == (len(PREFIXED) - 1) * len(PREFIX)
+    assert with_dropout == read, "each sequence drops other activations of a prefix that they share"
     ranks.setup("qwen3-tied", **megatron({}))
     ranks.all_fail("ConfigError", "'megatron' trains without dropout", "train_with_dropout", mode=True)
 

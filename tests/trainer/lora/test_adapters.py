@@ -87,7 +87,7 @@ def test_log_probabilities_and_gradients_are_those_of_peft_in_float64(
 ) -> None:
     """Also where a mini-batch is split unevenly, and where a rank has no sequence; the model's own weights are not frozen."""
     ranks, path = teams.of(2), teams.models[model]
-    ranks.setup(model, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 20, **settings})
+    ranks.setup(model, **{"betas": (0.0, 0.999), "max_grad_norm": 1e9, "micro_batch_tokens": 40, **settings})
     ranks.all("adapter", name="a", source=made[model], **SHAPE)
     for adapter, directory in (("a", made[model]), ("", None), (None, None)):
         (wanted,) = oracle.all("logprobs", model=path, adapter=directory, rows=ROWS)

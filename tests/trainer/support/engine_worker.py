@@ -154,14 +154,15 @@ class Worker(LoraCommands, RankCommands):
         return {index: {name: each.numpy() for name, each in named.items()} for index, named in found.items()}
 
     def train_with_dropout(self, mode: bool) -> dict[str, Any]:
-        """Two losses of the same batch and parameters, and its log-probabilities."""
+        """Two losses of the same batch and parameters, its log-probabilities, and how many of its tokens were computed."""
         self._engine.train(mode)
         batch = make_batch(0)
         both = LossDenominators.of(batch, batch)
-        losses = [self._engine.forward_backward(batch, LOSSES["sft"], both).metrics["loss"] for _ in range(2)]
+        passes = [self._engine.forward_backward(batch, LOSSES["sft"], both).metrics for _ in range(2)]
         logprobs = {index: found["logprobs"].numpy() for index, found in self._engine.forward(batch).items()}
         self._engine.optim_step(lambda names: None)
-        return {"losses": losses, "logprobs": logprobs}
+        tokens = [passes[0].get(name) for name in ("packed_tokens", "read_tokens")]
+        return {"losses": [each["loss"] for each in passes], "logprobs": logprobs, "tokens": tokens}
 
     def fail(self) -> str:
         """A forward_backward that fails, by its loss of the second micro-batch, after one that did not."""

@@ -251,7 +251,7 @@ def test_a_fixed_part_of_memory_is_not_taken_for_tokens_and_what_fitted_fits() -
     alike = [[each.of(item(tokens), gradient=True) for tokens in (10, 100, 4000)] for each in (estimate, another)]
     assert alike[0] == alike[1], "or ranks would plan other micro-batches, and wait for each other"
     for _ in range(20):
-        estimate.learn([item(2000)], 1000 * 2000, gradient=True)
+        estimate.learn([item(2000)] * 4, 1000 * 2000, gradient=True, computed=2000)  # of one prompt
         estimate.learn([item(500)], 1000 * 500, gradient=True)
     assert predicted(8000) == pytest.approx(1.1 * 8000 * 1000, rel=0.01), "workspace that is there no more is forgotten"
 

@@ -22,6 +22,8 @@ MODEL_FILES = pytest.StashKey[dict[str, Path]]()
 """Key of the directories of models made in the pytest session, by name."""
 SPLIT = ((0,), (3, 1, 2, 4), (6, 5))
 """Three uneven calls of a mini-batch of seven sequences."""
+PROMPT = 18
+"""Tokens of a prompt of several sequences, which an engine may compute once."""
 
 TeamMaker = Callable[..., Team]
 

@@ -17,7 +17,7 @@ from weightlane.ckpt_engines import ProtocolError
 from ..batches import BatchSpec
 from ..processes.team import Team
 from ..reference import Reference, checkpoint
-from .base import SPLIT, TrainingConformanceBase, distance, expect_equal
+from .base import PROMPT, SPLIT, TrainingConformanceBase, distance, expect_equal
 
 GRADIENT_LIMIT = 1e-6
 """Largest difference of a gradient from float64's, relative to its length: the error of float32."""
@@ -40,16 +40,20 @@ class GradientChecks(TrainingConformanceBase):
     """Checks of gradients."""
 
     @pytest.mark.parametrize(
-        "calls",
-        [((0, 1, 2, 3, 4, 5, 6),), ((2, 5), (4, 0, 6))],
-        ids=["one call", "some left out"],
+        ("spec", "tokens"),
+        [
+            (BatchSpec(), 20),
+            (BatchSpec(calls=((2, 5), (4, 0, 6))), 20),
+            (BatchSpec(calls=SPLIT[1:], prompt=PROMPT), 60),
+        ],
+        ids=["one call", "some left out", "prompts of several sequences"],
     )
     def test_the_gradient_of_a_mini_batch_is_that_of_one_process(
-        self, team: Team, first_model: Path, calls: tuple[tuple[int, ...], ...]
+        self, team: Team, first_model: Path, spec: BatchSpec, tokens: int
     ) -> None:
         """The loss's three terms are divided by the full mini-batch's tokens, its sequences, and a constant."""
-        team.setup(first_model, **READABLE)
-        expect_gradient(team, first_model, BatchSpec(calls=calls))
+        team.setup(first_model, **{**READABLE, "micro_batch_tokens": tokens})
+        expect_gradient(team, first_model, spec)
 
     def test_the_gradient_does_not_depend_on_the_split_into_calls_and_micro_batches(
         self, team: Team, each_model: Path

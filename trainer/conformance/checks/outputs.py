@@ -10,7 +10,7 @@ import torch
 from ..batches import BatchSpec
 from ..processes.team import Team
 from ..reference import TOP_K, Reference, checkpoint
-from .base import SPLIT, TrainingConformanceBase, expect_close, expect_equal
+from .base import PROMPT, SPLIT, TrainingConformanceBase, expect_close, expect_equal
 
 OUTPUT_LIMIT = 1e-5
 """Largest difference of a log-probability or an entropy from float64's: several times a tiny model's error in float32."""
@@ -23,12 +23,14 @@ class OutputChecks(TrainingConformanceBase):
     """Checks of outputs."""
 
     def test_outputs_are_those_of_transformers(self, team: Team, each_model: Path) -> None:
-        """Sequences have several lengths, temperatures and gaps; over all ranks, each is returned once, under its index."""
-        spec = BatchSpec(calls=SPLIT)
-        team.setup(each_model, micro_batch_tokens=20)
-        expect_outputs(
-            team.forward(spec, ALL, TOP_K), spec, Reference(each_model), OUTPUT_LIMIT, (*ALL, "top_logprobs")
-        )
+        """Sequences have several lengths, temperatures and gaps; over all ranks, each is returned once, under its index.
+
+        In a second batch, some begin with the same tokens, or are equal.
+        """
+        reference, names = Reference(each_model), (*ALL, "top_logprobs")
+        for spec, tokens in ((BatchSpec(calls=SPLIT), 20), (BatchSpec(prompt=PROMPT), 60)):
+            team.setup(each_model, micro_batch_tokens=tokens)
+            expect_outputs(team.forward(spec, ALL, TOP_K), spec, reference, OUTPUT_LIMIT, names)
         expect_equal(team.tensors(), checkpoint(each_model), "weights after a forward pass")
 
     def test_every_label_of_a_position_has_its_log_probability(self, team: Team, first_model: Path) -> None:

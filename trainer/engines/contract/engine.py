@@ -34,7 +34,10 @@ class BackwardResult:
     """The result of `TrainingEngine.forward_backward` on a batch."""
 
     metrics: Mapping[str, float]
-    """``loss``, its terms, the metrics of the loss function, and ``tokens``; the same on every rank. See `LossSums.named`."""
+    """``loss``, its terms, the metrics of the loss function, and ``tokens``; the same on every rank. See `LossSums.named`.
+
+    An engine that can share prefixes adds ``read_tokens``, those of all sequences, and ``packed_tokens``, those it computed.
+    """
     outputs: Mapping[int, SequenceOutputs] = field(default_factory=dict)
     """Outputs of this rank's sequences by their index in the batch; empty where none were asked for."""
 

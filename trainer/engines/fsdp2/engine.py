@@ -20,6 +20,7 @@ from ..contract import BackwardResult, Fence, ForwardBackward, SequenceOutputs, 
 from ..head import PassQuery
 from ..hf.export import ExportedModel
 from ..hf.heads import HeadQuery, read_values, replace_head, value_head
+from ..hf.layout import Layout
 from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
@@ -86,6 +87,7 @@ class Fsdp2Engine(AdaptedEngine):
         runs = checkpoint_runs(model, checkpoint_tensors(model))
         sliced = can_read_slices(model, model_dir, runs, new)
         self._packs = self.config.fsdp2.packing == "auto" and can_pack(model)
+        self._shares = self._packs and self.config.fsdp2.shared_prefixes
         if not sliced:
             model = whole_model(model_dir, head)
         if self._packs:
@@ -141,25 +143,30 @@ class Fsdp2Engine(AdaptedEngine):
 
     def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
         self._loaded_model().eval()
-        for indices, micro in self._share(batch, *self.data_share, padded=not self._packs):
-            keep(indices, micro, self._outputs(micro, outputs, top_k))
+        for indices, micro in self._share(batch, *self.data_share, padded=not self._packs, share_prefixes=self._shares):
+            keep(indices, micro, self._outputs(self._layout([micro]), outputs, top_k))
 
     def _run_passes(self, passes: Sequence[StartedPass]) -> list[BackwardResult]:
         self._loaded_model().train(self._dropout)
         needed = {name for each in passes for name in each.needed}
         adapters, batches = [each.adapter for each in passes], [each.call.batch for each in passes]
         found: list[dict[int, SequenceOutputs]] = [{} for _ in passes]
+        packed_tokens = [0] * len(passes)
         limit, (_, data_world) = self.config.micro_batch_tokens, self.data_share
         with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
-            for share in micro_batches_of(batches, self.data_share, limit, self._device, padded=not self._packs):
+            about = {"padded": not self._packs, "share_prefixes": self._shares_here}
+            for share in micro_batches_of(batches, self.data_share, limit, self._device, **about):
                 lengths = [len(micro.tokens) for *_, micro in share]
+                layout = self._layout([micro for *_, micro in share])
                 of_tokens = [adapters[number] for number, *_ in share]
-                runs = [(each, count) for each, count in zip(of_tokens, lengths, strict=True) if each is not None]
+                runs = [(each, count) for each, count in zip(of_tokens, layout.counts, strict=True) if each is not None]
                 with self._open_adapters().active_runs(runs):
-                    joined = self._outputs(MicroBatch.joined([micro for *_, micro in share]), needed)
+                    joined = self._outputs(layout, needed)
                     losses = []
-                    for (number, indices, micro), outputs in zip(share, joined.split(lengths), strict=True):
+                    outputs_of_parts = zip(share, layout.counts, joined.split(lengths), strict=True)
+                    for (number, indices, micro), count, outputs in outputs_of_parts:
                         each = passes[number]
+                        packed_tokens[number] += count if indices else 0
                         losses.append(each.sums.add(each.call.function(outputs, micro)))
                         found[number] |= outputs_by_sequence(indices, micro, outputs, each.call.outputs)
                     if runs:  # the gradients of the model's own weights stay as they are
@@ -168,13 +175,19 @@ class Fsdp2Engine(AdaptedEngine):
                     else:
                         # FSDP averages gradients over the ranks, but their sum is wanted.
                         torch.autograd.backward([loss * data_world for loss in losses])
-            totals = [each.sums.as_tensor() for each in passes]
+            totals = [
+                torch.nn.functional.pad(each.sums.as_tensor(), (0, 1), value=count)
+                for each, count in zip(passes, packed_tokens, strict=True)
+            ]
             for total in totals:
                 dist.all_reduce(total, group=self._mesh.data.get_group())
-        return [
-            BackwardResult(each.sums.named(total, each.call.batch.target_tokens), outputs if self._answers else {})
-            for each, total, outputs in zip(passes, totals, found, strict=True)
-        ]
+        results = []
+        for each, total, answered in zip(passes, totals, found, strict=True):
+            batch = each.call.batch
+            tokens = {"read_tokens": float(len(batch.packed.tokens)), "packed_tokens": float(total[-1])}
+            named = each.sums.named(total[:-1], batch.target_tokens)
+            results.append(BackwardResult(named | tokens, answered if self._answers else {}))
+        return results
 
     def _step_weights(self, before_change: Fence, params: AdamParams) -> float:
         with self._collective("the gradient norm of the other ranks"):
@@ -276,27 +289,33 @@ class Fsdp2Engine(AdaptedEngine):
     def _modules(self) -> Iterable[torch.nn.Module]:
         return self._loaded_model().modules()
 
+    def computed_tokens(self, micro: MicroBatch) -> int:
+        """See `AdaptedEngine.computed_tokens`."""
+        return sum(self._layout([micro]).counts)
+
     def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
         self._loaded_model().train(self._dropout and torch.is_grad_enabled())
-        return self._answer(micro, query)
+        return self._answer(self._layout([micro]), query)
 
-    def _outputs(self, micro: MicroBatch, wanted: Collection[OutputName], top_k: int = 0) -> ModelOutputs:
+    def _outputs(self, layout: Layout, wanted: Collection[OutputName], top_k: int = 0) -> ModelOutputs:
         """Run the model on a micro-batch, and its head on the tokens with targets."""
-        query = PassQuery.of_targets(micro, wanted, top_k)
-        return ModelOutputs.at(query.rows, micro, self._answer(micro, query))
+        query = PassQuery.of_targets(layout.micro, wanted, top_k)
+        return ModelOutputs.at(query.rows, layout.micro, self._answer(layout, query))
 
-    def _answer(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+    def _answer(self, layout: Layout, query: PassQuery) -> dict[str, torch.Tensor]:
         """Run the model on a micro-batch. Returns the outputs in `query` by their names in `ModelOutputs`, and ``logits``."""
-        if self._packs:
-            places = torch.arange(len(micro.tokens), device=micro.tokens.device)
-            inputs = {
-                "input_ids": micro.tokens[None],
-                "position_ids": micro.positions[None],
-                "cu_seq_lens_q": micro.offsets,
-            }
-        else:
-            # No mask: attention is causal, and padding is on the right, where no token sees it.
-            tokens, places = micro.padded()
-            inputs = {"input_ids": tokens}
-        answer: dict[str, torch.Tensor] = self._loaded_model()(HeadQuery(query, micro, places), **inputs)
+        asked = HeadQuery(query, layout.micro, layout.places)
+        answer: dict[str, torch.Tensor] = self._loaded_model()(asked, **layout.inputs)
         return answer
+
+    def _layout(self, parts: Sequence[MicroBatch]) -> Layout:
+        """Return the form in which the model computes `parts` of a micro-batch: one, unless it takes packed sequences."""
+        if self._packs:
+            return Layout.packed(parts, share=self._shares_here)
+        (micro,) = parts
+        return Layout.padded(micro)
+
+    @property
+    def _shares_here(self) -> bool:
+        """Whether shared prefixes are computed once. With dropout, every sequence drops other activations of a prefix."""
+        return self._shares and not (self._dropout and torch.is_grad_enabled())

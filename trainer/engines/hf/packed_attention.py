@@ -9,9 +9,11 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from ..attention import packed_attention
+from ..attention import Segments, packed_attention
 
 IMPLEMENTATION = "weightlane_packed"
+SEGMENTS = "weightlane_segments"
+"""The argument of models and of their attention, `Segments`, that says what each packed token sees."""
 _ATTENTIONS = {"full_attention", "sliding_attention"}
 _HARMLESS = {"position_ids"}
 """Tensor arguments that attention may ignore: rotation by position is done before."""
@@ -21,7 +23,7 @@ def can_pack(skeleton: torch.nn.Module) -> bool:
     """Whether the architecture of `skeleton`, a model whose parameters are on the meta device, can take packed sequences.
 
     It cannot where layers other than attention carry a state from token to token, where attention is not transformers'
-    exchangeable one or has a mask or a bias of its own, or where the model doesn't pass it the starts of the sequences.
+    exchangeable one or has a mask or a bias of its own, or where the model doesn't pass it the segments.
     """
     kinds = set(getattr(skeleton.config, "layer_types", None) or ())
     carries = any(isinstance(module, torch.nn.Conv1d | torch.nn.RNNBase) for module in skeleton.modules())
@@ -32,7 +34,7 @@ def can_pack(skeleton: torch.nn.Module) -> bool:
     two = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     try:
         # With a mask, transformers doesn't read the values of positions, which the meta device does not have.
-        probe(input_ids=two, attention_mask=two, cu_seq_lens_q=None, weightlane_probe=True, use_cache=False)
+        probe(input_ids=two, attention_mask=two, weightlane_probe=True, use_cache=False)
     except _ProbedError:
         return True
     except Exception:  # noqa: BLE001 - however an architecture fails without data, padding works for it
@@ -43,8 +45,8 @@ def can_pack(skeleton: torch.nn.Module) -> bool:
 def pack_attention(model: torch.nn.Module) -> None:
     """Make `model` attend to packed sequences.
 
-    Afterwards, ``model(input_ids, position_ids, cu_seq_lens_q, ...)`` takes all sequences in one row, ``input_ids`` int64 [1, N],
-    and attends only within each. ``cu_seq_lens_q``, int64 [sequences + 1], has the start of each sequence, then N.
+    Afterwards, ``model(input_ids, position_ids, weightlane_segments, ...)`` takes all sequences in one row, ``input_ids`` int64
+    [1, N], see `SEGMENTS`.
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: PLC0415 - optional, and slow to import
 
@@ -58,7 +60,7 @@ class _ProbedError(Exception):
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """Make no mask: the starts of the sequences determine which tokens each token sees."""
+    """Make no mask: the segments determine which tokens each token sees."""
 
 
 def _attend(
@@ -73,7 +75,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
+    weightlane_segments: Segments | None = None,
     weightlane_probe: bool = False,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -87,7 +89,7 @@ def _attend(
         )
     if weightlane_probe:
         raise _ProbedError
-    if cu_seq_lens_q is None:
+    if weightlane_segments is None:
         raise ConfigError(
             f"{type(module).__name__} was not told where packed sequences begin, since its model hands nothing on.",
             part="fsdp2 engine",
@@ -97,7 +99,7 @@ def _attend(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        cu_seq_lens_q,
+        weightlane_segments,
         scale=scaling,
         window=sliding_window,
         softcap=softcap,

@@ -220,6 +220,10 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         """Bytes of one number in a forward pass."""
         return self._compute_dtype.itemsize
 
+    def computed_tokens(self, micro: MicroBatch) -> int:
+        """Number of tokens that `run_pass` computes for a micro-batch: fewer than it has if the engine shares prefixes."""
+        return len(micro.tokens)
+
     def run_pass(self, micro: MicroBatch, query: PassQuery, adapter: str) -> dict[str, torch.Tensor]:
         """Run the model once on this rank's own micro-batch, with gradient where torch's grad mode is on.
 

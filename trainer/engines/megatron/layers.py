@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..attention import packed_attention
+from ..attention import Segments, packed_attention
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16.1 compares it to None, but defines it only if TransformerEngine is installed.
@@ -85,7 +85,8 @@ class CausalAttention(torch.nn.Module):
         **__: Any,
     ) -> torch.Tensor:
         """Attend within each sequence: see `packed_attention` for the shapes."""
-        return packed_attention(query, key, value, packed_seq_params.cu_seqlens_q, scale=self._scale).contiguous()
+        segments = Segments.at(packed_seq_params.cu_seqlens_q)
+        return packed_attention(query, key, value, segments, scale=self._scale).contiguous()
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core is untyped to us

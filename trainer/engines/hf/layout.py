@@ -1,0 +1,92 @@
+"""`Layout`: the form in which a transformers model computes micro-batches, which losses and heads see as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from ...data.packing import PrefixGroup, shared_prefixes
+from ...data.sequences import MicroBatch
+from ..attention import Bounds, Segments
+from .packed_attention import SEGMENTS
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tokens that a model computes for a micro-batch of N tokens, joined from one or more parts."""
+
+    micro: MicroBatch
+    """The micro-batch."""
+    places: torch.Tensor
+    """int64 [N]: where each of its tokens is in the flattened rows of tokens that the model computes; not all need to differ."""
+    inputs: Mapping[str, Any]
+    """Arguments of the model."""
+    counts: tuple[int, ...]
+    """How many tokens the model computes for each part, without padding."""
+
+    @classmethod
+    def padded(cls, micro: MicroBatch) -> Layout:
+        """Place each sequence in a row of its own, padded on the right.
+
+        There is no mask: attention is causal, and no token sees this padding.
+        """
+        tokens, places = micro.padded()
+        return cls(micro, places, {"input_ids": tokens}, (len(micro.tokens),))
+
+    @classmethod
+    def packed(cls, parts: Sequence[MicroBatch], *, share: bool = False) -> Layout:
+        """Place all sequences in one row.
+
+        With `share`, tokens that sequences of one part begin with are there once, and each of these sequences goes on from there:
+        positions continue, and attention sees the prefix. The model is causal, so a prefix has the hidden states that it has in
+        each sequence, and its gradient is the sum of theirs.
+        """
+        groups = [shared_prefixes(part.split(part.tokens.cpu())) for part in parts] if share else []
+        micro = MicroBatch.joined(parts)
+        if any(group.shared for of_part in groups for group in of_part):
+            return cls._shared(micro, groups)
+        places = torch.arange(len(micro.tokens), device=micro.tokens.device)
+        segments = Segments(list(pairwise(micro.offsets.tolist())), (), places.device)
+        inputs = {"input_ids": micro.tokens[None], "position_ids": micro.positions[None], SEGMENTS: segments}
+        return cls(micro, places, inputs, tuple(len(part.tokens) for part in parts))
+
+    @classmethod
+    def _shared(cls, micro: MicroBatch, groups: Sequence[Sequence[PrefixGroup]]) -> Layout:
+        """Place the prefix of each group, once, before what follows it in each of the group's sequences."""
+        offsets, first, stop = micro.offsets.tolist(), 0, 0
+        bounds: list[Bounds] = []
+        prefixes: list[Bounds] = []
+        places, sources, counts = torch.empty(offsets[-1], dtype=torch.int64), [], []
+
+        def add(start: int, end: int, prefix: Bounds) -> Bounds:
+            """Append the tokens `start` to `end` of the micro-batch as a segment."""
+            nonlocal stop
+            added = stop, stop + end - start
+            if end > start:
+                places[start:end] = torch.arange(*added)
+                sources.append(torch.arange(start, end))
+                bounds.append(added)
+                prefixes.append(prefix)
+            stop = added[1]
+            return added
+
+        for of_part in groups:
+            before = stop
+            for group in of_part:
+                begins = [offsets[first + member] for member in group.members]
+                prefix = add(begins[0], begins[0] + group.shared, (0, 0)) if group.shared else (0, 0)
+                for member, begin in zip(group.members, begins, strict=True):
+                    places[begin : begin + group.shared] = torch.arange(*prefix)
+                    add(begin + group.shared, offsets[first + member + 1], prefix)
+            counts.append(stop - before)
+            first += sum(len(group.members) for group in of_part)
+        device = micro.tokens.device
+        source = torch.cat(sources).to(device)
+        tokens, positions = micro.tokens[source], micro.positions[source]
+        segments = Segments(bounds, prefixes, device)
+        inputs = {"input_ids": tokens[None], "position_ids": positions[None], SEGMENTS: segments}
+        return cls(micro, places.to(device), inputs, tuple(counts))
