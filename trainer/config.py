@@ -116,7 +116,7 @@ class TrainerConfig(Section):
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Dtype of forward and backward; master weights, gradients and AdamW stay float32. auto: bfloat16 on a"
+        description="Dtype of forward and backward; master weights and gradients stay float32. auto: bfloat16 on a"
         " CUDA device, float32 on the CPU.",
     )
     head: Head = Field(
@@ -129,7 +129,8 @@ class TrainerConfig(Section):
         description="adamw: torch's, fused. adamw_bf16, adamw_8bit: the same, with moments that are float32 only while a step is"
         " made, and else bfloat16, or torchao's 8 bits with a scale for every 256: 4 and 2 bytes for each parameter instead of 8."
         " An average that a step changes by less than its rounding (0.4 % in bfloat16) stays: betas[1] is best 0.99 or less."
-        " muon: torch's Muon for the matrices of decoder layers (4 bytes), at AdamW's learning rates, and adamw for the rest."
+        " muon: torch's Muon for the matrices of decoder layers (4 bytes), at AdamW's learning rates, and adamw for the rest,"
+        " also for experts in one tensor."
         " The megatron engine has adamw; adapters always have it.",
     )
     muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Muon's decay rate of the average gradient.")

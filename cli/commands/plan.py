@@ -38,14 +38,14 @@ def run_report(path: Path, overrides: Sequence[str], **shown: Unpack[Shown]) -> 
     from weightlane.trainer.algorithms.composition import check_roles  # noqa: PLC0415 - for a run only
     from weightlane.trainer.dispatch.planned_placements import outlined_placements  # noqa: PLC0415 - for a run only, and needs an extra
     from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model  # noqa: PLC0415
-    from weightlane.trainer.engines.registry import training_engine_class  # noqa: PLC0415
+    from weightlane.trainer.engines.registry import check_trainer  # noqa: PLC0415
 
     from ..config.run_config import load_config, wire_dtype  # noqa: PLC0415
 
     config = load_config(path, overrides, runs_here=False)
     check_roles(config.algorithm, config.trainer, config.critic, config.reference)
     model = check_model_dir(find_model(config.model.path))
-    training_engine_class(config.trainer.engine).check(config.trainer, model.path)
+    check_trainer(config.trainer, model.path, here=False)
     facts = CheckpointEngineRegistry().engine_class(config.checkpoint_engine.backend).capabilities
     tensor_parallel = config.rollout.tensor_parallel
     ranks: Sequence[Any] = (None,) * tensor_parallel

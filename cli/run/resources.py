@@ -28,8 +28,10 @@ _OVERHEAD_BYTES = 2 << 30
 """Memory of a device that the CUDA context, communicators and libraries take."""
 _KV_BYTES = 1 << 30
 """Smallest KV cache with which serving is useful."""
-_STATE_BYTES = 16
-"""Bytes per parameter, over all ranks that share the model: float32 weight and gradient, and AdamW's two moments."""
+_TRAINED_BYTES = 8
+"""Bytes per parameter, over all ranks that share the model: float32 weight and gradient."""
+_MOMENT_BYTES = {"adamw_bf16": 4, "adamw_8bit": 3}
+"""Most bytes per parameter of the optimizer's moments, by its name. Others have two float32 moments, or fewer."""
 _ADAPTED_BYTES = 8
 """Most bytes per parameter with ``trainer.lora``: the weight, float32 unless the checkpoint has half precision, and the float32
 weight with the adapter added, which is published. Versions that are adapters do not need the latter."""
@@ -80,12 +82,13 @@ class Sizes:
         dtype = next(name for name in configured if name != "auto")
         version = parameters * dtype_of(dtype).itemsize
         share = staged = -(-version // config.rollout.tensor_parallel)
-        policy = _STATE_BYTES if config.trainer.lora is None else _ADAPTED_BYTES
+        trained = _TRAINED_BYTES + _MOMENT_BYTES.get(config.trainer.optimizer, 8)
+        policy = trained if config.trainer.lora is None else _ADAPTED_BYTES
         if config.rollout.adapter is not None:
             version = staged = adapter_elements(model.path, config.rollout.adapter) * dtype_of(dtype).itemsize
             policy = _FROZEN_BYTES
         bytes_of = {POLICY: policy, REFERENCE: _FROZEN_BYTES}
-        kept = {role: bytes_of.get(role, _STATE_BYTES) for role in role_names(config.algorithm)}
+        kept = {role: bytes_of.get(role, trained) for role in role_names(config.algorithm)}
         groups = config.rank_groups
         own = {name: -(-parameters * kept.pop(name) // group.ranks) for name, group in groups.items() if name in kept}
         state = max(kept.values()) if config.trainer.offload_roles else sum(kept.values())

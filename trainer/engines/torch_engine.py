@@ -36,7 +36,7 @@ TOP = ("top_tokens", "top_logprobs")
 
 
 class TorchEngine(TrainingEngine):
-    """A training engine whose ranks join torch.distributed's default group and step with AdamW.
+    """A training engine whose ranks join torch.distributed's default group.
 
     Subclasses set `_torn` while a step has changed some parameters and not yet the others. They also count `_step`.
     """
@@ -44,12 +44,6 @@ class TorchEngine(TrainingEngine):
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
         self._part = f"trainer rank {rank}"
-        if config.optimizer not in self.optimizers:
-            raise ConfigError(
-                f"trainer.optimizer is {config.optimizer}, and the engine {config.engine!r} has {', '.join(self.optimizers)}.",
-                part="trainer",
-                hint="Choose another optimizer, or trainer.engine=fsdp2.",
-            )
         self._device = self._choose_device()
         self._has_joined = self._owns_group = False
         self._torn = False

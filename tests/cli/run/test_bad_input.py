@@ -174,9 +174,9 @@ def test_resuming_needs_a_run_that_is_not_over_and_the_state_of_this_model(trial
         loop.write_text(json.dumps({"step": step, "stream": stream, "outstanding": []}))
         weights = load_file(trial.material.model / "model.safetensors") | change
         (state := trial.run_dir / f"state/step-{step}/trainer").mkdir(parents=True)
-        (state / "state.json").write_text('{"format": 2, "ranks": 1, "step": 2}')
+        (state / "state.json").write_text('{"format": 2, "state": "1", "ranks": 1, "step": 2, "steps": {}}')
         slices = {f"weight|{name}|{','.join('0' * each.ndim)}": each for name, each in weights.items() if each.numel()}
-        save_file(slices, state / "rank-00000.safetensors")
+        save_file(slices, state / "rank-00000.safetensors", {"state.json": "1"})
         trial.fails(ConfigError, f"does not fit this model: {says}", resume=True)
     loop.write_text("{}")
     trial.fails(ConfigError, "loop state is damaged", resume=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from engine_ranks import TRAINER, VOCAB, Teams
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from waiting import NEVER_S
 
@@ -21,6 +23,7 @@ from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf import rank_rounds
 from weightlane.trainer.engines.hf.model_dir import check_model_dir, find_model
+from weightlane.trainer.engines.hf.training_state import check_state
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +51,41 @@ def shards(model: Path) -> list[Path]:
     found = sorted(model.glob("*.safetensors"))
     assert len(found) > 1
     return found
+
+
+STATE = {"format": 2, "state": "own", "ranks": 2, "step": 3, "steps": {}}
+HALVES = [{"weight|w|0,0": torch.ones(2, 3), "exp_avg|w|0,0": torch.ones(2, 3)}, {"weight|w|2,0": torch.ones(1, 3)}]
+
+
+@pytest.mark.parametrize(
+    ("about", "files", "says"),
+    [
+        ({}, [{}, {}], "it lacks exp_avg of w"),  # nothing is wrong with it but that
+        ({}, [{}, None], "rank-00001.safetensors is missing or cut off"),
+        ({}, [{}, {"weight|w|2,0": None, "weight|w|3,0": torch.ones(1, 3)}], "some of weight of w is missing"),
+        ({}, [{}, {"weight|w|2,0": None, "weight|w|-2,0": torch.ones(1, 3)}], "begins before its first element"),
+        ({}, [{}, {"weight|w|2": torch.ones(1, 3)}], "damaged"),
+        ({}, [{}, {"weight|w|x,y": torch.ones(1, 3)}], "damaged"),
+        ({}, [{}, {"weight|v|w|0": torch.ones(1)}], "unexpected keys v|w"),
+        ({}, [{}, {"weight|scalar|": torch.ones(())}], "unexpected keys scalar"),
+        ({"state": "another"}, [{}, {}], "rank-00000.safetensors is of another state"),
+        ({"ranks": float("inf")}, [{}, {}], "damaged"),
+        ({"step": 10**40}, [{}, {}], "after"),
+        ({"step": -1}, [{}, {}], "after -1 steps"),
+        ({"format": 1}, [{}, {}], "its format is 1, not 2"),
+        ({"steps": []}, [{}, {}], "damaged"),
+    ],
+)
+def test_a_damaged_state_or_one_of_another_optimizer_is_refused_in_words_before_anything_is_read(
+    tmp_path: Path, about: dict[str, Any], files: list[dict[str, torch.Tensor | None] | None], says: str
+) -> None:
+    (tmp_path / "state.json").write_text(json.dumps({**STATE, **about}))
+    for rank, (half, change) in enumerate(zip(HALVES, files, strict=True)):
+        if change is not None:
+            tensors = {key: tensor for key, tensor in {**half, **change}.items() if tensor is not None}
+            save_file(tensors, tmp_path / f"rank-0000{rank}.safetensors", {"state.json": "own"})
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        check_state(tmp_path, {"w": (3, 3)}, {"w": ["exp_avg"]})
 
 
 def test_a_good_directory_is_described(template: Path) -> None:

@@ -147,9 +147,9 @@ def test_joint_jobs_share_one_pass_and_each_fails_by_its_own_error(
     passes: list[int] = []
     run_model = Fsdp2Engine._answer
 
-    def counted(self: Fsdp2Engine, micro: Any, query: Any) -> Any:
-        passes.append(len(micro.tokens))
-        return run_model(self, micro, query)
+    def counted(self: Fsdp2Engine, layout: Any, query: Any) -> Any:
+        passes.append(len(layout.micro.tokens))
+        return run_model(self, layout, query)
 
     monkeypatch.setattr(Fsdp2Engine, "_answer", counted)
     batches = {name: make_batch(number) for number, name in enumerate("abc")}

@@ -89,4 +89,17 @@ def valued(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
     )
 
 
-LOSSES: dict[str, Any] = {"sft": sft, "policy": dual_clip(AlgorithmConfig()), "mixed": mixed, "valued": valued}
+@needs("hidden")
+def headless(outputs: ModelOutputs, micro: MicroBatch) -> LossOutput:
+    """A term of the hidden states, so that the head has no gradient."""
+    hidden = outputs.required("hidden")[micro.mask].float()
+    return LossOutput({"loss": LossTerm((hidden * torch.linspace(-1, 1, hidden.shape[1])).sum(), 70.0)})
+
+
+LOSSES: dict[str, Any] = {
+    "sft": sft,
+    "policy": dual_clip(AlgorithmConfig()),
+    "mixed": mixed,
+    "valued": valued,
+    "headless": headless,
+}

@@ -84,10 +84,16 @@ class TrainingEngine(ABC):
             world: number of trainer ranks.
             rendezvous: host and port where rank 0 serves the ranks' store; not used when torch.distributed is initialised.
 
-        Raises `ConfigError` for ``trainer.lora`` in an engine that has no adapters.
+        Raises `ConfigError` for ``trainer.lora`` in an engine that has no adapters, and for an optimizer that it lacks.
         """
         if config.lora is not None and not self.has_adapters:
             raise self.without_adapters("trainer.lora")
+        if config.optimizer not in self.optimizers:
+            raise ConfigError(
+                f"trainer.optimizer is {config.optimizer}, and the engine {config.engine!r} has {', '.join(self.optimizers)}.",
+                part="trainer",
+                hint="Choose another optimizer, or trainer.engine=fsdp2.",
+            )
         self.config = config
         self.rank = rank
         self.world = world

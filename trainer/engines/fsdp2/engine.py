@@ -44,7 +44,7 @@ from .loading import (
 )
 from .lora import Fsdp2Adapted
 from .mesh import RankMesh
-from .optimizers import check_optimizer, is_matrix
+from .optimizers import check_optimizer, is_matrix, moment_names
 from .partwise_optimizer import PartwiseOptimizer
 from .shards import checkpoint_tensors, local_shards
 from .state import resume, save
@@ -72,8 +72,11 @@ class Fsdp2Engine(AdaptedEngine):
         check_optimizer(config)
         model = checked_model(config, model_dir)
         if state is not None:
-            runs = checkpoint_runs(model, checkpoint_tensors(model))
-            check_state(state, {run.name: run.shape for run in runs})
+            runs, matrices = checkpoint_runs(model, checkpoint_tensors(model)), _matrices(model)
+            parameters = {name for name, _ in model.named_parameters()} if config.trains_weights else set()
+            trained = [run for run in runs if run.source in parameters]
+            moments = {run.name: moment_names(config, run.source, matrices) for run in trained}
+            check_state(state, {run.name: run.shape for run in runs}, moments)
             check_adapters(state, config)
 
     def setup(self, model_dir: Path, seed: int) -> None:
@@ -109,9 +112,7 @@ class Fsdp2Engine(AdaptedEngine):
             read_slices(model_dir, self._runs, checkpoint_tensors(model))
         trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self._parameters = list(trained.values())
-        inside = {parameter for layer in decoder_layers(model) for parameter in layer.parameters()}
-        matrices = {name for name, parameter in trained.items() if parameter in inside and is_matrix(parameter)}
-        self._optimizer = PartwiseOptimizer(self.config, trained, matrices, self._runs)
+        self._optimizer = PartwiseOptimizer(self.config, trained, _matrices(model), self._runs)
         self._adapt(model)
 
     def outline(self, model_dir: Path) -> None:
@@ -200,7 +201,8 @@ class Fsdp2Engine(AdaptedEngine):
             self._torn = True
 
         try:
-            self._optimizer.step(params, about_to_change)
+            with self._collective("the matrices of the other ranks"):  # which Muon gathers
+                self._optimizer.step(params, about_to_change)
         except BaseException:
             self._clear_gradients()  # they are clipped already, so no more may be accumulated
             raise
@@ -319,3 +321,9 @@ class Fsdp2Engine(AdaptedEngine):
     def _shares_here(self) -> bool:
         """Whether shared prefixes are computed once. With dropout, every sequence drops other activations of a prefix."""
         return self._shares and not (self._dropout and torch.is_grad_enabled())
+
+
+def _matrices(model: torch.nn.Module) -> set[str]:
+    """Return the names of the matrices inside decoder layers, which Muon takes."""
+    inside = {parameter for layer in decoder_layers(model) for parameter in layer.parameters()}
+    return {name for name, each in model.named_parameters() if each in inside and is_matrix(each)}

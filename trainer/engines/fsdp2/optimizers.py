@@ -20,6 +20,8 @@ _MUON_RATE = 0.2
 dimension (arXiv 2502.16982, equation 4; torch's ``match_rms_adamw``)."""
 _MATRIX = 2
 """Dimensions of what Muon steps."""
+_CONVERTED = 1 << 20
+"""Elements that are converted to 8 bits, or from them, at a time."""
 _BLOCK = 256
 """Elements of a moment that share a scale in 8 bits; the memory of a moment that they do not divide stays float32."""
 
@@ -79,21 +81,22 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # torch's takes closures
         """Step every parameter that has a gradient."""
         del closure
-        for parameter, held in self._held.items():
+        stepped = {parameter: held for parameter, held in self._held.items() if parameter.grad is not None}
+        for parameter, held in stepped.items():
             for key, moment in held.items():
                 self.state[parameter][key] = wide = torch.empty_like(parameter, requires_grad=False)
-                _local(wide).copy_(moment)
+                _copy(moment, _local(wide))
         super().step()
-        for parameter, held in self._held.items():
+        for parameter, held in stepped.items():
             for key, moment in held.items():
-                moment.copy_(_local(self.state[parameter].pop(key)))
+                _copy(_local(self.state[parameter].pop(key)), moment)
 
 
 class Muon(torch.optim.Optimizer):
     """torch's Muon with the learning rates of AdamW, over sharded matrices: each is orthogonalised whole, on every rank.
 
     The same gradients then give the same step, bit for bit, on any number of ranks. torch's own, over ``DTensor``s, would round
-    differently and communicate at every iteration.
+    differently and communicate at every iteration. A step is collective, so a rank that fails before it lets the others wait.
     """
 
     def __init__(self, config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -145,6 +148,11 @@ class Muon(torch.optim.Optimizer):
                 parameter.add_(whole, alpha=-rate)
 
 
+def moment_names(config: TrainerConfig, name: str, matrices: Collection[str]) -> tuple[str, ...]:
+    """Return torch's names for the moments of parameter `name`."""
+    return ("momentum_buffer",) if config.optimizer == "muon" and name in matrices else MOMENTS
+
+
 def is_matrix(parameter: torch.nn.Parameter) -> bool:
     """Return whether Muon can step `parameter`. It cannot step several experts in one tensor."""
     return parameter.ndim == _MATRIX
@@ -161,7 +169,7 @@ def check_optimizer(config: TrainerConfig) -> None:
 
 
 def _in_8_bits(moment: torch.Tensor, key: str) -> torch.Tensor:
-    if moment.numel() % _BLOCK or not moment.numel():
+    if moment.numel() % _BLOCK or not moment.numel() or not moment.is_contiguous():
         return moment
     from torchao.optim.subclass_8bit import OptimState8bit  # noqa: PLC0415 - optional
 
@@ -185,16 +193,42 @@ def _compress(values: torch.Tensor, moment: Any) -> None:
     """
     from torchao.optim.quant_utils import dequant_with_qmap, quantize_8bit_with_qmap  # noqa: PLC0415 - optional
 
-    moment.copy_(values)
-    blocks = values.reshape(-1, _BLOCK)
-    largest = blocks.abs().amax(-1)
-    before = largest / moment.qmap.min().abs() if moment.qmap.min() < 0 else largest
-    above, below = torch.full_like(before, torch.inf), torch.zeros_like(before)
-    for scale in (before, torch.nextafter(before, above), torch.nextafter(before, below), largest):
-        codes = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
-        same = (dequant_with_qmap(codes, moment.qmap, scale).view_as(blocks) == blocks).all(-1)
-        moment.codes.view_as(blocks)[same] = codes.view_as(blocks)[same]
-        moment.scale[same] = scale[same]
+    lowest = moment.qmap.min().abs()
+    for values_part, part in _parts(values, moment):
+        part.copy_(values_part)
+        blocks = values_part.view(-1, _BLOCK)
+        largest = blocks.abs().amax(-1)
+        before = largest / lowest if moment.signed else largest
+        above, below = torch.full_like(before, torch.inf), torch.zeros_like(before)
+        for scale in (before, torch.nextafter(before, above), torch.nextafter(before, below), largest):
+            codes = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
+            same = (dequant_with_qmap(codes, moment.qmap, scale).view_as(blocks) == blocks).all(-1)
+            part.codes.view_as(blocks)[same] = codes.view_as(blocks)[same]
+            part.scale[same] = scale[same]
+
+
+def _parts(*moments: torch.Tensor) -> Iterable[tuple[Any, ...]]:
+    """Split flattened tensors, of which some may be in 8 bits, since torchao takes 48 bytes for each element that it converts."""
+    for first in range(0, moments[0].numel(), _CONVERTED):
+        yield tuple(_part(moment, first, first + _CONVERTED) for moment in moments)
+
+
+def _part(moment: Any, first: int, last: int) -> torch.Tensor:
+    if not _is_in_8_bits(moment):
+        part: torch.Tensor = moment.view(-1)[first:last]
+        return part
+    codes, scale = moment.codes.view(-1)[first:last], moment.scale[first // _BLOCK : last // _BLOCK]
+    held: torch.Tensor = type(moment)(codes, scale, moment.qmap, moment.signed, moment.dtype)
+    return held
+
+
+def _copy(source: torch.Tensor, into: torch.Tensor) -> None:
+    """Copy a moment, of which either may be in 8 bits."""
+    if not (_is_in_8_bits(source) or _is_in_8_bits(into)):
+        into.copy_(source)
+        return
+    for source_part, into_part in _parts(source, into):
+        into_part.copy_(source_part.dequantize() if _is_in_8_bits(source_part) else source_part)
 
 
 def _is_in_8_bits(moment: torch.Tensor) -> bool:
@@ -202,7 +236,11 @@ def _is_in_8_bits(moment: torch.Tensor) -> bool:
 
 
 def _plain(moment: torch.Tensor) -> torch.Tensor:
-    return moment.dequantize().cpu() if _is_in_8_bits(moment) else moment
+    if not _is_in_8_bits(moment):
+        return moment
+    plain = torch.empty(moment.shape)
+    _copy(moment, plain)
+    return plain
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,9 @@ def save(
     write_beside: Callable[[Path], None],
 ) -> None:
     """Implement `TrainingEngine.save` for a model whose checkpoint tensors are `runs` of `tensors`. See `save_state`."""
-    save_state(directory, _slices(runs, tensors, optimizer), step, rank, device, write_beside)
+    steps = _steps(optimizer)
+    behind = {run.name: steps[run.source] for run in runs if steps.get(run.source, step) != step}
+    save_state(directory, _slices(runs, tensors, optimizer), step, rank, device, write_beside, behind)
 
 
 def resume(
@@ -55,15 +57,24 @@ def resume(
     else:
         shapes = {run.name: run.shape for run in runs}
         slices = _slices(runs, tensors, optimizer_state)
-        step = load_state(directory, shapes, slices, rank, device, optimizer=optimizer)
+        step, steps = load_state(directory, shapes, slices, rank, device, optimizer=optimizer)
     if not optimizer:
-        step = 0
-    for key, tensor in (each for state in optimizer_state.values() for each in state.items()):
-        if key == _STEP:
-            tensor.fill_(step)
-        elif not optimizer:
-            tensor.zero_()
+        step, steps = 0, {}
+    counts = {run.source: steps.get(run.name, step) for run in runs}
+    for source, state in optimizer_state.items():
+        for key, tensor in state.items():
+            if key == _STEP:
+                tensor.fill_(counts[source])
+            elif not optimizer:
+                tensor.zero_()
     return step
+
+
+def _steps(optimizer: OptimizerState) -> dict[str, int]:
+    """Return the steps in which each parameter had a gradient, by in-memory name, for optimizers that count them."""
+    counted = [source for source, state in optimizer.items() if _STEP in state]
+    counts = torch.stack([optimizer[source][_STEP] for source in counted]).tolist() if counted else []
+    return dict(zip(counted, map(int, counts), strict=True))
 
 
 def _slices(

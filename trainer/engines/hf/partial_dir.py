@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -60,17 +60,18 @@ def write_together(
 ) -> None:
     """Write a directory under its temporary name, then rename it. Collective.
 
-    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`. After a failure, also
-    of the machine, the directory is complete or absent.
+    Every rank calls `write`, which is collective, with the temporary directory; then rank 0 calls `finish`. After a failure the
+    directory is complete or absent, also after one of a machine if each rank has called `to_disk` for what it wrote.
     """
     partial = partial_name(directory)
 
     def last() -> None:
         finish(partial)
         for path in (*partial.iterdir(), partial):
-            _to_disk(path)
+            to_disk(path)
         partial.rename(directory)
-        _to_disk(directory.parent)
+        with suppress(OSError):  # the directory is there, and complete
+            to_disk(directory.parent)
 
     write_on_rank_zero(lambda: make_partial(directory), directory, rank, device)
     try:
@@ -82,7 +83,7 @@ def write_together(
         raise
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
     """Wait until a file's contents, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

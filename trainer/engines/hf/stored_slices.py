@@ -59,10 +59,6 @@ class SliceReader:
                 copy_exactly(tensor, there, name)
             self._mapped += tensor.nbytes
 
-    def holds(self, name: str, box: Box) -> bool:
-        """Return whether files hold all elements `box` of tensor `name`."""
-        return not sources_of(box, self._held(name))[1]
-
     def _held(self, name: str) -> list[tuple[StoredSlice, Box]]:
         return [(stored, stored.box) for stored in self._stored.get(name, ())]
 
@@ -113,14 +109,6 @@ def hf_tensors(model_dir: Path) -> dict[str, StoredSlice]:
         for file, tensors in weight_headers(model_dir).items()
         for key, item in tensors.items()
     }
-
-
-def shapes_in(file: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """List key and shape of every tensor in a safetensors file. Raises `StorageError` if it cannot be read."""
-    from safetensors import safe_open  # noqa: PLC0415 - optional
-
-    with storage_errors("read", file), safe_open(file, framework="pt") as opened:
-        return [(key, tuple(opened.get_slice(key).get_shape())) for key in opened.keys()]  # noqa: SIM118 - not a dict
 
 
 def refuse_other_state(

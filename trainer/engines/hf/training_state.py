@@ -8,7 +8,8 @@ therefore be read by any engine on any number of ranks in any layout, and nothin
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +24,14 @@ from ..rank_collectives import on_every_rank, share_json
 from .export import ExportedModel, export_alone
 from .model_dir import kept_types
 from .names import CheckpointRun
-from .partial_dir import PART, storage_errors, write_together
-from .stored_slices import SliceReader, StoredSlice, refuse_other_state, shapes_in
+from .partial_dir import PART, storage_errors, to_disk, write_together
+from .stored_slices import SliceReader, StoredSlice, refuse_other_state, sources_of
 
 _STATE = "state.json"
 _FORMAT = 2
 _WEIGHT, _RANDOM = "weight", "random"
+_MOST = 2**31
+"""More steps or ranks than any state has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,16 @@ def save_state(
     rank: int,
     device: torch.device,
     write_beside: Callable[[Path], None],
+    steps: Mapping[str, int] | None = None,
 ) -> None:
-    """Write the state, with the other files of it that `write_beside` writes into its directory on rank 0. Collective."""
+    """Write the state, with the other files of it that `write_beside` writes into its directory on rank 0. Collective.
+
+    `steps` has the optimizer steps of checkpoint tensors that were changed in fewer than `step`. A rank needs memory for a copy
+    of its part on the CPU, if it is elsewhere.
+    """
     from safetensors.torch import save_file  # noqa: PLC0415 - optional
 
-    world, owned = _owned(slices, rank, device)
+    token, world, owned = _owned(slices, rank, device)
 
     def write(partial: Path) -> None:
         tensors = {f"{_RANDOM}|{name}|": state for name, state in _random_state().items()}
@@ -69,12 +77,14 @@ def save_state(
                 for kind, tensor in piece.kinds():
                     key = f"{kind}|{piece.name}|{','.join(map(str, piece.box.starts))}"
                     tensors[key] = tensor.detach().cpu().contiguous()
+        file = partial / _file_name(rank)
         with storage_errors("written", directory):
-            save_file(tensors, partial / _file_name(rank))
+            save_file(tensors, file, {_STATE: token})
+            to_disk(file)
 
     def finish(partial: Path) -> None:
         write_beside(partial)
-        about = {"format": _FORMAT, "ranks": world, "step": step}
+        about = {"format": _FORMAT, "state": token, "ranks": world, "step": step, "steps": dict(steps or {})}
         (partial / _STATE).write_text(json.dumps(about, indent=1), encoding="utf-8")
 
     write_together(directory, lambda partial: on_every_rank(lambda: write(partial), device, PART), finish, rank, device)
@@ -88,10 +98,10 @@ def load_state(
     device: torch.device,
     *,
     optimizer: bool,
-) -> int:
+) -> tuple[int, Mapping[str, int]]:
     """Fill weights and, with `optimizer`, moments from a state of `save_state`, and restore this rank's random state. Collective.
 
-    Returns the step.
+    Returns ``step`` and ``steps`` of `save_state`.
 
     Raises `ConfigError`, with nothing filled on any rank, when the state is not one of a model with exactly the tensors `shapes`.
     """
@@ -102,14 +112,7 @@ def load_state(
 
     def check() -> None:
         saved = _SavedState.read(directory)
-        refuse_other_state(directory, saved.shapes, shapes)
-        with SliceReader(saved.stored) as reader:
-            if lacking := next((name for name, box, _ in wanted if not reader.holds(name, box)), None):
-                raise ConfigError(
-                    f"the training state in {directory} does not fit this model: it lacks some of {lacking}.",
-                    part=PART,
-                    hint="Check model and path, and that trainer.optimizer, trainer.frozen and trainer.lora are as they were.",
-                )
+        saved.refuse_other(directory, shapes, {name for name, _, _ in wanted})
         found.append(saved)
 
     def read() -> None:
@@ -121,12 +124,16 @@ def load_state(
     on_every_rank(check, device, PART)  # before any rank reads
     (saved,) = found
     on_every_rank(read, device, PART)
-    return saved.step
+    return saved.step, saved.steps
 
 
-def check_state(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise the `ConfigError` with which `load_state` would refuse `directory`. Reads headers; not collective."""
-    refuse_other_state(directory, _SavedState.read(directory).shapes, shapes)
+def check_state(directory: Path, shapes: Mapping[str, tuple[int, ...]], moments: Mapping[str, Collection[str]]) -> None:
+    """Raise the `ConfigError` with which `load_state` would refuse `directory`. Reads headers; not collective.
+
+    `moments` are those of each trained checkpoint tensor.
+    """
+    wanted = {f"{kind}|{name}" for name, kinds in moments.items() for kind in kinds if 0 not in shapes[name]}
+    _SavedState.read(directory).refuse_other(directory, shapes, wanted)
 
 
 def export_saved(
@@ -144,7 +151,7 @@ def export_saved(
     `tensors`, and what is written of it.
     """
     saved = _SavedState.read(state)
-    refuse_other_state(state, saved.shapes, {run.name: run.shape for run in runs})
+    saved.refuse_other(state, {run.name: run.shape for run in runs}, ())
     kept, own = kept_types(about.model_dir, (run.name for run in runs)), {run.name: run for run in runs}
     parts: dict[str, list[CheckpointRun]] = {}
     for run in runs:
@@ -180,58 +187,105 @@ class _SavedState:
     """A saved state as far as it is known without reading weights."""
 
     step: int
+    steps: Mapping[str, int]
     stored: Mapping[str, Sequence[StoredSlice]]
     """All slices by ``kind|name``."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """The shape of each of these tensors, of which all elements are there."""
 
     @classmethod
     def read(cls, directory: Path) -> _SavedState:
-        """Read ``state.json``, and the headers of all files. Raises `ConfigError` for no state of `save_state`."""
+        """Read ``state.json``, and the headers of all files. Raises `ConfigError` for what is no whole state of `save_state`."""
         try:
-            about = json.loads((directory / _STATE).read_text(encoding="utf-8"))
-            found, ranks, step = about["format"], int(about["ranks"]), int(about["step"])
+            return cls._read(directory)
         except FileNotFoundError:
+            older = (directory / ".metadata").is_file()  # torch.distributed.checkpoint's
             raise ConfigError(
-                f"{directory} holds no saved training state.", part=PART, hint="Check the path."
-            ) from None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as cause:
-            raise ConfigError(
-                f"the training state in {directory} is not one that weightlane wrote: {cause}.", part=PART
-            ) from cause
-        if found != _FORMAT:
-            raise ConfigError(
-                f"the training state in {directory} has format {found}.",
+                f"{directory} holds {'a training state of an earlier version' if older else 'no saved training state'}.",
                 part=PART,
-                hint=f"This version of weightlane reads format {_FORMAT}.",
-            )
+                hint="Export a model with that version, and begin with it." if older else "Check the path.",
+            ) from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as cause:
+            raise ConfigError(
+                f"the training state in {directory} is damaged, or not one that weightlane wrote: {cause}.",
+                part=PART,
+                hint="Go back to an earlier state.",
+            ) from cause
+
+    @classmethod
+    def _read(cls, directory: Path) -> _SavedState:
+        about = json.loads((directory / _STATE).read_text(encoding="utf-8"))
+        if about["format"] != _FORMAT:
+            raise ValueError(f"its format is {about['format']}, not {_FORMAT}")
+        ranks, step = int(about["ranks"]), int(about["step"])
+        steps = {str(name): int(count) for name, count in about["steps"].items()}
+        if not (0 < ranks < _MOST and all(0 <= count < _MOST for count in (step, *steps.values()))):
+            raise ValueError(f"it is of {ranks} ranks after {step} steps")
         stored: dict[str, list[StoredSlice]] = {}
         for file in map(directory.joinpath, map(_file_name, range(ranks))):
-            for key, shape in shapes_in(file):
-                kind, name, starts = key.split("|")
-                if kind != _RANDOM:
-                    box = Box(tuple(int(start) for start in starts.split(",") if start), shape)
-                    stored.setdefault(f"{kind}|{name}", []).append(StoredSlice(box, file, key))
-        return cls(step, stored)
+            for key, box in _slices_in(file, about["state"]):
+                stored.setdefault(key, []).append(StoredSlice(box, file, f"{key}|{','.join(map(str, box.starts))}"))
+        return cls(step, steps, stored, {key: _shape(key, slices) for key, slices in stored.items()})
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each checkpoint tensor."""
-        kinds = {key: key.split("|") for key in self.stored}
-        return {
-            name: tuple(map(max, zip(*(piece.box.stops for piece in self.stored[key]), strict=True)))
-            for key, (kind, name) in kinds.items()
-            if kind == _WEIGHT
+    def refuse_other(self, directory: Path, shapes: Mapping[str, tuple[int, ...]], kinds: Collection[str]) -> None:
+        """Raise `ConfigError` unless the state has exactly the weights `shapes`, and, as ``kind|name``, what `kinds` lists."""
+        weights = {
+            key.removeprefix(f"{_WEIGHT}|"): shape
+            for key, shape in self.shapes.items()
+            if key.startswith(f"{_WEIGHT}|")
         }
+        refuse_other_state(directory, weights, {name: shape for name, shape in shapes.items() if 0 not in shape})
+        for key in sorted(kinds):
+            if self.shapes.get(key) != shapes[key.partition("|")[2]]:
+                raise ConfigError(
+                    f"the training state in {directory} does not fit this model: it lacks {key.replace('|', ' of ', 1)}.",
+                    part=PART,
+                    hint="Check model and path, and that trainer.optimizer, trainer.frozen and trainer.lora are as they were.",
+                )
+
+
+def _slices_in(file: Path, token: str) -> Iterator[tuple[str, Box]]:
+    """Yield ``kind|name`` and the place of each slice in a file of the state `token`. Raises `ValueError` for another file."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - optional
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            if (opened.metadata() or {}).get(_STATE) != token:
+                raise ValueError(f"{file.name} is of another state")
+            for key in opened.keys():  # noqa: SIM118 - not a dict
+                kind, _, rest = key.partition("|")
+                name, _, starts = rest.rpartition("|")
+                if kind != _RANDOM:
+                    box = Box(
+                        tuple(map(int, starts.split(","))) if starts else (), tuple(opened.get_slice(key).get_shape())
+                    )
+                    yield f"{kind}|{name}", box
+    except (OSError, SafetensorError) as cause:
+        raise ValueError(f"{file.name} is missing or cut off: {cause}") from cause
+
+
+def _shape(key: str, slices: Sequence[StoredSlice]) -> tuple[int, ...]:
+    """Return the shape of the tensor with these slices. Raises `ValueError` if they are no tensor, or not all of one."""
+    shape = tuple(map(max, zip(*(piece.box.stops for piece in slices), strict=True)))
+    if any(start < 0 for piece in slices for start in piece.box.starts):
+        raise ValueError(f"{key} begins before its first element")
+    if sources_of(Box.whole(shape), ((piece, piece.box) for piece in slices))[1]:
+        raise ValueError(f"some of {key.replace('|', ' of ', 1)} is missing")
+    return shape
 
 
 def _file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def _owned(slices: Sequence[TrainedSlice], rank: int, device: torch.device) -> tuple[int, list[bool]]:
-    """Return the number of ranks, and for each slice whether this is the first that holds it: replicas are written once."""
-    held = share_json([[piece.name, piece.box.to_plain()] for piece in slices], device)
-    before = {f"{name} {plain}" for described in held[:rank] for name, plain in described}
-    return len(held), [f"{name} {plain}" not in before for name, plain in held[rank]]
+def _owned(slices: Sequence[TrainedSlice], rank: int, device: torch.device) -> tuple[str, int, list[bool]]:
+    """Return a name for a state, the number of ranks, and for each slice whether this is the first rank that holds it.
+
+    Replicas are written once.
+    """
+    told = share_json([uuid.uuid4().hex, [[piece.name, piece.box.to_plain()] for piece in slices]], device)
+    before = {f"{name} {plain}" for _, described in told[:rank] for name, plain in described}
+    return told[0][0], len(told), [f"{name} {plain}" not in before for name, plain in told[rank][1]]
 
 
 def _random_state() -> dict[str, torch.Tensor]:

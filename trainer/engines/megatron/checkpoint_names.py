@@ -127,7 +127,7 @@ def checkpoint_shapes(model: CheckpointShape) -> dict[str, tuple[int, ...]]:
         if model.has_experts(index):
             shapes[f"{layer}.mlp.gate.weight"] = (model.experts, hidden)
             if model.expert_bias:
-                shapes[f"{layer}.mlp.{_EXPERT_BIAS}"] = (model.experts,)
+                shapes[f"{layer}.mlp.{EXPERT_BIAS}"] = (model.experts,)
             for expert in range(model.experts):
                 feed_forward(f"{layer}.mlp.experts.{expert}", model.expert_intermediate)
             if model.shared_intermediate:
@@ -208,7 +208,7 @@ def _layer_pieces(
     raise KeyError(inner)
 
 
-_EXPERT_BIAS = "gate.e_score_correction_bias"
+EXPERT_BIAS = "gate.e_score_correction_bias"
 
 
 _WHOLE = {
@@ -217,7 +217,7 @@ _WHOLE = {
     "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",
     "self_attention.k_layernorm.weight": "self_attn.k_norm.weight",
     "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": f"mlp.{_EXPERT_BIAS}",
+    "mlp.router.expert_bias": f"mlp.{EXPERT_BIAS}",
 }
 """Tensors of a layer that every tensor parallel rank holds in full, and their names in the checkpoint."""
 

@@ -195,7 +195,8 @@ class MegatronEngine(AdaptedEngine):
             load_model(directory, self._facts.shape, *state, self._device)
             optimizer = False
         else:
-            step = load_state(directory, *state, self.rank, self._device, optimizer=optimizer)
+            # megatron-core's optimizers have a gradient for every weight in every step.
+            step, _ = load_state(directory, *state, self.rank, self._device, optimizer=optimizer)
         if not optimizer:
             step = 0
             forget_moments(self._slices)

@@ -13,8 +13,9 @@ from ..hf.partial_dir import PART
 from ..hf.stored_slices import SliceReader, StoredSlice, hf_tensors, misfit, refuse_weights
 from ..hf.training_state import TrainedSlice, check_state
 from ..lora.saved import check_adapters
+from ..optimizer_settings import MOMENTS
 from ..rank_collectives import on_every_rank
-from .checkpoint_names import HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
+from .checkpoint_names import EXPERT_BIAS, HEAD, VALUE_HEAD, CheckpointShape, checkpoint_shapes
 
 
 def load_model(
@@ -50,7 +51,9 @@ def check_files(config: TrainerConfig, model_dir: Path, model: CheckpointShape, 
     """
     _fitting_tensors(model_dir, model, checkpoint_shapes(model))
     if state is not None:
-        check_state(state, checkpoint_shapes(model))
+        shapes = checkpoint_shapes(model)
+        trained = [name for name in shapes if config.trains_weights and not name.endswith(EXPERT_BIAS)]
+        check_state(state, shapes, dict.fromkeys(trained, MOMENTS))
         check_adapters(state, config)
 
 
