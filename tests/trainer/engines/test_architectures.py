@@ -87,7 +87,10 @@ def check_policy(kind: Kind, path: Path) -> None:
     random_of = torch.Generator().manual_seed(1)
     drawn = [torch.randint(3, VOCAB, (length + 1,), generator=random_of) for length in LENGTHS]
     micro = MicroBatch.of([TokenSequence(tokens[:-1], tokens[1:]) for tokens in drawn])
-    layout = Layout.packed([micro]) if packs else Layout.padded(micro)
+    layout = Layout.packed([micro], share=True) if packs else Layout.padded(micro)
+    if packs:
+        assert torch.equal(layout.inputs["input_ids"][0], micro.tokens), "they share nothing, so nothing changes"
+        assert torch.equal(layout.places, torch.arange(len(micro.tokens)))
     with torch.no_grad():
         found = model(
             HeadQuery(PassQuery(torch.arange(len(micro.tokens)), entropy=True), micro, layout.places), **layout.inputs
