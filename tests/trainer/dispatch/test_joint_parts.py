@@ -58,8 +58,9 @@ def test_parts_of_several_adapters_are_computed_together_as_separately(
     for key, (answer, norm, tensors) in wanted.items():
         assert found[key][1] == pytest.approx(norm, rel=2e-6)
         joint = found[key][0].metrics
-        assert joint == pytest.approx({**answer.metrics, "packed_tokens": joint["packed_tokens"]}, rel=1e-5, abs=1e-5)
-        assert joint["packed_tokens"] <= joint["read_tokens"]
+        computed = {name: joint[name] for name in ("packed_tokens",) if name in joint}  # depends on what is joined
+        assert joint == pytest.approx({**answer.metrics, **computed}, rel=1e-5, abs=1e-5)
+        assert joint.get("packed_tokens", 0) <= joint.get("read_tokens", 0)
         for one, other in zip(answer.outputs, found[key][0].outputs, strict=True):
             assert torch.allclose(one["logprobs"], other["logprobs"], rtol=0, atol=1e-5)
         for kind in ("exp_avg", "adapter_model"):
