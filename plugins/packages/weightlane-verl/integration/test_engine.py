@@ -205,7 +205,7 @@ def test_the_configuration_of_the_readme_makes_the_engine() -> None:
         ({"options": {"socket_dri": "/tmp"}}, ConfigError, "socket_dri"),
         ({"timeout_s": 0}, ConfigError, "timeout_s is 0"),
         ({"bucket_mib": 0}, ConfigError, "bucket_mib is 0"),
-        ({"enigne": "shm"}, TypeError, "enigne"),
+        ({"enigne": "shm"}, ConfigError, r"no key enigne.*keys are engine, options, bucket_mib, timeout_s, cache\."),
     ],
     ids=str,
 )

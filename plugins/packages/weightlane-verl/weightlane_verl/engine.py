@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import secrets
 import socket
@@ -48,10 +49,11 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
         timeout_s: Longest time in seconds to connect, and for one bucket, including the time in which the trainer gathers its
             tensors and the rollouts load them.
         cache: Whether rollout workers receive a version in full before they yield its first tensor, and keep it in host memory
-            for `get_weights`. The rollout's weights are then never a mix of two versions because of a transfer that failed.
+            for `get_weights`. A worker's weights are then never a mix of two versions because of a transfer that failed.
+        **unknown: Keys that do not exist. They are refused here, since verl passes on what its configuration has.
 
     Raises:
-        ConfigError: A value is not possible, or the engine carries no host memory.
+        ConfigError: A key does not exist, a value is not possible, or the engine carries no host memory.
         RegistryError: There is no such engine, or it cannot be loaded.
         EngineUnavailableError: The engine cannot run on this machine.
     """
@@ -66,9 +68,18 @@ class WeightlaneCheckpointEngine(CheckpointEngineWithCache):  # type: ignore[mis
         bucket_mib: float = 32,
         timeout_s: float = 120,
         cache: bool = False,
+        **unknown: object,
     ) -> None:
         role = "trainer" if is_master else "rollout"
         self._part = f"{role}-{socket.gethostname()}-{os.getpid()}.{secrets.token_hex(2)}"
+        if unknown:
+            arguments = inspect.signature(WeightlaneCheckpointEngine).parameters.values()
+            keys = ", ".join(each.name for each in arguments if each.kind is each.KEYWORD_ONLY)
+            raise ConfigError(
+                f"engine_kwargs.weightlane has no key {', '.join(unknown)}.",
+                part=self._part,
+                hint=f"Its keys are {keys}.",
+            )
         self._is_master, self._timeout_s, self._cache = is_master, timeout_s, cache
         self._bucket_bytes = int(min(bucket_size, bucket_mib * (1 << 20))) // 64 * 64
         if self._bucket_bytes <= 0 or not timeout_s > 0:
