@@ -30,10 +30,8 @@ def optimizers_of(
     config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter], matrices: Collection[str]
 ) -> list[AdamW | Muon]:
     """Return those that step `parameters`, by in-memory name; `matrices` names what Muon takes if it is asked for."""
-    if config.optimizer != "muon":
-        return [AdamW(config, parameters)] if parameters else []
-    muon = {name: each for name, each in parameters.items() if name in matrices}
-    others = {name: each for name, each in parameters.items() if name not in matrices}
+    muon = {name: each for name, each in parameters.items() if config.optimizer == "muon" and name in matrices}
+    others = {name: each for name, each in parameters.items() if name not in muon}
     return [kind(config, each) for kind, each in ((Muon, muon), (AdamW, others)) if each]
 
 
@@ -96,7 +94,8 @@ class Muon(torch.optim.Optimizer):
     """torch's Muon with the learning rates of AdamW, over sharded matrices: each is orthogonalised whole, on every rank.
 
     The same gradients then give the same step, bit for bit, on any number of ranks. torch's own, over ``DTensor``s, would round
-    differently and communicate at every iteration. A step is collective, so a rank that fails before it lets the others wait.
+    differently and communicate at every iteration. A step is collective: if one rank fails before it, the others wait for it
+    until ``trainer.collective_timeout_s``.
     """
 
     def __init__(self, config: TrainerConfig, parameters: Mapping[str, torch.nn.Parameter]) -> None:
@@ -208,7 +207,7 @@ def _compress(values: torch.Tensor, moment: Any) -> None:
 
 
 def _parts(*moments: torch.Tensor) -> Iterable[tuple[Any, ...]]:
-    """Split flattened tensors, of which some may be in 8 bits, since torchao takes 48 bytes for each element that it converts."""
+    """Split flattened tensors, some in 8 bits: torchao takes many times the memory of what it converts at once."""
     for first in range(0, moments[0].numel(), _CONVERTED):
         yield tuple(_part(moment, first, first + _CONVERTED) for moment in moments)
 

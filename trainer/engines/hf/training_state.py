@@ -168,7 +168,7 @@ def export_saved(
 
         @lru_cache(maxsize=1)
         def stored(source: str) -> torch.Tensor:
-            tensor = torch.empty_like(tensors[source], device="cpu")
+            tensor = torch.empty(tensors[source].shape, dtype=tensors[source].dtype)
             for run in parts[source]:
                 size = torch.Size(run.shape).numel()
                 into = tensor.flatten()[run.offset : run.offset + size].view(run.shape)
@@ -301,7 +301,7 @@ def _restore_random_state(file: Path, device: torch.device) -> None:
 
     if not file.is_file():
         return
-    with safe_open(file, framework="pt") as opened:
+    with storage_errors("read", file), safe_open(file, framework="pt") as opened:
         torch.set_rng_state(opened.get_tensor(f"{_RANDOM}|cpu|"))
         if device.type == "cuda" and f"{_RANDOM}|cuda|" in opened.keys():  # noqa: SIM118 - not a dict
             torch.cuda.set_rng_state(opened.get_tensor(f"{_RANDOM}|cuda|"))
