@@ -6,6 +6,7 @@ It imports nothing slow, so that help, completion and refusals are immediate. Ea
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -323,28 +324,40 @@ def tinker(path: ConfigArgument, override: SetOption = None) -> None:
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="Directory of a run or a service.", show_default=False)],
+    runs: Annotated[
+        list[Path], typer.Argument(help="Directory of a run or a service; several are compared.", show_default=False)
+    ],
     *,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="By default report.html in the directory.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="By default report.html, or comparison.html, in the first directory.",
+            show_default=False,
+        ),
     ] = None,
     serve: Annotated[bool, typer.Option("--serve", help="Serve the page on loopback, and keep it current.")] = False,
     port: Annotated[int, typer.Option(help="With --serve: the port; 0 takes a free one.", min=0, max=65535)] = 0,
 ) -> None:
-    """Write one self-contained HTML page about a run or a service: curves, time line, syncs, failures."""
+    """Write one self-contained HTML page about a run or a service, or one that compares several runs.
+
+    It shows curves, time line, syncs, failures and samples.
+    """
     from .output import console
     from .report.html_report import write_page
     from .report.live_report import PageServer
-    from .report.run_record import read_record
+    from .report.run_record import read_comparison, read_live, read_record
 
-    record = read_record(run)
+    several = len(runs) > 1
     if serve:
-        with PageServer(run, port) as server:
-            console().print(f"{server.url} follows {run}; Ctrl-C ends this", markup=False)
+        live = partial(read_comparison, runs, live=True) if several else partial(read_live, runs[0])
+        live()  # an error ends the command, later ones are shown in the page
+        with PageServer(live, port) as server:
+            console().print(f"{server.url} follows {', '.join(map(str, runs))}; Ctrl-C ends this", markup=False)
             server.serve_forever()
     else:
-        path = run / "report.html" if out is None else out
-        write_page(record, path)
+        path = out or runs[0] / ("comparison.html" if several else "report.html")
+        write_page(read_comparison(runs) if several else read_record(runs[0]), path)
         console().print(f"the report is {path}", markup=False)
 
 

@@ -11,6 +11,17 @@ from typing import Any
 from .hooks import Facts, hookimpl
 
 
+def is_measure(fact: str) -> bool:
+    """Whether a fact of `RunHooks.evaluated` says how good the model is."""
+    return fact.startswith(("accuracy", "pass_at_", "mean_logprob"))
+
+
+def measure_name(fact: str) -> str:
+    """Return the name of such a fact for people: ``pass_at_4_math`` is ``pass@4 math``."""
+    kind, _, heldout = fact.removeprefix("pass_at_").partition("_")
+    return f"{'pass@' if fact.startswith('pass_at_') else ''}{kind} {heldout}".strip()
+
+
 class CurvesObserver(ABC):
     """Writes the events of the driver's hooks with a writer that a subclass makes. The first event opens the writer.
 
@@ -30,8 +41,8 @@ class CurvesObserver(ABC):
 
     @hookimpl
     def evaluated(self, step: int, facts: Facts) -> None:
-        """Write the accuracy, or the mean log-probability."""
-        self._add("eval", step, {key: facts.get(key) for key in ("accuracy", "mean_logprob")})
+        """Write what was measured: accuracies, pass@k, or the mean log-probability."""
+        self._add("eval", step, {key: value for key, value in facts.items() if is_measure(key)})
 
     @hookimpl
     def version_committed(self, version: int, facts: Facts) -> None:

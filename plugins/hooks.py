@@ -95,8 +95,10 @@ class RunHooks:
     def evaluated(self, step: int, facts: Facts) -> None:
         """The version of `step` answered the held-out tasks. Called by the driver.
 
-        Newer versions may have answered some of them, because training continues meanwhile. Facts: ``accuracy``, ``tasks``
-        (judged ones), ``failed`` (the others), ``version_min`` and ``version_max`` (versions that answered), ``seconds``. Of
+        Newer versions may have answered some of them, because training continues meanwhile. Facts: ``accuracy`` (mean greedy
+        reward); with ``loop.evaluate_samples`` ``pass_at_1``, ``pass_at_2``, ``pass_at_4`` and so on; with several sets each of
+        these also as, for example, ``accuracy_NAME``, beside the mean over the sets; ``tasks`` (those judged), ``failed`` (the
+        others), ``version_min`` and ``version_max`` (versions that answered), ``seconds``. Of
         ``weightlane sft``: ``mean_logprob`` (of a held-out target, in nats), ``tasks`` (examples), ``failed`` (0), ``seconds``.
         """
         self._call("evaluated", step=step, facts=facts)

@@ -6,9 +6,9 @@ Every field carries the description that ``weightlane config`` prints beside its
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 OptimizerName = Literal["adamw", "adamw_bf16", "adamw_8bit", "muon"]
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
@@ -262,7 +262,10 @@ class DataConfig(TextDataConfig):
     """Task files: JSON Lines, one object per line."""
 
     train: Path = Field(description="JSONL file of training tasks.")
-    heldout: Path = Field(description="JSONL file of held-out tasks; shares no prompt with the training tasks.")
+    heldout: Path | dict[Annotated[str, StringConstraints(pattern="^[A-Za-z0-9_-]+$")], Path] = Field(
+        description="JSONL file of held-out tasks, which share no prompt with the training tasks; or a table of several such"
+        " files, each measured under its own name."
+    )
     prompt_key: str = Field(
         default="prompt", min_length=1, description="Key of the prompt in each line: a string, or with chat messages."
     )
@@ -272,6 +275,11 @@ class DataConfig(TextDataConfig):
         " only one. They go through the tokenizer's chat template; without, prompts are sent as they stand.",
     )
     answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
+
+    @property
+    def heldout_sets(self) -> dict[str, Path]:
+        """The files of held-out tasks by name; a single one has the name ``""``."""
+        return dict(self.heldout) if isinstance(self.heldout, dict) else {"": self.heldout}
 
 
 class RewardConfig(Section):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.server
 import urllib.parse
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import AddressInUseError, WeightlaneError
@@ -13,14 +12,13 @@ from weightlane.plugins.prometheus import LOOPBACK, is_loopback
 
 from ..output import http_address
 from .html_report import json_of, page_of
-from .run_record import read_record
 
 _REQUEST_TIMEOUT_S = 10.0
 """Longest time a client may leave its connection silent."""
 
 
 class PageServer(http.server.ThreadingHTTPServer):
-    """Serves the page of the run in `run` at ``/``, and its record, read again each time, at ``/record.json``.
+    """Serves a page at ``/``, and its record, which `read` reads again each time, at ``/record.json``.
 
     It answers only requests whose ``Host`` header is a loopback address or ``localhost``, so that a web page in a browser on this
     machine can't read it under a host name of its own (DNS rebinding). Raises `AddressInUseError` when it can't listen on `port`.
@@ -28,8 +26,8 @@ class PageServer(http.server.ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self, run: Path, port: int) -> None:
-        self.run = run
+    def __init__(self, read: Callable[[], Mapping[str, Any]], port: int) -> None:
+        self.record = read
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -43,10 +41,6 @@ class PageServer(http.server.ThreadingHTTPServer):
     def url(self) -> str:
         """The URL of the page."""
         return f"{http_address(LOOPBACK, self.server_port)}/"
-
-    def record(self) -> Mapping[str, Any]:
-        """Read the current record of the run."""
-        return {**read_record(self.run), "live": True}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, StorageError
+from weightlane.plugins.curves import is_measure, measure_name
 from weightlane.trainer.runner.file_observers import read_metrics
 from weightlane.trainer.service.records.store import DATABASE
+
+from ..config.toml_file import read_toml
 
 Event = Mapping[str, Any]
 _CURVE_POINTS = 1000
@@ -22,9 +25,11 @@ _SPANS = 400
 """Most versions in the time line."""
 _ROWS = 200
 """Most rows of each table."""
-_SAMPLES = 20
+_SAMPLES = 10_000
 _TAIL_BYTES = 1 << 18
-"""Bytes at the end of a file of samples or failures that are read."""
+"""Bytes at the end of a file of failures, and of the samples of a run that goes on, that are read."""
+_SAMPLE_BYTES = 1 << 22
+"""The same for the samples of a page that is written once."""
 _REPLICA_EVENTS = ("replica_quarantined", "replica_lost", "replica_joined")
 _DATABASE_S = 5.0
 """Longest wait for a lock of the service's database."""
@@ -48,11 +53,12 @@ ORDER BY created DESC LIMIT ?
 """
 
 
-def read_record(run: Path) -> dict[str, Any]:
+def read_record(run: Path, *, sample_bytes: int = _SAMPLE_BYTES) -> dict[str, Any]:
     """Read the run or the service in `run`, while it runs or afterwards.
 
-    Times are Unix times and durations, in seconds. ``steps`` are thinned to `_CURVE_POINTS`, tables to their last rows. Raises
-    `ConfigError` when `run` is not the directory of a run, and `StorageError` when its files cannot be read.
+    Of the file with samples the last `sample_bytes` are read. Times are Unix times and durations, in seconds. ``steps`` are
+    thinned to `_CURVE_POINTS`, tables to their last rows. Raises `ConfigError` when `run` is not the directory of a run, and
+    `StorageError` when its files cannot be read.
     """
     is_service = (run / DATABASE).is_file()
     if not is_service and not (run / "metrics.jsonl").is_file():
@@ -79,9 +85,43 @@ def read_record(run: Path) -> dict[str, Any]:
         "syncs": syncs[-_ROWS:],
         "aborted": [each for each in syncs if each["outcome"] != "committed"][-_ROWS:],
         "events": [_replica_event(each) for each in events if each["event"] in _REPLICA_EVENTS][-_ROWS:],
-        "failures": _last_lines(run / "failures.jsonl", _ROWS),
-        "samples": _last_lines(run / "samples.jsonl", _SAMPLES),
+        "failures": _last_lines(run / "failures.jsonl", _ROWS, _TAIL_BYTES),
+        "samples": _last_lines(run / "samples.jsonl", _SAMPLES, sample_bytes),
+        "settings": _settings(run / "config.toml"),
         "service": _service(run / DATABASE) if is_service else None,
+    }
+
+
+def read_live(run: Path) -> dict[str, Any]:
+    """The record of a run for a page that asks for it again and again, with fewer samples."""
+    return {**read_record(run, sample_bytes=_TAIL_BYTES), "live": True}
+
+
+def read_comparison(runs: Sequence[Path], *, live: bool = False) -> dict[str, Any]:
+    """Read several runs to compare them: ``runs``, their records without samples, each under a name of its own.
+
+    ``differences`` are the settings that are not the same in all of them: ``name``, and ``values`` in the order of the runs.
+    """
+    records = [read_record(run, sample_bytes=0) for run in runs]
+    names = [record["name"] for record in records]
+    for record, run in zip(records, runs, strict=True):
+        del record["read"]
+        if names.count(record["name"]) > 1:
+            record["name"] = str(run)
+        seconds = record["steps"][0]["time"] - record["steps"][0].get("seconds", 0.0) if record["steps"] else 0.0
+        record["began"] = seconds
+    keys = dict.fromkeys(key for record in records for key in record["settings"])
+    differences = [
+        {"name": key, "values": values}
+        for key in keys
+        if len(set(values := [record["settings"].get(key, "") for record in records])) > 1
+    ]
+    return {
+        "name": ", ".join(record["name"] for record in records),
+        "read": time.time(),
+        "live": live,
+        "runs": records,
+        "differences": differences,
     }
 
 
@@ -132,10 +172,10 @@ def _figures(
 
     last: Event = steps[-1] if steps else {}
     add("optimizer steps", last.get("step"))
-    for key, name in (("accuracy", "held-out accuracy"), ("mean_logprob", "held-out mean log-prob")):
+    for key in dict.fromkeys(key for each in evaluations for key in each if is_measure(key)):
         values = [each[key] for each in evaluations if _is_number(each.get(key))]
-        add(f"{name}, first", values[0] if values else None)
-        add(f"{name}, last", values[-1] if len(values) > 1 else None)
+        add(f"held-out {measure_name(key)}, first", values[0] if values else None)
+        add(f"held-out {measure_name(key)}, last", values[-1] if len(values) > 1 else None)
     add("reward of the last step", last.get("reward"))
     add("tokens a second", last.get("tokens_per_s"))
     if commits:
@@ -225,11 +265,27 @@ def _replica_event(event: Event) -> dict[str, Any]:
     }
 
 
-def _last_lines(path: Path, most: int) -> list[dict[str, Any]]:
+def _settings(path: Path) -> dict[str, str]:
+    """The settings of a run by their full names, as TOML's values; empty without the file, as for a run of an older version."""
+    found: dict[str, str] = {}
+
+    def add(prefix: str, table: Mapping[str, Any]) -> None:
+        for key, value in table.items():
+            if isinstance(value, dict) and value:
+                add(f"{prefix}{key}.", value)
+            else:
+                found[f"{prefix}{key}"] = json.dumps(value, default=str)
+
+    if path.is_file():
+        add("", read_toml(path))
+    return found
+
+
+def _last_lines(path: Path, most: int, tail_bytes: int) -> list[dict[str, Any]]:
     """The last objects of a JSON Lines file; empty if there is no such file."""
     found: list[dict[str, Any]] = []
     with suppress(OSError), path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        file.seek(max(0, path.stat().st_size - tail_bytes))
         for line in file.read().decode(errors="replace").splitlines()[-most - 1 :]:
             with suppress(ValueError):
                 each = json.loads(line)

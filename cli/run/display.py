@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from weightlane.plugins import hookimpl
+from weightlane.plugins.curves import is_measure, measure_name
 from weightlane.trainer.loop.summary import RunSummary
 
 
@@ -48,8 +49,10 @@ class RunDisplay:
 
     @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Print the accuracy."""
-        self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f} ({facts['tasks']} tasks, greedy)")
+        """Print the accuracy, and whatever else was measured."""
+        others = {measure_name(key): value for key, value in facts.items() if is_measure(key) and key != "accuracy"}
+        told = "".join(f", {name} {value:.3f}" for name, value in others.items())
+        self.say(f"held-out accuracy at step {step}: {facts['accuracy']:.3f}{told} ({facts['tasks']} tasks, greedy)")
 
     @hookimpl
     def run_started(self, facts: Mapping[str, Any]) -> None:
@@ -151,11 +154,11 @@ def _counted(failures: Mapping[str, int]) -> str:
 def print_summary(console: Console, summary: RunSummary, directory: str) -> None:
     """Print the summary of a run whose files are in `directory`."""
     table = Table(title="summary", show_header=False, title_justify="left")
-    if summary.accuracy_before is not None and summary.accuracy_after is not None:
-        rise = summary.accuracy_after - summary.accuracy_before
-        table.add_row(
-            "held-out accuracy", f"{summary.accuracy_before:.3f} -> {summary.accuracy_after:.3f} ({rise:+.3f})"
-        )
+    before, after = summary.measured_before or {}, summary.measured_after or {}
+    for name in filter(is_measure, before):
+        if name in after:
+            rise = f"{before[name]:.3f} -> {after[name]:.3f} ({after[name] - before[name]:+.3f})"
+            table.add_row(f"held-out {measure_name(name)}", rise)
     aborted = f", {summary.versions_aborted} aborted" if summary.versions_aborted else ""
     table.add_row("versions committed", f"{summary.versions_committed}{aborted}")
     table.add_row("training and generation overlap", f"{summary.overlap_share:.0%} of wall time")

@@ -48,7 +48,7 @@ class Preparation:
     """Absolute model directory of each role that the algorithm needs."""
     tokenizer: HfTokenizer
     train_tasks: Sequence[Task]
-    heldout_tasks: Sequence[Task]
+    heldout_tasks: Mapping[str, Sequence[Task]]
     reward: Reward
     objective: Objective
 

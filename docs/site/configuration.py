@@ -9,7 +9,7 @@ import json
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -83,6 +83,8 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
 
 def _type_name(annotation: Any) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _type_name(arguments[0])
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin in (Union, types.UnionType):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from command_line import assert_refused, run
 from waiting import HANG_S
 
 from weightlane.cli.report.live_report import PageServer
-from weightlane.cli.report.run_record import read_record
+from weightlane.cli.report.run_record import read_live, read_record
 from weightlane.trainer.service.records.futures import Futures
 from weightlane.trainer.service.records.store import DATABASE, Store
 
@@ -141,6 +143,37 @@ def test_the_page_holds_the_whole_record_and_texts_of_others_remain_texts(run_di
     assert inside["samples"][0]["prompt"] == HOSTILE
 
 
+def test_several_runs_are_compared_by_figures_curves_and_the_settings_that_differ(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "elsewhere" / "a run"
+    shutil.copytree(run_dir, other)
+    with (other / "metrics.jsonl").open("a") as file:
+        file.write("\n" + event("evaluated", 9, step=4, accuracy=0.5, accuracy_maths=0.5, pass_at_4_maths=0.9, tasks=4))
+    (run_dir / "config.toml").write_text("[run]\nseed = 1\n[trainer]\nlearning_rate = 1e-3\nranks = 2\n")
+    (other / "config.toml").write_text(
+        "[run]\nseed = 1\n[trainer]\nlearning_rate = 2e-3\nranks = 2\n[trainer.lora]\nrank = 4\n"
+    )
+    done = run("report", str(run_dir), str(other))
+    assert (done.exit_code, done.stdout) == (0, f"the report is {run_dir / 'comparison.html'}\n")
+    found = re.search(r'id="record">(.*?)</script>', (run_dir / "comparison.html").read_text())
+    assert found
+    record = json.loads(found[1])
+    assert [each["name"] for each in record["runs"]] == [str(run_dir), str(other)], "they have the same name otherwise"
+    assert record["differences"] == [
+        {"name": "trainer.learning_rate", "values": ["0.001", "0.002"]},
+        {"name": "trainer.lora.rank", "values": ["", "4"]},
+    ]
+    figures = [{each["name"]: each["value"] for each in one["figures"]} for one in record["runs"]]
+    assert [each["held-out accuracy, last"] for each in figures] == [0.75, 0.5]
+    assert (figures[1]["held-out accuracy maths, first"], figures[1]["held-out pass@4 maths, first"]) == (0.5, 0.9)
+    assert [(one["began"] - BEGAN, len(one["steps"]), len(one["evaluations"])) for one in record["runs"]] == [
+        (0.5, 4, 2),
+        (0.5, 4, 3),
+    ]
+    assert all(not one["samples"] for one in record["runs"])
+
+
 def test_what_is_no_run_and_a_place_that_cannot_be_written_are_refused_in_a_line(run_dir: Path, tmp_path: Path) -> None:
     assert_refused("is not the directory of a run", "report", str(tmp_path))
     assert_refused("is not the directory of a run", "report", str(tmp_path / "nowhere"), "--serve")
@@ -179,7 +212,7 @@ def test_a_service_is_shown_by_its_models_queues_and_samplers_while_it_writes(tm
 
 @pytest.fixture
 def server(run_dir: Path) -> Iterator[PageServer]:
-    with PageServer(run_dir, 0) as served:
+    with PageServer(partial(read_live, run_dir), 0) as served:
         thread = threading.Thread(target=served.serve_forever, args=(0.01,))
         thread.start()
         yield served
@@ -192,17 +225,17 @@ def fetched(url: str, **headers: str) -> str:
         return str(answer.read().decode())
 
 
-def test_a_run_that_goes_on_is_followed_and_no_page_of_the_web_can_read_it(server: PageServer) -> None:
+def test_a_run_that_goes_on_is_followed_and_no_page_of_the_web_can_read_it(server: PageServer, run_dir: Path) -> None:
     assert '"live":true' in fetched(server.url)
     assert json.loads(fetched(f"{server.url}record.json"))["steps"][-1]["step"] == 4
-    with (server.run / "metrics.jsonl").open("a") as file:
+    with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("\n" + step(5, 10))
     assert json.loads(fetched(f"{server.url}record.json"))["steps"][-1]["step"] == 5
     for url, host, code in ((server.url, "evil.example:80", 403), (f"{server.url}etc/passwd", "localhost", 404)):
         with pytest.raises(urllib.error.HTTPError) as refused:
             fetched(url, Host=host)
         assert refused.value.code == code
-    (server.run / "metrics.jsonl").unlink()
+    (run_dir / "metrics.jsonl").unlink()
     with pytest.raises(urllib.error.HTTPError, match="500") as gone:
         fetched(f"{server.url}record.json")
     assert "is not the directory of a run" in gone.value.read().decode()

@@ -84,22 +84,24 @@ def load_tasks(
     return [_task(data, where, prompt_key, answer_key, as_chat) for where, data in lines]
 
 
-def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], list[Task]]:
-    """Read training and held-out tasks. Raises `ConfigError` if a held-out prompt is also a training prompt.
+def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], dict[str, list[Task]]]:
+    """Read training tasks, and the sets of held-out ones. Raises `ConfigError` if a held-out prompt is also a training prompt.
 
     `as_chat` is for prompts that are conversations.
     """
     chat = as_chat if config.chat else None
-    train, heldout = (
-        load_tasks(path, config.prompt_key, config.answer_key, chat) for path in (config.train, config.heldout)
-    )
-    shared = sorted({task.prompt for task in train} & {task.prompt for task in heldout})
-    if shared:
-        raise ConfigError(
-            f"{len(shared)} held-out prompts of {config.heldout} are also in {config.train}, {shared[0]!r} for example.",
-            part=_PART,
-            hint="Remove them from one of the files: accuracy on them would prove nothing.",
-        )
+    train = load_tasks(config.train, config.prompt_key, config.answer_key, chat)
+    trained = {task.prompt for task in train}
+    heldout: dict[str, list[Task]] = {}
+    for name, path in config.heldout_sets.items():
+        heldout[name] = load_tasks(path, config.prompt_key, config.answer_key, chat)
+        shared = sorted(trained.intersection(task.prompt for task in heldout[name]))
+        if shared:
+            raise ConfigError(
+                f"{len(shared)} held-out prompts of {path} are also in {config.train}, {shared[0]!r} for example.",
+                part=_PART,
+                hint="Remove them from one of the files: accuracy on them would prove nothing.",
+            )
     return train, heldout
 
 

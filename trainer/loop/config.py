@@ -41,8 +41,17 @@ class LoopConfig(Section):
         description="Write a Hugging Face directory, exports/step-N, every so many steps; model, at the end, is always written.",
     )
     evaluate_tasks: int = Field(
-        512, ge=0, description="Held-out tasks whose mean greedy reward is measured before and after; 0 none."
+        512,
+        ge=0,
+        description="Held-out tasks, of each set, whose mean greedy reward is measured before and after; 0 none.",
     )
+    evaluate_samples: int = Field(
+        0,
+        ge=0,
+        description="Completions sampled for each of these tasks as well, with algorithm.temperature, from which pass@1, pass@2,"
+        " pass@4 and so on up to this number are estimated; 0 none.",
+    )
+    pass_reward: float = Field(1.0, description="A sampled completion passes if its reward is this or more.")
     evaluate_every: int = Field(
         0,
         ge=0,

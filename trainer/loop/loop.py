@@ -21,6 +21,7 @@ from ..data.step_result import StepResult
 from ..data.tasks import Task, TaskStream
 from ..objectives.config import AlgorithmConfig
 from .config import LoopConfig
+from .evaluation import Evaluator
 from .failures import STEP, Failures
 from .fleet import Fleet
 from .overlap import OverlapClock
@@ -34,8 +35,6 @@ from .version_keeper import VersionKeeper
 TRAINING = "training"
 """Name of the training activity on the `OverlapClock`."""
 
-_EVALUATED_BESIDE = 16
-"""Most concurrent requests of an evaluation during training, so that most capacity is left for training samples."""
 _DEATH_NOTICE_S = 5.0
 """Seconds to wait, after a failed call, for the report that a process died, which explains the failure better."""
 
@@ -83,7 +82,8 @@ class AsyncLoop:
         )
         self._trained = Lengths()
         self._first = self._saved = self._exported = self._step
-        self._evaluating: asyncio.Task[float | None] | None = None
+        self._evaluator = Evaluator(self._feeder, parts.heldout_tasks, config)
+        self._evaluating: asyncio.Task[dict[str, Any] | None] | None = None
         self._evaluation_failed: asyncio.Future[None]
         """Completed only if an evaluation during training has failed, with its error."""
         self._timed = 0
@@ -132,7 +132,7 @@ class AsyncLoop:
 
     async def _main(self) -> None:
         await self._keeper.publish_blocking(self._step)
-        self._summary.accuracy_before = await self._evaluate(self._step)
+        self._summary.measured_before = await self._evaluate(self._step)
         self._parts.hooks.run_started(facts={"step": self._step, "steps": self._config.steps})
         self._clock.restart()
         self._evaluation_failed = asyncio.get_running_loop().create_future()
@@ -156,7 +156,7 @@ class AsyncLoop:
         await self._save()
         await self._parts.export(self._step)
         summary = self._summary
-        summary.accuracy_after = await self._evaluate(self._step)
+        summary.measured_after = await self._evaluate(self._step)
         for rollout in self._fleet.living:
             with suppress(WorkerDiedError):  # a death no longer matters here
                 stats = await rollout.stats()
@@ -220,7 +220,7 @@ class AsyncLoop:
             self._evaluating = asyncio.create_task(self._evaluate(), name="evaluation")
             self._evaluating.add_done_callback(self._evaluation_ended)
 
-    def _evaluation_ended(self, evaluation: asyncio.Task[float | None]) -> None:
+    def _evaluation_ended(self, evaluation: asyncio.Task[dict[str, Any] | None]) -> None:
         error = None if evaluation.cancelled() else evaluation.exception()
         if error is not None and not self._evaluation_failed.done():
             self._evaluation_failed.set_exception(error)
@@ -230,38 +230,12 @@ class AsyncLoop:
         outstanding = [task.to_plain() for task in self._feeder.outstanding()]
         await self._parts.save(LoopState(self._step, self._stream.state(), outstanding))
 
-    async def _evaluate(self, version: int | None = None) -> float | None:
-        """Mean reward of greedy completions of held-out tasks: exact-match accuracy under an exact-match reward.
-
-        They are generated with `version`; during training, without one, with the version that serves then, a few at a time.
-        None if there is no such task, or none could be answered and judged.
-        """
-        tasks = self._parts.heldout_tasks[: self._config.evaluate_tasks]
-        if not tasks:
-            return None
-        started, step = time.perf_counter(), self._step
-        free = asyncio.Semaphore(_EVALUATED_BESIDE if version is None else len(tasks))
-
-        async def answer(task: Task, turn: int) -> PromptGroup:
-            async with free:
-                return await self._feeder.answer(task, turn, version)
-
-        groups = await asyncio.gather(*(answer(task, turn) for turn, task in enumerate(tasks)))
-        rewards = [reward for group in groups for reward in group.rewards]
-        if not rewards:
-            return None
-        accuracy = sum(rewards) / len(rewards)
-        versions = [version for group in groups for done in group.completions for version in done.versions]
-        facts = {
-            "accuracy": accuracy,
-            "version_min": min(versions),
-            "version_max": max(versions),
-            "tasks": len(rewards),
-            "failed": len(tasks) - len(rewards),
-            "seconds": time.perf_counter() - started,
-        }
-        self._parts.hooks.evaluated(step=step, facts=facts)
-        return accuracy
+    async def _evaluate(self, version: int | None = None) -> dict[str, Any] | None:
+        step = self._step
+        facts = await self._evaluator.measure(version)
+        if facts is not None:
+            self._parts.hooks.evaluated(step=step, facts=facts)
+        return facts
 
     def _report_step(self, groups: Sequence[PromptGroup], report: StepResult, waited_s: float) -> None:
         published = self._keeper.note_fence(report.fence_s)

@@ -161,7 +161,8 @@ class LoopParts:
     stop_token_ids: Sequence[int]
     judge: Judge
     train_tasks: Sequence[Task]
-    heldout_tasks: Sequence[Task]
+    heldout_tasks: Mapping[str, Sequence[Task]]
+    """Sets of held-out tasks by name; a single one may have the name ``""``."""
     hooks: RunHooks
     save: Callable[[LoopState], Coroutine[Any, Any, None]]
     """Makes the run resumable from the given state."""

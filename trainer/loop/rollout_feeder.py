@@ -196,27 +196,30 @@ class RolloutFeeder:
         self._waiting.extend(tasks)
         self._outstanding.extend(tasks)
 
-    async def answer(self, task: Task, turn: int, version: int | None = None) -> PromptGroup:
-        """Have a serving replica answer `task` greedily, and judge the completion. `turn` chooses among replicas, round-robin.
+    async def answer(self, task: Task, turn: int, version: int | None = None, *, samples: int = 0) -> PromptGroup:
+        """Have a serving replica answer a held-out `task`, and judge: one greedy completion, or as many `samples`.
 
-        With `version`, only replicas that serve that version are used. The group is empty when the completion failed.
+        `turn` chooses among replicas, round-robin; with `version`, among those that serve it. Completions that failed are
+        left out.
         """
         while True:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._fleet.serving(version))
                 able = self._fleet.serving(version)
-            group = await self._generate(able[turn % len(able)], task, count=1, greedy=True)
+            group = await self._generate(able[turn % len(able)], task, samples or 1, greedy=not samples, trained=False)
             if group is not None:
                 return group
             await asyncio.sleep(_PAUSE_S)
 
-    async def _generate(self, rollout: Rollout, task: Task, *, count: int, greedy: bool = False) -> PromptGroup | None:
+    async def _generate(
+        self, rollout: Rollout, task: Task, count: int, *, greedy: bool = False, trained: bool = True
+    ) -> PromptGroup | None:
         """Generate and judge at most `count` completions of one task; None if the replica died or is out of service."""
         try:
             prompt_ids = self._encoded(task)
         except ConfigError as error:
             # An invalid held-out prompt fails in every evaluation, and trains nothing.
-            self._failures.failed("prompt", error, count, may_end=not greedy, task=task.prompt, place=task.place)
+            self._failures.failed("prompt", error, count, may_end=trained, task=task.prompt, place=task.place)
             await asyncio.sleep(0)  # lets other tasks run even if every prompt fails
             return PromptGroup(task, [], [], [], [], rollout.name)
         try:
@@ -232,9 +235,9 @@ class RolloutFeeder:
             if self._fleet.excuses(rollout, error):
                 return None
             answers = [error] * count
-        if not (greedy or self._fleet.serves(rollout)):
+        if trained and not self._fleet.serves(rollout):
             return None
-        drawn = Lengths() if greedy else self.drawn
+        drawn = self.drawn if trained else Lengths()
         judged = await asyncio.gather(*(self._judged(task, answer, rollout.name, drawn) for answer in answers))
         kept = [each for each in judged if each is not None]
         completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
@@ -306,7 +309,7 @@ class RolloutFeeder:
                     return
                 place = self._next_place()
             with self._clock.busy(GENERATION):
-                group = await self._generate(rollout, place.task, count=self._algorithm.group_size)
+                group = await self._generate(rollout, place.task, self._algorithm.group_size)
             async with self._changed:
                 if group is None:
                     self._again.append(place)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
+from .evaluation import ACCURACY
 from .version_keeper import SyncTime, SyncTimes
 
 
@@ -33,9 +34,9 @@ class RunSummary:
     times: SyncTimes
     steps: int = 0
     """Optimizer steps without those that a synchronous update followed."""
-    accuracy_before: float | None = None
-    """Mean greedy reward on held-out tasks before the first step; None when not measured."""
-    accuracy_after: float | None = None
+    measured_before: Mapping[str, float] | None = None
+    """Facts of the evaluation before the first step (`RunHooks.evaluated`); None when nothing was measured."""
+    measured_after: Mapping[str, float] | None = None
     overlap_share: float = 0.0
     """Share of the training's wall time in which a trainer and a rollout were busy at once."""
     max_token_gap_s: float = 0.0
@@ -59,6 +60,16 @@ class RunSummary:
     """Groups that were too stale, with ``late_groups = "drop"``."""
     failures: Mapping[str, int] = field(default_factory=dict)
     """Samples and steps that failed, by kind; see `RunHooks.item_failed`."""
+
+    @property
+    def accuracy_before(self) -> float | None:
+        """Mean greedy reward on held-out tasks before the first step; None when not measured."""
+        return None if self.measured_before is None else self.measured_before[ACCURACY]
+
+    @property
+    def accuracy_after(self) -> float | None:
+        """The same after the last step."""
+        return None if self.measured_after is None else self.measured_after[ACCURACY]
 
     @property
     def versions_committed(self) -> int:
@@ -100,6 +111,8 @@ class RunSummary:
         return {
             "accuracy_before": self.accuracy_before,
             "accuracy_after": self.accuracy_after,
+            "measured_before": dict(self.measured_before or {}),
+            "measured_after": dict(self.measured_after or {}),
             "versions_committed": self.versions_committed,
             "overlap_share": self.overlap_share,
             "max_token_gap_s": self.max_token_gap_s,

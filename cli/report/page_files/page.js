@@ -1,7 +1,9 @@
 "use strict";
-// Draws the record of a run: `run_record.py` says what is in it. Everything in it is text of others: it is never parsed as HTML.
+// Draws the record of a run, or of several that are compared: `run_record.py` says what is in it. Everything in it is text of
+// others: it is never parsed as HTML.
 
 const LIVE_MS = 2000;
+const SAMPLE_ROWS = 200;
 const COLORS = { blue: "#2f7ed8", orange: "#d9730d", green: "#2a9d5c", red: "#d1345b", violet: "#8457c9", grey: "#8a93a3" };
 const KIND_COLORS = {
   "trains": COLORS.blue, "waits for samples": COLORS.grey, "syncs": COLORS.orange, "blocked by the commit": COLORS.red,
@@ -10,6 +12,7 @@ const KIND_COLORS = {
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const charts = new Map();  // by the caption
 let span = { width: 20, end: null };  // of the time line, in versions; without an end, the newest ones
+let search = { text: "", least: "", most: "" };  // of samples
 let record = JSON.parse(document.getElementById("record").textContent);
 
 function element(tag, attributes = {}, ...children) {
@@ -79,6 +82,11 @@ function curves(grid) {
     ["reward of the batch", COLORS.blue, steps, step, (row) => row.reward],
     ["held-out accuracy", COLORS.orange, evaluations, step, (row) => row.accuracy, { pointRadius: 4, borderDash: [5, 4] }],
   ]);
+  const measures = [...new Set(evaluations.flatMap((row) => Object.keys(row)))].filter((key) => /^accuracy_|^pass_at_/.test(key));
+  const colors = Object.values(COLORS);
+  curve(grid, "Held-out sets and pass@k", at, "", measures.map((key, index) => [
+    key.replace("pass_at_", "pass@").replace("_", " "), colors[index % colors.length], evaluations, step, (row) => row[key], { pointRadius: 4 },
+  ]), { y: { min: 0 } });
   curve(grid, "Loss and held-out log-probability", at, "nats", [
     ["loss", COLORS.blue, steps.some((row) => "reward" in row) ? [] : steps, step, (row) => row.loss],
     ["mean log-probability of held-out targets", COLORS.orange, evaluations, step, (row) => row.mean_logprob, { pointRadius: 4 }],
@@ -149,7 +157,7 @@ function timeLine(grid) {
 
 // -- tables ----------------------------------------------------------------------------------------------------------
 
-function table(parent, title, rows, columns) {
+function table(parent, title, rows, columns, heading = title) {
   if (!rows || !rows.length) return;
   const isNumber = (value) => typeof value === "number";
   const cells = rows.map((row) => columns.map(([, value]) => value(row)));
@@ -161,7 +169,7 @@ function table(parent, title, rows, columns) {
   })));
   const scroll = element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": title },
     element("table", {}, element("thead", {}, head), element("tbody", {}, ...body)));
-  parent.append(element("h2", {}, title), scroll);
+  parent.append(...(heading ? [element("h2", {}, heading)] : []), scroll);
 }
 
 function tables(parent) {
@@ -193,14 +201,74 @@ function tables(parent) {
   table(parent, "Failed samples and steps", record.failures, [
     ["time, UTC", (row) => clock(row.time)], ["kind", (row) => row.kind], ["count", (row) => row.count], ["error", (row) => row.error],
   ]);
-  table(parent, "Newest samples", [...record.samples].reverse(), [
-    ["step", (row) => row.step], ["reward", (row) => row.reward], ["prompt", (row) => row.prompt], ["completion", (row) => row.completion],
-    ["versions", (row) => (row.versions || []).join(", ")],
-  ]);
+  samples(parent);
   table(parent, "Newest syncs", [...record.syncs].reverse(), syncs);
 }
 
+function samples(parent) {
+  if (!record.samples.length) return;
+  const found = element("div");
+  const said = element("output");
+  function field(key, label, attributes) {
+    const input = element("input", { ...attributes, "aria-label": label });
+    input.value = search[key];
+    input.addEventListener("input", () => { search[key] = input.value; look(); });
+    return element("label", {}, label, input);
+  }
+  function look() {
+    const words = search.text.toLowerCase().split(/\s+/).filter(Boolean);
+    const [least, most] = [search.least, search.most].map((text) => (text === "" ? null : Number(text)));
+    const rows = record.samples.filter((row) => {
+      const text = `${row.prompt} ${row.completion}`.toLowerCase();
+      return words.every((word) => text.includes(word)) && (least === null || row.reward >= least) && (most === null || row.reward <= most);
+    }).reverse();
+    found.replaceChildren();
+    table(found, "Samples found", rows.slice(0, SAMPLE_ROWS), [
+      ["step", (row) => row.step], ["reward", (row) => row.reward], ["prompt", (row) => row.prompt], ["completion", (row) => row.completion],
+      ["versions", (row) => (row.versions || []).join(", ")],
+    ], "");
+    said.textContent = `${rows.length} of ${record.samples.length} samples` + (rows.length > SAMPLE_ROWS ? `, the newest ${SAMPLE_ROWS} of them shown` : ", newest first");
+  }
+  parent.append(element("h2", {}, "Samples"), element("div", { class: "search", role: "search" },
+    field("text", "words in prompt or completion", { type: "search" }),
+    field("least", "reward at least", { type: "number", step: "any" }),
+    field("most", "reward at most", { type: "number", step: "any" }), said), found);
+  look();
+}
+
+// -- several runs ------------------------------------------------------------------------------------------------------
+
+function comparison(grid, parent) {
+  const colors = Object.values(COLORS);
+  const minutes = (run) => (row) => (row.time - run.began) / 60;
+  const measures = [
+    ["Reward", "", "steps", (row) => row.reward], ["Held-out accuracy", "", "evaluations", (row) => row.accuracy],
+    ["Loss", "", "steps", (row) => row.loss], ["Held-out log-probability", "nats", "evaluations", (row) => row.mean_logprob],
+    ["Mean staleness", "versions", "steps", (row) => row.staleness_mean], ["Throughput", "tokens a second", "steps", (row) => row.tokens_per_s],
+    ["Time of a step", "seconds", "steps", (row) => row.seconds],
+  ];
+  for (const [caption, unit, rows, value] of measures) {
+    const lines = (x) => record.runs.map((run, index) => [run.name, colors[index % colors.length], run[rows], x(run), value]);
+    curve(grid, caption, "optimizer step", unit, lines(() => (row) => row.step));
+    if (rows === "evaluations" || caption === "Reward") curve(grid, `${caption} over time`, "minutes since its start", unit, lines(minutes));
+  }
+  const names = [...new Set(record.runs.flatMap((run) => run.figures.map((each) => each.name)))];
+  const of = (run, name) => run.figures.find((each) => each.name === name);
+  table(parent, "Figures", names, [
+    ["", (name) => name],
+    ...record.runs.map((run) => [run.name, (name) => figure(of(run, name)?.value, of(run, name)?.unit)]),
+  ]);
+  table(parent, "Settings that differ", record.differences, [
+    ["", (row) => row.name], ...record.runs.map((run, index) => [run.name, (row) => row.values[index]]),
+  ]);
+}
+
 // -- the page --------------------------------------------------------------------------------------------------------
+
+function status() {
+  const of = record.runs ? record.runs.map((run) => `${run.name} ${run.status}`).join(", ") : record.status;
+  return `${of}; read ${clock(record.read)} UTC`;
+}
 
 function show() {
   const focused = document.activeElement?.getAttribute("aria-label");
@@ -209,16 +277,19 @@ function show() {
   charts.clear();
   document.title = `${record.name}: weightlane report`;
   document.getElementById("name").textContent = record.name;
-  document.getElementById("status").textContent = `${record.status}; read ${clock(record.read)} UTC`;
+  document.getElementById("status").textContent = status();
   document.getElementById("figures").replaceChildren(
-    ...record.figures.map((each) => element("div", {}, element("dt", {}, each.name), element("dd", {}, figure(each.value, each.unit)))));
+    ...(record.figures || []).map((each) => element("div", {}, element("dt", {}, each.name), element("dd", {}, figure(each.value, each.unit)))));
   const grid = element("div", { class: "charts" });
   const sections = document.getElementById("sections");
   sections.replaceChildren(element("h2", {}, "Curves"), grid);
-  curves(grid);
-  timeLine(grid);
-  if (!grid.children.length) sections.replaceChildren();
-  tables(sections);
+  if (record.runs) comparison(grid, sections);
+  else {
+    curves(grid);
+    timeLine(grid);
+    tables(sections);
+  }
+  if (!grid.children.length) document.querySelectorAll("main > h2:first-child, main > .charts").forEach((each) => each.remove());
   for (const each of document.querySelectorAll(".scroll")) [each.scrollLeft, each.scrollTop] = scrolled.get(each.getAttribute("aria-label")) ?? [0, 0];
   if (focused) [...document.querySelectorAll("[aria-label]")].find((each) => each.getAttribute("aria-label") === focused)?.focus({ preventScroll: true });
 }
@@ -232,7 +303,7 @@ async function followRun() {
     const changed = JSON.stringify({ ...newer, read: 0 }) !== JSON.stringify({ ...record, read: 0 });
     record = newer;
     if (changed) show();
-    else document.getElementById("status").textContent = `${record.status}; read ${clock(record.read)} UTC`;
+    else document.getElementById("status").textContent = status();
   } catch (error) {
     document.getElementById("status").textContent = `no answer from weightlane report: ${error.message}; last read ${clock(record.read)} UTC`;
   }

@@ -51,9 +51,9 @@ def test_prepared_material_is_whole_and_a_second_call_does_nothing(
     info, tokenizer = check_model_dir(task / "model"), AutoTokenizer.from_pretrained(task / "model")
     assert info.config["eos_token_id"] == tokenizer.eos_token_id
     train, heldout = load_splits(DataConfig(train=task / "train.jsonl", heldout=task / "heldout.jsonl"), str)
-    assert (len(train), len(heldout)) == (9500, 500)
+    assert (len(train), len(heldout[""])) == (9500, 500)
     reward = Reward("reward:exact_match", [EXAMPLE])
-    for each in [*train[:50], *heldout[:50]]:
+    for each in [*train[:50], *heldout[""][:50]]:
         left, right = each.prompt.removesuffix("=").split("+")
         assert int(each.answer[::-1]) == int(left) + int(right)
         assert tokenizer.decode(tokenizer.encode(each.prompt)) == each.prompt

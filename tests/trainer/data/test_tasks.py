@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.config import DataConfig
@@ -62,7 +63,19 @@ def test_a_prompt_in_both_splits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1 held-out prompts of .*heldout.jsonl are also in .*train.jsonl, 'c'"):
         load_splits(DataConfig(train=train, heldout=heldout), str)
     write(heldout, '{"prompt": "d", "answer": "2"}')
-    assert [len(split) for split in load_splits(DataConfig(train=train, heldout=heldout), str)] == [3, 1]
+    assert {
+        name: len(each) for name, each in load_splits(DataConfig(train=train, heldout=heldout), str)[1].items()
+    } == {"": 1}
+    shared = write(tmp_path / "shared.jsonl", json.dumps({"prompt": "b", "answer": "1"}))
+    sets = {"new": heldout, "old": shared}
+    with pytest.raises(ConfigError, match=r"1 held-out prompts of .*shared.jsonl are also in .*train.jsonl, 'b'"):
+        load_splits(DataConfig(train=train, heldout=sets), str)
+    write(shared, *(json.dumps({"prompt": p, "answer": "1"}) for p in "ef"))
+    found, held = load_splits(DataConfig(train=train, heldout=sets), str)
+    assert [task.prompt for task in found] == ["a", "b", "c"]
+    assert {name: [task.prompt for task in each] for name, each in held.items()} == {"new": ["d"], "old": ["e", "f"]}
+    with pytest.raises(ValidationError, match="pattern"):
+        DataConfig(train=train, heldout={"a name": heldout})
 
 
 TASKS = [Task(f"p{index}", index) for index in range(7)]

@@ -25,6 +25,7 @@ from weightlane.trainer.objectives.config import AlgorithmConfig
 
 ALGORITHM = AlgorithmConfig(prompts_per_step=2, group_size=3, max_new_tokens=4)
 TASKS = [Task(f"task-{number}", "") for number in range(12)]
+HELDOUT = {"": [Task("held-out", "")]}
 
 
 class Characters:
@@ -233,7 +234,7 @@ def run(
     max_replacements: int = 3,
     max_model_len: int = 0,
     tasks: Sequence[Task] = TASKS,
-    heldout: Sequence[Task] = (Task("held-out", ""),),
+    heldout: Mapping[str, Sequence[Task]] = HELDOUT,
     algorithm: AlgorithmConfig = ALGORITHM,
     concurrency: int = 2 * ALGORITHM.group_size,
     event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,

@@ -78,7 +78,7 @@ def simulate(
         world,
         judge,
         tasks=TASKS,
-        heldout=(),
+        heldout={},
         algorithm=ALGORITHM,
         concurrency=200,
         event_loop=SimulatedTimeLoop,

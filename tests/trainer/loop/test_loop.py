@@ -6,9 +6,11 @@ Replicas that die are replaced, within limits, and no task is lost or used twice
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from loop_world import BLOCKED_S, PUBLISH_S, TASKS, LiveRollout, World, first_is_better, run
@@ -17,6 +19,7 @@ from waiting import NEVER_S
 
 from weightlane.ckpt_engines import ConfigError, PeerLostError, SyncAbortedError, WeightlaneError, WorkerDiedError
 from weightlane.sync import Outcome, ReplicaReport, ReplicaState, SyncReport
+from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.protocols import LoopState, Rollout, StartReplacement
 
 
@@ -65,7 +68,26 @@ def test_a_state_and_a_model_are_written_when_their_version_is_on_its_way(max_st
 
 def test_what_the_model_can_do_is_measured_beside_the_training_and_some_of_what_it_wrote_is_told() -> None:
     world = World()
-    run(world, first_is_better, max_staleness=2, evaluate_every=2, samples_per_step=3, steps=9)
+
+    def judge(completion: str, task: Mapping[str, Any]) -> float:
+        """Good enough are two, one or none of the completions A, B, C and D of a held-out task."""
+        good = {"two": "AB", "one": "B", "none": ""}.get(task["prompt"], "A")
+        return 0.75 if completion[0] in good else 0.5 if completion[0] == "C" else 0.0
+
+    sets = {"maths": [Task("two", ""), Task("one", "")], "code-2": [Task("none", "")], "empty": []}
+    more = {"evaluate_samples": 4, "pass_reward": 0.75}
+    summary = run(world, judge, heldout=sets, max_staleness=2, evaluate_every=2, samples_per_step=3, steps=9, **more)
+    for measured in (summary.measured_before, summary.measured_after, *(facts for _, facts in world.evaluations)):
+        assert measured is not None
+        assert (measured["tasks"], measured["failed"]) == (3, 0)
+        assert (measured["accuracy_maths"], measured["accuracy_code-2"]) == (0.75 / 2, 0.0)
+        assert measured["accuracy"] == 0.75 / 4, "the sets count alike"
+        for k in (1, 2, 4):
+            draws = list(itertools.combinations("ABCD", k))
+            passed = [sum(bool(set(draw) & set(good)) for draw in draws) / len(draws) for good in ("AB", "B")]
+            assert measured[f"pass_at_{k}_maths"] == pytest.approx(sum(passed) / 2, abs=1e-15)
+            assert measured[f"pass_at_{k}"] == pytest.approx(sum(passed) / 4, abs=1e-15)
+        assert "pass_at_3" not in measured
     steps = [step for step, _ in world.evaluations]
     assert (steps[0], steps[-1]) == (0, 9)
     assert set(steps[1:-1]) <= {2, 4, 6, 8}
@@ -76,7 +98,7 @@ def test_what_the_model_can_do_is_measured_beside_the_training_and_some_of_what_
     assert all(len(some) == 3 and len({sample["prompt"] for sample in some}) == 2 for _, some in world.samples)
     sample = world.samples[0][1][0]
     assert sample["prompt"].startswith("task-")
-    assert (sample["completion"], sample["reward"], sample["versions"]) == ("AAAA", 1.0, [0])
+    assert (sample["completion"], sample["reward"], sample["versions"]) == ("AAAA", 0.75, [0])
 
 
 def test_versions_finished_during_a_sync_are_skipped_for_the_newest_and_none_is_published_during_a_step() -> None:
