@@ -107,7 +107,8 @@ class RunHooks:
     def samples_trained(self, step: int, facts: Facts) -> None:
         """Optimizer step `step` was trained on completions; some of them are reported. Called by the driver.
 
-        Facts: ``samples``, each with ``prompt``, ``completion`` (texts), ``reward`` and ``versions`` (that generated its tokens).
+        Facts: ``samples``, each with ``prompt``, ``completion`` (texts), ``reward`` and ``versions``: of every token, in order,
+        as pairs of a version and the number of tokens in a row that it generated.
         """
         self._call("samples_trained", step=step, facts=facts)
 

@@ -69,7 +69,9 @@ def run_dir(tmp_path: Path) -> Path:
         event("evaluated", 8, step=4, accuracy=0.75, tasks=4),
     ]
     (directory / "metrics.jsonl").write_text("".join(lines) + '{"event": "training_st')
-    (directory / "samples.jsonl").write_text(json.dumps({"step": 4, "prompt": HOSTILE, "reward": 1.0, "versions": [3]}))
+    (directory / "samples.jsonl").write_text(
+        json.dumps({"step": 4, "prompt": HOSTILE, "reward": 1.0, "versions": [[3, 9]]})
+    )
     return directory
 
 

@@ -25,7 +25,7 @@ from .evaluation import Evaluator
 from .failures import STEP, Failures
 from .fleet import Fleet
 from .overlap import OverlapClock
-from .prompt_group import PromptGroup, staleness, to_batch
+from .prompt_group import PromptGroup, staleness, to_batch, version_runs
 from .protocols import LoopParts, LoopState, Rollout
 from .rollout_feeder import Lengths, RolloutFeeder
 from .staleness_budget import StalenessBudget
@@ -266,7 +266,7 @@ class AsyncLoop:
         }
         self._parts.hooks.training_step(step=self._step + 1, facts=facts)
         samples = [
-            {"prompt": group.task.prompt, "completion": text, "reward": reward, "versions": sorted(set(done.versions))}
+            {"prompt": group.task.prompt, "completion": text, "reward": reward, "versions": version_runs(done.versions)}
             for group in groups
             for text, done, reward in zip(group.texts, group.completions, group.rewards, strict=True)
         ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 import torch
 
@@ -91,6 +92,11 @@ def _sequences(
                     per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
                 ),
             )
+
+
+def version_runs(versions: Sequence[int]) -> list[list[int]]:
+    """The version of every token as pairs: a version, and how many tokens in a row it generated."""
+    return [[version, len(list(run))] for version, run in groupby(versions)]
 
 
 def staleness(groups: Sequence[PromptGroup], step: int) -> tuple[float, int]:

@@ -58,6 +58,14 @@ class AlgorithmConfig(Section):
     importance_level: Literal["token", "sequence"] = Field(
         default="token", description="Whether each token has such a weight, or each completion the product of them."
     )
+    mismatch_mask: Literal["none", "token", "sequence"] = Field(
+        default="none",
+        description="What the loss leaves out where trainer and rollout disagree: token: targets whose ratio of probabilities,"
+        " the trainer's before the first step on a batch to the rollout's, is not between mismatch_low and mismatch_high."
+        " sequence: completions whose geometric mean of it isn't. They still count in the mean.",
+    )
+    mismatch_low: float = Field(default=0.5, ge=0, lt=1, description="Least ratio that is not left out.")
+    mismatch_high: float = Field(default=5.0, gt=1, description="Largest ratio that is not left out.")
     kl_coefficient: float = Field(
         default=0.0,
         ge=0,

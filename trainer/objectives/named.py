@@ -7,13 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
 from ..data.named_function import function_named
 from ..data.sequences import MicroBatch
 from .config import AlgorithmConfig
-from .loss import Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
+from .loss import LOGPROBS, Loss, LossOutput, ModelOutputs, OutputName, needed_outputs
 from .policy import cispo, dual_clip, entropy_bonus, gspo, token_surrogate
+from .policy_values import ROLLOUT_LOGPROBS, mismatched
 from .reference_kl import reference_kl
 
 BUILT_IN: dict[str, Callable[[AlgorithmConfig], Loss]] = {
@@ -29,8 +32,11 @@ _PART = "objective"
 class Objective:
     """The loss that ``[algorithm] objective`` names, and the terms that ``[algorithm]`` adds to it.
 
-    `reference_kl` is added if ``kl_coefficient`` is above 0, and `entropy_bonus` if ``entropy_coefficient`` is. An objective can
-    be pickled for another process, which imports its function again.
+    `reference_kl` is added if ``kl_coefficient`` is above 0, and `entropy_bonus` if ``entropy_coefficient`` is. They keep the
+    targets that ``mismatch_mask`` leaves out of the loss. With rollouts' log-probabilities in the batch there are the metrics
+    ``rollout_gap``, the mean absolute difference of the trainer's to them, and ``mismatch_masked``, the share left out.
+
+    An objective can be pickled for another process, which imports its function again.
 
     Args:
         config: The run's algorithm section.
@@ -57,8 +63,9 @@ class Objective:
             )
         coefficients = ((config.kl_coefficient, reference_kl), (config.entropy_coefficient, entropy_bonus))
         self._added = tuple(make(config) for coefficient, make in coefficients if coefficient > 0)
-        every = (output for loss in (self._loss, *self._added) for output in needed_outputs(loss))
-        self.needs: tuple[OutputName, ...] = tuple(dict.fromkeys(every))
+        every = [output for loss in (self._loss, *self._added) for output in needed_outputs(loss)]
+        compared = LOGPROBS if config.mismatch_mask != "none" else ()
+        self.needs: tuple[OutputName, ...] = tuple(dict.fromkeys([*every, *compared]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Objective, (self._config, self._search_path)
@@ -68,17 +75,31 @@ class Objective:
 
         Raises `ProtocolError` if the user's own function does not return a `LossOutput`, or uses the name of an added term.
         """
-        found: Any = self._loss(outputs, micro)
+        gaps, counted = self._compared(outputs, micro)
+        found: Any = self._loss(outputs, counted)
         if not isinstance(found, LossOutput):
             raise ProtocolError(
                 f"the objective {self.name!r} returned a {type(found).__name__}, not a LossOutput.",
                 part=_PART,
                 hint="weightlane.trainer.LossOutput holds the sums of a loss, and by what each is divided.",
             )
-        whole: LossOutput = found
+        whole = self._sum(found, gaps)
         for loss in self._added:
             whole = self._sum(whole, loss(outputs, micro))
         return whole
+
+    def _compared(self, outputs: ModelOutputs, micro: MicroBatch) -> tuple[LossOutput, MicroBatch]:
+        """How far trainer and rollout are apart, and `micro` without what `mismatch_mask` leaves out."""
+        metrics: dict[str, torch.Tensor] = {}
+        with torch.no_grad():
+            if outputs.logprobs is not None and ROLLOUT_LOGPROBS in micro.per_token:
+                gap = (outputs.logprobs - micro.per_token[ROLLOUT_LOGPROBS]).abs()
+                metrics["rollout_gap"] = torch.where(micro.mask, gap, 0.0).sum()
+            if self._config.mismatch_mask != "none":
+                tail = mismatched(outputs.required("logprobs"), micro, self._config)
+                metrics["mismatch_masked"] = tail.sum().float()
+                micro = micro.leaving_out(tail)
+        return LossOutput({}, metrics), micro
 
     def _sum(self, own: LossOutput, added: LossOutput) -> LossOutput:
         both = {*(own.terms.keys() & added.terms.keys()), *(own.metrics.keys() & added.metrics.keys())}

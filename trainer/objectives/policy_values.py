@@ -53,6 +53,21 @@ def importance_weights(proximal: torch.Tensor, micro: MicroBatch, config: Algori
     return torch.exp(log_ratio.clamp(max=math.log(config.importance_cap)))
 
 
+def mismatched(logprobs: torch.Tensor, micro: MicroBatch, config: AlgorithmConfig) -> torch.Tensor:
+    """Return the targets that ``AlgorithmConfig.mismatch_mask`` leaves out of the loss: bool [N].
+
+    Masked importance sampling by token, as in IcePop (arXiv 2510.18855, section 3.3), or by the geometric mean of a completion.
+    The trainer's log-probabilities are those of `PROXIMAL_LOGPROBS`, or else `logprobs`, float32 [N].
+    """
+    trainer = micro.per_token.get(PROXIMAL_LOGPROBS, logprobs.detach())
+    log_ratio = torch.where(micro.mask, trainer - micro.required(ROLLOUT_LOGPROBS), 0.0)
+    if config.mismatch_mask == "sequence":
+        targets = micro.sum_by_sequence(micro.mask.float()).clamp(min=1.0)
+        log_ratio = (micro.sum_by_sequence(log_ratio) / targets)[micro.sequence_of]
+    low = math.log(config.mismatch_low) if config.mismatch_low else -math.inf
+    return micro.mask & ((log_ratio < low) | (log_ratio > math.log(config.mismatch_high)))
+
+
 def policy_metrics(
     logprobs: torch.Tensor, micro: MicroBatch, unclipped: torch.Tensor, ratio: torch.Tensor
 ) -> dict[str, torch.Tensor]:

@@ -95,6 +95,11 @@ function curves(grid) {
     ["mean", COLORS.blue, steps, step, (row) => row.staleness_mean],
     ["max", COLORS.red, steps, step, (row) => row.staleness_max],
   ], { y: { min: 0 } });
+  curve(grid, "Trainer and rollout apart", at, "nats a token", [
+    ["mean difference of log-probabilities", COLORS.blue, steps, step, (row) => row.rollout_gap],
+    ["KL divergence, estimated", COLORS.orange, steps, step, (row) => row.approx_kl],
+    ["share that the loss leaves out", COLORS.red, steps, step, (row) => row.mismatch_masked],
+  ], { y: { min: 0 } });
   curve(grid, "Throughput", at, "tokens a second", [["tokens a second since the start", COLORS.green, steps, step, (row) => row.tokens_per_s]], { y: { min: 0 } });
   const committed = syncs.filter((row) => row.outcome === "committed");
   curve(grid, "Times of syncs", "version", sync, [
@@ -225,7 +230,7 @@ function samples(parent) {
     found.replaceChildren();
     table(found, "Samples found", rows.slice(0, SAMPLE_ROWS), [
       ["step", (row) => row.step], ["reward", (row) => row.reward], ["prompt", (row) => row.prompt], ["completion", (row) => row.completion],
-      ["versions", (row) => (row.versions || []).join(", ")],
+      ["versions (tokens)", (row) => (row.versions || []).map(([version, tokens]) => `${version} (${tokens})`).join(", ")],
     ], "");
     said.textContent = `${rows.length} of ${record.samples.length} samples` + (rows.length > SAMPLE_ROWS ? `, the newest ${SAMPLE_ROWS} of them shown` : ", newest first");
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
 import re
@@ -60,8 +61,18 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
         for tokens, advantage, masked in rows
     ]
     all_tokens = sum(len(tokens) for tokens, _ in counted)
-    loss, slopes = 0.0, []
-    for tokens, advantages in counted:
+    loss = 0.0
+    slopes: list[float] = []
+    every: list[float] = []
+    """`slopes`, with a 0 for each target that is left out."""
+    for all_of_it, all_advantages in counted:
+        within = agreed([(prox if proximal else now) - rollout for now, rollout, prox in all_of_it], config)
+        tokens = list(itertools.compress(all_of_it, within))
+        advantages = list(itertools.compress(all_advantages, within))
+        slopes = []
+        if not tokens:
+            every += [0.0] * len(within)
+            continue
         around = [p if proximal else (r if config.proximal == "rollout" else n) for n, r, p in tokens]
         drifts = [a - rollout for a, (_, rollout, _) in zip(around, tokens, strict=True)]
         if config.importance_level == "sequence":
@@ -74,9 +85,9 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
             loss -= weight * min(ratio * advantage, clipped * advantage) / len(counted)
             moves = ratio * advantage <= clipped * advantage and drift < 20.0
             slope = -weight * ratio * advantage / len(tokens) / len(counted) if moves else 0.0
-            slopes += [slope] * len(tokens)
-            continue
-        for (now, rollout, _), a, weight, advantage in zip(tokens, around, weights, advantages, strict=True):
+            slopes = [slope] * len(tokens)
+        by_token = [] if name == "gspo" else list(zip(tokens, around, weights, advantages, strict=True))
+        for (now, rollout, _), a, weight, advantage in by_token:
             if name == "dual_clip":
                 ratio = min(math.exp(min(now - rollout, 20.0)), config.ratio_cap)
                 clipped = min(max(ratio, low), high)
@@ -94,7 +105,17 @@ def expected(name: str, rows: Rows, config: AlgorithmConfig, *, proximal: bool) 
             loss -= weight * min(ratio * advantage, clipped * advantage) / all_tokens
             moves = ratio * advantage <= clipped * advantage and now - a < 20.0
             slopes.append(-weight * ratio * advantage / all_tokens if moves else 0.0)
-    return loss, slopes
+        kept_slopes = iter(slopes)
+        every += [next(kept_slopes) if kept else 0.0 for kept in within]
+    return loss, every
+
+
+def agreed(apart: list[float], config: AlgorithmConfig) -> list[bool]:
+    """Whether each token of a completion stays in the loss: the gap of its log-probabilities is not too large."""
+    if config.mismatch_mask == "sequence":
+        apart = [fmean(apart)] * len(apart)
+    ratios = [math.exp(min(gap, 100.0)) for gap in apart]
+    return [config.mismatch_mask == "none" or config.mismatch_low <= each <= config.mismatch_high for each in ratios]
 
 
 TRAINER: dict[str, Any] = {"proximal": "trainer"}
@@ -109,10 +130,17 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
     ("gspo", BY_SEQUENCE),
     ("cispo", {}),
     ("dual_clip", {}),
+    ("dual_clip", {"mismatch_mask": "token", "mismatch_low": 0.7, "mismatch_high": 1.5}),
+    ("ppo", {**BY_SEQUENCE, "mismatch_mask": "token"}),
+    ("cispo", {"mismatch_mask": "sequence", "mismatch_low": 0.0, "mismatch_high": 2.0}),
+    ("gspo", {**TRAINER, "mismatch_mask": "sequence"}),
+    ("gspo", {"mismatch_mask": "token"}),
 ]
 
 
 @given(rows_of, st.booleans())
+@example([([(-0.7, -1.0, -0.8)] * 4, 1.0, 0), ([(-2.0, -0.5, -2.1), (-1.0, -0.9, -1.0)], -1.0, 0)], False)
+@example([([(-0.1, -2.0, -1.9), (-3.0, -1.0, -1.1)], 1.0, 0)], True)
 @example(
     [([(-0.01, -70.0, -0.5)] * 5, 1.0, 0), ([(-70.0, -0.01, -0.02)], -2.0, 0), ([(-1.0, -2.0, -1.5)], 0.0, 0)], False
 )
@@ -149,6 +177,7 @@ def test_metrics_of_a_policys_loss_are_those_of_its_ratio() -> None:
                 "entropy": 2.0 - math.log(ratio),
                 "clip_fraction": clipped,
                 "approx_kl": ratio - 1 - math.log(ratio),
+                "rollout_gap": abs(math.log(ratio)),
             },
             rel=1e-5,
         )
