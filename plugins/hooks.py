@@ -79,6 +79,10 @@ class RunHooks:
         the loss. ``rollout_blocked_s`` is the longest time that a replica generated nothing, over the versions committed since
         the previous step.
 
+        Of the groups whose turn came since the previous step: ``groups_drawn``, ``groups_without_signal`` (equal rewards), of
+        these ``groups_all_right`` and ``groups_all_wrong``, ``groups_refilled`` (replaced by others), ``completions_drawn``,
+        ``reward_drawn`` (mean), ``overlong_completions`` (cut off at their greatest length).
+
         Since the start of the run: ``tokens_per_s`` (generated), ``dropped_groups``, ``failed_items``, ``length_ratio`` (mean
         length of trained completions over that of drawn ones), ``overlap_share``.
 

@@ -23,6 +23,7 @@ from .objectives.config import AlgorithmConfig
 from .objectives.dpo import dpo
 from .objectives.loss import Loss, LossOutput, LossTerm, ModelOutputs, needs
 from .objectives.named import Objective
+from .objectives.named_advantages import Advantages, ScoredGroup
 from .objectives.reference_kl import kl_estimate, kl_penalised_rewards
 from .objectives.supervised import sft
 from .objectives.value import explained_variance, value_loss
@@ -51,6 +52,7 @@ _SLOW = {
 __all__ = [
     "IGNORED",
     "AdamParams",
+    "Advantages",
     "AlgorithmConfig",
     "DataConfig",
     "LocalRanks",
@@ -67,6 +69,7 @@ __all__ = [
     "RewardConfig",
     "Role",
     "RoleSpec",
+    "ScoredGroup",
     "TokenBatch",
     "TokenSequence",
     "TrainerConfig",

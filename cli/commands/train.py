@@ -113,6 +113,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             start_replacement=_replacements(config, model, state, rendezvous, replicas, stack),
             max_replacements=config.rollout.max_replacements if config.rollout.replace_dead else 0,
             max_model_len=min(replica.max_model_len for replica in replicas),
+            advantages=ready.advantages,
         )
         loop = AsyncLoop(
             parts,

@@ -13,6 +13,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import ConfigError, StorageError
 from weightlane.plugins.curves import is_measure, measure_name
+from weightlane.trainer.loop.sampling.tally import described_samples
 from weightlane.trainer.runner.file_observers import read_metrics
 from weightlane.trainer.service.records.store import DATABASE
 
@@ -85,6 +86,7 @@ def read_record(run: Path, *, sample_bytes: int = _SAMPLE_BYTES) -> dict[str, An
         "syncs": syncs[-_ROWS:],
         "aborted": [each for each in syncs if each["outcome"] != "committed"][-_ROWS:],
         "events": [_replica_event(each) for each in events if each["event"] in _REPLICA_EVENTS][-_ROWS:],
+        "drawn": _drawn(of["run_ended"]),
         "failures": _last_lines(run / "failures.jsonl", _ROWS, _TAIL_BYTES),
         "samples": _last_lines(run / "samples.jsonl", _SAMPLES, sample_bytes),
         "settings": _settings(run / "config.toml"),
@@ -181,6 +183,9 @@ def _figures(
     if commits:
         add("versions committed", len(commits))
         add("versions aborted", sum(each["event"] == "version_aborted" for each in events))
+    if groups := _sum(steps, "groups_drawn"):
+        add("groups without signal", _sum(steps, "groups_without_signal") / groups, "share")
+        add("groups replaced", _sum(steps, "groups_refilled"))
     waited, trained = _sum(steps, "waited_for_rollouts_s"), _sum(steps, "seconds")
     if steps and commits and waited + trained > 0:
         wall = steps[-1]["time"] - steps[0]["time"] + steps[0].get("seconds", 0.0)
@@ -193,6 +198,12 @@ def _figures(
 
 def _sum(events: Sequence[Event], name: str) -> float:
     return sum(float(each[name]) for each in events if _is_number(each.get(name)))
+
+
+def _drawn(ended: Sequence[Event]) -> list[dict[str, str]]:
+    """Sentences about drawn and trained samples, each with its subject; empty until the run has ended."""
+    samples = ended[-1].get("samples", {}) if ended else {}
+    return [{"subject": subject, "sentence": said} for subject, said in described_samples(samples).items()]
 
 
 def _stalls(steps: Sequence[Event], commits: Sequence[Event]) -> dict[str, float] | None:

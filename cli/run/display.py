@@ -14,6 +14,7 @@ from rich.table import Table
 
 from weightlane.plugins import hookimpl
 from weightlane.plugins.curves import is_measure, measure_name
+from weightlane.trainer.loop.sampling.tally import described_samples
 from weightlane.trainer.loop.summary import RunSummary
 
 
@@ -185,12 +186,8 @@ def print_summary(console: Console, summary: RunSummary, directory: str) -> None
             "the same with blocking syncs",
             f"{1e3 * summary.synchronous_update_s:.1f} ms each, of which the above is {trainer:.1%} and {rollout:.1%}",
         )
-    if summary.drawn_tokens:
-        bias = summary.trained_tokens / summary.drawn_tokens - 1
-        table.add_row(
-            "length of completions",
-            f"{summary.trained_tokens:.1f} tokens trained, {summary.drawn_tokens:.1f} drawn: bias {bias:+.1%}",
-        )
+    for subject, said in described_samples(summary.samples()).items():
+        table.add_row(subject, said)
     if summary.dropped_groups:
         table.add_row("groups dropped as too stale", f"{summary.dropped_groups}")
     if summary.failures:

@@ -27,6 +27,7 @@ from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, 
 from weightlane.trainer.engines.registry import training_engine_class
 from weightlane.trainer.loop.protocols import LoopState
 from weightlane.trainer.objectives.named import Objective
+from weightlane.trainer.objectives.named_advantages import NamedAdvantages
 from weightlane.trainer.runner.run_dir import RunDir
 
 from ..config.run_config import RunConfig, check_engine, load_config
@@ -51,6 +52,7 @@ class Preparation:
     heldout_tasks: Mapping[str, Sequence[Task]]
     reward: Reward
     objective: Objective
+    advantages: NamedAdvantages
 
 
 def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Preparation:
@@ -78,8 +80,10 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     objective = Objective(policy_objective(config.algorithm), own_modules)
+    advantages = NamedAdvantages(config.algorithm, own_modules)
     state = _saved_state(run_dir, config, train_tasks, models) if resume else None
-    return Preparation(config, run_dir, state, model, models, tokenizer, train_tasks, heldout_tasks, reward, objective)
+    tasks = train_tasks, heldout_tasks
+    return Preparation(config, run_dir, state, model, models, tokenizer, *tasks, reward, objective, advantages)
 
 
 def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Sequence[Task]) -> None:

@@ -91,7 +91,7 @@ def test_figures_stalls_and_time_line_are_those_that_one_reckons_from_the_events
         "rollouts blocked by syncs": 0.25 / 7.5,
         "both busy at once": 0.5,
     }
-    assert record["status"] == "not ended at step 4 of 4"
+    assert (record["status"], record["drawn"]) == ("not ended at step 4 of 4", [])
     assert record["stalls"] == {"trainer": 0.5 / 4, "rollouts": 0.25 / 4, "blocking": 1.0}
     assert [each["reward"] for each in record["steps"]] == [0.25, 0.5, 0.75, 1.0]
     spans = {
@@ -119,7 +119,7 @@ def test_figures_stalls_and_time_line_are_those_that_one_reckons_from_the_events
 @pytest.mark.parametrize(
     ("last", "status"),
     [
-        (event("run_ended", 9, accuracy_after=0.75), "ended"),
+        (event("run_ended", 9, accuracy_after=0.75, samples={"drawn_tokens": 8.0, "trained_tokens": 6.0}), "ended"),
         (event("run_ended", 9, error="the disk is full"), "failed: the disk is full"),
         (event("run_ended", 9) + event("run_started", 10, step=2, steps=6) + step(3, 12), "not ended at step 3 of 6"),
     ],
@@ -127,7 +127,9 @@ def test_figures_stalls_and_time_line_are_those_that_one_reckons_from_the_events
 def test_whether_a_run_has_ended_is_that_of_its_last_start(run_dir: Path, last: str, status: str) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write("\n" + last)
-    assert read_record(run_dir)["status"] == status
+    bias = {"subject": "length of completions", "sentence": "6.0 tokens trained, 8.0 drawn: bias -25.0%"}
+    record = read_record(run_dir)
+    assert (record["status"], record["drawn"]) == (status, [bias] if status == "ended" else [])
 
 
 def test_the_page_holds_the_whole_record_and_texts_of_others_remain_texts(run_dir: Path) -> None:

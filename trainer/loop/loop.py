@@ -28,7 +28,8 @@ from .overlap import OverlapClock
 from .prompt_group import PromptGroup, staleness, to_batch, version_runs
 from .protocols import LoopParts, LoopState, Rollout
 from .rollout_feeder import Lengths, RolloutFeeder
-from .staleness_budget import StalenessBudget
+from .sampling.staleness_budget import StalenessBudget
+from .sampling.tally import SampleTally
 from .summary import RunSummary
 from .version_keeper import VersionKeeper
 
@@ -80,7 +81,9 @@ class AsyncLoop:
         self._keeper = VersionKeeper(
             parts.trainers, parts.syncer, on_commit=self._on_commit, max_failures=config.max_failed_syncs
         )
-        self._trained = Lengths()
+        self._trained, self._trained_rewards = Lengths(), SampleTally()
+        self._told = SampleTally()
+        """Counts of drawn groups that were reported to observers."""
         self._first = self._saved = self._exported = self._step
         self._evaluator = Evaluator(self._feeder, parts.heldout_tasks, config)
         self._evaluating: asyncio.Task[dict[str, Any] | None] | None = None
@@ -165,6 +168,7 @@ class AsyncLoop:
                 summary.recomputed_tokens += stats.recomputed_tokens
         summary.replicas_lost, summary.replicas_replaced = self._fleet.losses, self._fleet.successions
         summary.drawn_tokens, summary.trained_tokens = self._feeder.drawn.mean, self._trained.mean
+        summary.drawn, summary.reward_trained = self._feeder.tally, self._trained_rewards.mean_reward
         summary.dropped_groups, summary.failures = self._feeder.dropped_groups, dict(self._failures.counts)
 
     async def _train(self) -> None:
@@ -182,7 +186,7 @@ class AsyncLoop:
                 waited = time.perf_counter() - waited
             masks = self._config.late_groups == "mask"
             oldest = self._step - self._config.max_staleness if masks else None
-            batch, mini_batches = to_batch(groups, self._algorithm, oldest)
+            batch, mini_batches = to_batch(groups, self._algorithm, oldest, self._parts.advantages)
             with self._clock.busy(TRAINING):
                 report = await self._parts.trainers.train_step(batch, mini_batches)
             if report.skipped:
@@ -192,7 +196,9 @@ class AsyncLoop:
                 continue
             self._failures.well(STEP)
             for group in groups:
-                self._trained.add(group, -1 if oldest is None else oldest)
+                targets = group.without_overlong() if self._algorithm.overlong == "mask" else group
+                self._trained.add(targets, -1 if oldest is None else oldest)
+                self._trained_rewards.add_rewards(targets.rewards)
             self._report_step(groups, report, waited)
             self._step += 1
             self._feeder.trained(groups)
@@ -244,6 +250,8 @@ class AsyncLoop:
         rewards = [reward for group in groups for reward in group.rewards]
         mean_staleness, max_staleness = staleness(groups, self._step)
         wall = self._clock.wall_s()
+        drawn = self._feeder.tally.since(self._told)
+        self._told = self._feeder.tally.copy()
         facts = {
             "seconds": report.seconds,
             "reward": sum(rewards) / len(rewards),
@@ -253,6 +261,7 @@ class AsyncLoop:
             "optimizer_steps": report.step,
             "fence_s": report.fence_s,
             "waited_for_rollouts_s": waited_s,
+            **drawn.to_plain(),
             "tokens": sum(group.tokens for group in groups),
             "tokens_per_s": self._feeder.generated_tokens / wall if wall else 0.0,
             "dropped_groups": self._feeder.dropped_groups,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -11,10 +11,11 @@ import torch
 from ..data.batch import LossDenominators, MiniBatch, TokenBatch
 from ..data.sequences import IGNORED, TEMPERATURE, TokenSequence
 from ..data.tasks import Task
-from ..objectives.advantages import group_advantages
 from ..objectives.config import AlgorithmConfig
+from ..objectives.named_advantages import Advantages, NamedAdvantages, ScoredGroup
 from ..objectives.policy_values import ADVANTAGES, REWARD, ROLLOUT_LOGPROBS
 from .protocols import Completion
+from .sampling.overlong import length_penalty
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class PromptGroup:
     rewards: Sequence[float]
     replica: str
     """Name of the replica that generated it."""
+    overlong: Collection[int] = ()
+    """Places of those completions that were cut off at ``algorithm.max_new_tokens``."""
 
     @property
     def oldest_version(self) -> int:
@@ -41,29 +44,68 @@ class PromptGroup:
         """Generated tokens."""
         return sum(len(completion.token_ids) for completion in self.completions)
 
+    def without_overlong(self) -> PromptGroup:
+        """Return the group of the other completions."""
+        kept = [place for place in range(len(self.completions)) if place not in self.overlong]
+        return replace(
+            self,
+            completions=[self.completions[place] for place in kept],
+            texts=[self.texts[place] for place in kept],
+            rewards=[self.rewards[place] for place in kept],
+            overlong=(),
+        )
+
+    def scored(self, algorithm: AlgorithmConfig) -> ScoredGroup:
+        """Return what advantages are computed from."""
+        lengths = [len(completion.token_ids) for completion in self.completions]
+        rewards = [
+            reward + length_penalty(length, algorithm) for reward, length in zip(self.rewards, lengths, strict=True)
+        ]
+        cut_off = [place in self.overlong for place in range(len(lengths))]
+        return ScoredGroup(rewards, lengths, cut_off, self.task.as_mapping())
+
+    def has_signal(self, algorithm: AlgorithmConfig) -> bool:
+        """Whether advantages relative to the group are not 0 where it has targets."""
+        all_masked = algorithm.overlong == "mask" and len(self.overlong) == len(self.completions)
+        return self.scored(algorithm).differs and not all_masked
+
 
 def to_batch(
-    groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None = None
+    groups: Sequence[PromptGroup],
+    algorithm: AlgorithmConfig,
+    oldest: int | None = None,
+    advantages: Advantages | None = None,
 ) -> tuple[TokenBatch, list[MiniBatch]]:
-    """Return the groups as one training batch, with advantages computed within each group, and its mini-batches.
+    """Return the groups as one training batch and its mini-batches.
 
-    Sequences with advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They
-    count in the denominators.
+    Advantages are computed by `advantages`, from all groups; None: by the function that `algorithm` names. Sequences with
+    advantage 0 are left out, unless `algorithm` says otherwise or adds a term that gives them a gradient. They count in the
+    denominators.
 
-    Each group has two completions or more. Tokens of versions older than `oldest` are not targets.
+    Each group has two completions or more. Tokens of versions older than `oldest` are not targets, nor are those of completions
+    that `algorithm` masks.
     """
+    scored = [group.scored(algorithm) for group in groups]
+    found = (advantages or NamedAdvantages(algorithm))(scored)
+    judged = [
+        list(_sequences(group, each.rewards, values, algorithm, oldest))
+        for group, each, values in zip(groups, scored, found, strict=True)
+    ]
     size = algorithm.mini_batch_prompts or len(groups)
-    parts = [_mini_batch(groups[start : start + size], algorithm, oldest) for start in range(0, len(groups), size)]
+    parts = [
+        _mini_batch(groups[start], judged[start : start + size], algorithm) for start in range(0, len(groups), size)
+    ]
     sequences = tuple(sequence for kept, _ in parts for sequence in kept)
     return TokenBatch(sequences), [MiniBatch(len(kept), denominators) for kept, denominators in parts]
 
 
 def _mini_batch(
-    groups: Sequence[PromptGroup], algorithm: AlgorithmConfig, oldest: int | None
+    first: PromptGroup, groups: Sequence[Sequence[tuple[float, TokenSequence]]], algorithm: AlgorithmConfig
 ) -> tuple[list[TokenSequence], LossDenominators]:
-    judged = [each for group in groups for each in _sequences(group, algorithm, oldest)]
-    if not judged:  # every token is too old, but a batch needs a sequence
-        _, sequence = next(_sequences(groups[0], algorithm, None))
+    """Return the sequences of one optimizer step that are computed; `first` is the first of its groups."""
+    judged = [each for group in groups for each in group]
+    if not judged:  # no token is a target, but a batch needs a sequence
+        sequence = _sequence(first, 0, 0.0, 0.0, algorithm)
         judged = [(0.0, replace(sequence, targets=torch.full_like(sequence.targets, IGNORED)))]
     every = [sequence for _, sequence in judged]
     kept = every
@@ -74,24 +116,32 @@ def _mini_batch(
 
 
 def _sequences(
-    group: PromptGroup, algorithm: AlgorithmConfig, oldest: int | None
+    group: PromptGroup,
+    rewards: Sequence[float],
+    advantages: Sequence[float],
+    algorithm: AlgorithmConfig,
+    oldest: int | None,
 ) -> Iterator[tuple[float, TokenSequence]]:
     """Yield advantage and sequence of every completion of a group that has a target."""
-    rewards = torch.tensor([list(group.rewards)], dtype=torch.float64)
-    (advantages,) = group_advantages(rewards, normalize_std=algorithm.normalize_std).tolist()
-    for completion, advantage, reward in zip(group.completions, advantages, group.rewards, strict=True):
+    for place, (completion, reward, advantage) in enumerate(zip(group.completions, rewards, advantages, strict=True)):
         masked = 0 if oldest is None else sum(version < oldest for version in completion.versions)
+        if algorithm.overlong == "mask" and place in group.overlong:
+            masked = len(completion.token_ids)
         if masked < len(completion.token_ids):
-            yield (
-                advantage,
-                TokenSequence.of_completion(
-                    group.prompt_ids,
-                    completion.token_ids,
-                    masked=masked,
-                    per_token={ROLLOUT_LOGPROBS: completion.logprobs, ADVANTAGES: advantage},
-                    per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
-                ),
-            )
+            yield advantage, _sequence(group, place, reward, advantage, algorithm, masked)
+
+
+def _sequence(
+    group: PromptGroup, place: int, reward: float, advantage: float, algorithm: AlgorithmConfig, masked: int = 0
+) -> TokenSequence:
+    completion = group.completions[place]
+    return TokenSequence.of_completion(
+        group.prompt_ids,
+        completion.token_ids,
+        masked=masked,
+        per_token={ROLLOUT_LOGPROBS: completion.logprobs, ADVANTAGES: advantage},
+        per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
+    )
 
 
 def version_runs(versions: Sequence[int]) -> list[list[int]]:

@@ -13,6 +13,7 @@ from weightlane.sync import Replica, ReplicaState, SyncReport
 from ..data.batch import MiniBatch, TokenBatch
 from ..data.step_result import StepResult
 from ..data.tasks import Task
+from ..objectives.named_advantages import Advantages
 
 
 class Trainers(Protocol):
@@ -176,3 +177,5 @@ class LoopParts:
     """Most successors that are started."""
     max_model_len: int = 0
     """Most tokens of a prompt and its completion together; 0 if unknown."""
+    advantages: Advantages | None = None
+    """Computes the advantages of a batch; None: the built-in function that ``algorithm.advantages`` names."""

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, RewardError, WeightlaneError
@@ -19,7 +19,9 @@ from .fleet import Fleet
 from .overlap import OverlapClock
 from .prompt_group import PromptGroup
 from .protocols import Completion, LoopParts, Rollout
-from .staleness_budget import StalenessBudget
+from .sampling.overlong import EmptyGroups, overlong_places
+from .sampling.staleness_budget import StalenessBudget
+from .sampling.tally import SampleTally
 
 GENERATION = "generation"
 """Name of the generating activity on the `OverlapClock`."""
@@ -37,6 +39,8 @@ class _Place:
     task: Task
     group: PromptGroup | None = None
     """The group once it is complete."""
+    replaced: list[PromptGroup] = field(default_factory=list)
+    """Groups without signal that were drawn for this place before."""
 
 
 @dataclass(slots=True)
@@ -74,6 +78,9 @@ class RolloutFeeder:
     task is lost by that, and none used twice. A completion that fails, or cannot be judged, is left out; so is its group
     if fewer than two completions remain. Those that take too long are mostly the longest, so all of them count as drawn.
 
+    With ``algorithm.refill``, a group without signal is replaced when it is complete, by one of the next task in the same place:
+    neither the order nor the budget changes, and its tokens are not older.
+
     `budget` says how far ahead of the trainer groups may start.
     """
 
@@ -110,6 +117,9 @@ class RolloutFeeder:
 
         A request that was ended by its time limit counts as one of `AlgorithmConfig.max_new_tokens`.
         """
+        self.tally = SampleTally()
+        """Counts of the same completions' groups and rewards."""
+        self._empty_groups = EmptyGroups()
 
     async def run(self) -> None:
         """Generate until cancelled. Raises errors of a replica that the fleet does not excuse, and `TooManyFailuresError`."""
@@ -155,8 +165,7 @@ class RolloutFeeder:
                     self._again.append(place)
                     self._changed.notify_all()
                     continue
-                self._line.remove(place)
-                self.drawn.add(place.group)
+                self._leave_line(place, place.group)
                 if late and self._late == "drop":
                     self._give_up(place)
                     self.dropped_groups += 1
@@ -169,6 +178,27 @@ class RolloutFeeder:
         if self._late != "wait":
             return next((place for place in self._line if place.group is not None), None)
         return self._line[0] if self._line and self._line[0].group is not None else None
+
+    def _leave_line(self, place: _Place, last: PromptGroup) -> None:
+        """Remove a place from the line, and count the groups that were drawn for it, of which `last` is the last one."""
+        self._line.remove(place)
+        for group in (*place.replaced, last):
+            self.drawn.add(group)
+            if len(group.completions) < _FEWEST:
+                self.tally.add_rewards(group.rewards)
+                continue
+            signal, refilled = group.has_signal(self._algorithm), group is not last
+            self.tally.draw(group.rewards, signal=signal, overlong=len(group.overlong), refilled=refilled)
+
+    def _complete(self, place: _Place, group: PromptGroup) -> None:
+        """Put a group in its place, or have a further task's group generated there if this one has no signal."""
+        if len(place.replaced) < self._algorithm.refill and not group.has_signal(self._algorithm):
+            place.replaced.append(group)
+            self._outstanding.remove(place.task)
+            place.task = self._next_task()
+            self._again.append(place)
+        else:
+            place.group = group
 
     def _give_up(self, place: _Place) -> None:
         """Give up a group that is not trained on, so that another one may begin. Its task is done."""
@@ -241,7 +271,20 @@ class RolloutFeeder:
         judged = await asyncio.gather(*(self._judged(task, answer, rollout.name, drawn) for answer in answers))
         kept = [each for each in judged if each is not None]
         completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
-        return PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name)
+        overlong = overlong_places(completions, self._parts.stop_token_ids, self._algorithm.max_new_tokens)
+        group = PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name, overlong)
+        return group if greedy or self._algorithm.overlong != "drop" else self._without_overlong(group)
+
+    def _without_overlong(self, group: PromptGroup) -> PromptGroup:
+        """Drop a group's overlong completions, which count as drawn."""
+        for place in group.overlong:
+            self.drawn.lose(len(group.completions[place].token_ids))
+        self.tally.overlong_completions += len(group.overlong)
+        self.tally.add_rewards([group.rewards[place] for place in group.overlong])
+        left = group.without_overlong()
+        enough = len(left.completions) >= _FEWEST or not group.overlong
+        self._empty_groups.left(enough, self._algorithm.max_new_tokens)
+        return left
 
     def _encoded(self, task: Task) -> list[int]:
         """Tokenize the prompt. Raises `ConfigError` if it cannot be tokenized, or leaves no room for a completion."""
@@ -314,11 +357,10 @@ class RolloutFeeder:
                 if group is None:
                     self._again.append(place)
                 elif len(group.completions) < _FEWEST:
-                    self._line.remove(place)
+                    self._leave_line(place, group)
                     self._give_up(place)
-                    self.drawn.add(group)
                 else:
-                    place.group = group
+                    self._complete(place, group)
                 self._changed.notify_all()
             if group is None:
                 # The coordinator may need a moment to learn the replica's state.
@@ -332,11 +374,13 @@ class RolloutFeeder:
         if self._again:
             return self._again.popleft()
         self._budget.admit()
-        if self._waiting:
-            task = self._waiting.popleft()
-        else:
-            task = next(self._stream)
-            self._outstanding.append(task)
-        place = _Place(task)
+        place = _Place(self._next_task())
         self._line.append(place)
         return place
+
+    def _next_task(self) -> Task:
+        if self._waiting:
+            return self._waiting.popleft()
+        task = next(self._stream)
+        self._outstanding.append(task)
+        return task

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 from .evaluation import ACCURACY
+from .sampling.tally import SampleTally
 from .version_keeper import SyncTime, SyncTimes
 
 
@@ -56,6 +57,10 @@ class RunSummary:
     """Mean length, in tokens, of all completions whose turn for training has come, and of those that are left out."""
     trained_tokens: float = 0.0
     """Mean length of the completions that were trained on; below `drawn_tokens` is a bias towards short ones."""
+    drawn: SampleTally = field(default_factory=SampleTally)
+    """Counts of drawn groups, with and without signal, and the mean reward of their completions."""
+    reward_trained: float = 0.0
+    """Mean reward of the completions that were trained on."""
     dropped_groups: int = 0
     """Groups that were too stale, with ``late_groups = "drop"``."""
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -106,6 +111,17 @@ class RunSummary:
             **{name: Quantiles.of([getattr(time, name) for time in self.times.synced]) for name in SyncTime._fields},
         }
 
+    def samples(self) -> dict[str, Any]:
+        """The figures of samples, as JSON-representable data."""
+        return {
+            "drawn_tokens": self.drawn_tokens,
+            "trained_tokens": self.trained_tokens,
+            **self.drawn.to_plain(),
+            "reward_trained": self.reward_trained,
+            "dropped_groups": self.dropped_groups,
+            "failed": dict(self.failures),
+        }
+
     def to_plain(self) -> dict[str, Any]:
         """These figures as JSON-representable data."""
         return {
@@ -121,12 +137,7 @@ class RunSummary:
             "wall_s": self.wall_s,
             "replicas_lost": self.replicas_lost,
             "replicas_replaced": self.replicas_replaced,
-            "samples": {
-                "drawn_tokens": self.drawn_tokens,
-                "trained_tokens": self.trained_tokens,
-                "dropped_groups": self.dropped_groups,
-                "failed": dict(self.failures),
-            },
+            "samples": self.samples(),
             "sync": {
                 **{name: quantiles._asdict() for name, quantiles in self.sync_quantiles().items()},
                 "lost_per_step_s": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from weightlane.ckpt_engines import ProtocolError
@@ -23,13 +25,56 @@ def group_advantages(rewards: torch.Tensor, *, normalize_std: bool = True) -> to
     Returns:
         float32 [groups, group_size].
     """
-    rewards = rewards.double()
-    centred = rewards - rewards.mean(dim=1, keepdim=True)
-    # The mean of equal numbers can differ from them in the last bit, and the division would amplify that.
-    centred = torch.where(rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True), 0.0, centred)
+    centred = _centred(rewards)
     if normalize_std:
         centred = centred / (centred.square().mean(dim=1, keepdim=True).sqrt() + _STD_FLOOR)
     return centred.float()
+
+
+def leave_one_out_advantages(rewards: torch.Tensor) -> torch.Tensor:
+    """Advantages of completions relative to the others of their group (RLOO, arXiv 2402.14740, section 2.2).
+
+    ``A = reward - mean of the group's other rewards``, which is ``n / (n - 1) * (reward - mean)`` for n completions.
+
+    Args:
+        rewards: [groups, group_size], finite; group_size at least 2.
+
+    Returns:
+        float32 [groups, group_size].
+    """
+    size = rewards.shape[1]
+    return (_centred(rewards) * (size / (size - 1))).float()
+
+
+def batch_advantages(rewards: Sequence[torch.Tensor], *, centre_groups: bool) -> list[torch.Tensor]:
+    """Advantages normalised over all completions of a batch (REINFORCE++, arXiv 2501.03262).
+
+    ``A = (value - mean) / (std + 1e-6)``, with mean and population standard deviation over the batch. The value is the reward, or
+    with `centre_groups` the reward minus its group's mean (REINFORCE++-baseline). Where all are equal, they become 0.
+
+    Args:
+        rewards: [group_size] of each group, finite; sizes may differ.
+        centre_groups: whether to subtract the mean of a completion's group first.
+
+    Returns:
+        float32 [group_size] for each group.
+    """
+    values = [_centred(each[None])[0] if centre_groups else each.double() for each in rewards]
+    every = torch.cat(values)
+    # Groups that are centred have a mean of 0, which rounding must not move: equal rewards keep an advantage of 0.
+    centred = every if centre_groups else _centred(every[None])[0]
+    scaled = centred / (centred.square().mean().sqrt() + _STD_FLOOR)
+    return list(torch.split(scaled.float(), [len(each) for each in rewards]))
+
+
+def _centred(rewards: torch.Tensor) -> torch.Tensor:
+    """Subtract the mean of each row: float64 [rows, columns]. Rows of equal numbers become zeros.
+
+    The mean of equal numbers can differ from them in the last bit, and a division would amplify that.
+    """
+    rewards = rewards.double()
+    equal = rewards.amax(dim=1, keepdim=True) == rewards.amin(dim=1, keepdim=True)
+    return torch.where(equal, 0.0, rewards - rewards.mean(dim=1, keepdim=True))
 
 
 def gae(

@@ -98,6 +98,37 @@ class AlgorithmConfig(Section):
         default=True,
         description="Divide a group's centred rewards by their standard deviation; false is Dr. GRPO's variant.",
     )
+    advantages: str = Field(
+        default="group",
+        min_length=1,
+        description="How much better than expected a completion was. group: than its group, divided by the group's standard"
+        " deviation (GRPO; Dr. GRPO without normalize_std). rloo: than the group's other completions. reinforce_pp: than the"
+        " batch, divided by its standard deviation. reinforce_pp_baseline: than its group, divided by the standard deviation in"
+        " the batch. Or 'module:function', looked for as that of objective. Not for ppo, whose advantages come from the critic.",
+    )
+    refill: int = Field(
+        default=0,
+        ge=0,
+        description="Most further tasks that are drawn for one place in a batch while its group has no signal, that is equal"
+        " rewards, hence advantages of 0; the last one is trained on as it is. Tasks that are always or never solved are then"
+        " trained on less often than they are drawn: the bias is printed at the end. 0: every group is trained on.",
+    )
+    overlong: Literal["keep", "drop", "mask", "penalty"] = Field(
+        default="keep",
+        description="What becomes of a completion that was cut off at max_new_tokens. keep: it counts like any other. drop: it is"
+        " left out, of its group's mean, too. mask: it counts in the group's mean, and is not trained on. penalty: the reward of"
+        " every completion falls linearly over the last overlong_buffer tokens, by overlong_penalty in all (DAPO, arXiv"
+        " 2503.14476, equation 13).",
+    )
+    overlong_buffer: int = Field(
+        default=0, ge=0, description="With overlong = penalty: the tokens below max_new_tokens over which rewards fall."
+    )
+    overlong_penalty: float = Field(
+        default=1.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="With overlong = penalty: by how much the reward of a completion of max_new_tokens is lower.",
+    )
     temperature: float = Field(
         default=1.0, ge=0.01, le=2, description="Sampling temperature; the trainer scales its logits the same way."
     )
@@ -131,6 +162,38 @@ class AlgorithmConfig(Section):
             raise ValueError(
                 f"mini_batch_prompts ({self.mini_batch_prompts}) must divide prompts_per_step ({self.prompts_per_step})"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_are_the_groups(self) -> Self:
+        if self.objective == "ppo" and self.advantages != "group":
+            raise ValueError(f"advantages is {self.advantages}, and those of objective = ppo come from its critic")
+        if self.advantages != "group" and not self.normalize_std:
+            raise ValueError(f"normalize_std is false, which is a setting of advantages = group, not {self.advantages}")
+        return self
+
+    @model_validator(mode="after")
+    def _refilled_groups_have_no_signal(self) -> Self:
+        if self.refill and self.objective == "ppo":
+            raise ValueError(
+                f"refill is {self.refill}, and objective is ppo: by its critic, equal rewards have advantages that are not 0"
+            )
+        if self.refill and self.advantages == "reinforce_pp":
+            raise ValueError(
+                f"refill is {self.refill}, and advantages is reinforce_pp: relative to the batch, equal rewards of a group have"
+                " advantages that are not 0"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _the_buffer_is_of_the_penalty(self) -> Self:
+        if self.overlong == "penalty" and not 0 < self.overlong_buffer <= self.max_new_tokens:
+            raise ValueError(
+                f"overlong is penalty, which needs an overlong_buffer of 1 to max_new_tokens ({self.max_new_tokens}) tokens, not"
+                f" {self.overlong_buffer}"
+            )
+        if self.overlong != "penalty" and self.overlong_buffer:
+            raise ValueError(f"overlong_buffer is {self.overlong_buffer}, and overlong is {self.overlong}, not penalty")
         return self
 
     @model_validator(mode="after")

@@ -203,6 +203,7 @@ function tables(parent) {
   table(parent, "Replicas", record.events, [
     ["time, UTC", (row) => clock(row.time)], ["replica", (row) => row.replica], ["event", (row) => row.event], ["detail", (row) => row.detail],
   ]);
+  table(parent, "Drawn and trained samples", record.drawn, [["about", (row) => row.subject], ["over the run", (row) => row.sentence]]);
   table(parent, "Failed samples and steps", record.failures, [
     ["time, UTC", (row) => clock(row.time)], ["kind", (row) => row.kind], ["count", (row) => row.count], ["error", (row) => row.error],
   ]);

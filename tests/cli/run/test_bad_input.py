@@ -111,6 +111,8 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (configured("ray", address="auto"), ["sync.host is 127.0.0.1, which other machines", "Set sync.host"]),
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
+        (configured("algorithm", advantages="rlo"), ["no advantages are called 'rlo'. Did you mean 'rloo'?"]),
+        (configured("algorithm", refill=1, objective="ppo"), ["refill is 1, and objective is ppo"]),
         (configured("reward", function="no_such_module:judge"), ["could not be imported", "no_such_module"]),
         (
             configured("reference", ranks=2),

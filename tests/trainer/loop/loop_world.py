@@ -107,7 +107,8 @@ class World:
         self.in_step = False
         self.step += 1
         self.at_step.pop(self.step, lambda: None)()
-        return StepResult(2 * self.step)  # optimizer steps, of which a version may have several
+        # Optimizer steps, of which a version may have several.
+        return StepResult(2 * self.step, metrics={"sequences": float(len(batch))})
 
     async def publish(self, version: int) -> float:
         assert not self.in_step, "it may be changing the parameters"

@@ -18,7 +18,7 @@ from weightlane.ckpt_engines import DeadlineExceededError, RewardError
 from weightlane.trainer import AlgorithmConfig, LossDenominators, MicroBatch, MiniBatch
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
-from weightlane.trainer.loop.staleness_budget import StalenessBudget
+from weightlane.trainer.loop.sampling.staleness_budget import StalenessBudget
 from weightlane.trainer.loop.summary import RunSummary
 
 GROUPS, PER_STEP = 400, 8
@@ -60,16 +60,18 @@ class LimitedRollout(SlowRollout):
 
 
 def simulate(
-    late_groups: str, rollout: type[SlowRollout] = SlowRollout, max_failed_share: float = 0.1
+    late_groups: str, rollout: type[SlowRollout] = SlowRollout, max_failed_share: float = 0.1, refill: int = 0
 ) -> tuple[World, list[str], RunSummary]:
     """Run the loop in simulated time; returns its world, the tasks that were drawn, in order, and its summary.
 
-    A long completion cannot be judged on a `LimitedRollout`, either.
+    A long completion cannot be judged on a `LimitedRollout`, either. With `refill`, every third task has no signal.
     """
     world, turn = World(step_s=STEP_S, sync_s=SYNC_S), count()
     world.add(replica := rollout(world, "rollout-0"))
 
-    def judge(text: str, _: Mapping[str, Any]) -> float:
+    def judge(text: str, task: Mapping[str, Any]) -> float:
+        if refill and int(task["prompt"].split()[1]) % 3 == 0:
+            return 0.0
         if rollout is LimitedRollout and len(text) == LONG_TOKENS:
             raise RewardError("it took longer than 10 s.", part="reward")
         return float(next(turn) % 2)
@@ -79,7 +81,7 @@ def simulate(
         judge,
         tasks=TASKS,
         heldout={},
-        algorithm=ALGORITHM,
+        algorithm=ALGORITHM.model_copy(update={"refill": refill}),
         concurrency=200,
         event_loop=SimulatedTimeLoop,
         steps=GROUPS // PER_STEP,

@@ -1,0 +1,53 @@
+"""Completions that were cut off at their greatest length, and the penalty for long ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from weightlane.ckpt_engines import TooManyFailuresError
+
+from ...objectives.config import AlgorithmConfig
+from ..protocols import Completion
+
+_MOST_EMPTY = 100
+"""Groups in a row of which dropping leaves too little, after which a run ends. It would train on nothing, for ever."""
+
+
+def overlong_places(
+    completions: Sequence[Completion], stop_token_ids: Collection[int], max_new_tokens: int
+) -> list[int]:
+    """Return the places of those completions that have `max_new_tokens`, and no stop token at the end."""
+    return [
+        place
+        for place, completion in enumerate(completions)
+        if len(completion.token_ids) >= max_new_tokens and completion.token_ids[-1] not in stop_token_ids
+    ]
+
+
+def length_penalty(tokens: int, algorithm: AlgorithmConfig) -> float:
+    """Return what a completion's reward is changed by for its length (DAPO, arXiv 2503.14476, equation 13), 0 or less.
+
+    With L = max_new_tokens and B = overlong_buffer, it falls from 0 at L - B tokens to -overlong_penalty at L. No completion is
+    longer. 0 unless ``overlong`` is ``penalty``.
+    """
+    if algorithm.overlong != "penalty":
+        return 0.0
+    beyond = tokens - (algorithm.max_new_tokens - algorithm.overlong_buffer)
+    return -algorithm.overlong_penalty * max(0, beyond) / algorithm.overlong_buffer
+
+
+class EmptyGroups:
+    """Ends a run in which dropping overlong completions leaves too little of every group."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def left(self, enough: bool, max_new_tokens: int) -> None:
+        """Note a group, of which `enough` is left or not. Raises `TooManyFailuresError` after too many in a row."""
+        self._in_a_row = 0 if enough else self._in_a_row + 1
+        if self._in_a_row >= _MOST_EMPTY:
+            raise TooManyFailuresError(
+                f"of {self._in_a_row} groups in a row, fewer than two completions ended within {max_new_tokens} tokens.",
+                part="loop",
+                hint='Raise algorithm.max_new_tokens, or set algorithm.overlong to "mask" or "penalty" instead of "drop".',
+            )
