@@ -12,7 +12,7 @@ A complete sync inside one process (normally publisher, coordinator and subscrib
     >>> subscriber = Subscriber("rollout-0/0", rendezvous.address, "shm", {}, expectation)
     >>> publisher = Publisher(
     ...     "trainer-0", rendezvous.address, shards=[LocalShard.whole(spec, weight)],
-    ...     engine=CheckpointEngineRegistry().create("shm"), bucket_bytes=1 << 20)
+    ...     engine=CheckpointEngineRegistry().create("shm"))
     >>> class Replica:
     ...     name = "rollout-0"
     ...     def subscriber_names(self): return ["rollout-0/0"]
@@ -35,8 +35,8 @@ A complete sync inside one process (normally publisher, coordinator and subscrib
 from .codecs.delta.staged_delta import IncomingDelta, StagedDelta
 from .config import CheckpointEngineConfig, SyncConfig
 from .control.coordinator.coordinator import Coordinator
-from .control.coordinator.replica import Replica, ReplicaState
 from .control.coordinator.report import CommitReport, FailedAttempt, Outcome, ReplicaReport, SyncReport
+from .control.coordinator.roster import Replica, ReplicaState
 from .control.rendezvous import Rendezvous, RendezvousAddress
 from .publisher import Publisher
 from .receive.live_stream import LivePart, LiveStream

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from weightlane.ckpt_engines import ConfigError
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 Integrity = Literal["full", "off"]
 """Whether every bucket has a checksum that receivers verify."""
@@ -127,15 +125,11 @@ class SyncConfig(BaseModel):
         return max(_LEAST_SILENCE_S, min(SILENCE_S, self.deadline_s))
 
     @property
+    def quantised(self) -> str:
+        """The format of linear weights, as in a manifest: `quantise`, or empty for ``"none"``."""
+        return "" if self.quantise == "none" else self.quantise
+
+    @property
     def bucket_bytes(self) -> int:
         """`bucket_mib` in bytes, rounded up to the stream's alignment."""
         return -(-int(self.bucket_mib * MIB) // 64) * 64
-
-
-def check_settings(part: str, **settings: Any) -> None:
-    """Raise `ConfigError` for `part` unless `SyncConfig` allows each value: a misspelt one would turn its setting off."""
-    try:
-        SyncConfig(**settings)
-    except ValidationError as error:
-        problems = "; ".join(f"{item['loc'][0]} is {item['input']!r}: {item['msg']}" for item in error.errors())
-        raise ConfigError(f"{problems}.", part=part) from None

@@ -24,7 +24,7 @@ from weightlane.ckpt_engines import (
 from weightlane.ckpt_engines.runtime.at_exit import start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
-from .config import CodecPolicy, Integrity, Quantise, Relay, check_settings
+from .config import SyncConfig
 from .control.messages import Connect, EngineTraits, Full, Go, Message
 from .control.participant import JOIN_THREAD_S, Participant, checked_version
 from .control.rendezvous import RendezvousAddress
@@ -32,7 +32,7 @@ from .plan.session_plan import SessionPlan
 from .send.publication import Publication, PublicationQueue
 from .send.send_session import SendSession
 from .send.sending_rank import SendingRank
-from .send.snapshot.progress import Progress
+from .send.snapshot.snapshot import Progress
 from .send.version_sender import VersionSender
 from .send.version_storing import VersionStoring
 from .version.placement import Placement, without_aliases
@@ -60,22 +60,15 @@ class Publisher(Participant):
         rendezvous: Address of the run's rendezvous, as an object or as plain data.
         shards: The shards of this rank. Storage must stay in place; values are read between `publish` and the fence.
         engine: The transport.
-        bucket_bytes: Payload of a bucket.
+        config: Settings of the sync, the same as the coordinator's.
         rank: This rank among the trainer ranks, which all publish the same versions in the same order.
         placements: The slices that each trainer rank holds, in rank order; by default there is one rank.
-        deadline_s: Longest time the fence waits for a snapshot, in seconds.
-        integrity: ``"full"`` to checksum every bucket, ``"off"`` to leave integrity to the transport.
-        quantise: How linear weights are quantised; see `SyncConfig`.
-        codec: How versions are encoded; see `SyncConfig`.
-        full_every: With deltas, at least one of so many versions is sent in full.
-        relay: How rollout ranks relay versions to one another, the same on every rank; see `SyncConfig`.
         hooks: Observers; those of this process by default.
 
     Raises:
         StorageError: There is no room for the snapshot in the engine's memory.
         ManifestError: The ranks together do not hold every element, or this rank's shards are not those of its placement.
-        ConfigError: `SyncConfig` does not allow a setting's value, nothing can be quantised, the engine cannot send the
-            parameters' memory, or its receivers cannot relay.
+        ConfigError: Nothing can be quantised, the engine cannot send the parameters' memory, or its receivers cannot relay.
     """
 
     def __init__(
@@ -85,26 +78,12 @@ class Publisher(Participant):
         *,
         shards: Sequence[LocalShard],
         engine: CheckpointEngine,
-        bucket_bytes: int,
+        config: SyncConfig | None = None,
         rank: int = 0,
         placements: Sequence[Placement] | None = None,
-        deadline_s: float = 60.0,
-        integrity: Integrity = "full",
-        quantise: Quantise = "none",
-        codec: CodecPolicy = "dense",
-        full_every: int = 100,
-        relay: Relay = "off",
         hooks: RunHooks | None = None,
     ) -> None:
-        check_settings(
-            name,
-            deadline_s=deadline_s,
-            integrity=integrity,
-            quantise=quantise,
-            codec=codec,
-            full_every=full_every,
-            relay=relay,
-        )
+        config = config or SyncConfig()
         shards = without_aliases(shards)
         self._live = list({id(live): live for shard in shards for live in shard.live}.values())
         self._ours = SendingRank(
@@ -113,17 +92,11 @@ class Publisher(Participant):
             shards,
             [Placement.of_shards(shards)] if placements is None else placements,
             rank,
-            bucket_bytes=bucket_bytes,
-            checksummed=integrity == "full",
-            quantise=quantise,
-            codec=codec,
-            full_every=full_every,
-            relay=relay,
-            deadline_s=deadline_s,
-            hooks=hooks or process_hooks(),
+            config,
+            hooks or process_hooks(),
         )
-        self._deadline_s, self._snapshot, self._chooser = deadline_s, self._ours.snapshot, self._ours.chooser
-        self._storing = VersionStoring(name, deadline_s)
+        self._deadline_s, self._snapshot, self._chooser = config.deadline_s, self._ours.snapshot, self._ours.chooser
+        self._storing = VersionStoring(name, config.deadline_s)
         self._incarnation = secrets.token_hex(8)
         self._published = 0
         self._fence: Publication | None = None

@@ -35,11 +35,10 @@ from .control.participant import Participant
 from .control.rendezvous import RendezvousAddress
 from .plan.session_plan import PlanExchange, SessionPlan
 from .receive.live_stream import LiveStream
-from .receive.receive_loop import StageRequest
 from .receive.receive_session import ReceiveSession
 from .receive.relay import Relay
 from .receive.staging import LiveIdentity, Staging, lacks_base
-from .receive.version_receiver import VersionReceiver
+from .receive.version_receiver import StageRequest, VersionReceiver
 from .version.bucket_checksums import StoredChecksums
 from .version.expectation import Expectation, check_coverage
 from .version.manifest import Manifest

@@ -169,17 +169,15 @@ def sync(engine: str, codec: str, device: torch.device, deadline_s: float) -> in
             raise RuntimeError("the receiving process has died")
         generator = torch.Generator().manual_seed(0)
         live = {name: torch.randn(shape, generator=generator).to(device) for name, shape in SHAPES.items()}
+        config = SyncConfig(bucket_mib=1, codec=codec, deadline_s=deadline_s, stall_s=deadline_s, retries=0)
         publisher = Publisher(
             "trainer-0",
             rendezvous.address,
             shards=[LocalShard.whole(SPECS[name], tensor) for name, tensor in live.items()],
             engine=CheckpointEngineRegistry().create(engine),
-            bucket_bytes=1 << 20,
-            deadline_s=deadline_s,
-            codec=codec,
+            config=config,
         )
         replica = Replica(line, deadline_s)
-        config = SyncConfig(codec=codec, deadline_s=deadline_s, stall_s=deadline_s, retries=0)
         coordinator = Coordinator(rendezvous, ["trainer-0"], [replica], config)
         closing += [coordinator, publisher]
         for version in range(1, VERSIONS + 1):

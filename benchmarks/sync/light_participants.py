@@ -17,12 +17,22 @@ import torch
 from weightlane.ckpt_engines import Deadline, WeightlaneError
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import CommitReport, Manifest, Placement, TensorSpec
-from weightlane.sync.control.hub.frames import Kind
-from weightlane.sync.control.messages import Accepted, Connect, EngineTraits, Go, Message, Offer, Open, Sent, Staged
+from weightlane.sync.control.messages import (
+    Accepted,
+    Connect,
+    EngineTraits,
+    Go,
+    Kind,
+    Message,
+    Offer,
+    Open,
+    Sent,
+    Staged,
+)
 from weightlane.sync.control.participant import Participant
 from weightlane.sync.control.rendezvous import Mailbox
 from weightlane.sync.plan.session_plan import SessionPlan, Supply
-from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
+from weightlane.sync.send.agreement import Interrupt, RankAgreement
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.sliced_tensors import Slicing
 

@@ -28,7 +28,7 @@ from weightlane.sync import (
 from ..replicas.local_replica import LocalReplica
 
 _NAME = "trainer-0"
-_BUCKET_BYTES = 1 << 16
+_BUCKET_MIB = 1 / 16
 """Several buckets per version, also for tiny models."""
 
 
@@ -40,7 +40,7 @@ class OneRankTrainer:
         backend: Name of the checkpoint engine.
         options: Options of that engine.
         version: Number after which versions are counted.
-        publishing: Further arguments of the `Publisher`.
+        publishing: Further settings of the sync.
     """
 
     def __init__(
@@ -60,8 +60,7 @@ class OneRankTrainer:
             self._rendezvous.address,
             shards=[LocalShard.whole(spec, self.live[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(backend, self.options),
-            bucket_bytes=_BUCKET_BYTES,
-            **publishing,
+            config=SyncConfig(bucket_mib=_BUCKET_MIB, **publishing),
         )
         self._coordinator: Coordinator | None = None
 

@@ -26,8 +26,8 @@ from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
 from weightlane.plugins import RunHooks, process_hooks
 
 from ..plan.session_plan import SessionPlan
-from .hub.frames import COORDINATOR
 from .messages import (
+    COORDINATOR,
     Abort,
     Committed,
     Connect,

@@ -29,10 +29,8 @@ from weightlane.ckpt_engines.runtime.lifecycle import Lifecycle
 from ..config import SILENCE_S
 from .hub.client import HubClient, Item, PendingReply
 from .hub.connection import ControlConnection
-from .hub.frames import COORDINATOR, Kind, from_bytes, to_bytes
-from .hub.hub import ControlHub
-from .hub.mailboxes import Member
-from .messages import Message, Stop, decode, encode
+from .hub.hub import ControlHub, Member
+from .messages import COORDINATOR, Kind, Message, Stop, decode, encode, from_bytes, to_bytes
 
 _JOIN_TIMEOUT_S = 30.0
 """Time limit to connect to the hub, or to get the port of its torch store: a thousand participants may connect at once."""

@@ -18,14 +18,13 @@
 Everything here is a pure function of plain data: no collectives, no files. Ranks only have to agree on the rank order.
 """
 
-from .send_assignment import HolderMap, ReplicatedSlice, assign_slices
+from .send_assignment import HolderMap, assign_slices
 from .transfer_plan import Cell, Lane, TransferPlan, plan_transfer
 
 __all__ = [
     "Cell",
     "HolderMap",
     "Lane",
-    "ReplicatedSlice",
     "TransferPlan",
     "assign_slices",
     "plan_transfer",

@@ -9,12 +9,12 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from weightlane.ckpt_engines import Capabilities
 
-from ..codecs.quantised.quantisation import quantised_placement, wire_specs
+from ..codecs.quantised.quantisation import quantised_shares
 from ..config import Relay, SyncConfig
 from ..version.placement import Placement
 from ..version.tensor_spec import TensorSpec, dtype_name, is_computed
 from .links import Route, collective_links, plan_routes
-from .send_assignment import HolderMap
+from .send_assignment import assign_slices
 from .session_plan import Supply
 from .transfer_plan import TransferPlan, plan_transfer, replica_of
 
@@ -60,21 +60,18 @@ def configured_report(
         ManifestError: The ranks together do not hold every element, or disagree about a tensor.
         ConfigError: Nothing can be quantised.
     """
-    holders = HolderMap.of(held)
-    shares = holders.assign()
-    quantised = "" if sync.quantise == "none" else sync.quantise
-    if sync.quantise != "none":
-        wire_specs(holders.specs)
-        shares = {name: quantised_placement(share) for name, share in shares.items()}
+    shares = assign_slices(held)
+    if sync.quantised:
+        shares = quantised_shares(shares)
     notes = []
     if sync.codec != "dense":
         notes.append(f"the figures are for dense versions; with sync.codec = {sync.codec} most are shorter")
-    if quantised:
-        notes.append(f"weights are sent as {quantised}, with their scales")
+    if sync.quantised:
+        notes.append(f"weights are sent as {sync.quantised}, with their scales")
     if facts.persistent:
         notes.append("the first trainer rank gathers whole tensors and writes them; every rollout rank reads them all")
         return store_report(shares, needed, **shown) | {"notes": notes}
-    supply = Supply(shares, sync.bucket_bytes, sync.integrity == "full", quantised)
+    supply = Supply.of(shares, sync)
     on_the_wire = {
         name: (None if need is None else supply.on_the_wire(need)) or supply.whole for name, need in needed.items()
     }

@@ -15,7 +15,7 @@ from typing import Any
 from weightlane.ckpt_engines import Capabilities, Deadline, Delivery, ProtocolError
 
 from ..codecs.quantised.quantisation import check_format, needed_on_the_wire
-from ..config import Relay
+from ..config import Relay, SyncConfig
 from ..version.bucket_checksums import SessionMailbox
 from ..version.manifest import Manifest
 from ..version.placement import Placement
@@ -46,6 +46,11 @@ class Supply:
     checksummed: bool
     quantised: str
     relay: Relay = "off"
+
+    @classmethod
+    def of(cls, shares: Mapping[str, Placement], config: SyncConfig) -> Supply:
+        """The supply of these shares with the user's settings."""
+        return cls(shares, config.bucket_bytes, config.integrity == "full", config.quantised, config.relay)
 
     @cached_property
     def specs(self) -> tuple[TensorSpec, ...]:

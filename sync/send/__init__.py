@@ -6,7 +6,7 @@ From `Publisher.publish` to the engine, a bucket passes four steps:
    dtype. The fence lets the optimizer change a parameter as soon as it was read.
 2. **Bucket source** (`bucket_source`): the send thread takes one bucket after another, as soon as the snapshot has its bytes. A
    bucket is a view of the snapshot, or packed from it. For an engine that stores versions, rank 0 gathers it from all ranks
-   (`gather`).
+   (`ShardGather`).
 3. **Send pipeline** (`pipeline`): the send thread checksums the bucket, while the pipeline's thread sends earlier ones.
 4. **Sender link** (`weightlane.ckpt_engines.links.sender_link`): the pipeline's thread posts the bucket to the receivers.
 

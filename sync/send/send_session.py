@@ -3,46 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from weightlane.ckpt_engines import ClosedError, Deadline
 
 from ..codecs.delta.encoding import delta_tables
 from ..control.engine_links import EngineLinks
-from ..control.messages import Connect
+from ..control.messages import Connect, Go
 from ..control.rendezvous import Rendezvous
 from ..plan.session_plan import PlanExchange, SessionPlan
 from ..version.bucket_checksums import StoredChecksums
 from ..version.manifest import Manifest
 from ..version.manifest_message import DeltaSegment
-from ..version.packing import CopyTable
-from ..version.snapshot_slices import SnapshotSlice, snapshot_slices
-from ..version.strided_copy import StridedCopy
-from .agreement.rank_agreement import RankAgreement
-from .bucket_source import BucketSource, SnapshotBuckets
-from .gather import GatheredBuckets, ShardGather
+from ..version.packing import CopyTable, SnapshotSlice, StridedCopy, snapshot_slices
+from .agreement import RankAgreement
+from .bucket_source import BucketSource, GatheredBuckets, ShardGather, SnapshotBuckets
 from .pipeline import Destination, SendPipeline, destinations_of
 from .sending_rank import SendingRank
-from .snapshot.progress import SourceBytes
-
-
-@dataclass(frozen=True, slots=True)
-class SendRequest:
-    """A version whose bytes a rank is to send.
-
-    Attributes:
-        manifest: The version, as it was offered.
-        segments: The segments of every rank in rank order, for a delta; empty for a dense version.
-        source: The rank's bytes.
-        receivers: The rollout ranks that accepted the version.
-        stall_s: Longest time for one bucket, in seconds.
-    """
-
-    manifest: Manifest
-    segments: Sequence[Sequence[DeltaSegment]]
-    source: SourceBytes
-    receivers: Sequence[str]
-    stall_s: float
+from .snapshot.snapshot import SourceBytes
 
 
 class SendSession:
@@ -112,13 +90,19 @@ class SendSession:
             self._lanes |= lanes
         return planned
 
-    def send(self, version: SendRequest) -> int:
-        """Send this rank's bytes of a version. Returns their number. Raises the engine's error."""
-        manifest, source, accepted = version.manifest, version.source, set(version.receivers)
-        tables, buffers = self._tables, self._rank.buffers
+    def send(self, manifest: Manifest, segments: Sequence[Sequence[DeltaSegment]], source: SourceBytes, go: Go) -> int:
+        """Send this rank's bytes of a version as `go` requests. Returns their number. Raises the engine's error.
+
+        Args:
+            manifest: The version, as it was offered.
+            segments: The segments of every rank in rank order, for a delta; empty for a dense version.
+            source: The rank's bytes.
+            go: Names the rollout ranks that accepted the version.
+        """
+        accepted, tables, buffers = set(go.receivers), self._tables, self._rank.buffers
         buckets: BucketSource
         if self._gather is not None:
-            tables = delta_tables(version.segments) if manifest.is_delta else tables
+            tables = delta_tables(segments) if manifest.is_delta else tables
             if self._rank.number != 0:
                 return self._gather.give(manifest, tables[self._rank.number], source)
             buckets = GatheredBuckets(self._gather, source, tables, manifest, buffers)
@@ -129,9 +113,9 @@ class SendSession:
         destinations: dict[int, Destination] = {}
         for lane, to in sorted(self._lanes.items()):
             # Receivers can join a store's session later, so the plan does not name all of them.
-            accepting = version.receivers if self._rank.stores else [name for name in to.receivers if name in accepted]
+            accepting = go.receivers if self._rank.stores else [name for name in to.receivers if name in accepted]
             destinations |= dict.fromkeys(manifest.buckets_of(lane), replace(to, receivers=accepting))
-        return self.pipeline.send_version(manifest, buckets, destinations, source.deadline, version.stall_s)
+        return self.pipeline.send_version(manifest, buckets, destinations, source.deadline, go.stall_s)
 
     def _delta_table(self, manifest: Manifest) -> CopyTable:
         """Copies of the segments of this rank's lanes, which lie back to back in its memory, to their places in the delta."""

@@ -13,17 +13,16 @@ from weightlane.plugins import RunHooks
 
 from ..codecs.codec_choice import CodecChooser
 from ..codecs.delta.encoding import DeltaEncoder
-from ..codecs.quantised.quantisation import quantised_placement, wire_specs
-from ..config import CodecPolicy, Quantise, Relay
+from ..codecs.quantised.quantisation import quantised_shares
+from ..config import SyncConfig
 from ..control.messages import EngineTraits
 from ..plan import HolderMap
 from ..plan.links import check_relay
 from ..plan.session_plan import Supply
-from ..version.packing import compact_places, stream_places
+from ..version.packing import SnapshotSlice, compact_places, snapshot_slices, stream_places
 from ..version.placement import Placement
-from ..version.snapshot_slices import SnapshotSlice, snapshot_slices
-from ..version.tensor_spec import LazyShard, LocalShard, Shard, TensorSlice
-from .agreement.replicated_shards import ReplicatedShards
+from ..version.tensor_spec import LocalShard, Shard, TensorSlice
+from .agreement import ReplicatedShards
 from .snapshot.quantised_snapshot import QuantisedShards
 from .snapshot.send_memory import PackingBuffers, SendMemory, SnapshotSlots
 from .snapshot.snapshot import Snapshot
@@ -50,19 +49,12 @@ class SendingRank:
         shards: Sequence[LocalShard],
         placements: Sequence[Placement],
         rank: int,
-        *,
-        bucket_bytes: int,
-        checksummed: bool,
-        quantise: Quantise,
-        codec: CodecPolicy,
-        full_every: int,
-        relay: Relay,
-        deadline_s: float,
+        config: SyncConfig,
         hooks: RunHooks,
     ) -> None:
-        check_relay(relay, engine_label(engine), engine.capabilities)
+        check_relay(config.relay, engine_label(engine), engine.capabilities)
         self.name, self.number, self.engine = name, rank, engine
-        self.deadline_s, self.hooks = deadline_s, hooks
+        self.deadline_s, self.hooks = config.deadline_s, hooks
         self.stores = engine.capabilities.persistent
         self.alone = len(placements) == 1
         self.gathers = self.stores and not self.alone
@@ -76,12 +68,11 @@ class SendingRank:
         own = sorted(_cut(shards, shares[str(rank)]), key=lambda shard: (turns[shard.spec.name], shard.starts))
         self.slices: Sequence[Shard] = own
         quantised: QuantisedShards | None = None
-        if quantise != "none":
+        if config.quantised:
             quantised = QuantisedShards(own)
-            wire_specs(holdings.specs)  # raises `ConfigError` if nothing can be quantised
-            shares = {number: quantised_placement(each) for number, each in shares.items()}
+            shares = quantised_shares(shares)
             self.slices = quantised.slices
-        self._supply = Supply(shares, bucket_bytes, checksummed, "" if quantise == "none" else quantise, relay)
+        self._supply = Supply.of(shares, config)
         self.offsets = compact_places(self.slices)
         if self.stores and self.alone:  # the snapshot is laid out as the stored stream, if possible
             self.offsets = stream_places(self.slices, self._supply.stored_layout) or self.offsets
@@ -100,7 +91,7 @@ class SendingRank:
         """Memory for the segments of the newest delta; it grows as needed."""
         self.buffers = PackingBuffers(engine, self.device)
         self.encoder = DeltaEncoder(self.slices, self.offsets)
-        self.chooser = CodecChooser(codec, full_every)
+        self.chooser = CodecChooser(config.codec, config.full_every)
 
     @property
     def numel(self) -> int:
@@ -119,7 +110,7 @@ class SendingRank:
     def parts_of_all(self, regions: Sequence[TensorSlice]) -> Iterator[list[SnapshotSlice]]:
         """For each trainer rank, the parts of its snapshot that a stream of `regions` contains. Rank 0 gathers them."""
         for number, share in enumerate(self._supply.shares.values()):
-            theirs = [LazyShard(spec, box) for spec, box in share.slices]
+            theirs = [TensorSlice(spec, box) for spec, box in share.slices]
             slices, offsets = (self.slices, self.offsets) if number == self.number else (theirs, compact_places(theirs))
             yield snapshot_slices(slices, offsets, regions)
 

@@ -14,7 +14,7 @@ from ..codecs.delta.format import TooDense
 from ..control.messages import Go, Offer, Sent
 from ..version.manifest import CODEC_DELTA, Manifest
 from ..version.manifest_message import DeltaSegment
-from .agreement.topics import (
+from .agreement import (
     DELTAS,
     DENSITIES,
     DIGESTS,
@@ -28,10 +28,10 @@ from .agreement.topics import (
     magnitudes_to_plain,
 )
 from .publication import Publication, PublicationQueue
-from .send_session import SendRequest, SendSession
+from .send_session import SendSession
 from .sending_rank import SendingRank
-from .snapshot.progress import SourceBytes
 from .snapshot.send_memory import SnapshotSlot
+from .snapshot.snapshot import SourceBytes
 
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 4.0
@@ -136,7 +136,7 @@ class VersionSender:
             raise ProtocolError(f"version {go.version} cannot be sent as {go.codec} any more.", part=self._rank.name)
         if manifest.lasting:
             publication.slot.exposed.add((session.name, go.version))
-        nbytes = session.send(SendRequest(manifest, segments, source, go.receivers, go.stall_s))
+        nbytes = session.send(manifest, segments, source, go)
         seconds = time.perf_counter() - started
         self._rank.chooser.sent(go.codec)
         if self._rank.chooser.asks_density:

@@ -94,13 +94,7 @@ class CollectivePublisher:
                 placements=[Placement.from_plain(each["placement"]) for each in hosted],
                 shards=shards,
                 engine=CheckpointEngineRegistry().create(backend, engine_options),
-                bucket_bytes=config.bucket_bytes,
-                deadline_s=config.deadline_s,
-                integrity=config.integrity,
-                quantise=config.quantise,
-                codec=config.codec,
-                full_every=config.full_every,
-                relay=config.relay,
+                config=config,
             )
 
         def connect() -> None:

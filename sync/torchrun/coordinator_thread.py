@@ -21,8 +21,8 @@ from weightlane.ckpt_engines.runtime.at_exit import close_at_exit, start_thread
 
 from ..config import SyncConfig
 from ..control.coordinator.coordinator import Coordinator
-from ..control.coordinator.replica import Replica, ReplicaState
 from ..control.coordinator.report import SyncReport
+from ..control.coordinator.roster import Replica, ReplicaState
 from ..control.rendezvous import Rendezvous
 from ..publisher import publisher_name
 

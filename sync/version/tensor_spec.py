@@ -164,6 +164,16 @@ class TensorSlice:
     """The slice."""
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.box.numel
+
+    @property
+    def nbytes(self) -> int:
+        """Size on the wire in bytes."""
+        return self.numel * self.spec.dtype.itemsize
+
+    @property
     def as_tensor(self) -> TensorSpec:
         """The slice as a tensor of a stream, named ``tensor[first:last,...]``; a full tensor keeps its name."""
         if self.box == Box.whole(self.spec.shape):
@@ -184,24 +194,6 @@ class StreamEntry:
     def end(self) -> int:
         """One past the last byte in the stream."""
         return self.offset + self.spec.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class LazyShard:
-    """A slice of a tensor that a trainer rank sends, and whose elements are computed when a snapshot is taken."""
-
-    spec: TensorSpec
-    box: Box
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return self.box.numel
-
-    @property
-    def nbytes(self) -> int:
-        """Size on the wire in bytes."""
-        return self.numel * self.spec.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -309,8 +301,8 @@ class LocalShard:
         return self.numel * self.spec.dtype.itemsize
 
 
-Shard = LocalShard | LazyShard
-"""A slice of a tensor that one trainer rank sends."""
+Shard = LocalShard | TensorSlice
+"""A slice of a tensor that one trainer rank sends; the elements of a `TensorSlice` are computed when a snapshot is taken."""
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -33,8 +33,7 @@ from weightlane.ckpt_engines.toolkit.bucket_messages import expect
 from weightlane.rollout.layout.loading.checkpoint_expectation import expectation_of
 from weightlane.sync import Rendezvous
 from weightlane.sync.control.hub.connection import ControlConnection
-from weightlane.sync.control.hub.frames import Kind, full_text, to_bytes
-from weightlane.sync.control.messages import Stop
+from weightlane.sync.control.messages import Kind, Stop, full_text, to_bytes
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_an_inbox_and_a_mailbox_give_back_what_a_member_put_there_and_refuse_eve
 
 
 def test_a_few_bytes_that_stand_for_many_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightlane.sync.control.hub.frames.MOST_BYTES", 1 << 16)
+    monkeypatch.setattr("weightlane.sync.control.messages.MOST_BYTES", 1 << 16)
     stands_for_32_mib = zlib.compress(b"[" + b"0," * (1 << 24) + b"0]")
 
     def unpack() -> None:

@@ -22,8 +22,7 @@ from waiting import HANG_S
 from weightlane.ckpt_engines import CheckpointEngineRegistry, ProtocolError
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import Rendezvous
-from weightlane.sync.control.hub.frames import Kind
-from weightlane.sync.control.messages import Stop
+from weightlane.sync.control.messages import Kind, Stop
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("ckpt_engines", "sync", "trainer", "rollout", "plugins", "cli", "examples", "benchmarks")

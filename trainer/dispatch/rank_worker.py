@@ -138,13 +138,7 @@ class RankWorker:
             placements=placements,
             shards=hosted.engine.local_shards(dtype_of(wire_dtype)),
             engine=CheckpointEngineRegistry().create(transport.backend, transport.options),
-            bucket_bytes=sync.bucket_bytes,
-            deadline_s=sync.deadline_s,
-            integrity=sync.integrity,
-            quantise=sync.quantise,
-            codec=sync.codec,
-            full_every=sync.full_every,
-            relay=sync.relay,
+            config=sync,
         )
 
     def publish(self, role: str, version: int, adapter: str | None = None) -> float:

@@ -16,7 +16,7 @@ from weightlane.plugins import RunHooks, hookimpl
 from weightlane.sync.codecs.delta.staged_delta import IncomingDelta
 from weightlane.sync.config import CodecPolicy, Integrity, Quantise, SyncConfig
 from weightlane.sync.control.coordinator.coordinator import Coordinator
-from weightlane.sync.control.coordinator.replica import Replica
+from weightlane.sync.control.coordinator.roster import Replica
 from weightlane.sync.control.rendezvous import Rendezvous
 from weightlane.sync.publisher import Publisher
 from weightlane.sync.subscriber import Subscriber
@@ -105,12 +105,8 @@ class SendingSide:
             rendezvous,
             shards=[LocalShard.whole(spec, tensors[spec.name]) for spec in specs],
             engine=CheckpointEngineRegistry().create(engine, options),
-            bucket_bytes=settings.bucket_bytes,
-            deadline_s=settings.deadline_s,
+            config=settings,
             hooks=hooks,
-            codec=settings.codec,
-            integrity=settings.integrity,
-            quantise=settings.quantise,
         )
 
     def publish(self, version: int, step_s: float) -> dict[str, float]:

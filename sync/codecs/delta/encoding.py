@@ -17,9 +17,7 @@ from weightlane.ckpt_engines.runtime.devices import usable_cpus
 
 from ...version.manifest import ALIGNMENT_BYTES, CODEC_DELTA, Manifest
 from ...version.manifest_message import DeltaSegment
-from ...version.packing import CopyTable
-from ...version.snapshot_slices import SnapshotSlice
-from ...version.strided_copy import StridedCopy
+from ...version.packing import CopyTable, SnapshotSlice, StridedCopy
 from ...version.tensor_spec import Shard
 from .format import Encoded, TooDense, encode
 from .format.integer_views import INTEGERS

@@ -95,38 +95,31 @@ def pair_of(spec: TensorSpec) -> QuantisedPair:
     )
 
 
-def wire_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """The tensors of a quantised version; scales follow their elements. Raises `ConfigError` if there is nothing to quantise."""
-    wire: list[TensorSpec] = []
-    for spec in specs:
-        if is_quantised(spec):
-            pair = pair_of(spec)
-            wire += [pair.weight, pair.scales]
-        else:
-            wire.append(spec)
-    if not any(spec.dtype == DTYPE for spec in wire):
+def quantised_shares(shares: Mapping[str, Placement]) -> dict[str, Placement]:
+    """The slices of a quantised version that each rank sends instead of its share. Raises `ConfigError` if none is quantised."""
+    quantised = {name: quantised_placement(share) for name, share in shares.items()}
+    if not any(spec.dtype == DTYPE for share in quantised.values() for spec in share.specs):
         raise ConfigError(
             "no tensor of this checkpoint is the matrix of a linear layer.",
             part=_PART,
             hint='Set sync.quantise to "none".',
         )
-    return wire
+    return quantised
 
 
 def quantised_placement(held: Placement) -> Placement:
     """The slices of a quantised version that a rank sends instead of `held`. For the scales see `scale_box`."""
 
-    def wire() -> Iterator[tuple[TensorSpec, Box]]:
+    def wire() -> Iterator[tuple[TensorSpec, Iterable[Box]]]:
         for spec, boxes in zip(held.specs, held.boxes, strict=True):
             if not is_quantised(spec):
-                yield from ((spec, box) for box in boxes)
+                yield spec, boxes
                 continue
             pair = pair_of(spec)
-            for box in boxes:
-                yield pair.weight, box
-                yield pair.scales, scale_box(box)
+            yield pair.weight, boxes
+            yield pair.scales, map(scale_box, boxes)
 
-    return Placement.of(wire())
+    return Placement.of_boxes(wire())
 
 
 def scale_box(box: Box) -> Box:

@@ -12,17 +12,17 @@ from weightlane.ckpt_engines.links.bounded_calls import GRACE_S
 from weightlane.plugins import RunHooks
 
 from ...config import SyncConfig
-from ..hub.frames import COORDINATOR
-from ..messages import Abort
+from ..messages import COORDINATOR, Abort
 from .commits import Commits
 from .message_queue import MessageQueue
 from .replies import AttemptError
 from .report import FailedAttempt
 from .roster import Roster, RosterEntry
 from .session import Session, Streamed
-from .worker_thread import INTERRUPTED_S
 
 _log = logging.getLogger(__name__)
+INTERRUPTED_S = 60.0
+"""Time limit in seconds for an interrupted call, or one whose deadline has passed, to end."""
 
 
 class Attempts:

@@ -20,12 +20,10 @@ from weightlane.ckpt_engines import (
 )
 from weightlane.plugins import RunHooks
 
-from ..hub.frames import COORDINATOR
-from ..messages import Failed
+from ..messages import COORDINATOR, Failed
 from .message_queue import MessageQueue
-from .replica import ReplicaState
 from .report import CommitReport, Outcome, ReplicaReport
-from .roster import Roster, RosterEntry
+from .roster import ReplicaState, Roster, RosterEntry
 
 _log = logging.getLogger(__name__)
 _QUARANTINE_S = 10.0

@@ -7,30 +7,36 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self, TypeVar
 
-from weightlane.ckpt_engines import ClosedError, Deadline, SyncAbortedError, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines import (
+    ClosedError,
+    Deadline,
+    DeadlineExceededError,
+    SyncAbortedError,
+    WeightlaneError,
+    as_weightlane_error,
+)
 from weightlane.ckpt_engines.runtime.at_exit import close_at_exit
+from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.plugins import RunHooks, process_hooks
 
 from ...config import SyncConfig
-from ..hub.frames import COORDINATOR
-from ..messages import Abort, Committed, Lost
+from ..messages import COORDINATOR, Abort, Committed, Lost
 from ..participant import checked_version
 from ..rendezvous import Rendezvous
-from .attempts import Attempts
+from .attempts import INTERRUPTED_S, Attempts
 from .commits import absent_error, commit_error
 from .message_queue import MessageQueue
-from .replica import Replica, ReplicaState
 from .replies import AttemptError
 from .report import FailedAttempt, Outcome, ReplicaReport, SyncReport
-from .roster import Roster
+from .roster import Replica, ReplicaState, Roster
 from .session import Session, Streamed
-from .worker_thread import WorkerThread, run_to_end
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 _LOOK_AGAIN_S = 0.01
 """Seconds between two checks whether another sync has ended. They are polled, since several event loops share no event."""
 _CANCELLED_S = 10.0
@@ -71,7 +77,8 @@ class Coordinator:
         self._process = os.getpid()
         self._turn = threading.Lock()
         """Held during a sync or a `connect`."""
-        self._worker = WorkerThread(self._queue)
+        self._threads = DaemonThreads(1, "weightlane-coordinate")
+        """The worker thread: the event loop's executor may be busy with other work."""
         close_at_exit(self)
 
     def __enter__(self) -> Self:
@@ -88,7 +95,7 @@ class Coordinator:
         deadline = Deadline.after(self._config.connect_timeout_s)
         await self._take_turn(deadline)
         try:
-            await self._worker.run(deadline, self._connect, deadline)
+            await self._run(deadline, self._connect, deadline)
         except BaseException as cause:
             error = _typed("connecting", cause)
             self._abort(-1, error)
@@ -129,7 +136,7 @@ class Coordinator:
         commits = attempts.commits
         self._hooks.version_opened(version=version, facts={"replicas": list(self._roster.entries)})
         try:
-            streamed = await self._worker.run(deadline, attempts.stage, self._committed)
+            streamed = await self._run(deadline, attempts.stage, self._committed)
             begun = commits.running
             for entry in streamed.replicas:
                 if entry not in begun:
@@ -253,7 +260,31 @@ class Coordinator:
         if self._queue.closed or self._process != os.getpid():
             return
         self._queue.close()
-        self._worker.close()
+        self._threads.shutdown()
+
+    async def _run(self, deadline: Deadline, call: Callable[..., T], *arguments: Any) -> T:
+        """Run a blocking `call` on the worker thread; it must end by `deadline`. Cancelling this task interrupts it."""
+        if self._queue.closed:
+            raise ClosedError("the coordinator was closed.", part=COORDINATOR)
+        self._queue.interruption = None
+        running = self._threads.submit(call, *arguments)
+        ended = asyncio.wrap_future(running)
+        try:
+            await asyncio.wait({ended}, timeout=deadline.remaining_s + INTERRUPTED_S)
+        except asyncio.CancelledError:
+            if not running.cancel():
+                self._queue.interrupt(ClosedError("the call was cancelled.", part=COORDINATOR))
+                await run_to_end(asyncio.wait({ended}, timeout=INTERRUPTED_S))
+                _retrieve_error(ended)
+            raise
+        if not ended.done():
+            running.cancel()
+            raise DeadlineExceededError(
+                "a call on the coordinator's thread has not ended in time.",
+                part=COORDINATOR,
+                hint="The process that runs the coordinator may be stuck; end the run and start it again.",
+            )
+        return ended.result()
 
     async def _take_turn(self, deadline: Deadline) -> None:
         while not self._turn.acquire(blocking=False):
@@ -309,6 +340,26 @@ class Coordinator:
     def _warn_rendezvous_closed(self, what: str) -> None:
         text = "the rendezvous is closed; participants learn of %s by their own deadlines"
         _log.log(self._queue.warning_level, text, what)
+
+
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end even if the caller is cancelled in the meantime; the cancellation is raised afterwards."""
+    task, cancelled = asyncio.ensure_future(work), None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        _retrieve_error(task)
+        raise cancelled
+    return task.result()
+
+
+def _retrieve_error(future: asyncio.Future[Any]) -> None:
+    """Retrieve the future's error, so that Python does not log it as never retrieved."""
+    if future.done() and not future.cancelled():
+        future.exception()
 
 
 def _typed(what: str, cause: BaseException) -> WeightlaneError:

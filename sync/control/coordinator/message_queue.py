@@ -8,8 +8,7 @@ from contextlib import suppress
 
 from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError, WeightlaneError, error_from_wire
 
-from ..hub.frames import COORDINATOR
-from ..messages import Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Reset, Staged, Stop
+from ..messages import COORDINATOR, Failed, Hello, Joined, Left, Lost, Message, Offer, Ready, Reset, Staged, Stop
 from ..rendezvous import Rendezvous
 from .roster import Roster
 

@@ -19,8 +19,8 @@ from weightlane.ckpt_engines import (
     error_from_wire,
 )
 
-from ..hub.frames import COORDINATOR
 from ..messages import (
+    COORDINATOR,
     Accepted,
     Connected,
     Failed,

@@ -18,8 +18,8 @@ from weightlane.ckpt_engines import (
 
 from ...codecs.quantised import QuantisationReport
 from ...config import SyncConfig
-from ..hub.frames import COORDINATOR
 from ..messages import (
+    COORDINATOR,
     Accepted,
     Connect,
     Connected,

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError
 from weightlane.ckpt_engines.channels.connection import Frame
 
-from .frames import Kind
+from ..messages import Kind
 
 _CANCEL_S = 2.0
 """Time limit in seconds for the hub's list of present keys, which is requested after a request has timed out."""

@@ -18,10 +18,9 @@ from ...codecs.quantised import block_fp8
 from ...codecs.quantised.block_fp8 import BLOCK
 from ...codecs.quantised.quantisation import is_quantised, pair_of, scale_box
 from ...version.box import Box
-from ...version.tensor_spec import LazyShard, LocalShard, Shard
+from ...version.tensor_spec import LocalShard, Shard, TensorSlice
 from .quantised_blocks import CutBlocks, QuantisedMatrix, corner, regions_of
-from .snapshot import Snapshot, device_of
-from .steps import Copy, Milestone, PendingBlocks, copies
+from .snapshot import Copy, Milestone, PendingBlocks, Snapshot, copies, device_of
 
 _Key = tuple[str, Box]
 _CHUNK_NUMEL = 4 << 20
@@ -69,8 +68,8 @@ class QuantisedShards:
                 self.slices.append(shard)
                 continue
             pair = pair_of(shard.spec)
-            self.slices.append(LazyShard(pair.weight, shard.box))
-            self.slices.append(LazyShard(pair.scales, scale_box(shard.box)))
+            self.slices.append(TensorSlice(pair.weight, shard.box))
+            self.slices.append(TensorSlice(pair.scales, scale_box(shard.box)))
         # A plan's stream has the slices of a tensor next to each other. A snapshot that is read in place must be that stream.
         turns = {name: turn for turn, name in enumerate(dict.fromkeys(each.spec.name for each in self.slices))}
         self.slices.sort(key=lambda each: (turns[each.spec.name], each.box.starts))

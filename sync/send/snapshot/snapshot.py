@@ -1,22 +1,219 @@
-"""`Snapshot`: runs the steps that copy a rank's shards into memory, and reports its progress."""
+"""`Snapshot`: copies a rank's shards into memory step by step, and reports its `Progress` to the threads that wait for bytes."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import closing, contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import Deadline, WeightlaneError
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of, usable_cpus
+from weightlane.ckpt_engines.runtime.host_copies import copy_bytes
 
-from ...version.tensor_spec import LocalShard
-from .progress import Progress
-from .steps import Milestone, PendingBlocks, copies
+from ...codecs.quantised import QuantisationReport
+from ...version.tensor_spec import LocalShard, raw_bytes
+from .quantised_blocks import CutBlocks, Magnitudes, largest_magnitudes
+
+
+class Progress:
+    """Counts the bytes of a snapshot that are final: [0, `done_bytes`). Thread-safe.
+
+    Args:
+        what: The snapshot, for error messages.
+        part: The waiting participant, for error messages.
+    """
+
+    def __init__(self, what: str, part: str) -> None:
+        self._what = what
+        self._part = part
+        self._changed = threading.Condition()
+        self.done_bytes = 0
+        self._read = 0
+        self._began = self._moved = 0.0
+        self.error: WeightlaneError | None = None
+        """Why the snapshot has failed; None unless it has."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the beginning of the snapshot until the newest report."""
+        return self._moved - self._began
+
+    def begin(self) -> None:
+        """Report that the snapshot begins."""
+        self._began = self._moved = time.perf_counter()
+
+    def advance(self, done_bytes: int, read: int) -> None:
+        """Report that every byte before `done_bytes` is final, and that shards have been read up to `read`."""
+        with self._changed:
+            self.done_bytes, self._read, self._moved = done_bytes, read, time.perf_counter()
+            self._changed.notify_all()
+
+    def fail(self, error: WeightlaneError) -> None:
+        """Report that the snapshot has failed; the first error is kept."""
+        with self._changed:
+            self.error = self.error or error
+            self._changed.notify_all()
+
+    def wait(self, until_bytes: int, deadline: Deadline) -> None:
+        """Return when every byte before `until_bytes` is final.
+
+        Raises `DeadlineExceededError`, or the error with which the snapshot failed.
+        """
+        self._wait(lambda: self.done_bytes >= until_bytes, deadline)
+
+    def wait_read(self, until: int, deadline: Deadline) -> None:
+        """Return when shards have been read up to `until`, so that their values before it may change. Raises as `wait`."""
+        self._wait(lambda: self._read >= until, deadline)
+
+    def _wait(self, reached: Callable[[], bool], deadline: Deadline) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self.error or reached(), deadline.remaining_s)
+            if reached():
+                return
+            if self.error is not None:
+                raise self.error
+        raise deadline.error(self._what, part=self._part)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceBytes:
+    """The bytes that a rank sends of one version: its snapshot, which may not be complete yet, or its segments of a delta.
+
+    Attributes:
+        memory: The bytes, 1-D uint8.
+        progress: Progress of the snapshot; None if all bytes are final.
+        deadline: Limit for all waits for bytes, and for sending.
+    """
+
+    memory: torch.Tensor
+    progress: Progress | None
+    deadline: Deadline
+
+    def wait(self, until_bytes: int) -> None:
+        """Return when every byte before `until_bytes` is final. Raises as `Progress.wait`."""
+        if self.progress is not None:
+            self.progress.wait(until_bytes, self.deadline)
+
+
+_CHUNK_BYTES = 64 << 20
+"""Most bytes of one copy, so that waiting threads see progress within a large tensor."""
+_SMALL_BYTES = 256 << 10
+"""Shards up to this size are copied together, because a call costs as much as copying 30 KiB."""
+
+
+@dataclass(slots=True)
+class PendingBlocks:
+    """Results of a snapshot that are not in its memory; see `weightlane.sync.send.snapshot.quantised_snapshot`."""
+
+    cuts: list[CutBlocks] = field(default_factory=list)
+    """Elements that are not quantised yet, because their scales depend on the magnitudes of other ranks."""
+    magnitudes: list[Magnitudes] = field(default_factory=list)
+    """The magnitudes of the blocks in `cuts`."""
+    error: QuantisationReport = field(default_factory=QuantisationReport)
+    """The quantisation error of a sample of the elements."""
+
+    def quantise_cuts(self, magnitudes: Iterable[Magnitudes], memory: torch.Tensor) -> None:
+        """Quantise the elements of `cuts` into the snapshot, with the magnitudes of all ranks. Raises `ProtocolError`."""
+        largest = largest_magnitudes(magnitudes, self.cuts)
+        for cut in self.cuts:
+            self.error += cut.quantise(largest[cut.matrix.name], memory)
+        self.cuts.clear()  # if rows are divided, the cuts can be as large as the shards themselves
+
+
+class Step(Protocol):
+    """A part of taking a snapshot."""
+
+    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:
+        """Write into `memory`, and add blocks that cannot be quantised yet to `pending_blocks`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Milestone:
+    """A step, and the progress of the snapshot once all steps up to this one have run."""
+
+    step: Step
+    done_bytes: int
+    """Every byte before this one is final."""
+    read: int
+    """Shards have been read up to here; see `Snapshot.ends`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One call that copies a part of a large shard, or small shards that lie back to back."""
+
+    sources: list[torch.Tensor]
+    """Tensors in the trainer's dtype; 1-D if they are contiguous."""
+    start: int
+    """First byte in the snapshot."""
+    end: int
+    dtype: torch.dtype
+
+    def run(self, memory: torch.Tensor, pending_blocks: PendingBlocks) -> None:  # noqa: ARG002 - nothing is left
+        """See `Step`."""
+        room = memory[self.start : self.end]
+        into = room.view(self.dtype)
+        if len(self.sources) == 1:
+            source = self.sources[0]
+            if source.is_cpu and room.is_cpu and source.dtype == self.dtype and source.is_contiguous():
+                copy_bytes(room, raw_bytes(source))
+            else:
+                into.view(source.shape).copy_(source, non_blocking=True)
+        elif self.sources[0].device == into.device:
+            torch.cat(self.sources, out=into)
+        else:
+            into.copy_(torch.cat(self.sources), non_blocking=True)
+
+
+def copies(ordered: Sequence[tuple[int, LocalShard]]) -> Iterator[Copy]:
+    """The copies of shards into the snapshot. `ordered` has their first bytes there, ascending, and the shards."""
+    group: list[Copy] = []
+    for copy in _chunks(ordered):
+        if group and not _fit(group[0], group[-1], copy):
+            yield _joined(group)
+            group = []
+        group.append(copy)
+    if group:
+        yield _joined(group)
+
+
+def _chunks(ordered: Iterable[tuple[int, LocalShard]]) -> Iterator[Copy]:
+    for offset, shard in ordered:
+        data, width = shard.data.detach(), shard.spec.dtype.itemsize
+        if not data.is_contiguous():
+            yield Copy([data], offset, offset + shard.nbytes, shard.spec.dtype)
+            continue
+        flat = data.view(-1)
+        step = _CHUNK_BYTES // width
+        for first in range(0, flat.numel(), step):
+            chunk = flat[first : first + step]
+            start = offset + first * width
+            yield Copy([chunk], start, start + chunk.numel() * width, shard.spec.dtype)
+
+
+def _fit(first: Copy, last: Copy, following: Copy) -> bool:
+    """Whether one call can copy `following` together with the copies from `first` to `last`."""
+    source, other = first.sources[0], following.sources[0]
+    return (
+        last.end == following.start
+        and (first.dtype, source.dtype, source.device) == (following.dtype, other.dtype, other.device)
+        and source.dim() == other.dim() == 1
+        and max(first.end - first.start, following.end - following.start) <= _SMALL_BYTES
+        and following.end - first.start <= _CHUNK_BYTES
+    )
+
+
+def _joined(group: Sequence[Copy]) -> Copy:
+    return Copy([copy.sources[0] for copy in group], group[0].start, group[-1].end, group[0].dtype)
+
 
 _BATCH_BYTES = 16 << 20
 """Least bytes of the batch of steps that a thread gets at a time: handing over a batch costs as much as copying 1 MiB."""
@@ -34,7 +231,7 @@ class Snapshot:
         ends: By name of a tensor, how far shards must have been read before it may change: in bytes or any other unit that grows.
         read_end: How far shards must have been read before all tensors may change, in the same unit.
         threads: Most threads that run steps concurrently on a CPU.
-        is_cut: Whether elements depend on other ranks; see `weightlane.sync.send.agreement.magnitudes`.
+        is_cut: Whether elements depend on other ranks; see `weightlane.sync.send.agreement.MAGNITUDES`.
     """
 
     def __init__(

@@ -149,20 +149,19 @@ class Run:
             ]
             for rank, live in enumerate(self.live)
         ]
+        config = SyncConfig(bucket_mib=1 / 256, deadline_s=HANG_S, retries=0, **more)
         self.publishers = [
             Publisher(
                 f"trainer-{rank}",
                 rendezvous.address,
                 shards=shards,
                 engine=CheckpointEngineRegistry().create(engine, options),
-                bucket_bytes=4096,
+                config=config,
                 rank=rank,
                 placements=[Placement.of_shards(each) for each in held],
-                **more,
             )
             for rank, shards in enumerate(held)
         ]
-        config = SyncConfig(codec=more.get("codec", "dense"), deadline_s=HANG_S, retries=0)
         names = [publisher.name for publisher in self.publishers]
         self.coordinator = Coordinator(rendezvous, names, self.replicas, config)
 

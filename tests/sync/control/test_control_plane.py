@@ -21,9 +21,8 @@ from weightlane.ckpt_engines import ClosedError, Deadline, DeadlineExceededError
 from weightlane.ckpt_engines.channels.authentication import new_secret
 from weightlane.ckpt_engines.channels.connection import Frame
 from weightlane.sync import Rendezvous, RendezvousAddress
-from weightlane.sync.control.hub.frames import Kind
-from weightlane.sync.control.messages import Abort, Committed
-from weightlane.sync.send.agreement.rank_agreement import Interrupt, RankAgreement
+from weightlane.sync.control.messages import Abort, Committed, Kind
+from weightlane.sync.send.agreement import Interrupt, RankAgreement
 
 
 def test_who_does_not_know_the_secret_is_no_member_and_disturbs_nobody(

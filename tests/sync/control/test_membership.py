@@ -15,8 +15,7 @@ from waiting import HANG_S, NEVER_S, wait_until
 
 from weightlane.ckpt_engines import ClosedError, ManifestError, ProtocolError, QuorumError, SyncAbortedError
 from weightlane.sync import Expectation, Rendezvous, ReplicaState, Subscriber
-from weightlane.sync.control.hub.frames import COORDINATOR
-from weightlane.sync.control.messages import Connect, Hello, Joined, Reset
+from weightlane.sync.control.messages import COORDINATOR, Connect, Hello, Joined, Reset
 
 
 def test_a_replica_that_is_killed_or_a_trainer_that_is_started_anew_does_not_stop_the_others(make_run: MakeRun) -> None:

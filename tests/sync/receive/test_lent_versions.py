@@ -20,11 +20,10 @@ from weightlane.ckpt_engines import (
     DeltaBaseError,
     QuarantinedError,
 )
-from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, TensorSpec
+from weightlane.sync import LocalShard, Manifest, Publisher, Rendezvous, SyncConfig, TensorSpec
 from weightlane.sync.receive.staged_version import ViewedVersion
 from weightlane.sync.receive.staging import Staging
-from weightlane.sync.send.snapshot.progress import Progress
-from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.send.snapshot.snapshot import Progress, Snapshot
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.manifest_message import DeltaSegment
 
@@ -127,7 +126,8 @@ def test_what_is_kept_is_neither_dropped_for_its_own_delta_nor_half_a_copy(monke
 def publisher_of(rendezvous: Rendezvous, socket_dir: Any, *specs: TensorSpec, **options: Any) -> Publisher:
     engine = CheckpointEngineRegistry().create("shm", {"socket_dir": str(socket_dir), **options})
     shards = [LocalShard.whole(spec, torch.zeros(spec.shape)) for spec in specs]
-    return Publisher("t-0", rendezvous.address, shards=shards, engine=engine, bucket_bytes=64 << 10, deadline_s=NEVER_S)
+    config = SyncConfig(bucket_mib=1 / 16, deadline_s=NEVER_S)
+    return Publisher("t-0", rendezvous.address, shards=shards, engine=engine, config=config)
 
 
 def test_a_version_that_is_no_whole_number_is_not_published(rendezvous: Rendezvous, socket_dir: Any) -> None:

@@ -13,6 +13,7 @@ from hop import Replica
 from hop_run import MakeRun, expected
 from one_link import receive_session
 from patience import PATIENT
+from pydantic import ValidationError
 from slices import EVERYTHING, LAYOUTS, TP2
 from waiting import NEVER_S
 
@@ -28,14 +29,14 @@ from weightlane.ckpt_engines import (
     WeightlaneError,
     WorkerDiedError,
 )
-from weightlane.ckpt_engines.runtime.devices import HOST
+from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks, hookimpl
-from weightlane.sync import Manifest, Outcome, ReplicaState, TensorSpec
+from weightlane.sync import Manifest, Outcome, ReplicaState, SyncConfig, TensorSpec
 from weightlane.sync.control.coordinator.replies import blame
 from weightlane.sync.control.coordinator.roster import Roster
 from weightlane.sync.control.messages import Failed
-from weightlane.sync.receive.bucket_sinks import StagedBuckets
-from weightlane.sync.receive.receive_loop import ReceiveLoop, StageRequest
+from weightlane.sync.receive.staging import LiveIdentity, Staging
+from weightlane.sync.receive.version_receiver import StageRequest, VersionReceiver
 from weightlane.sync.version.bucket_checksums import checksum_of
 
 TOLERANT = PATIENT | {"quorum": 0.5}
@@ -139,14 +140,14 @@ def test_a_replica_that_refuses_and_some_that_join_late_do_not_break_the_chain(
 def test_settings_that_could_not_hold_are_refused_before_anything_starts(hop: MakeHop) -> None:
     for settings, says in (
         ({"relay": "tree"}, "receivers of shm cannot relay"),
-        ({"relay": "Tree"}, "relay is 'Tree': Input should be 'off', 'chain' or 'tree'"),
-        ({"integrity": "on"}, "integrity is 'on'"),
-        ({"codec": "sparse", "full_every": 0}, "codec is 'sparse'.*; full_every is 0"),
-        ({"quantise": "FP8"}, "quantise is 'FP8'"),
         ({"commit": "in-place"}, "commit is 'in-place', and can be 'staged' or 'in_place'"),
     ):
         with pytest.raises(ConfigError, match=says):
             hop("shm", *LAYOUTS["one rank"], [EVERYTHING], **settings)
+    wrong = {"relay": "Tree", "integrity": "on", "codec": "sparse", "full_every": 0, "quantise": "FP8", "relays": "off"}
+    for name, value in wrong.items():  # a misspelt value, or name, would turn its setting off
+        with pytest.raises(ValidationError, match=rf"(?s)1 validation error .*\n{name}\n"):
+            SyncConfig(**{name: value})
 
 
 def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
@@ -179,13 +180,14 @@ def test_a_bucket_is_handed_on_once_it_was_verified() -> None:
     manifest = Manifest(3, (TensorSpec("t", (64,), torch.uint8),), 64, checksummed=True)
     receiving = receive_session(manifest, carrier)
     request = StageRequest(manifest, manifest, receiving, Deadline.after(NEVER_S), NEVER_S, relay=carrier)
-    loop, sink = ReceiveLoop("r1/0", HOST, RunHooks()), StagedBuckets(torch.empty(64, dtype=torch.uint8))
+    staging = Staging("r1/0", 0, HOST)
+    receiver = VersionReceiver("r1/0", HOST, runtime_of(HOST), staging, LiveIdentity(), RunHooks())
     carrier.damage = 1
     with pytest.raises(CorruptBucketError):
-        loop.receive(request, sink)
+        receiver.receive(request)
     assert handed_on == []
     carrier.damage = 0
-    loop.receive(request, sink)
+    receiver.receive(request)
     assert handed_on == [bytes(range(64))]
 
 

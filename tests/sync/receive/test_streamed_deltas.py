@@ -16,12 +16,10 @@ from waiting import HANG_S, wait_until
 from weightlane.ckpt_engines import Bucket, ClosedError, CommitError, Deadline, DeadlineExceededError, WeightlaneError
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.sync import Expectation, ExpectedTensor, IncomingDelta, Manifest, Rendezvous, Subscriber, TensorSpec
-from weightlane.sync.codecs.delta.decoding import DeltaDecoding
 from weightlane.sync.codecs.delta.format import encode
 from weightlane.sync.codecs.delta.format.encoder import Encoded
-from weightlane.sync.codecs.delta.staged_delta import StagedDelta
-from weightlane.sync.control.hub.frames import COORDINATOR
-from weightlane.sync.control.messages import Failed, Message, Open, Staged
+from weightlane.sync.codecs.delta.staged_delta import DeltaDecoding, StagedDelta
+from weightlane.sync.control.messages import COORDINATOR, Failed, Message, Open, Staged
 from weightlane.sync.receive.staging import Staging
 from weightlane.sync.version.box import Box
 from weightlane.sync.version.bucket_checksums import checksum_of

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from slices import columns, rows
 
 from weightlane.sync import LocalShard, Manifest, TensorSpec
-from weightlane.sync.send.snapshot.progress import Progress
-from weightlane.sync.send.snapshot.snapshot import Snapshot
+from weightlane.sync.send.snapshot.snapshot import Progress, Snapshot
 from weightlane.sync.version.manifest import ALIGNMENT_BYTES
 from weightlane.sync.version.packing import (
     CopyTable,
@@ -19,9 +18,9 @@ from weightlane.sync.version.packing import (
     copy_runs,
     gather_runs,
     scatter_runs,
+    snapshot_slices,
     stream_places,
 )
-from weightlane.sync.version.snapshot_slices import snapshot_slices
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.int64, torch.bool, torch.float8_e4m3fn]
 
@@ -100,8 +99,8 @@ def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2 if request.param == "one thread" else 1)
     monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot.usable_cpus", lambda: 2)
     monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot._BATCH_BYTES", 16 << 10)
-    monkeypatch.setattr("weightlane.sync.send.snapshot.steps._CHUNK_BYTES", 64 << 10)
-    monkeypatch.setattr("weightlane.sync.send.snapshot.steps._SMALL_BYTES", 1 << 10)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot._CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr("weightlane.sync.send.snapshot.snapshot._SMALL_BYTES", 1 << 10)
 
 
 @pytest.mark.usefixtures("threads")

@@ -37,8 +37,10 @@ from weightlane.sync import (
     SlicedTensors,
     StagedDelta,
     Subscriber,
+    SyncConfig,
     TensorSpec,
 )
+from weightlane.sync.config import MIB
 from weightlane.sync.send import version_sender
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -122,9 +124,8 @@ class Trainer:
             placements=[Placement.of_shards(shards) for shards in held],
             shards=self.shards,
             engine=CheckpointEngineRegistry().create(backend, options),
-            bucket_bytes=more.pop("bucket_bytes", 1024),
-            deadline_s=more.pop("deadline_s", HANG_S),
-            **more,
+            hooks=more.pop("hooks", None),
+            config=SyncConfig(bucket_mib=more.pop("bucket_bytes", 1024) / MIB, **{"deadline_s": HANG_S, **more}),
         )
 
     def make_publisher(self, *arguments: Any, **more: Any) -> Publisher:

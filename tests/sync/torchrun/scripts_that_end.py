@@ -17,7 +17,7 @@ MEMBER = """
 from weightlane.ckpt_engines import CheckpointEngineRegistry
 from weightlane.sync import Publisher
 engine = CheckpointEngineRegistry().create("gloo")
-member = Publisher("trainer-0", address, shards=[LocalShard.whole(SPEC, weight)], engine=engine, bucket_bytes=64)
+member = Publisher("trainer-0", address, shards=[LocalShard.whole(SPEC, weight)], engine=engine)
 member.publish(1)
 member.fence()
 """

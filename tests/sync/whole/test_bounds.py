@@ -22,15 +22,16 @@ from weightlane.ckpt_engines.links import bounded_calls
 from weightlane.ckpt_engines.runtime.devices import HOST, runtime_of
 from weightlane.plugins import RunHooks
 from weightlane.sync import Manifest, Rendezvous
-from weightlane.sync.receive.receive_loop import ReceiveLoop
-from weightlane.sync.send.gather import ShardGather
+from weightlane.sync.receive.staging import LiveIdentity, Staging
+from weightlane.sync.receive.version_receiver import VersionReceiver
+from weightlane.sync.send.bucket_source import ShardGather
 from weightlane.sync.send.pipeline import Destination, SendPipeline
 from weightlane.sync.version.tensor_spec import TensorSpec
 
 
 @pytest.fixture(autouse=True)
 def no_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.receive_loop", "sync.send.pipeline"):
+    for module in ("ckpt_engines.links.bounded_calls", "sync.receive.version_receiver", "sync.send.pipeline"):
         monkeypatch.setattr(f"weightlane.{module}.GRACE_S", 0.05)
     monkeypatch.setattr(bounded_calls, "_QUICK_S", 0.05)
 
@@ -92,7 +93,9 @@ def send(sending: SendPipeline, sender: Any, buckets: int, *, within_s: float = 
 def test_a_receiver_whose_calls_never_return_is_named_and_waited_for_before_its_memory_is_used_again(
     stuck: Any,
 ) -> None:
-    receiving = ReceiveLoop("rollout-0/0", HOST, RunHooks())
+    receiving = VersionReceiver(
+        "rollout-0/0", HOST, runtime_of(HOST), Staging("rollout-0/0", 0, HOST), LiveIdentity(), RunHooks()
+    )
     tasks = [([f"trainer-{number}"], stuck.flush) for number in range(2)]
     with pytest.raises(DeadlineExceededError, match="trainer-0"):
         receiving._run(tasks, Deadline.after(SOON))

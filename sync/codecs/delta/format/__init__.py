@@ -18,9 +18,8 @@ True
 True
 """
 
-from .decoder import decode
 from .encoder import Encoded, TooDense, encode
-from .patch import Patch
+from .patch import Patch, decode
 
 __all__ = [
     "Encoded",

@@ -13,9 +13,9 @@ import torch
 
 from weightlane.ckpt_engines import ConfigError
 
-from . import cuda_kernels, flips, gaps
+from . import cuda_kernels
 from .integer_views import PART, Bytes, Positions, Words, integer_view, words_of
-from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, padded
+from .wire_format import BLOCK, BLOCK_HEADER, FORMAT, HEADER, LOG_BLOCK, MAGIC, encode_flips, encode_places, padded
 
 _Mask = npt.NDArray[np.bool_]
 
@@ -197,8 +197,8 @@ def _block(changes: _Changes, elements: int) -> list[Bytes]:
     positions, flipped = changes
     if not positions.size:
         return [np.frombuffer(BLOCK_HEADER.pack(0, 0, 0, 0, 0, 0), np.uint8)]
-    gap_bytes, places = gaps.encode(positions, elements)
-    flip_bytes, codes = flips.encode(flipped)
+    gap_bytes, places = encode_places(positions, elements)
+    flip_bytes, codes = encode_flips(flipped)
     code = codes[0] if len(codes) == 1 else np.concatenate(codes)
     header = BLOCK_HEADER.pack(positions.size, places.size, code.size, gap_bytes, flip_bytes, 0)
     return [np.frombuffer(header, np.uint8), *padded(places), *padded(code)]

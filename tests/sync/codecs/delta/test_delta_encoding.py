@@ -8,7 +8,7 @@ import torch
 
 from weightlane.sync import IncomingDelta, LocalShard, Manifest, StagedDelta, TensorSpec
 from weightlane.sync.codecs.delta.encoding import DeltaEncoder, RankDelta, delta_manifest
-from weightlane.sync.version.snapshot_slices import snapshot_slices
+from weightlane.sync.version.packing import snapshot_slices
 
 SPECS = (
     TensorSpec("large", (9, 1_000_000), torch.uint8),

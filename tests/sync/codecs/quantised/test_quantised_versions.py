@@ -24,11 +24,11 @@ from weightlane.sync import (
     TensorSpec,
     read_version,
 )
-from weightlane.sync.codecs.quantised.quantisation import is_quantised, needed_on_the_wire, pair_of, wire_specs
+from weightlane.sync.codecs.quantised.quantisation import is_quantised, needed_on_the_wire, pair_of, quantised_placement
 from weightlane.sync.codecs.quantised.restored import RestorePlan
 from weightlane.sync.send.snapshot import quantised_snapshot
-from weightlane.sync.send.snapshot.progress import Progress
 from weightlane.sync.send.snapshot.quantised_snapshot import QuantisedShards
+from weightlane.sync.send.snapshot.snapshot import Progress
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed_tokens.weight": (37, 24),
@@ -37,6 +37,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "up.weight": (129, 257),
     "down.weight": (2, 128),
     "norm.weight": (24,),
+    "empty.weight": (0, 24),
     "lm_head.weight": (41, 24),
 }
 """No border between two or three trainer ranks is one between blocks, and of one matrix a third rank has nothing."""
@@ -104,7 +105,11 @@ def test_weights_that_no_scale_fits_fail_their_version_at_once_and_nothing_else(
 
 
 def fp8_manifest(*changed: TensorSpec, without: str = "") -> Manifest:
-    specs = {spec.name: spec for spec in (*wire_specs(SPECS.values()), *changed) if spec.name != without}
+    specs = {
+        spec.name: spec
+        for spec in (*quantised_placement(Placement.whole(SPECS.values())).specs, *changed)
+        if spec.name != without
+    }
     return Manifest(3, tuple(specs.values()), 64, quantised="fp8")
 
 
@@ -170,7 +175,7 @@ def test_a_snapshot_is_offered_as_far_as_it_is_there_and_parameters_may_change_o
     specs = [TensorSpec(f"{name}.weight", (700, 400), torch.float32) for name in "ab"]
     full = {spec.name: torch.randn(spec.shape, generator=torch.Generator().manual_seed(1)) for spec in specs}
     ours = QuantisedShards([LocalShard.whole(spec, full[spec.name]) for spec in specs])
-    layout = Manifest(0, tuple(wire_specs(specs)), 1 << 20, whole_tensors=whole)
+    layout = Manifest(0, quantised_placement(Placement.whole(specs)).specs, 1 << 20, whole_tensors=whole)
     offsets = {entry.spec.name: entry.offset for entry in layout.entries}
     snapshot = ours.snapshot([offsets[run.spec.name] for run in ours.slices])
     memory = torch.full((layout.total_bytes,), 0xA5, dtype=torch.uint8)
@@ -229,7 +234,7 @@ def test_whatever_slices_ranks_hold_and_need_everybody_restores_the_whole_quanti
 
 
 def test_a_rollout_that_needs_the_quantised_tensors_gets_its_slices_of_them_and_no_more(hop: MakeHop) -> None:
-    wire = {spec.name: spec for spec in wire_specs(SLICED.values())}
+    wire = {spec.name: spec for spec in quantised_placement(Placement.whole(SLICED.values())).specs}
     asked = [needed_on_the_wire(needed, list(wire.values())) for needed in TP2]
     needs = [needed for needed in asked if needed is not None]
     run = hop("gloo", *LAYOUTS["rows"], needs, specs=SLICED, rollout_specs=wire, quantise="fp8")
