@@ -280,19 +280,22 @@ def train(
 @app.command()
 def worker(
     path: ConfigArgument,
-    jobs: Annotated[Path, typer.Argument(help="Directory of the jobs; made if there is none.", show_default=False)],
+    jobs: Annotated[
+        str,
+        typer.Argument(help="Directory of the jobs, made if there is none, or s3://BUCKET/PREFIX.", show_default=False),
+    ],
     override: SetOption = None,
     *,
     until_empty: Annotated[bool, typer.Option("--until-empty", help="End when no job waits.")] = False,
 ) -> None:
-    """Execute the jobs that programs write into a directory: steps, forward and backward passes, saves, exports."""
+    """Execute the jobs that programs submit: steps, forward and backward passes, saves, exports, publications."""
     keep_logs_off_the_terminal()
     require("worker")
     import asyncio
 
     from .commands.worker import run_worker
 
-    count = asyncio.run(run_worker(path.resolve(), jobs.resolve(), override or [], until_empty=until_empty))
+    count = asyncio.run(run_worker(path.resolve(), jobs, override or [], until_empty=until_empty))
     typer.echo(f"executed {count} jobs")
 
 

@@ -177,6 +177,13 @@ class Publisher(Participant):
         """
         self._outcomes.wait(version, Deadline.after(timeout_s), self.name)
 
+    def wait_stored(self, version: int, timeout_s: float) -> None:
+        """Block until an engine that stores versions has committed `version`, which serves, or a later one in its place.
+
+        Versions that are sent as deltas are not stored. Raises the error of the commit, or `DeadlineExceededError`.
+        """
+        self._storing.wait(version, Deadline.after(timeout_s))
+
     def _free(self) -> None:
         self._queue.wake()
         for worker in self._workers:

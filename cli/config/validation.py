@@ -84,7 +84,8 @@ def explain(config: BaseModel) -> str:
     """Return `config` as TOML with the meaning and the default above every key."""
     lines: list[str] = []
     for name in type(config).model_fields:
-        lines += _explain_section(name, getattr(config, name))
+        if (section := getattr(config, name)) is not None:
+            lines += _explain_section(name, section)
     return "\n".join(lines)
 
 

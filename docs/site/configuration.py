@@ -18,7 +18,7 @@ from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.config.sft_config import SftRunConfig
 from weightlane.cli.config.tinker_config import TinkerConfig
 from weightlane.cli.config.validation import FILLED_IN
-from weightlane.cli.config.worker_config import WorkerSection
+from weightlane.cli.config.worker_config import RolloutsSection, WorkerSection
 
 PAGE = Path(__file__).resolve().parents[1] / "reference/configuration.md"
 HEAD = """# Configuration keys
@@ -42,8 +42,8 @@ above, and this one.
 WORKED = """
 ## Of a worker
 
-`weightlane worker` has the sections `model`, `algorithm`, `trainer`, `critic`, `reference`, `ray` and `observers` of above, and
-this one, which must be there.
+`weightlane worker` has the sections `model`, `algorithm`, `trainer`, `critic`, `reference`, `checkpoint_engine`, `sync`, `ray`
+and `observers` of above, and these. `worker` must be there; without `checkpoint_engine` a worker publishes nothing.
 """
 
 
@@ -116,7 +116,7 @@ def page() -> str:
     service = TinkerConfig.model_fields["service"].annotation
     assert service is not None
     of_runs = [*sections("", RunConfig), SUPERVISED, supervised, SERVED, *sections("service", service)]
-    parts = [*of_runs, WORKED, *sections("worker", WorkerSection)]
+    parts = [*of_runs, WORKED, *sections("worker", WorkerSection), *sections("rollouts", RolloutsSection)]
     return HEAD + "".join(parts).rstrip() + "\n"
 
 

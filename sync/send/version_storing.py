@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from contextlib import suppress
 
-from weightlane.ckpt_engines import Deadline, WeightlaneError
+from weightlane.ckpt_engines import ClosedError, Deadline, WeightlaneError, as_weightlane_error
 from weightlane.ckpt_engines.runtime.daemon_threads import DaemonThreads
 
 _log = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ Commit = Callable[[int, Deadline], None]
 
 
 class VersionStoring:
-    """Commits the versions of one publisher, one after the other. Thread-safe; only `close` waits.
+    """Commits the versions of one publisher, one after the other. Thread-safe; only `wait` and `close` wait.
 
     Args:
         name: The publisher.
@@ -34,6 +34,8 @@ class VersionStoring:
     def __init__(self, name: str, deadline_s: float) -> None:
         self._name, self._deadline_s = name, deadline_s
         self._lock = threading.Lock()
+        self._requested = threading.Condition(self._lock)
+        """Notified of every request for a commit."""
         self._threads = DaemonThreads(1, f"weightlane-store-{name}")
         self._newest: tuple[int, Future[None]] | None = None
         """The newest version, and its commit."""
@@ -53,6 +55,24 @@ class VersionStoring:
                 self._newest = version, self._threads.submit(self._commit, version, commit)
             except RuntimeError as error:  # after `close`, or when the interpreter ends
                 _log.warning("%s: version %d serves but is not stored: %s", self._name, version, error)
+            self._requested.notify_all()
+
+    def wait(self, version: int, deadline: Deadline) -> None:
+        """Wait until `version`, whose commit may not have been requested yet, is committed, or a later one in its place.
+
+        Raises the error of the commit, or `DeadlineExceededError`.
+        """
+        with self._requested:
+            while self._newest is None or self._newest[0] < version:
+                if not self._requested.wait(deadline.remaining_s):
+                    raise deadline.error(f"version {version} to serve", part=self._name)
+            commit = self._newest[1]
+        wait([commit], deadline.remaining_s)
+        if not commit.done():
+            raise deadline.error(f"version {version} to be stored", part=self._name)
+        if commit.cancelled():
+            raise ClosedError("it was closed while a version was being stored.", part=self._name)
+        commit.result()
 
     def afterwards(self, close: Callable[[], None]) -> None:
         """Call `close`, which must not raise, after all commits requested so far; at once if there are none."""
@@ -81,5 +101,7 @@ class VersionStoring:
             _log.warning(
                 "%s: version %d serves but could not be committed in the store: %s", self._name, version, error
             )
-        except Exception:  # noqa: BLE001 - nobody else learns of it
+            raise
+        except Exception as error:
             _log.exception("%s: version %d serves but could not be committed in the store", self._name, version)
+            raise as_weightlane_error(error, self._name) from error

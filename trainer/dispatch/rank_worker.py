@@ -280,6 +280,17 @@ class RankWorker:
         hosted.mini_batches.pop(name := hosted.adapter(adapter), None)
         hosted.engine.zero_grad(name)
 
+    def fail_mini_batch(self, role: str, reason: str, adapter: str | None = None) -> None:
+        """Record that a part of a mini-batch has no gradient, because of `reason`."""
+        hosted = self._hosted(role)
+        hosted.mini_batches.setdefault(hosted.adapter(adapter), OpenMiniBatch()).failed = reason
+
+    def wait_stored(self, role: str, version: int, timeout_s: float) -> None:
+        """See `Role.wait_stored`."""
+        hosted = self._hosted(role)
+        assert hosted.publisher is not None, "it has published the version"
+        hosted.publisher.wait_stored(version, timeout_s)
+
     def remove_adapter(self, role: str, name: str) -> None:
         """Drop an adapter, with its gradients and its optimizer."""
         hosted = self._hosted(role)

@@ -154,6 +154,10 @@ class Role:
         """Drop the gradients of an adapter's mini-batch, and the record of its failure, so that it can start over."""
         return self._call(_nothing, "drop_gradient", adapter)
 
+    def fail_mini_batch(self, reason: str, adapter: str | None = None) -> asyncio.Task[None]:
+        """Fail the mini-batch of an adapter because of `reason`, as a part of it that fails does. See `forward_backward`."""
+        return self._call(_nothing, "fail_mini_batch", reason, adapter)
+
     def remove_adapter(self, name: str) -> asyncio.Task[None]:
         """Drop an adapter that `add_adapter` made; `ConfigError` for any other."""
         return self._call(_nothing, "remove_adapter", name)
@@ -169,6 +173,10 @@ class Role:
         It is copied once the previous version has been read. See `AdapterEngine.load_published` for what it refuses.
         """
         return self._call(max, "publish", version, adapter)
+
+    def wait_stored(self, version: int, timeout_s: float) -> asyncio.Task[None]:
+        """Wait until an engine that stores versions has committed `version`, which serves. See `Publisher.wait_stored`."""
+        return self._call(_nothing, "wait_stored", version, timeout_s)
 
     def save(self, directory: Path) -> asyncio.Task[None]:
         """Save the full training state."""

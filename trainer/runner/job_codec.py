@@ -31,7 +31,7 @@ _TOKEN, _SEQUENCE = "batch.per_token.", "batch.per_sequence."
 
 
 def encode_job(job: Job[Any]) -> bytes:
-    """Encode a job. Raises `ConfigError` for a `JointJob`, a function, or settings that JSON cannot represent."""
+    """Encode a job. Raises `ConfigError` for a kind that is not in `JOBS`, a function, or settings that JSON cannot represent."""
     if type(job) not in JOBS:
         raise ConfigError(
             f"a job {job.kind!r} cannot be written to a file.", part=_PART, hint="Write its parts as jobs."

@@ -11,7 +11,7 @@ is the job's state:
 
 A file changes folders by a rename, so it is in exactly one of them whenever a process is killed. The kernel releases the lock of
 a process that has ended; by that, `recover` finds the jobs that the process had taken. A job that is done and need not be
-executed again is deleted. ``results/`` has the results, until `forget_result`.
+executed again is deleted. ``results/`` has the results, until `forget_result`; ``events.jsonl`` what workers have reported.
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ import fcntl
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError, WeightlaneError, error_from_wire
+from weightlane.ckpt_engines import Deadline, DeadlineExceededError, StorageError, WeightlaneError
 
+from .file_observers import append_line
 from .job_codec import decode_job, decode_result, encode_job, encode_result
+from .job_queue.contract import FailedJob, Finished, JobQueue, reason_of
 from .jobs import Job
 
 _PART = "job files"
+_EVENTS = "events.jsonl"
 _FOLDERS = ("partial", "queued", "taken", "failed", "executed", "results")
 _NUMBERING_S = 30.0
 """Seconds in which the other processes have to finish numbering their jobs; each needs milliseconds."""
@@ -41,31 +43,15 @@ _TRIES = 10
 """Attempts to write a file, which another process may delete as one that a dead process left."""
 
 
-@dataclass(frozen=True, slots=True)
-class FailedJob:
-    """A job that was set aside."""
-
-    name: str
-    error: WeightlaneError
-    """The reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A job that was executed."""
-
-    result: Any
-
-
-class TakenJob:
-    """A job that this process executes, until it calls one of `done`, `fail` and `requeue`, or ends."""
+class TakenFile:
+    """A job of a directory that this process executes: see `TakenJob`."""
 
     def __init__(self, folder: Path, name: str, job: Job[Any], lock: int) -> None:
         self.name, self.job = name, job
         self._folder, self._lock = folder, lock
 
     def done(self, *, repeat: bool = False) -> None:
-        """Delete the job after its execution, or with `repeat` keep it in ``executed/``."""
+        """See `TakenJob.done`."""
         with _storage(self._folder):
             path = self._folder / "taken" / self.name
             if repeat:
@@ -75,7 +61,7 @@ class TakenJob:
             os.close(self._lock)
 
     def fail(self, error: WeightlaneError, *, repeat: bool = False) -> None:
-        """Set the job aside because of `error`; with `repeat` it is in ``executed/``, too."""
+        """See `TakenJob.fail`."""
         with _storage(self._folder):
             if repeat:
                 with suppress(FileExistsError):
@@ -84,13 +70,13 @@ class TakenJob:
             os.close(self._lock)
 
     def requeue(self) -> None:
-        """Put the job back into the queue, at its old place."""
+        """See `TakenJob.requeue`."""
         with _storage(self._folder):
             (self._folder / "taken" / self.name).rename(self._folder / "queued" / self.name)
             os.close(self._lock)
 
 
-class JobFiles:
+class JobFiles(JobQueue):
     """The jobs in a directory, which is made if there is none.
 
     It is on a file system of this machine, or one whose locks (flock) hold between all processes that use it. Every method raises
@@ -104,11 +90,7 @@ class JobFiles:
                 (self._folder / name).mkdir(parents=True, exist_ok=True)
 
     def submit(self, job: Job[Any]) -> str:
-        """Queue `job` behind all that were submitted before. Returns its name. It is queued completely or not at all.
-
-        Raises `ConfigError` for a job with a function, and `DeadlineExceededError` if another process holds the numbering lock
-        for too long.
-        """
+        """See `JobQueue.submit`. Raises `DeadlineExceededError` if another process holds the numbering lock for too long."""
         data = encode_job(job)
         with _storage(self._folder):
             for _ in range(_TRIES):
@@ -116,7 +98,7 @@ class JobFiles:
                     return name
         raise StorageError(f"files in {self._folder} vanish while they are written.", part=_PART)
 
-    def take(self) -> TakenJob | None:
+    def take(self) -> TakenFile | None:
         """Take the first waiting job; None if there is none. No other process gets it, unless it is queued again.
 
         A damaged file is set aside.
@@ -137,7 +119,7 @@ class JobFiles:
                     return taken
         return None
 
-    def recover(self) -> list[TakenJob]:
+    def recover(self) -> list[TakenFile]:
         """Take the jobs of processes that ended while executing them, in order. The caller decides about each.
 
         Files that were being written by such processes are deleted.
@@ -160,56 +142,70 @@ class JobFiles:
             return found
 
     def waiting(self) -> list[str]:
-        """The names of the waiting jobs, in order."""
+        """See `JobQueue.waiting`."""
         with _storage(self._folder):
             return _names(self._folder / "queued")
 
     def failed(self) -> list[FailedJob]:
-        """The jobs that were set aside, in order, with their reasons."""
+        """See `JobQueue.failed`."""
         with _storage(self._folder):
             names = _names(self._folder / "failed")
             return [FailedJob(name, _reason(self._folder / "failed" / f"{name}.json")) for name in names]
 
     def take_turn(self) -> Callable[[], None] | None:
-        """Make this process the directory's worker. Returns what ends its turn; None while another process is the worker."""
+        """See `JobQueue.take_turn`."""
         with _storage(self._folder):
             (self._folder / "worker").touch()
             lock = _lock(self._folder / "worker")
         return None if lock is None else partial(os.close, lock)
 
     def executed(self) -> Iterator[tuple[str, Job[Any]]]:
-        """Names and jobs to be executed again, in order. Raises `ProtocolError` for a damaged one.
+        """See `JobQueue.executed`.
 
-        One whose worker ended while setting it aside is left out: `recover` has it.
+        A job whose worker ended while setting it aside is left out: `recover` has it.
         """
         with _storage(self._folder):
             for name in sorted({*_names(self._folder / "executed")} - {*_names(self._folder / "taken")}):
                 yield name, decode_job((self._folder / "executed" / name).read_bytes())
 
-    def forget_executed(self, name: str) -> None:
-        """Delete job `name`, which was kept to be executed again."""
+    def check_turn(self) -> None:
+        """See `JobQueue.check_turn`. The kernel keeps the lock for as long as the process lives."""
+
+    def forget_executed(self, names: Sequence[str]) -> None:
+        """See `JobQueue.forget_executed`."""
         with _storage(self._folder):
-            (self._folder / "executed" / name).unlink()
+            for name in names:
+                (self._folder / "executed" / name).unlink()
+
+    def write_event(self, facts: Mapping[str, Any]) -> None:
+        """See `JobQueue.write_event`: a line of ``events.jsonl``."""
+        append_line(self._folder / _EVENTS, facts)
+
+    def events(self) -> list[dict[str, Any]]:
+        """See `JobQueue.events`."""
+        with _storage(self._folder):
+            path = self._folder / _EVENTS
+            return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def note(self, name: str) -> dict[str, Any]:
-        """Read the note `name` of the directory's worker; empty if there is none."""
+        """See `JobQueue.note`."""
         with _storage(self._folder):
             path = self._folder / f"{name}.json"
             found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
             return found
 
     def write_note(self, name: str, facts: Mapping[str, Any]) -> None:
-        """Replace the note `name` of the directory's worker."""
+        """See `JobQueue.write_note`."""
         with _storage(self._folder):
             self._write(f"{name}.json", json.dumps(facts).encode())
 
     def write_result(self, name: str, result: Any) -> None:
-        """Keep the result of job `name` for its submitter."""
+        """See `JobQueue.write_result`."""
         with _storage(self._folder):
             self._write(f"results/{name}", encode_result(result))
 
     def finished(self, name: str) -> Finished | None:
-        """The result of job `name`; None before it was executed. Raises the error with which it failed."""
+        """See `JobQueue.finished`."""
         with _storage(self._folder):
             reason = self._folder / "failed" / f"{name}.json"
             if reason.exists():
@@ -219,16 +215,8 @@ class JobFiles:
             except FileNotFoundError:
                 return None
 
-    def wait(self, name: str, timeout_s: float) -> Any:
-        """Return the result of job `name`, or raise its error, or `DeadlineExceededError`."""
-        deadline = Deadline.after(timeout_s)
-        while (found := self.finished(name)) is None:
-            deadline.check(f"a worker to execute job {name}", part=_PART)
-            time.sleep(_POLL_S)
-        return found.result
-
     def forget_result(self, name: str) -> None:
-        """Delete the result of job `name`."""
+        """See `JobQueue.forget_result`."""
         with _storage(self._folder):
             (self._folder / "results" / name).unlink(missing_ok=True)
 
@@ -296,10 +284,10 @@ class JobFiles:
         finally:
             os.close(descriptor)
 
-    def _read(self, name: str, lock: int) -> TakenJob | None:
+    def _read(self, name: str, lock: int) -> TakenFile | None:
         """Read a locked job in ``taken/``. If it is damaged, set it aside and return None."""
         try:
-            return TakenJob(self._folder, name, decode_job((self._folder / "taken" / name).read_bytes()), lock)
+            return TakenFile(self._folder, name, decode_job((self._folder / "taken" / name).read_bytes()), lock)
         except WeightlaneError as error:
             _set_aside(self._folder, name, error)
             os.close(lock)
@@ -317,9 +305,9 @@ def _set_aside(folder: Path, name: str, error: WeightlaneError) -> None:
 
 def _reason(path: Path) -> WeightlaneError:
     try:
-        return error_from_wire(json.loads(path.read_text()))
+        return reason_of(json.loads(path.read_text()), str(path))
     except (OSError, ValueError, RecursionError):
-        return StorageError(f"the reason in {path} cannot be read.", part=_PART)
+        return reason_of(None, str(path))
 
 
 def _names(folder: Path) -> list[str]:

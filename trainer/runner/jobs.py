@@ -24,6 +24,7 @@ __all__ = [
     "CreateAdapter",
     "DropGradient",
     "Export",
+    "FailMiniBatch",
     "Forward",
     "ForwardBackward",
     "Job",
@@ -108,6 +109,19 @@ class DropGradient(Job[None]):
 
 
 @dataclass(frozen=True, slots=True)
+class FailMiniBatch(Job[None]):
+    """Fail the mini-batch of an adapter, as a `ForwardBackward` that fails does, in the place of one that must not be executed.
+
+    It cannot be written to a file: a `JobWorker` makes it.
+    """
+
+    kind: ClassVar[str] = "fail_mini_batch"
+
+    reason: str
+    adapter: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RlStep(Job[StepResult]):
     """Train on one batch by the runner's algorithm: advantages, and the optimizer steps of every role that it trains."""
 
@@ -184,4 +198,4 @@ JOBS: tuple[type[Job[Any]], ...] = (
     Export,
     Publish,
 )
-"""All kinds of jobs except `JointJob`."""
+"""All kinds of jobs except `JointJob` and `FailMiniBatch`."""

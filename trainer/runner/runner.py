@@ -214,6 +214,7 @@ class Runner:
             ),
             jobs.OptimStep: lambda job: policy.optim_step(job.adapter, job.params),
             jobs.JointJob: lambda job: policy.together(job.parts),
+            jobs.FailMiniBatch: lambda job: policy.fail_mini_batch(job.reason, job.adapter),
             jobs.DropGradient: lambda job: policy.drop_gradient(job.adapter),
             jobs.RlStep: lambda job: algorithm.train_step(job.batch, job.mini_batches),
             jobs.SftStep: lambda job: take_step(policy, job.batch, sft, job.denominators),

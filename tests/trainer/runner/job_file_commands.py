@@ -3,26 +3,49 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any, NoReturn
 
 from engine_batches import make_batch
 from waiting import HANG_S
 
-from weightlane.ckpt_engines import ConfigError
+from weightlane.ckpt_engines import ConfigError, WorkerDiedError
 from weightlane.trainer import AlgorithmConfig, LocalRanks, Objective, RoleSpec, TrainerConfig, WorkerDispatch
 from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_queue.contract import JobQueue
+from weightlane.trainer.runner.job_queue.job_store import JobStore
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import Forward, Publish
 from weightlane.trainer.runner.runner import Runner
 
 HANG = "hang"
 MODEL = "WEIGHTLANE_TEST_MODEL"
-LOSSES = {OBJECTIVE: Objective(AlgorithmConfig())}
+STORE = "WEIGHTLANE_TEST_STORE"
+"""URL and options, as JSON, of a store in the place of the directory."""
+LEASE_S = 2.0
+DEADLY = "deadly"
+"""A loss during which ranks are lost."""
+
+
+def deadly(*_: Any) -> NoReturn:
+    raise WorkerDiedError("a rank died.", part="test")
+
+
+LOSSES = {OBJECTIVE: Objective(AlgorithmConfig()), DEADLY: deadly}
+
+
+def queue_of(directory: Path) -> JobQueue:
+    """The queue that a test has chosen, which has other files in `directory` in any case."""
+    if place := os.environ.get(STORE):
+        url, options = json.loads(place)
+        return JobStore(url, options, lease_s=LEASE_S, poll_s=0.05)
+    return JobFiles(directory)
 
 
 def submit(directory: Path) -> None:
@@ -62,18 +85,50 @@ def take(directory: Path) -> None:
                 taken.done()
 
 
+def serve(directory: Path) -> None:
+    """Be a worker that computes nothing, until there is a file called `end`. What it begins and has done is noted.
+
+    The result of a version is its number. Every fifth one fails.
+    """
+    queue = queue_of(directory)
+    print("ready", flush=True)
+    while (end_turn := queue.take_turn()) is None:
+        time.sleep(0.2)
+    with (directory / f"served-by-{os.getpid()}.txt").open("a") as notes:
+
+        def note(what: str, name: str) -> None:
+            notes.write(f"{what} {name}\n")
+            notes.flush()
+
+        for left in queue.recover():
+            left.requeue()
+        while not (directory / "end").exists():
+            if (taken := queue.take()) is None:
+                time.sleep(0.1)
+                continue
+            note("begun", taken.name)
+            assert isinstance(taken.job, Publish)
+            if taken.job.version % 5 == 0:
+                taken.fail(ConfigError("it is a multiple of five.", part="test"))
+            else:
+                queue.write_result(taken.name, taken.job.version)
+                taken.done()
+            note("done", taken.name)
+    end_turn()
+
+
 def work(directory: Path) -> None:
     """Be a worker of the directory, on the model in `MODEL`, until there is a file called `end`."""
     spec = RoleSpec(POLICY, TrainerConfig(device="cpu", learning_rate=3e-3), Path(os.environ[MODEL]), LOSSES)
-    files = JobFiles(directory)
+    queue = queue_of(directory)
     print("ready", flush=True)
-    while files.take_turn() is None:
+    while (end_turn := queue.take_turn()) is None:
         time.sleep(0.01)
 
     async def run() -> None:
         dispatch, ended = WorkerDispatch([spec], {"trainer": LocalRanks(HANG_S)}), asyncio.Event()
         await dispatch.start()
-        working = asyncio.create_task(JobWorker(files, Runner(dispatch)).run(ended))
+        working = asyncio.create_task(JobWorker(queue, Runner(dispatch)).run(ended))
         while not working.done() and not (directory / "end").exists():  # noqa: ASYNC110 - made by another process
             await asyncio.sleep(0.01)
         ended.set()
@@ -81,7 +136,8 @@ def work(directory: Path) -> None:
         await dispatch.close()
 
     asyncio.run(run())
+    end_turn()
 
 
 if __name__ == "__main__":
-    {"submit": submit, "take": take, "work": work}[sys.argv[1]](Path(sys.argv[2]))
+    {"submit": submit, "take": take, "work": work, "serve": serve}[sys.argv[1]](Path(sys.argv[2]))

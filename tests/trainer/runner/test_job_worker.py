@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,24 @@ from local_dispatch import in_dispatch
 from safetensors.torch import load_file
 from waiting import HANG_S, wait_until
 
-from weightlane.ckpt_engines import DeadlineExceededError, ProtocolError
+from weightlane.ckpt_engines import (
+    ConfigError,
+    DeadlineExceededError,
+    ProtocolError,
+    SyncAbortedError,
+    WorkerDiedError,
+)
+from weightlane.cli.config.worker_config import RolloutsSection
+from weightlane.cli.run.version_publishing import VersionPublishing
+from weightlane.sync import CheckpointEngineConfig, SyncConfig, read_version
 from weightlane.trainer import LoraConfig, LossDenominators, TokenBatch, TokenSequence, TrainerConfig
 from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.dispatch.dispatch import WorkerDispatch
 from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.runner import job_worker
 from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_queue.job_store import JobStore
+from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import (
     CreateAdapter,
     Export,
@@ -28,6 +41,7 @@ from weightlane.trainer.runner.jobs import (
     ForwardBackward,
     Job,
     OptimStep,
+    Publish,
     RlStep,
     Save,
     SftStep,
@@ -36,6 +50,7 @@ from weightlane.trainer.runner.runner import Runner
 
 OUT_OF_VOCABULARY = TokenBatch((TokenSequence.of_completion([1], [10**6], per_token={}),))
 OF_TWO = LossDenominators(50.0, 7.0)
+SETTINGS = TrainerConfig(device="cpu", learning_rate=3e-3)
 Process = subprocess.Popen[str]
 
 
@@ -97,9 +112,7 @@ def told(result: Any) -> Any:
 def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_results(
     start: Callable[[Path], Process], models: dict[str, Path], tmp_path: Path
 ) -> None:
-    spec = RoleSpec(
-        POLICY, TrainerConfig(device="cpu", learning_rate=3e-3), models["qwen3-untied"], job_file_commands.LOSSES
-    )
+    spec = RoleSpec(POLICY, SETTINGS, models["qwen3-untied"], job_file_commands.LOSSES)
 
     async def by_a_runner(dispatch: WorkerDispatch) -> list[Any]:
         runner, found = Runner(dispatch), list[Any]()
@@ -155,6 +168,87 @@ def test_jobs_whose_workers_are_killed_train_what_a_runner_does_and_have_its_res
     files.forget_result(names[0])
     with pytest.raises(DeadlineExceededError, match="a worker to execute job"):
         files.wait(names[0], 0.01)
+
+
+@pytest.fixture
+def work(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Executes what waits in a store, as a worker that begins with the model."""
+    monkeypatch.setattr(job_worker, "_DEATH_NOTICE_S", 0.0)
+    spec = RoleSpec(POLICY, SETTINGS, models["qwen3-untied"], job_file_commands.LOSSES)
+
+    def work(store: JobStore, versions: Path | None = None) -> Any:
+        async def of_dispatch(dispatch: WorkerDispatch) -> int:
+            publish = None
+            if versions is not None:
+                engine = CheckpointEngineConfig(backend="filesystem", options={"path": str(versions)})
+                publishing = VersionPublishing(dispatch[POLICY], engine, SyncConfig(), RolloutsSection(), "float32")
+                publish = (await publishing.connect()).publish
+            try:
+                return await JobWorker(store, Runner(dispatch), publish, 2).run(asyncio.Event(), until_empty=True)
+            finally:
+                if versions is not None:
+                    publishing.close()
+
+        end_turn = store.take_turn()
+        assert end_turn is not None
+        try:
+            return in_dispatch([spec], of_dispatch)
+        finally:
+            end_turn()
+
+    return work
+
+
+def test_a_job_that_ends_its_workers_is_set_aside_as_one_that_failed_and_later_ones_are_executed(
+    work: Callable[..., Any], models: dict[str, Path], s3_url: str, s3_options: dict[str, str], tmp_path: Path
+) -> None:
+    store = JobStore(s3_url, s3_options)
+    steps = [SftStep(make_batch(0)), SftStep(make_batch(3))]
+    deadly = ForwardBackward(make_batch(2), job_file_commands.DEADLY, OF_TWO)
+    failing = [ForwardBackward(make_batch(1), OBJECTIVE, OF_TWO), deadly, OptimStep()]
+    names = [store.submit(job) for job in (steps[0], *failing, steps[1], Export(tmp_path / "model", "float32"))]
+    for _ in range(2):
+        with pytest.raises(WorkerDiedError, match="a rank died"):
+            work(store)
+    assert work(store) == 3, "the first one was executed before"
+    with pytest.raises(WorkerDiedError, match="2 workers ended while they executed this job"):
+        store.finished(names[2])
+    with pytest.raises(ProtocolError, match="a part of the mini-batch has no gradient: a part of it was set aside"):
+        store.finished(names[3])
+    store.submit(Export(tmp_path / "again", "float32"))
+    work(store)  # a worker more, which executes again what changes something
+
+    async def by_a_runner(dispatch: WorkerDispatch) -> None:
+        for job in (*steps, Export(tmp_path / "wanted", "float32")):
+            await Runner(dispatch).run(job)
+
+    in_dispatch([RoleSpec(POLICY, SETTINGS, models["qwen3-untied"], job_file_commands.LOSSES)], by_a_runner)
+    found, again, wanted = (load_file(tmp_path / each / "model.safetensors") for each in ("model", "again", "wanted"))
+    assert same(found, wanted)
+    assert same(again, wanted)
+
+
+def test_what_a_worker_publishes_into_a_store_is_what_it_exports_bit_for_bit(
+    work: Callable[..., Any], s3_url: str, s3_options: dict[str, str], tmp_path: Path
+) -> None:
+    store, versions = JobStore(s3_url, s3_options), tmp_path / "versions"
+    jobs = [Publish(1), SftStep(make_batch(0)), Publish(2), Export(tmp_path / "model", "float32"), Publish(1)]
+    names = [store.submit(job) for job in jobs]
+    work(store, versions)
+    assert isinstance(store.wait(names[2], HANG_S), float)
+    with pytest.raises(SyncAbortedError, match="version 1 was to follow version 2"):
+        store.wait(names[4], HANG_S)
+    manifest, tensors = read_version(str(versions))
+    assert manifest.version == 2
+    assert same(tensors, load_file(tmp_path / "model/model.safetensors"))
+    name = store.submit(Publish(3))
+    work(store)
+    with pytest.raises(ConfigError, match=r"publishes nowhere.*\[checkpoint_engine\]"):
+        store.wait(name, HANG_S)
+    name = store.submit(Publish(2))
+    work(store, versions)  # again, by another worker, which has executed the step again
+    store.wait(name, HANG_S)
+    assert same(read_version(str(versions))[1], tensors)
 
 
 def holds_turn(worker: Process, directory: Path) -> bool:

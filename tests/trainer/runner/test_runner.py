@@ -32,7 +32,6 @@ from weightlane.trainer.engines.fsdp2.engine import Fsdp2Engine
 from weightlane.trainer.objectives.config import CriticConfig
 from weightlane.trainer.objectives.loss import LOGPROBS
 from weightlane.trainer.objectives.policy_values import REWARD
-from weightlane.trainer.runner.job_files import JobFiles
 from weightlane.trainer.runner.job_worker import JobWorker
 from weightlane.trainer.runner.jobs import (
     CreateAdapter,
@@ -228,9 +227,9 @@ def test_the_program_of_the_guide_trains_and_saves(models: dict[str, Path], tmp_
 
     async def use(dispatch: WorkerDispatch) -> float:
         loss: float = await names["step_and_save"](dispatch, make_batch(0), tmp_path / "state")
-        ended = asyncio.Event()
-        working = asyncio.create_task(JobWorker(JobFiles(tmp_path / "jobs"), Runner(dispatch)).run(ended))
-        result = await asyncio.to_thread(names["step_in"], tmp_path / "jobs", make_batch(0))
+        ended, queue = asyncio.Event(), names["queue_at"](str(tmp_path / "jobs"))
+        working = asyncio.create_task(JobWorker(queue, Runner(dispatch)).run(ended))
+        result = await asyncio.to_thread(names["step_in"], queue, tmp_path, make_batch(0))
         ended.set()
         await working
         assert result.step == 2

@@ -1,0 +1,239 @@
+"""`JobStore`: jobs in an object store are executed once and in order, and only the worker that has the turn reports results."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import job_file_commands
+import pytest
+from waiting import HANG_S, MovableClock, wait_until
+
+from weightlane.ckpt_engines import ConfigError, ProtocolError, StorageError
+from weightlane.trainer.runner.job_queue.conditional_store import ConditionalStore
+from weightlane.trainer.runner.job_queue.contract import Finished
+from weightlane.trainer.runner.job_queue.job_store import JobStore
+from weightlane.trainer.runner.job_queue.ledger import Ledger
+from weightlane.trainer.runner.jobs import Publish
+
+LEASE_S = 600.0
+"""So long that nothing is renewed while a test runs."""
+
+
+def objects(url: str, options: dict[str, str], folder: str) -> list[str]:
+    found = fsspec.filesystem("s3", use_listings_cache=False, **options).find(f"{url}/{folder}")
+    return sorted(path.rpartition("/")[2] for path in found)
+
+
+def test_a_store_whose_writes_heed_no_conditions_is_refused_in_words(s3_options: dict[str, str]) -> None:
+    for url in ("memory://jobs", "gs://bucket/jobs", "s3://"):
+        with pytest.raises(ConfigError, match="writes that fail if another one was faster"):
+            JobStore(url)
+    fsspec.filesystem("s3", **s3_options).mkdir("unconditional")
+    store = JobStore("s3://unconditional/jobs", s3_options)
+    store.submit(Publish(1))
+    with pytest.raises(ConfigError, match=r"has no conditional writes.*Two workers could execute the same job"):
+        store.take_turn()
+    with pytest.raises(StorageError, match=r"cannot write condition-.*NoSuchBucket|bucket does not exist"):
+        JobStore("s3://missing/jobs", s3_options).take_turn()
+
+
+def test_jobs_are_taken_in_order_and_what_becomes_of_them_is_known(s3_url: str, s3_options: dict[str, str]) -> None:
+    store, submitter = JobStore(s3_url, s3_options), JobStore(s3_url, s3_options)
+    names = [submitter.submit(Publish(version)) for version in range(4)]
+    fsspec.filesystem("s3", **s3_options).pipe(f"{s3_url}/jobs/{names[0]}", b"nothing")
+    end_turn = store.take_turn()
+    assert end_turn is not None
+    first = store.take()
+    assert first is not None
+    assert (first.name, first.job, submitter.waiting()) == (names[1], Publish(1), names[2:])
+    first.requeue()
+    assert submitter.waiting() == names[1:]
+    for version in (1, 2, 3):
+        taken = store.take()
+        assert taken is not None
+        assert taken.job == Publish(version)
+        store.write_event({"event": "begun", "job": taken.name})
+        store.write_result(taken.name, float(version))
+        assert submitter.finished(taken.name) is None, "it is not known before the job is done"
+        taken.fail(ConfigError("no.", part="test"), repeat=True) if version == 2 else taken.done(repeat=version == 3)
+    assert store.take() is None
+    assert submitter.finished(names[1]) == Finished(1.0)
+    with pytest.raises(ConfigError, match="test: no"):
+        submitter.wait(names[2], HANG_S)
+    assert [(each.name, type(each.error)) for each in submitter.failed()] == [
+        (names[0], ProtocolError),
+        (names[2], ConfigError),
+    ]
+    assert [each["job"] for each in submitter.events()] == names[1:]
+    assert [name for name, _ in store.executed()] == names[2:]
+    store.write_note("saved", {"job": "x"})
+    end_turn()
+    with pytest.raises(StorageError, match="ended its turn"):
+        store.take()
+    later = JobStore(s3_url, s3_options)
+    assert later.take_turn() is not None, "at once"
+    assert later.note("saved") == {"job": "x"}
+    later.forget_executed(names[2:])
+    submitter.forget_result(names[1])
+    assert submitter.finished(names[1]) is None
+    assert submitter.submit(Publish(9)) > names[3], "numbers go on"
+    assert len(objects(s3_url, s3_options, "jobs")) == 1
+    assert objects(s3_url, s3_options, "failed") == sorted(
+        f"{name}{end}" for name in names[:3:2] for end in ("", ".json")
+    )
+
+
+def test_the_turn_changes_hands_when_it_is_not_renewed_for_as_long_as_its_owner_said(
+    s3_url: str, s3_options: dict[str, str]
+) -> None:
+    clocks = MovableClock(), MovableClock()
+    store = ConditionalStore(s3_url, s3_options)
+    one, other = Ledger(store, LEASE_S, clocks[0]), Ledger(store, 1.0, clocks[1])
+    assert one.take_turn()
+    assert not other.take_turn()
+    clocks[1].now_s += 0.99 * LEASE_S
+    assert not other.take_turn()
+    one.change(count=1)
+    clocks[1].now_s += 0.5 * LEASE_S
+    assert not other.take_turn(), "it has changed since"
+    clocks[1].now_s += 0.99 * LEASE_S
+    assert not other.take_turn()
+    clocks[0].now_s += 0.69 * LEASE_S
+    one.check()
+    clocks[0].now_s += 0.02 * LEASE_S
+    with pytest.raises(StorageError, match=r"lost the jobs.*could not be renewed for 420 s"):
+        one.check()  # before another one may take it
+    clocks[1].now_s += 0.02 * LEASE_S
+    assert other.take_turn()
+    assert other.facts["count"] == 1
+    other.end_turn()
+    one.end_turn()
+
+
+def test_a_worker_that_was_stopped_reports_nothing_when_it_goes_on(s3_url: str, s3_options: dict[str, str]) -> None:
+    clock = MovableClock()
+    stopped, next_one = (
+        JobStore(s3_url, s3_options, lease_s=LEASE_S),
+        JobStore(s3_url, s3_options, lease_s=LEASE_S, clock=clock),
+    )
+    name = stopped.submit(Publish(1))
+    assert stopped.take_turn() is not None
+    late = stopped.take()
+    assert late is not None
+    assert next_one.take_turn() is None
+    clock.now_s += LEASE_S
+    assert next_one.take_turn() is not None
+    stopped.write_result(name, "late")
+    with pytest.raises(StorageError, match="the turn has gone to"):
+        late.done()
+    with pytest.raises(StorageError, match="the turn has gone to"):
+        stopped.check_turn()
+    assert next_one.finished(name) is None
+    assert [each.name for each in next_one.recover()] == [name]
+    assert objects(s3_url, s3_options, "blobs") == [], "the late result is gone"
+    (again,) = next_one.recover()
+    again.requeue()
+    taken = next_one.take()
+    assert taken is not None
+    next_one.write_result(name, "in time")
+    taken.done()
+    assert next_one.finished(name) == Finished("in time")
+
+
+@pytest.mark.parametrize("what", ["refused", "answer lost", "repeated", "late"])
+def test_a_write_of_the_ledger_counts_once_whatever_becomes_of_its_answer(
+    s3_url: str, s3_options: dict[str, str], what: str
+) -> None:
+    late: list[Callable[[], object]] = []
+
+    class Lossy(ConditionalStore):
+        faults = 0
+
+        def swap(self, key: str, data: bytes, etag: str | None, timeout_s: float | None = None) -> str | None:
+            found = ConditionalStore.swap
+            if not self.faults:
+                while late:
+                    late.pop()()
+                return found(self, key, data, etag, timeout_s)
+            self.faults -= 1
+            if what == "late":  # the write takes effect when the next one begins
+                late.append(lambda: found(self, key, data, etag))
+            elif what != "refused":
+                found(self, key, data, etag, timeout_s)
+            if what == "repeated":
+                return found(self, key, data, etag, timeout_s)
+            raise StorageError("no answer.", part="test")
+
+    store = Lossy(s3_url, s3_options)
+    ledger = Ledger(store, LEASE_S)
+    assert ledger.take_turn()
+    for count in (1, 2):
+        store.faults = 1
+        ledger.change(count=count)
+        assert ledger.read() == ledger.facts
+    ledger.change(count=3)
+    assert ledger.read()["count"] == 3
+    ledger.end_turn()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kills", [10])
+def test_workers_of_a_store_that_are_killed_at_random_lose_no_job_and_do_none_twice(
+    children: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    s3_url: str,
+    s3_options: dict[str, str],
+    kills: int,
+) -> None:
+    monkeypatch.setenv(job_file_commands.STORE, json.dumps([s3_url, s3_options]))
+    store, chance = JobStore(s3_url, s3_options, poll_s=0.05), random.Random(kills)
+
+    def start() -> subprocess.Popen[str]:
+        child: subprocess.Popen[str] = children.start(
+            [job_file_commands.__file__, "serve", str(tmp_path)], forked=True, stdout=subprocess.PIPE
+        )
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ready\n"
+        return child
+
+    def notes(worker: subprocess.Popen[str]) -> list[str]:
+        path = tmp_path / f"served-by-{worker.pid}.txt"
+        return path.read_text().splitlines() if path.exists() else []
+
+    workers, names, served = [start(), start()], list[str](), list[list[str]]()
+
+    def progress() -> int:
+        return max(len(notes(each)) for each in workers)
+
+    for _ in range(kills):
+        names += [store.submit(Publish(version)) for version in range(len(names), len(names) + 5)]
+        least = chance.randrange(1, 8)
+        wait_until(lambda least=least: progress() >= least, "a worker works", poll_s=0.002)
+        (killed,) = [each for each in workers if notes(each)]
+        killed.kill()
+        killed.wait(HANG_S)
+        served.append(notes(killed))
+        workers = [*(each for each in workers if each is not killed), start()]
+    for name in names[-1:0:-1]:
+        if int(name[:12]) % 5 != 1:
+            assert store.wait(name, HANG_S) == int(name[:12]) - 1
+    wait_until(lambda: not objects(s3_url, s3_options, "jobs"), "all jobs were executed", poll_s=0.1)
+    (tmp_path / "end").touch()
+    for worker in workers:
+        assert worker.wait(HANG_S) == 0
+    served += [notes(worker) for worker in workers]
+    done = Counter(line for each in served for line in each if line.startswith("done"))
+    assert max(done.values()) == 1
+    begun = [line.split()[1] for each in served for line in each if line.startswith("begun")]
+    assert all(before <= after for before, after in pairwise(begun)), "in order; the one of a killed worker again"
+    assert [each.name for each in store.failed()] == names[::5]
+    assert len(objects(s3_url, s3_options, "blobs")) == len(names) - len(names[::5]), "one for each"

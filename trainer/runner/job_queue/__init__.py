@@ -1,0 +1,1 @@
+"""The interface of job queues, and the queue in an object store."""
