@@ -1,6 +1,6 @@
-"""Costs of parts of training next to those of what they replace: log-probabilities over a large vocabulary, padding, and loading.
+"""Costs of parts of training next to those of what they replace: a head over a large vocabulary, padding, passes, and loading.
 
-    python -m benchmarks.training.engines [--parts head,packing,loading] [--json FILE]
+    python -m benchmarks.training.engines [--parts head,packing,slots,loading] [--json FILE]
 
 Each method runs in a process of its own, in turn with the others, so that its peak memory is its own. On a CPU, with one thread.
 `cuda-head` measures the first part on a GPU, next to liger-kernel and cut-cross-entropy (which leaves out small gradients) where
@@ -34,6 +34,7 @@ CUDA_PEERS = {"liger-kernel": "liger_kernel", "cut-cross-entropy": "cut_cross_en
 """Packages that compute a head without whole logits, too, by the names of their modules; measured where they are installed."""
 ROUNDS = 3
 _LONGEST_S = 600
+SLOTS = 8
 LENGTHS = (32, 64, 96, 128, 160, 192, 224, 256) * 2
 """Sequences whose lengths are one to eight."""
 GIGABYTE_MODEL = {"hidden_size": 1536, "num_hidden_layers": 8, "intermediate_size": 4608, "vocab_size": 32_000}
@@ -189,6 +190,44 @@ def packing() -> list[dict[str, Any]]:
         ]
 
 
+def _slots(path: str, tokens: str, way: str) -> Callable[[], None]:
+    """Forward and backward of a program's rank on a sequence of each slot: all in one call, or a call for each."""
+    from weightlane.trainer import LoraConfig, TrainerConfig
+    from weightlane.trainer.user_program import ForwardInput, TrainerRank
+
+    torch.manual_seed(0)
+    rank, inputs = TrainerRank(path, TrainerConfig(device="cpu")), []
+    for slot in map(str, range(SLOTS)):
+        rank.load_checkpoint(slot, config=LoraConfig(rank=8))
+        drawn = torch.randint(1000, (int(tokens) + 1,))
+        inputs.append(ForwardInput(input_tokens=drawn[:-1], target_tokens=drawn[1:], checkpoint=slot))
+    calls = [inputs] if way == "one pass" else [[each] for each in inputs]
+
+    def run() -> None:
+        for call in calls:
+            outputs: Any = rank.dp_rank_forward(call)
+            rank.backward(sum(output.target_logprobs.sum() for output in outputs))
+
+    return run
+
+
+def slots() -> list[dict[str, Any]]:
+    """Several adapters in one pass over the model, and one after the other."""
+    sizes = {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1536, "vocab_size": 1000}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder), torch.float32, **sizes)
+        return [
+            {
+                "what": f"{SLOTS} slots with {tokens} tokens each, forward and backward",
+                "method": way,
+                "tokens": SLOTS * tokens,
+                **_measured("slots", folder, str(tokens), way),
+            }
+            for tokens in (16, 128)
+            for way in ("one after another", "one pass")
+        ]
+
+
 def write_model(path: Path, dtype: torch.dtype, **sizes: int) -> None:
     """Write a Qwen3 of these sizes with random weights, and a tokenizer of two words."""
     from tokenizers import Tokenizer
@@ -257,11 +296,13 @@ WAYS: dict[str, Callable[..., dict[str, float]]] = {
     "chunked-head": lambda: _repeated(_head(chunked=True)),
     "cuda-head": _cuda_head,
     "step": lambda path, packing: _repeated(_step(path, packing)),
+    "slots": lambda *about: _repeated(_slots(*about)),
     "load": _load,
 }
 PARTS: dict[str, Callable[[], list[dict[str, Any]]]] = {
     "head": head,
     "packing": packing,
+    "slots": slots,
     "loading": loading,
     "cuda-head": cuda_head,
 }
@@ -282,7 +323,7 @@ def text(report: Report) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure the parts that are asked for."""
     parser = options_of(__doc__)
-    parser.add_argument("--parts", default="head,packing,loading", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default="head,packing,slots,loading", help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--way", nargs="+", help=argparse.SUPPRESS)
     asked = parser.parse_args(arguments)
     if asked.way:  # a process of its own, for one method

@@ -1,4 +1,4 @@
-"""User-written training programs under torchrun: every rank computes outputs with gradient, and steps adapters.
+"""User-written training programs under torchrun: every rank computes outputs with gradient, and steps adapters or weights.
 
 >>> from weightlane.trainer.user_program import ForwardInput
 >>> ForwardInput(input_tokens=[5, 7, 9], target_tokens=[7, 9, -100]).target_tokens
@@ -8,9 +8,11 @@ tensor([   7,    9, -100])
 from ..engines.optimizer_settings import AdamParams
 from .inputs import UNSET, ForwardInput, ForwardInputs
 from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, TopK
+from .slots import BASE
 from .trainer_rank import TrainerRank
 
 __all__ = [
+    "BASE",
     "UNSET",
     "AdamParams",
     "ForwardInput",

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 
@@ -124,7 +125,8 @@ class Meter:
             def keep(tensor: torch.Tensor) -> torch.Tensor:
                 of = tensor if tensor._base is None else tensor._base
                 if not isinstance(of, torch.nn.Parameter):
-                    storage = tensor.untyped_storage()
+                    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                    storage = local.untyped_storage()
                     kept[storage.data_ptr()] = storage.nbytes()
                 return tensor.detach()  # the tensor itself could keep itself alive
 

@@ -13,23 +13,23 @@ import torch.distributed as dist
 from weightlane.ckpt_engines import ConfigError
 
 from ..config import TrainerConfig
-from ..engines.lora.engine import AdaptedEngine
+from ..engines.lora.program_engine import ProgramEngine
 from ..engines.rank_collectives import group_backend, leave_ranks, typed_collective_errors, use_interface_towards
 from ..engines.registry import training_engine_class
 from .inputs import PART
 
 
 class OpenEngine:
-    """A training engine after its set-up. Its model's own weights are frozen.
+    """A training engine after its set-up. Its model's own weights are frozen unless `train_base`.
 
-    Of `config`, engine, layout, device and precision are used.
+    Of `config`, engine, layout, device, precision and, to train the model's own weights, the name of the optimizer are used.
     """
 
-    def __init__(self, model_dir: Path, config: TrainerConfig, seed: int) -> None:
+    def __init__(self, model_dir: Path, config: TrainerConfig, seed: int, *, train_base: bool) -> None:
         from transformers import AutoConfig  # noqa: PLC0415 - optional
 
         found = training_engine_class(config.engine)
-        if not issubclass(found, AdaptedEngine):
+        if not issubclass(found, ProgramEngine):
             raise ConfigError(
                 f"the training engine {config.engine!r} has no adapters, which slots are.",
                 part=PART,
@@ -52,8 +52,8 @@ class OpenEngine:
         if self._joined:
             _join(config)
         rank, world = dist.get_rank(), dist.get_world_size()
-        settings = config.model_copy(update={"ranks": world, "frozen": True})
-        self.engine: AdaptedEngine = found(settings, rank, world, ("127.0.0.1", 0))
+        settings = config.model_copy(update={"ranks": world, "frozen": not train_base})
+        self.engine: ProgramEngine = found(settings, rank, world, ("127.0.0.1", 0))
         try:
             found.check(settings, model_dir)
             self.engine.setup(model_dir, seed)

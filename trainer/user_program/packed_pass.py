@@ -1,9 +1,11 @@
-"""`PackedPass`: inputs of one slot in one forward pass, whose outputs are split by input afterwards."""
+"""`PackedPass`: inputs of one or several slots in one forward pass, whose outputs are split by input afterwards."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 
@@ -11,75 +13,151 @@ from ..data.sequences import MicroBatch, TokenSequence
 from ..engines.head import PassQuery
 from .inputs import ForwardInput, widened
 from .outputs import ForwardOutput, TopK
+from .slots import BASE
+
+
+class PassKind(enum.IntEnum):
+    """The gradients that a pass makes. Ranks run passes of the same kind at the same time, in this order."""
+
+    BASE = 0
+    """Gradients of the model's own weights."""
+    ADAPTERS = 1
+    """Gradients of the adapters that compute it."""
+    NONE = 2
+    """No gradient."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPass:
-    """Inputs that one slot computes in one forward pass."""
+    """Inputs that one forward pass computes."""
 
-    slot: str
-    inputs: tuple[ForwardInput, ...]
-    """At least one, unless this rank only takes part in a pass of the other ranks."""
-    gradient: bool
-    """Whether a graph is kept for the slot's gradients."""
+    kind: PassKind
+    parts: tuple[tuple[str, tuple[ForwardInput, ...]], ...]
+    """Slots, each with its inputs: at least one, unless this rank only takes part in a pass of the other ranks."""
+    head: bool = False
+    """Whether the head is computed even if no input needs it, because its weight has a gradient on another rank."""
 
     @property
-    def tokens(self) -> int:
-        """Tokens of all inputs."""
-        return sum(len(each.tokens) for each in self.inputs)
+    def gradient(self) -> bool:
+        """Whether a graph is kept."""
+        return self.kind != PassKind.NONE
 
-    def packed(self) -> MicroBatch:
-        """The sequences, packed one after the other; a single token if there is no input."""
-        if not self.inputs:
-            token = torch.zeros(1, dtype=torch.int64)
-            return MicroBatch.without_targets(TokenSequence(token, token[:, None]))
-        labels = max(1, *(each.labels for each in self.inputs))
-        return MicroBatch.of([widened(each.sequence, labels) for each in self.inputs])
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """The slots that compute it."""
+        return tuple(slot for slot, _ in self.parts)
 
-    def query(self, micro: MicroBatch) -> PassQuery:
-        """The union of the outputs that the inputs want."""
-        if not self.inputs:  # needs a graph through every layer
-            return PassQuery(torch.empty(0, dtype=torch.int64), logprobs=False, hidden=True)
-        lengths = [len(each.tokens) for each in self.inputs]
-        everywhere = [bool(each.top_k or each.entropy) for each in self.inputs]
-        rows = micro.mask | _each_token(everywhere, lengths)
-        logits = _each_token([each.logits for each in self.inputs], lengths)
+    @property
+    def inputs(self) -> list[ForwardInput]:
+        """The inputs of all slots, in the order in which they are packed."""
+        return list(chain.from_iterable(inputs for _, inputs in self.parts))
+
+    @property
+    def asks_head(self) -> bool:
+        """Whether an output with gradient comes from the head."""
+        return any(each.targets is not None or each.entropy or each.logits for each in self.inputs)
+
+    def packed(self) -> list[tuple[str, MicroBatch]]:
+        """The sequences of each slot, packed one after the other; a single token if there is no input."""
+        token = torch.zeros(1, dtype=torch.int64)
+        nothing = MicroBatch.without_targets(TokenSequence(token, token[:, None]))
+        labels = max(1, *(each.labels for each in self.inputs), 1)
+        return [
+            (slot, MicroBatch.of([widened(each.sequence, labels) for each in inputs]) if inputs else nothing)
+            for slot, inputs in self.parts
+        ]
+
+    def query(self, packed: Sequence[tuple[str, MicroBatch]]) -> PassQuery:
+        """Return the union of the outputs that the inputs want, which are `packed`."""
+        inputs = self.inputs
+        if not inputs:  # needs a graph through every layer
+            return PassQuery(torch.empty(0, dtype=torch.int64), logprobs=self.head, hidden=True)
+        lengths = [len(each.tokens) for each in inputs]
+        everywhere = [bool(each.top_k or each.entropy) for each in inputs]
+        rows = torch.cat([micro.mask for _, micro in packed]) | _each_token(everywhere, lengths)
+        logits = _each_token([each.logits for each in inputs], lengths)
         return PassQuery(
             rows.nonzero().squeeze(1),
-            logprobs=any(each.targets is not None for each in self.inputs),
-            entropy=any(each.entropy for each in self.inputs),
-            top_k=max(each.top_k for each in self.inputs),
-            hidden=any(each.hidden_states for each in self.inputs),
+            logprobs=self.head or any(each.targets is not None for each in inputs),
+            entropy=any(each.entropy for each in inputs),
+            top_k=max(each.top_k for each in inputs),
+            hidden=any(each.hidden_states for each in inputs),
             logit_rows=logits.nonzero().squeeze(1) if any(logits) else None,
         )
 
-    def split(self, found: dict[str, torch.Tensor], query: PassQuery) -> list[ForwardOutput]:
-        """Split the outputs of the pass by input."""
-        whole = {
-            name: _scattered(tensor, query.logit_rows if name == "logits" else query.rows, self.tokens)
-            if name != "hidden"
-            else tensor
-            for name, tensor in found.items()
-        }
+    def split(self, found: dict[str, torch.Tensor], query: PassQuery) -> list[dict[str, torch.Tensor]]:
+        """Split the outputs of the pass by input. Each has those that it wants."""
         lengths = [len(each.tokens) for each in self.inputs]
-        parts = {name: torch.split(tensor, lengths) for name, tensor in whole.items()}
-        return [
-            _output(each, {name: tensors[number] for name, tensors in parts.items()})
-            for number, each in enumerate(self.inputs)
-        ]
+        parts = {}
+        for name, tensor in found.items():
+            rows = None if name == "hidden" else query.logit_rows if name == "logits" else query.rows
+            parts[name] = torch.split(_scattered(tensor, rows, sum(lengths)), lengths)
+        return [{name: parts[name][number] for name in _wanted(each)} for number, each in enumerate(self.inputs)]
 
 
-def by_slot(inputs: Sequence[ForwardInput], slots: Sequence[str], trained: Sequence[str]) -> list[PackedPass]:
-    """Group inputs by their `slots` into one pass for each.
+def by_slot(
+    inputs: Sequence[ForwardInput], slots: Sequence[str], trained: Sequence[str], *, joined: bool
+) -> list[PackedPass]:
+    """Group inputs by their `slots` into passes: if `joined`, one for each `PassKind`, else one for each slot and kind.
 
-    Those that need a gradient are in passes of their own, which come first. Only slots in `trained`, which is empty while torch's
-    grad mode is off, can have one.
+    Only slots in `trained`, which is empty while torch's grad mode is off, can have a gradient.
     """
-    groups: dict[tuple[str, bool], list[ForwardInput]] = {}
+    groups: dict[tuple[PassKind, str], dict[str, list[ForwardInput]]] = {}
     for slot, each in zip(slots, inputs, strict=True):
-        groups.setdefault((slot, slot in trained and each.has_gradient), []).append(each)
-    passes = [PackedPass(slot, tuple(group), gradient) for (slot, gradient), group in groups.items()]
-    return sorted(passes, key=lambda each: not each.gradient)
+        kind = PassKind.NONE
+        if slot in trained and each.has_gradient:
+            kind = PassKind.BASE if slot == BASE else PassKind.ADAPTERS
+        groups.setdefault((kind, "" if joined else slot), {}).setdefault(slot, []).append(each)
+    passes = [
+        PackedPass(kind, tuple((slot, tuple(group)) for slot, group in parts.items()))
+        for (kind, _), parts in groups.items()
+    ]
+    return sorted(passes, key=lambda each: each.kind)
+
+
+def demand(passes: Sequence[PackedPass]) -> list[int]:
+    """Return how many `passes` there are of each kind, and whether one of the model's own weights asks the head.
+
+    The largest numbers of any rank are those that every rank runs, see `filled_up`.
+    """
+    counts = [sum(each.kind == kind for each in passes) for kind in PassKind]
+    return [*counts, int(any(each.asks_head for each in passes if each.kind == PassKind.BASE))]
+
+
+def filled_up(passes: Sequence[PackedPass], most: Sequence[int], adapter: str) -> list[PackedPass]:
+    """Add empty passes up to the `demand` of all ranks. `adapter` names a slot that passes of adapters can have."""
+    *counts, head = most
+    found = []
+    for kind, count in zip(PassKind, counts, strict=True):
+        mine = [each.parts for each in passes if each.kind == kind]
+        slot = adapter if kind == PassKind.ADAPTERS else BASE
+        mine += [((slot, ()),)] * (count - len(mine))
+        found += [PackedPass(kind, parts, head=bool(head) and kind == PassKind.BASE) for parts in mine]
+    return found
+
+
+def output_of(each: ForwardInput, found: dict[str, torch.Tensor]) -> ForwardOutput:
+    """Return the output for an input from what `PackedPass.split` returned for it."""
+    targets = each.targets
+    return ForwardOutput(
+        None if targets is None else found["logprobs"][:, : each.labels].reshape(targets.shape),
+        TopK(found["top_tokens"][:, : each.top_k], found["top_logprobs"][:, : each.top_k]) if each.top_k else None,
+        found.get("entropy"),
+        found.get("logits"),
+        found.get("hidden"),
+    )
+
+
+def _wanted(each: ForwardInput) -> list[str]:
+    asked = {
+        "logprobs": each.targets is not None,
+        "entropy": each.entropy,
+        "logits": each.logits,
+        "hidden": each.hidden_states,
+        "top_tokens": each.top_k > 0,
+        "top_logprobs": each.top_k > 0,
+    }
+    return [name for name, wanted in asked.items() if wanted]
 
 
 def _each_token(flags: Sequence[bool], lengths: Sequence[int]) -> torch.Tensor:
@@ -91,14 +169,3 @@ def _scattered(values: torch.Tensor, rows: torch.Tensor | None, tokens: int) -> 
     if rows is None or len(rows) == tokens:
         return values
     return values.new_zeros((tokens, *values.shape[1:])).index_copy(0, rows.to(values.device), values)
-
-
-def _output(each: ForwardInput, found: dict[str, torch.Tensor]) -> ForwardOutput:
-    targets = each.targets
-    return ForwardOutput(
-        None if targets is None else found["logprobs"][:, : each.labels].reshape(targets.shape),
-        TopK(found["top_tokens"][:, : each.top_k], found["top_logprobs"][:, : each.top_k]) if each.top_k else None,
-        found["entropy"] if each.entropy else None,
-        found["logits"] if each.logits else None,
-        found["hidden"] if each.hidden_states else None,
-    )

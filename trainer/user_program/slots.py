@@ -6,11 +6,12 @@ from typing import Literal, Self
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
 
+from ..engines.lora.program_engine import OWN
 from .inputs import PART, ForwardInput, Unset
 
 SlotKind = Literal["lora", "checkpoint"]
-BASE = ""
-"""The model's own weights."""
+BASE = OWN
+"""The model's own weights as a slot: in steps, norms, `TrainerRank.save` and `TrainerRank.load_checkpoint`."""
 
 
 class PushedSlot:
@@ -35,7 +36,8 @@ class PushedSlot:
 class Slots:
     """The part of a `TrainerRank` that chooses the slot of an input: its own, else the one pushed last, else the default."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, train_base: bool) -> None:
+        self._trains_base = train_base
         self._kinds: dict[str, SlotKind] = {}
         """The kind of each loaded adapter by name, in the order in which they were loaded."""
         self._default = BASE
@@ -67,7 +69,7 @@ class Slots:
 
     def _slot(self, kind: SlotKind, name: str | None) -> str:
         """The slot of that kind and name; `ConfigError` if there is none."""
-        if name is None:
+        if name is None or name == BASE:
             return BASE
         if self._kinds.get(name) != kind:
             other = self._kinds.get(name)
@@ -93,7 +95,23 @@ class Slots:
         """Names of the checkpoints, which are the trained adapters."""
         return [name for name, kind in self._kinds.items() if kind == "checkpoint"]
 
+    @property
+    def _trained(self) -> list[str]:
+        """All slots that are trained, in the order in which they are stepped."""
+        return [BASE, *self._checkpoints] if self._trains_base else self._checkpoints
+
+    def _refuse_frozen(self) -> None:
+        if not self._trains_base:
+            raise ConfigError(
+                "the model's own weights are frozen.", part=PART, hint="Make the TrainerRank with train_base=True."
+            )
+
 
 def plain(kind: SlotKind) -> str:
     """The kind as messages and documentation spell it."""
     return "LoRA" if kind == "lora" else "checkpoint"
+
+
+def called(slot: str) -> str:
+    """The slot as messages call it."""
+    return repr(slot) if slot != BASE else "the model's own weights"

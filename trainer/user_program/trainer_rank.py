@@ -1,8 +1,7 @@
-"""`TrainerRank`: one rank of a user-written training program, with adapters in slots."""
+"""`TrainerRank`: one rank of a user-written training program, with adapters in slots on a base model."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -12,33 +11,38 @@ import torch
 from weightlane.ckpt_engines import ConfigError, ForwardMemoryError, ProtocolError
 
 from ..config import LoraConfig, TrainerConfig
-from ..engines.lora.engine import AdaptedEngine
+from ..engines.contract import Fence
 from ..engines.lora.peft_files import saved_config
+from ..engines.lora.program_engine import ProgramEngine
 from ..engines.optimizer_settings import AdamParams
 from ..engines.rank_collectives import on_every_rank, share_json
 from .inputs import PART, ForwardInput, ForwardInputs, check_tokens, digest, flattened, refuse_different
-from .live_graphs import LiveGraph
-from .memory import MemoryEstimate, Meter, free_bytes
+from .memory import MemoryEstimate, free_bytes
 from .open_engine import OpenEngine
 from .outputs import ForwardOutput, ForwardOutputs, MicroBatch, MicroBatchStats, shaped_like
-from .packed_pass import PackedPass, by_slot
-from .slots import SlotKind, Slots, plain
-from .windows import part_of, widest_window, window_cost
+from .packed_pass import PackedPass, by_slot, demand, filled_up
+from .pass_runner import PassRunner
+from .slots import BASE, SlotKind, Slots, called, plain
+from .windows import parts_of, widest_window
 
 
 class TrainerRank(Slots):
     """One rank of a program that torchrun, or anything that initialised torch.distributed, started on every rank.
 
-    The model's own weights are frozen. Slots add low-rank adapters to them: *LoRAs*, which are not trained, and *checkpoints*,
-    which have an optimizer. Every method but `close`, `set_*`, `push_*` and `pop_*` is collective: all ranks call it, in the same
-    order. The ranks of a tensor parallel group pass the same inputs.
+    Slots add low-rank adapters to the model's own weights: *LoRAs*, which are not trained, and *checkpoints*, which have an
+    optimizer. The model's own weights are a checkpoint, too, `BASE`, if `train_base` asks for it; else they are frozen. A slot's
+    gradient is its own alone. Where the engine can, inputs of several slots are computed in one pass, see `ProgramEngine`.
+
+    Every method but `close`, `set_*`, `push_*` and `pop_*` is collective: all ranks call it, in the same order. The ranks of a
+    tensor parallel group pass the same inputs.
 
     Args:
         model_dir: The Hugging Face directory of the model.
-        config: Engine, layout and precision; optimizer and ranks are not read. The engine must have adapters: fsdp2, or
-            megatron without pipeline parallelism.
+        config: Engine, layout and precision, and the optimizer's name, which is for the model's own weights; ranks and settings
+            of steps are not read. The engine must have adapters: fsdp2, or megatron without pipeline parallelism.
         memory_limit_bytes: Memory that forward passes and their graphs may take on this rank; None for all free memory.
         seed: Seeds torch's generators.
+        train_base: Whether the model's own weights are trained.
 
     Raises:
         ConfigError: The model or a setting cannot work.
@@ -51,9 +55,11 @@ class TrainerRank(Slots):
         *,
         memory_limit_bytes: int | None = None,
         seed: int = 0,
+        train_base: bool = False,
     ) -> None:
-        super().__init__()
-        self._open = OpenEngine(Path(model_dir), config or TrainerConfig(), seed)
+        super().__init__(train_base=train_base)
+        self._model_dir = Path(model_dir)
+        self._open = OpenEngine(self._model_dir, config or TrainerConfig(), seed, train_base=train_base)
         self._limit = memory_limit_bytes
         self._estimate = MemoryEstimate(
             self.engine.layer_widths,
@@ -61,14 +67,10 @@ class TrainerRank(Slots):
             self.engine.vocabulary,
             self._open.hidden,
         )
-        self._live: list[weakref.ref[LiveGraph]] = []
-        self._idle: list[LiveGraph] = []
-        """Graphs of passes without inputs of this rank. This list keeps them alive, since the program has no outputs of them."""
-        self._with_gradient: set[str] = set()
-        """Checkpoints for which this rank has a gradient."""
+        self._runner = PassRunner(self.engine, self._estimate)
 
     @property
-    def engine(self) -> AdaptedEngine:
+    def engine(self) -> ProgramEngine:
         """The training engine: for its checkpoint tensors, its device, and exports."""
         return self._open.engine
 
@@ -85,24 +87,31 @@ class TrainerRank(Slots):
         self._load("lora", name, Path(source), None)
 
     def load_checkpoint(self, name: str, source: str | Path | None = None, config: LoraConfig | None = None) -> None:
-        """Load a trainable adapter, which replaces one of that name. Collective.
+        """Load a trainable adapter, which replaces one of that name, or other weights of the model. Collective.
 
         Args:
-            name: Letters, digits, dots, dashes and underscores.
+            name: Letters, digits, dots, dashes and underscores; `BASE` for the model's own weights, which slots are then on.
             source: A directory that PEFT or `save` wrote; the optimizer that `save` wrote there is resumed. None for a fresh
-                adapter, whose B is 0.
-            config: Rank, scale, layers and seed of a fresh one.
+                adapter, whose B is 0. For `BASE`, one of `save` or of a Hugging Face model; None for the model's first weights.
+            config: Rank, scale, layers and seed of a fresh adapter.
 
         Raises:
-            ConfigError: `source` holds no adapter for this model, or one that contradicts `config`, or a LoRA has that name.
-            ProtocolError: A forward pass of it still waits for its backward pass.
+            ConfigError: `source` holds no adapter for this model, or one that contradicts `config`, or a LoRA has that name; or
+                the model's own weights are frozen, or not in `source`.
+            ProtocolError: A forward pass that needs the values as they are still waits for its backward pass.
         """
         self._load("checkpoint", name, None if source is None else Path(source), config)
 
     def save(self, name: str, directory: str | Path) -> None:
-        """Write a slot in PEFT's format, a checkpoint with its optimizer. `directory` must not exist. Collective."""
-        self._slot(self._kinds.get(name, "checkpoint"), name)
-        self.engine.export_adapter(Path(directory), name, with_optimizer=True)
+        """Write a slot in PEFT's format, a checkpoint with its optimizer. `directory` must not exist. Collective.
+
+        `BASE` is written as a training state of its engine, without adapters; see ``engine.export_hf`` for a Hugging Face model.
+        """
+        if self._slot(self._kinds.get(name, "checkpoint"), name) == BASE:
+            self._refuse_frozen()
+            self.engine.save_own_weights(Path(directory))
+        else:
+            self.engine.export_adapter(Path(directory), name, with_optimizer=True)
 
     def dp_rank_forward(self, inputs: ForwardInputs) -> ForwardOutputs:
         """Compute the inputs of this rank. Each data parallel rank has inputs of its own, any number, or none. Collective.
@@ -129,19 +138,17 @@ class TrainerRank(Slots):
         self._on_every_rank(check)
         self._require_alike(flat, by_share=True)
         passes, available = self._passes(flat), self._available()
-        with_gradient = sum(each.gradient for each in passes)
-        told = self._shared([with_gradient, len(passes) - with_gradient, sum(self._cost(each) for each in flat)])
-        most = [max(int(each[number]) for each in told) for number in range(3)]
-        if most[2] > available:
-            raise self._too_large("the inputs of a rank", most[2], available)
-        found = self._compute(passes, flat, (most[0], most[1]))[0]
+        *most, cost = map(max, zip(*self._shared([*demand(passes), sum(map(self._cost, flat))]), strict=True))
+        if cost > available:
+            raise self._too_large("the inputs of a rank", cost, available)
+        found = self._compute(passes, flat, most)[0]
         return shaped_like(inputs, iter(found))
 
     def forward_micro_batches(self, inputs: Sequence[ForwardInputs]) -> Iterator[MicroBatch]:
         """Compute inputs that are the same on every rank, in the widest micro-batches that fit into memory. Collective.
 
-        Items are divided among the data parallel ranks, and never split: nest inputs that belong together. Call `backward`
-        before requesting the next micro-batch; otherwise the outputs' graphs stay in memory.
+        Items are divided among the data parallel ranks by their tokens, and never split: nest inputs that belong together. Call
+        `backward` before requesting the next micro-batch; otherwise the outputs' graphs stay in memory.
 
         Args:
             inputs: Items: inputs, or lists of them.
@@ -174,8 +181,9 @@ class TrainerRank(Slots):
     def backward(self, loss: torch.Tensor | float = 0.0) -> None:
         """Run the backward passes of all forward passes with gradient since the last call. Collective.
 
-        ``loss.backward()`` does the same if the losses of all ranks depend on the same number of forward passes. This method also
-        works if a rank had no inputs, or if its loss does not depend on all of its passes.
+        ``loss.backward()`` does the same if the losses of all ranks depend on the same forward passes, or, while the model's own
+        weights are frozen, on the same number of them. This method also works if a rank had no inputs, or if its loss does not
+        depend on all of its passes. A slot on whose outputs no rank's loss depends has no gradient.
 
         Args:
             loss: A scalar; a number, or a tensor without gradient, on a rank that contributes nothing.
@@ -183,58 +191,67 @@ class TrainerRank(Slots):
         Raises:
             ProtocolError: Ranks dropped outputs, so that their numbers of backward passes differ; nothing was run.
         """
-        graphs = self._graphs()
-        if len(set(counts := self._shared(len(graphs)))) > 1:
+        kinds = self._shared([graph.kind for graph in self._runner.graphs])
+        if any(each != kinds[0] for each in kinds):
+            counts = ", ".join(str(len(each)) for each in kinds)
             raise ProtocolError(
-                f"the ranks keep {', '.join(map(str, counts))} forward passes that wait for backward.",
+                f"the ranks keep {counts} forward passes that wait for backward, not the same ones.",
                 part=PART,
                 hint="Keep the outputs of every rank until backward, or compute them under torch.no_grad() on all.",
             )
-        if isinstance(loss, torch.Tensor) and loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        for graph in reversed(graphs):
-            if graph.waits:
-                graph.backward()
-        self._idle.clear()
+        self._runner.backward(loss)
 
     def zero_grad(self) -> None:
         """Drop the gradients of all checkpoints."""
         self.engine.zero_grad()
-        self._with_gradient.clear()
+        self._runner.with_gradient.clear()
 
     def optim_step(
-        self, params: AdamParams, scale_grads: float = 1.0, checkpoints: Sequence[str] | None = None
+        self,
+        params: AdamParams,
+        scale_grads: float = 1.0,
+        checkpoints: Sequence[str] | None = None,
+        *,
+        before_change: Fence | None = None,
     ) -> dict[str, float]:
-        """Take one step of AdamW with the gradients, summed over the ranks, and drop them. Collective.
+        """Take one step with the gradients, summed over the ranks, and drop them. Collective.
+
+        Adapters are stepped by AdamW, the model's own weights by ``trainer.optimizer``. A step of the latter changes what every
+        slot computes.
 
         Args:
             params: AdamW's settings.
             scale_grads: Factor for the gradients, applied first: 1 / n, if losses were sums over n tokens of all ranks.
             checkpoints: The checkpoints to step; None for all that have a gradient on any rank.
+            before_change: Called before tensors of the model's own weights change, with their names, see
+                `TrainingEngine.optim_step`: the fence of a publisher.
 
         Raises:
             GradientError: A gradient is not finite. No checkpoint has changed, and the gradients of all of them are dropped.
-            ProtocolError: A checkpoint has no gradient, or one of its forward passes waits for backward; nothing has changed.
-            ConfigError: There is no such checkpoint.
+            ProtocolError: A checkpoint has no gradient, or one of its forward passes waits for backward, as any pass does for the
+                model's own weights; nothing has changed.
+            ConfigError: There is no such checkpoint, or the model's own weights are frozen.
 
         Returns:
             The L2 norm of each checkpoint's gradient, scaled and before clipping.
         """
-        state = self._shared([sorted(self._with_gradient), sorted({each.slot for each in self._graphs()})])
+        state = self._shared([sorted(self._runner.with_gradient), self._live_slots])
         known = {name for gradients, _ in state for name in gradients}
-        names = [name for name in self._checkpoints if name in known]
+        names = [name for name in self._trained if name in known]
         if checkpoints is not None:
             names = [self._slot("checkpoint", name) for name in checkpoints]
+        if BASE in names:
+            self._refuse_frozen()
         self._refuse_live(names, [name for _, live in state for name in live])
         if not names or not known.issuperset(names):
-            of = f" of {', '.join(sorted({*names} - known))}" if names else ""
+            of = f" of {', '.join(sorted(map(called, {*names} - known)))}" if names else ""
             raise ProtocolError(f"there is no gradient{of}.", part=PART, hint="Call backward before optim_step.")
-        self._with_gradient.difference_update(names)
-        return self.engine.step_adapters(names, params, scale_grads)
+        self._runner.with_gradient.difference_update(names)
+        return self.engine.step_slots(names, params, scale_grads, before_change or (lambda _: None))
 
     def close(self) -> None:
         """Free the model. Idempotent."""
-        self._idle.clear()
+        self._runner.forget_idle()
         self._open.close()
 
     def __enter__(self) -> Self:
@@ -254,8 +271,10 @@ class TrainerRank(Slots):
             on_every_rank(action, self.engine.device, PART)
 
     def _load(self, kind: SlotKind, name: str, source: Path | None, config: LoraConfig | None) -> None:
-        live = self._shared(sorted({each.slot for each in self._graphs()}))
-        self._refuse_live([name], [each for names in live for each in names])
+        self._refuse_live([name], [each for names in self._shared(self._live_slots) for each in names])
+        if name == BASE and kind == "checkpoint":
+            self._load_base(source, config)
+            return
         if self._kinds.get(name, kind) != kind:
             raise ConfigError(
                 f"{name!r} is the name of a {plain(self._kinds[name])}.", part=PART, hint="Choose another."
@@ -268,38 +287,46 @@ class TrainerRank(Slots):
         self._on_every_rank(read)
         self.engine.add_adapter(name, settings[0], source, replace=True, resume=True, trained=kind == "checkpoint")
         self._kinds[name] = kind
-        self._with_gradient.discard(name)
+        self._runner.with_gradient.discard(name)
+
+    def _load_base(self, source: Path | None, config: LoraConfig | None) -> None:
+        self._refuse_frozen()
+        if config is not None:
+            raise ConfigError("the model's own weights have no LoraConfig.", part=PART, hint="Leave it out.")
+        self.engine.load_own_weights(source or self._model_dir)
+        self._runner.with_gradient.discard(BASE)
 
     def _require_alike(self, flat: Sequence[ForwardInput], *, by_share: bool) -> None:
         """Raise unless all ranks, or all of a data parallel share, were given the same inputs. Collective."""
         refuse_different(self._shared([self.data_share[0] if by_share else 0, digest(flat, self._slot_of)]))
 
+    @property
+    def _live_slots(self) -> list[str]:
+        """The slots of forward passes of this rank that wait for their backward pass."""
+        return sorted({slot for graph in self._runner.graphs for slot in graph.slots})
+
     def _refuse_live(self, names: Sequence[str], live: Sequence[str]) -> None:
         for name in names:
-            if name in live:
+            # Every slot computes with the model's own weights.
+            if waiting := sorted(called(each) for each in {*live} if name in (BASE, each)):
                 raise ProtocolError(
-                    f"a forward pass of {name!r} waits for its backward pass, which needs its values as they are.",
+                    f"a forward pass of {waiting[0]} waits for its backward pass, which needs {called(name)} unchanged.",
                     part=PART,
-                    hint="Call backward first, or drop the outputs; compute under torch.no_grad() what needs no gradient.",
+                    hint="Call backward first, or drop the outputs of its pass, which other slots may share; compute under"
+                    " torch.no_grad() what needs no gradient.",
                 )
 
-    def _graphs(self) -> list[LiveGraph]:
-        """Graphs whose backward pass has not run, in the order of their forward passes."""
-        found = [graph for ref in self._live if (graph := ref()) is not None and graph.waits]
-        self._live = [weakref.ref(graph) for graph in found]
-        return found
-
     def _passes(self, flat: Sequence[ForwardInput]) -> list[PackedPass]:
-        trained = self._checkpoints if torch.is_grad_enabled() else []
-        return by_slot(flat, [self._slot_of(each) for each in flat], trained)
+        trained = self._trained if torch.is_grad_enabled() else []
+        return by_slot(flat, [self._slot_of(each) for each in flat], trained, joined=self.engine.joins_slots)
 
     def _cost(self, each: ForwardInput) -> int:
-        gradient = torch.is_grad_enabled() and each.has_gradient and self._slot_of(each) in self._checkpoints
+        gradient = torch.is_grad_enabled() and each.has_gradient and self._slot_of(each) in self._trained
         return self._estimate.of(each, gradient=gradient)
 
     def _available(self) -> int:
         """Bytes for inputs on the rank that has least. Adopts the highest memory estimate of all ranks. Collective."""
-        live = sum(graph.nbytes for graph in self._graphs())
+        live = sum(graph.nbytes for graph in self._runner.graphs)
         left = free_bytes(self.engine.device) if self._limit is None else self._limit - live
         told = self._shared([left, self._estimate.to_plain()])
         self._estimate.raise_to([each[1] for each in told])
@@ -311,74 +338,33 @@ class TrainerRank(Slots):
         available = self._available()
         rank, world = self.data_share
         costs = [sum(self._cost(each) for each in item) for item in items[first:]]
-        width = widest_window(costs, world, available)
+        tokens = [sum(len(each.tokens) for each in item) for item in items[first:]]
+        width = widest_window(costs, tokens, world, available)
         if not width:
             raise self._too_large(f"item {first}", costs[0], available)
-        shares = [[first + index for index in part_of(width, each, world)] for each in range(world)]
+        parts = parts_of(tokens[:width], world)
+        shares = [[first + index for index in part] for part in parts]
         flats = [[each for index in share for each in items[index]] for share in shares]
         passes, indices, flat = [self._passes(each) for each in flats], shares[rank], flats[rank]
-        found, measured = self._compute(passes[rank], flat, _most(passes))
+        most = list(map(max, zip(*map(demand, passes), strict=True)))
+        found, measured = self._compute(passes[rank], flat, most)
         outputs = iter(found)
         mine = [inputs[index] for index in indices]
-        tokens, cost = sum(len(each.tokens) for each in flat), window_cost(costs, width, world)
-        stats = MicroBatchStats(first, width, tokens, cost, available, measured)
+        cost = max(sum(costs[part.start : part.stop]) for part in parts)
+        stats = MicroBatchStats(first, width, sum(len(each.tokens) for each in flat), cost, available, measured)
         return MicroBatch(mine, [shaped_like(each, outputs) for each in mine], indices, stats)
 
     def _compute(
-        self, passes: Sequence[PackedPass], flat: Sequence[ForwardInput], counts: tuple[int, int]
+        self, passes: Sequence[PackedPass], flat: Sequence[ForwardInput], most: Sequence[int]
     ) -> tuple[list[ForwardOutput], int]:
-        """Run this rank's passes, and empty ones up to `counts`. Returns outputs in the order of `flat`, and measured bytes."""
-        mine = [each for each in passes if each.gradient]
-        others = [each for each in passes if not each.gradient]
-        trained = self._checkpoints
-        mine += [PackedPass(trained[0], (), gradient=True)] * (counts[0] - len(mine)) if trained else []
-        others += [PackedPass("", (), gradient=False)] * (counts[1] - len(others))
+        """Run this rank's passes, and empty ones up to `most`. Returns outputs in the order of `flat`, and measured bytes."""
         found: dict[int, ForwardOutput] = {}
         total = 0
-        for each in (*mine, *others):
-            outputs, measured = self._run(each)
+        for each in filled_up(passes, most, next(iter(self._checkpoints), BASE)):
+            outputs, measured = self._runner.run(each)
             total += measured
             found |= {id(asked): output for asked, output in zip(each.inputs, outputs, strict=True)}
         return [found[id(each)] for each in flat], total
-
-    def _run(self, packed: PackedPass) -> tuple[list[ForwardOutput], int]:
-        """Run one pass. Returns its outputs, and the bytes that it took."""
-        query = packed.query(micro := packed.packed())
-        meter, computed = Meter(self.engine.device), self.engine.computed_tokens(micro)
-        measured = self._estimate.wants_measuring(computed, gradient=packed.gradient)
-        with torch.set_grad_enabled(packed.gradient), meter.forward(measured=measured):
-            found = self.engine.run_pass(micro, query, packed.slot)
-
-        def learn() -> None:
-            self._estimate.learn(packed.inputs, meter.bytes, gradient=packed.gradient, computed=computed)
-
-        def backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-            with meter.backward():
-                self.engine.run_backward(outputs, gradients, packed.slot)
-            learn()
-            if packed.inputs:
-                self._with_gradient.add(packed.slot)
-
-        if packed.gradient:
-            found = self._handed_out(packed, found, meter.bytes, backward)
-        learn()
-        return packed.split(found, query) if packed.inputs else [], meter.bytes
-
-    def _handed_out(
-        self,
-        packed: PackedPass,
-        found: dict[str, torch.Tensor],
-        nbytes: int,
-        backward: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None],
-    ) -> dict[str, torch.Tensor]:
-        """Detach the outputs `found` from their graph, see `LiveGraph`."""
-        graphed = {name: tensor for name, tensor in found.items() if tensor.requires_grad}
-        predicted = sum(self._estimate.of(each, gradient=True) for each in packed.inputs)
-        graph = LiveGraph(packed.slot, list(graphed.values()), nbytes or predicted, backward)
-        self._live.append(weakref.ref(graph))
-        if not packed.inputs:
-            self._idle.append(graph)
-        return {**found, **dict(zip(graphed, graph.handed_out(), strict=True))}
 
     def _too_large(self, named: str, predicted: int, available: int) -> ForwardMemoryError:
         return ForwardMemoryError(
@@ -386,9 +372,3 @@ class TrainerRank(Slots):
             part=PART,
             hint="Give shorter or fewer inputs, leave out logits, or drop outputs that still wait for backward.",
         )
-
-
-def _most(passes: Sequence[Sequence[PackedPass]]) -> tuple[int, int]:
-    """The largest numbers of passes with and without gradient of any rank."""
-    with_gradient = [sum(each.gradient for each in of_rank) for of_rank in passes]
-    return max(with_gradient), max(len(of_rank) - some for of_rank, some in zip(passes, with_gradient, strict=True))

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from lora_commands import LoraCommands
-from rank_commands import RankCommands
+from rank_commands import RankCommands, moment_slices
 from torch.distributed.tensor import DTensor
 from waiting import HANG_S
 
@@ -132,18 +132,10 @@ class Worker(LoraCommands, RankCommands):
             for call in calls
         ]
         self._engine.optim_step(lambda names: None)
-        if self._engine.config.engine == "megatron":
-            slices = [(s.name, s.box.starts, s.moments["exp_avg"]) for s in self._engine._slices if s.moments]
-        else:
-            from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors, local_shards
-
-            moments = {name: state["exp_avg"] for name, state in self._engine._optimizer.state.items()}
-            tensors = checkpoint_tensors(self._engine._model)
-            shards = local_shards(self._engine._runs, tensors, self._rank, None, (), values=moments)
-            slices = [(s.spec.name, s.starts, s.data) for s in shards]
+        slices = [(name, starts, data) for name, _, starts, data in moment_slices(self._engine, "exp_avg")]
         return (
             sum(result.metrics["loss"] for result in results),
-            [(name, starts, data.numpy()) for name, starts, data in slices],
+            slices,
         )
 
     def forward(

@@ -9,6 +9,7 @@ else, they would change how transformers loads models.
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +53,47 @@ class Oracle:
         return {row: each[every_token].numpy() for row, each in enumerate(found)}
 
     def gradient(self, model: str, adapter: str, rows: int) -> tuple[float, dict[str, Any]]:
-        """Loss of a mini-batch by `engine_batches.mixed`, written out once more; gradients by ``module|A`` or ``module|B``."""
+        """Loss of a mini-batch by `engine_batches.mixed`; gradients by ``module|A`` or ``module|B``."""
         computed, matrices = _adapted(model, adapter)
-        samples = make_samples(0, rows)
-        tokens = sum(len(sample.completion_ids) for sample in samples)
-        loss = torch.zeros((), dtype=torch.float64)
-        for sample in samples:
-            chosen, logs = _chosen(computed, sample)
-            advantage = float(torch.tensor(sample.advantage))  # in float32, in which it travels
-            loss = (
-                loss
-                - advantage * chosen.sum() / tokens
-                + chosen.square().mean() / rows
-                + (logs.exp() * logs).sum() / 50
-            )
+        loss = _mixed(computed, make_samples(0, rows))
         loss.backward()
         return float(loss.detach()), {key: matrix.grad.numpy() for key, matrix in matrices.items()}
+
+    def rounds(
+        self, model: str, adapter: str, rounds: list[dict[str, list[int]]], rows: int, most: float, **adamw: Any
+    ) -> tuple[list[dict[str, float]], dict[str, Any], dict[str, Any]]:
+        """Steps of AdamW of the model's own weights, which are called "", and of an adapter on them, by another name.
+
+        A round says which of both are stepped, each with the gradient of its own loss of some samples. Returns the norms of each
+        round, and what both are at last, with the gradients of the last round as ``|exp_avg``.
+        """
+        computed, matrices = _adapted(model, adapter)
+        weights = {
+            name.removeprefix("base_model.model.").replace(".base_layer", ""): parameter
+            for name, parameter in computed.named_parameters()
+            if "lora_" not in name
+        }
+        of = {False: matrices, True: weights}
+        optimizers = {own: torch.optim.AdamW(each.values(), **adamw) for own, each in of.items()}
+        samples, norms = make_samples(0, rows), []
+        for each in rounds:
+            norms.append({})
+            for slot, chosen in each.items():
+                for own, parameters in of.items():
+                    for parameter in parameters.values():
+                        parameter.requires_grad_(own == (not slot))
+                with computed.disable_adapter() if not slot else nullcontext():
+                    _mixed(computed, [samples[row] for row in chosen]).backward()
+                norm = torch.nn.utils.clip_grad_norm_(of[not slot].values(), most)
+                norms[-1][slot] = float(norm)
+            for slot in each:
+                optimizers[not slot].step()
+            kept = {own: {f"{name}|exp_avg": one.grad for name, one in each.items()} for own, each in of.items()}
+            for optimizer in optimizers.values():
+                optimizer.zero_grad()
+        found = [{**{name: one.detach() for name, one in of[own].items()}, **kept[own]} for own in (True, False)]
+        plain = [{name: each.numpy() for name, each in one.items() if each is not None} for one in found]
+        return norms, plain[0], plain[1]
 
     def merged(self, model: str, adapter: str) -> dict[str, Any]:
         """float64 weights with the adapter merged, by name."""
@@ -106,6 +132,22 @@ def _chosen(model: Any, sample: Any) -> tuple[torch.Tensor, torch.Tensor]:
     logs = torch.log_softmax(logits, -1)
     assert logs.shape[1] >= VOCAB
     return logs[range(len(sample.completion_ids)), list(sample.completion_ids)], logs
+
+
+def _mixed(model: Any, samples: list[Any]) -> torch.Tensor:
+    """Loss of a mini-batch by `engine_batches.mixed`, written out once more."""
+    tokens = sum(len(sample.completion_ids) for sample in samples)
+    loss = torch.zeros((), dtype=torch.float64)
+    for sample in samples:
+        chosen, logs = _chosen(model, sample)
+        advantage = float(torch.tensor(sample.advantage))  # in float32, in which it travels
+        loss = (
+            loss
+            - advantage * chosen.sum() / tokens
+            + chosen.square().mean() / len(samples)
+            + (logs.exp() * logs).sum() / 50
+        )
+    return loss
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +15,21 @@ from waiting import HANG_S
 from weightlane.trainer.config import LoraConfig, TrainerConfig
 from weightlane.trainer.data.sequences import IGNORED
 from weightlane.trainer.user_program import AdamParams, ForwardInput, ForwardOutput, TrainerRank
+
+
+def moment_slices(engine: Any, key: str) -> list[tuple[Any, ...]]:
+    """This rank's slices of a moment of the model's own weights: name, shape, starts and values of each."""
+    if engine.config.engine == "megatron":
+        shapes = engine._shapes
+        slices = [(s.name, shapes[s.name], s.box.starts, s.moments[key]) for s in engine._slices if key in s.moments]
+    else:
+        from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors, local_shards
+
+        moments = {name: state[key] for name, state in engine._optimizer.state.items() if key in state}
+        runs = [run for run in engine._runs if run.source in moments]
+        shards = local_shards(runs, checkpoint_tensors(engine._model), engine.rank, None, (), values=moments)
+        slices = [(s.spec.name, s.spec.shape, s.starts, s.data) for s in shards]
+    return [(name, shape, starts, data.float().clone().numpy()) for name, shape, starts, data in slices]
 
 
 def sample_input(sample: Any, **asked: Any) -> ForwardInput:
@@ -33,15 +50,21 @@ class RankCommands:
     _world: int
     _api: TrainerRank | None = None
     _kept: Any = None
+    _used = 0
     close: Callable[[], None]
     join: Callable[[], None]
 
-    def open_rank(self, model: str, trainer: dict[str, Any], limit: int | None = None) -> tuple[int, int]:
+    def open_rank(
+        self, model: str, trainer: dict[str, Any], limit: int | None = None, *, train_base: bool = False
+    ) -> tuple[int, int]:
         """Make the `TrainerRank` of this process; returns its data parallel share."""
         self.close()
         self.join()
         config = TrainerConfig(device="cpu", collective_timeout_s=HANG_S, **trainer)
-        self._api = TrainerRank(model, config, memory_limit_bytes=limit)
+        if config.optimizer == "adamw_8bit":  # .ci/setup-env puts what it needs where transformers does not find it
+            sys.path.append(f"{sys.prefix}/torchao")
+        self._api = TrainerRank(model, config, memory_limit_bytes=limit, train_base=train_base)
+        sys.path[:] = [path for path in sys.path if not path.endswith("torchao")]
         return self._api.data_share
 
     @property
@@ -74,7 +97,49 @@ class RankCommands:
                         found[row, number] = {name: each[start:] for name, each in _plain(output).items()}
         return found
 
-    def slot_gradients(self, losses: dict[str, list[int]], rows: int, how: str) -> list[Any]:
+    def base_state(self) -> list[tuple[Any, ...]]:
+        """This rank's slices of the model's own weights, and of all their moments."""
+        engine = self._open_api.engine
+        found = [
+            (s.spec.name, s.spec.shape, s.starts, s.data.detach().clone().numpy())
+            for s in engine.local_shards(torch.float32)
+        ]
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            found += [(f"{name}|{key}", *rest) for name, *rest in moment_slices(engine, key)]
+        return found
+
+    def publish_base(self, steps: int) -> list[dict[str, Any]]:
+        """Take steps of the model's own weights, and publish each; on rank 0, what a replica serves after each."""
+        from hop import Replica, Rollout
+        from patience import PATIENT
+
+        from weightlane.sync import CollectivePublisher, SyncConfig
+
+        class Served(Replica):
+            """A replica of one rank, which expects the tensors in `specs`."""
+
+            async def connect(self, rendezvous: Any, backend: str, options: Any) -> None:
+                self.ranks["rollout-0/0"] = Rollout("rollout-0/0", rendezvous, backend, dict(options), specs=specs)
+
+        shards = self._open_api.engine.local_shards(torch.float32)
+        specs = {shard.spec.name: shard.spec for shard in shards}
+        replica, served = Served("rollout-0", {"rollout-0/0": None}), []
+        config = SyncConfig(**PATIENT, codec="delta", full_every=100)
+        with CollectivePublisher(shards, [replica], backend="shm", config=config) as weights:
+            for number in range(steps):
+                self.slot_gradients({"": [0, 1]}, 2, "at once", before_change=lambda _: weights.fence() and None)
+                weights.publish(number)
+                weights.wait()
+                if self._rank == 0:
+                    live = replica.ranks["rollout-0/0"].live
+                    served.append({name: tensor.clone().numpy() for name, tensor in live.items()})
+        if self._rank == 0:
+            replica.ranks["rollout-0/0"].end.close()
+        return served
+
+    def slot_gradients(
+        self, losses: dict[str, list[int]], rows: int, how: str, *, before_change: Any = None, **params: Any
+    ) -> list[Any]:
         """Take a step of checkpoints with gradients of `engine_batches.mixed`, each with that of the rows that it is given.
 
         Returns the norms, how many items each micro-batch had on this rank, and the loss of each checkpoint on this rank.
@@ -104,7 +169,8 @@ class RankCommands:
             else:
                 api.backward(loss)
             sizes.append(len(micro.indices))
-        return [api.optim_step(AdamParams(1e-3, betas=(0.0, 0.999), max_grad_norm=1e9)), sizes, totals]
+        settings = AdamParams(**{"learning_rate": 1e-3, "betas": (0.0, 0.999), "max_grad_norm": 1e9, **params})
+        return [api.optim_step(settings, before_change=before_change), sizes, totals]
 
     def slot_steps(self, name: str, first: int, count: int, *, spoil: bool = False) -> dict[str, float]:
         """Steps of one checkpoint on the samples of numbered steps; with `spoil`, the last loss is no number."""
@@ -116,11 +182,19 @@ class RankCommands:
             norms = api.optim_step(AdamParams(3e-3, weight_decay=0.1), scale_grads=0.1)
         return norms
 
-    def keep_forward(self, rows: list[int], asked: dict[str, Any], *, grad: bool = True) -> int:
-        """Compute samples of this rank's own, and keep the outputs; returns how many there are."""
+    def keep_forward(
+        self, rows: list[int], asked: dict[str, Any], *, grad: bool = True, unused: dict[str, Any] | None = None
+    ) -> int:
+        """Compute samples of this rank's own, and keep the outputs; returns how many there are.
+
+        `unused` asks for a further one, on which the loss of `backward_kept` does not depend.
+        """
         samples = make_samples(0, 9)
+        asks = [asked] * len(rows) if unused is None else [*[asked] * len(rows), unused]
+        inputs = [[sample_input(samples[row], **ask)] for row, ask in zip([*rows, 8], asks, strict=False)]
         with nullcontext() if grad else torch.no_grad():
-            self._kept = self._open_api.dp_rank_forward([[sample_input(samples[row], **asked)] for row in rows])
+            self._kept = self._open_api.dp_rank_forward(inputs)
+        self._used = len(rows)
         return len(self._kept)
 
     def drop_kept(self, ranks: list[int]) -> None:
@@ -128,7 +202,7 @@ class RankCommands:
             self._kept = None
 
     def backward_kept(self) -> None:
-        outputs = [output for (output,) in self._kept or []]
+        outputs = [output for (output,) in (self._kept or [])[: self._used]]
         self._open_api.backward(sum((output.target_logprobs.sum() for output in outputs), 0.0))
 
     def step_slots(self, checkpoints: list[str] | None = None) -> dict[str, float]:
@@ -166,9 +240,9 @@ class RankCommands:
             api.zero_grad()
         return found
 
-    def run_program(self, code: str, model: str) -> dict[str, float]:
-        """Run a program of the documentation; its norms."""
-        names: dict[str, Any] = {"model_dir": model}
+    def run_program(self, code: str, model: str, out: Path) -> dict[str, float]:
+        """Run a program of the documentation, which may write into `out`; its norms."""
+        names: dict[str, Any] = {"model_dir": model, "out": out}
         exec(code, names)
         return dict(names["norms"])
 

@@ -57,12 +57,14 @@ def test_the_example_trains_two_adapters_at_once_each_on_its_own_data(
         assert losses[name][-1] < losses[name][0] - 0.5
 
 
-def test_the_program_of_the_guide_runs(teams: Teams) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+def test_the_programs_of_the_guide_run(teams: Teams, tmp_path: Path) -> None:
+    """The second one goes on from the imports of the first."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     ranks, model = teams.of(2), teams.models["llama-untied"]
     ranks.all("join")
-    first, second = ranks.all("run_program", code=block, model=model)
+    first, second = ranks.all("run_program", code="\n".join(blocks), model=model, out=tmp_path)
     assert first.keys() == {"french", "german"}
+    assert {each.name for each in tmp_path.iterdir()} == {"base", "french"}
     assert first == second
 
 

@@ -158,7 +158,7 @@ def test_a_slot_whose_graph_waits_is_neither_stepped_nor_replaced(opened: Opened
     ranks.all_fail(*waits, "load_slot", kind="checkpoint", name="one", source=made["one"])
     assert_same(whole(ranks.all("adapter_state", name="one")), before)
     ranks.all_fail("ProtocolError", "the ranks keep 0, 1 forward passes", "backward_kept")
-    ranks.all_fail("ProtocolError", "there is no gradient of two", "step_slots", checkpoints=["two"])
+    ranks.all_fail("ProtocolError", "there is no gradient of 'two'", "step_slots", checkpoints=["two"])
     ranks.all("drop_kept", ranks=[1])
     ranks.all("keep_forward", rows=[2], asked={"checkpoint": "one"}, grad=False)
     assert {tuple(norms) for norms in ranks.all("step_slots")} == {("one",)}

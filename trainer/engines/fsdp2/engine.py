@@ -25,8 +25,9 @@ from ..hf.model_dir import check_model_dir, kept_types
 from ..hf.names import checkpoint_runs
 from ..hf.packed_attention import can_pack, pack_attention
 from ..hf.training_state import check_state, export_saved
-from ..lora.engine import AdaptedEngine, Keep
+from ..lora.engine import Keep
 from ..lora.joint import StartedPass
+from ..lora.program_engine import ProgramEngine, ProgramPass
 from ..lora.saved import SavedAdapters, check_adapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
@@ -50,7 +51,7 @@ from .shards import checkpoint_tensors, local_shards
 from .state import resume, save
 
 
-class Fsdp2Engine(AdaptedEngine):
+class Fsdp2Engine(ProgramEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     With tensor parallelism (``TrainerConfig.fsdp2``), neighbouring ranks share every matrix, and ``fully_shard`` shards over the
@@ -291,13 +292,33 @@ class Fsdp2Engine(AdaptedEngine):
     def _modules(self) -> Iterable[torch.nn.Module]:
         return self._loaded_model().modules()
 
-    def computed_tokens(self, micro: MicroBatch) -> int:
-        """See `AdaptedEngine.computed_tokens`."""
-        return sum(self._layout([micro]).counts)
+    @property
+    def joins_slots(self) -> bool:
+        """See `ProgramEngine.joins_slots`."""
+        return self._packs
 
-    def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
+    def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[Layout, Sequence[int]]:
+        layout = self._layout(parts)
+        return layout, layout.counts
+
+    def _run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
         self._loaded_model().train(self._dropout and torch.is_grad_enabled())
-        return self._answer(self._layout([micro]), query)
+        return self._answer(tokens.laid_out, query)
+
+    def _run_backward(
+        self, tokens: ProgramPass, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        own = [parameter for adapter in tokens.adapters for parameter in adapter.parameters]
+        if own:  # the gradients of the model's own weights stay as they are
+            torch.autograd.backward(outputs, gradients, inputs=own)
+        else:
+            # FSDP averages gradients over the ranks, but their sum is wanted.
+            torch.autograd.backward(outputs, [each * self.data_share[1] for each in gradients])
+
+    def _scale_gradients(self, scale: float) -> None:
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
 
     def _outputs(self, layout: Layout, wanted: Collection[OutputName], top_k: int = 0) -> ModelOutputs:
         """Run the model on a micro-batch, and its head on the tokens with targets."""

@@ -65,7 +65,7 @@ class Adapters:
         self._rank, self._device = rank, device
         self._layers: tuple[list[LoraSite], dict[str, tuple[int, int]]] | None = None
         self._adapters: dict[str, Adapter] = {}
-        self._active: Sequence[tuple[Adapter, int]] = ()
+        self._active: Sequence[tuple[Adapter | None, int]] = ()
         """The adapters that the model computes with now; if there are several, each with its number of tokens."""
         self._merged: dict[tuple[str, Sequence[int], torch.dtype], MergedSlice] = {}
         """The published weights, by name, place and dtype: the same tensor whenever one is asked for."""
@@ -136,12 +136,15 @@ class Adapters:
     @contextmanager
     def active(self, adapter: Adapter | None) -> Iterator[None]:
         """Make the model compute with `adapter` inside the block."""
-        with self.active_runs([] if adapter is None else [(adapter, 0)]):
+        with self.active_runs([(adapter, 0)]):
             yield
 
     @contextmanager
-    def active_runs(self, runs: Sequence[tuple[Adapter, int]]) -> Iterator[None]:
-        """Make the model compute inside the block with several adapters, each for its run of tokens in a packed pass."""
+    def active_runs(self, runs: Sequence[tuple[Adapter | None, int]]) -> Iterator[None]:
+        """Make the model compute inside the block with several adapters, each for its run of tokens in a packed pass.
+
+        None stands for a run that only the model's own weights compute.
+        """
         self._active = runs
         try:
             yield
@@ -150,9 +153,9 @@ class Adapters:
 
     def _pair(self, module: str) -> LayerPair | None:
         """Return the active A and B of a layer; None if it has none."""
-        if len(self._active) == 1:
-            return self._active[0][0].pairs.get(module)
-        runs = [(adapter.pairs.get(module), tokens) for adapter, tokens in self._active]
+        runs = [(None if adapter is None else adapter.pairs.get(module), tokens) for adapter, tokens in self._active]
+        if len(runs) == 1:
+            return runs[0][0]
         return JointPairs(runs) if any(pair is not None for pair, _ in runs) else None
 
     def published_names(self, adapter: Adapter) -> list[str]:

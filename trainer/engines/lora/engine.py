@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from ...data.batch import LossDenominators, TokenBatch
 from ...data.sequences import MicroBatch
 from ...objectives.loss import LOGPROBS, Loss, LossSums, ModelOutputs, OutputName, needed_outputs
 from ..contract import STATE_PARTS, AdapterEngine, BackwardResult, Fence, ForwardBackward, SequenceOutputs
-from ..head import PassQuery
 from ..hf.export import ExportedModel, export_model
 from ..hf.partial_dir import PART as STATE_PART
 from ..hf.partial_dir import write_on_rank_zero
@@ -36,11 +35,7 @@ Keep = Callable[[list[int], MicroBatch, ModelOutputs], None]
 
 
 class AdaptedEngine(TorchEngine, AdapterEngine):
-    """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights.
-
-    It has further calls for a program that drives every rank itself, such as `TrainerRank`: `run_pass`,
-    `run_backward` and `step_adapters`.
-    """
+    """A `TorchEngine` with adapters. Subclasses call `_make_adapters` in `setup`, when the model has its weights."""
 
     def __init__(self, config: TrainerConfig, rank: int, world: int, rendezvous: tuple[str, int]) -> None:
         super().__init__(config, rank, world, rendezvous)
@@ -99,7 +94,9 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         self._require_here(*STATE_PARTS)
         if chosen is not None:
             self._require_gradient(chosen.denominators, chosen.step)
-            return self._change([chosen], before_change, params, 1.0)[chosen.name]
+            norms = self._completed([chosen], 1.0)
+            self._change([chosen], norms, before_change, params)
+            return norms[chosen.name]
         self._require_gradient(self._denominators, self._step)
         norm = self._step_weights(before_change, params or AdamParams.of(self.config, self._step))
         self._clear_gradients()
@@ -210,69 +207,9 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
         """This rank's share of the samples, and the number of shares. Ranks of one share hold parts of one model."""
 
     @property
-    def layer_widths(self) -> list[int]:
-        """Sum of inputs and outputs of every matrix on this rank that has fewer rows than the vocabulary."""
-        shapes = [each.shape for module in self._modules for each in module.parameters(recurse=False)]
-        return [sum(shape) for shape in shapes if len(shape) > 1 and shape[0] < self._vocabulary]
-
-    @property
-    def bytes_per_activation(self) -> int:
-        """Bytes of one number in a forward pass."""
-        return self._compute_dtype.itemsize
-
-    def computed_tokens(self, micro: MicroBatch) -> int:
-        """Number of tokens that `run_pass` computes for a micro-batch: fewer than it has if the engine shares prefixes."""
-        return len(micro.tokens)
-
-    def run_pass(self, micro: MicroBatch, query: PassQuery, adapter: str) -> dict[str, torch.Tensor]:
-        """Run the model once on this rank's own micro-batch, with gradient where torch's grad mode is on.
-
-        All ranks call it together, with any adapters; those that hold parts of one model, with the same micro-batch.
-
-        Args:
-            micro: Of any size, on any device.
-            query: The wanted outputs.
-            adapter: The adapter that the model computes with; "" for none.
-
-        Returns:
-            Outputs by their names in `ModelOutputs`, for the tokens in `query`, and float32 ``logits``.
-        """
-        chosen = self._open_adapters().chosen(adapter)
-        self._require_here("parameters")
-        with self._computing("the activations of the other ranks"), self._open_adapters().active(chosen):
-            return self._run_pass(micro.to(self._device), query.to(self._device))
-
-    def run_backward(self, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], adapter: str) -> None:
-        """Backpropagate gradients by `outputs` of `run_pass` to an adapter. All ranks call it together, equally often."""
-        adapters = self._open_adapters()
-        # Activation checkpointing may recompute layers, which needs the same adapter.
-        with self._computing("the gradients of the other ranks"), adapters.active(adapters.chosen(adapter)):
-            torch.autograd.backward(outputs, gradients)
-
-    def step_adapters(self, names: Sequence[str], params: AdamParams, scale: float) -> dict[str, float]:
-        """Step adapters with their gradients summed over the ranks and multiplied by `scale`. Collective.
-
-        If an adapter's gradient norm is not finite, none is stepped, all gradients are dropped, and `GradientError` names it.
-
-        Returns:
-            The L2 norm of each adapter's gradient, after `scale` and before clipping.
-        """
-        chosen = [adapter for name in names if (adapter := self._trained(name)) is not None]
-        return self._change(chosen, lambda _: None, params, scale)  # nothing published changes
-
-    @property
-    @abstractmethod
-    def _modules(self) -> Iterable[torch.nn.Module]:
-        """The modules of the model on this rank."""
-
-    @property
     @abstractmethod
     def _answers(self) -> bool:
         """Whether this rank returns the outputs of its share; of the ranks of one share, one does."""
-
-    @abstractmethod
-    def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
-        """See `run_pass`."""
 
     @abstractmethod
     def _run_forward(self, batch: TokenBatch, outputs: Collection[OutputName], top_k: int, keep: Keep) -> None:
@@ -357,10 +294,11 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
                     self._clear_gradients()
             raise
 
-    def _change(
-        self, chosen: Sequence[Adapter], before_change: Fence, params: AdamParams | None, scale: float
-    ) -> dict[str, float]:
-        """See `step_adapters` and `TrainingEngine.optim_step`; returns the norms."""
+    def _completed(self, chosen: Sequence[Adapter], scale: float) -> dict[str, float]:
+        """Sum the gradients of adapters over the ranks and multiply them by `scale`; returns their norms. Collective.
+
+        If a norm is not finite, the gradients of all of them are dropped, and `GradientError` names the adapter.
+        """
         adapters, norms = self._open_adapters(), {}
 
         def clear() -> None:
@@ -372,6 +310,17 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
                 norms[adapter.name] = adapters.complete_gradients(adapter, scale)
         for adapter in chosen:
             self._refuse_not_finite(norms[adapter.name], adapter.step, clear, f" of {adapter.name!r}")
+        return norms
+
+    def _change(
+        self,
+        chosen: Sequence[Adapter],
+        norms: Mapping[str, float],
+        before_change: Fence,
+        params: AdamParams | None,
+    ) -> None:
+        """Step adapters, whose gradients `_completed` made. See `TrainingEngine.optim_step`."""
+        adapters = self._open_adapters()
         for adapter in chosen:
             published = adapters.published_names(adapter)
 
@@ -384,7 +333,6 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
             if published:
                 adapters.refresh()
             self._torn = False
-        return norms
 
     def _saved_adapters(self, directory: Path) -> SavedAdapters:
         """Read the adapters in a saved state, and check that they fit this engine's; empty if there are none. Collective."""

@@ -24,8 +24,9 @@ from ..hf.export import ExportedModel
 from ..hf.model_dir import check_model_dir, is_model_dir, kept_types, stored_types
 from ..hf.names import CheckpointRun
 from ..hf.training_state import TrainedSlice, export_saved, load_state, save_state
-from ..lora.engine import AdaptedEngine, Keep
+from ..lora.engine import Keep
 from ..lora.joint import StartedPass
+from ..lora.program_engine import ProgramEngine, ProgramPass
 from ..lora.saved import SavedAdapters
 from ..optimizer_settings import AdamParams
 from ..rank_collectives import require_open
@@ -67,7 +68,7 @@ with warnings.catch_warnings():
     )
 
 
-class MegatronEngine(AdaptedEngine):
+class MegatronEngine(ProgramEngine):
     """Splits the model over the ranks as ``trainer.megatron`` says, and trains it with megatron-core's own schedules.
 
     Master weights, gradients and AdamW's moments are float32; forward and backward run in ``TrainerConfig.compute_dtype``. The
@@ -357,10 +358,29 @@ class MegatronEngine(AdaptedEngine):
         output: torch.Tensor = chunk(tokens[None], positions[None], None, packed_seq_params=packed)
         return output
 
-    def _run_pass(self, micro: MicroBatch, query: PassQuery) -> dict[str, torch.Tensor]:
-        (chunk,) = self._chunks
-        (hidden,) = self._run_chunk(chunk, micro)
-        return head_answer(hidden, head_of(chunk), micro, query, self._vocabulary)
+    @property
+    def joins_slots(self) -> bool:
+        """See `ProgramEngine.joins_slots`: sequence parallelism cuts runs of tokens anywhere."""
+        return not self.config.megatron.sequence_parallel
+
+    def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[MicroBatch, Sequence[int]]:
+        return MicroBatch.joined(parts), [len(part.tokens) for part in parts]
+
+    def _run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
+        (chunk,), micro = self._chunks, tokens.laid_out
+        with frozen(self._chunks) if tokens.adapters else nullcontext():
+            (hidden,) = self._run_chunk(chunk, micro)
+            return head_answer(hidden, head_of(chunk), micro, query, self._vocabulary)
+
+    def _run_backward(
+        self, tokens: ProgramPass, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
+    ) -> None:
+        with frozen(self._chunks) if tokens.adapters else nullcontext():  # recomputation asks what has a gradient again
+            torch.autograd.backward(outputs, gradients)
+
+    def _scale_gradients(self, scale: float) -> None:
+        for buffer in gradient_buffers(self._chunks):
+            buffer.mul_(scale)
 
     def _micro_batches(self, batch: TokenBatch) -> list[tuple[list[int], MicroBatch]]:
         """This rank's share of the batch, the same on all stages of its pipeline."""

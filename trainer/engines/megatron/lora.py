@@ -154,7 +154,8 @@ def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
         pairs = [pair_of(site.module) for site in fused.sites]
         if not any(pairs):
             return output
-        return output[0] + add(fused, pairs, arguments[0]), output[1]
+        tokens = arguments[0].flatten(0, -2)  # [tokens, 1, columns], whose runs may be of several adapters
+        return output[0] + add(fused, pairs, tokens).view_as(output[0]), output[1]
 
     return hook
 
