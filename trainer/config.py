@@ -23,12 +23,21 @@ class Section(BaseModel):
 
 
 class Fsdp2Config(Section):
-    """How the fsdp2 engine splits a model over the ranks; ranks / tensor_parallel is data parallel, sharded by FSDP2."""
+    """How the fsdp2 engine splits a model over the ranks; ranks / (tensor x context) is data parallel.
+
+    Parameters are sharded by FSDP2 over ranks / tensor_parallel.
+    """
 
     tensor_parallel: int = Field(
         default=1,
         ge=1,
         description="Neighbouring ranks that share every matrix of a layer, by transformers' plan for the architecture.",
+    )
+    context_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that share the tokens of every micro-batch, also of one sequence, which has this many times"
+        " micro_batch_tokens; for architectures whose sequences are packed, without dropout.",
     )
     packing: Literal["auto", "off"] = Field(
         default="auto",

@@ -9,7 +9,7 @@ from .suite import TrainingEngineConformance
 
 
 class Fsdp2Conformance(TrainingEngineConformance):
-    """The suite for `fsdp2`, with and without tensor parallelism."""
+    """The suite for `fsdp2`, with and without tensor and context parallelism."""
 
     engine: ClassVar[str] = "fsdp2"
     preload: ClassVar[Sequence[str]] = ("weightlane.trainer.engines.fsdp2.engine",)
@@ -17,6 +17,7 @@ class Fsdp2Conformance(TrainingEngineConformance):
         "one rank": {"ranks": 1},
         "two ranks": {"ranks": 2},
         "tensor parallel": {"ranks": 2, "fsdp2": {"tensor_parallel": 2}},
+        "context parallel": {"ranks": 2, "fsdp2": {"context_parallel": 2}},
     }
 
 

@@ -20,6 +20,11 @@ _MOST_MEMBERS = 512
 _FINER = (1, 2, 4, 8)
 """Into how many parts of a rank's share a large group is split, in the plans that are compared."""
 
+_BLOCKS = (2, 4, 8)
+"""Into how many blocks for each rank a row is cut, in the plans that are compared."""
+_UNBALANCED = 1.05
+"""How much more than the average the rank with most work may have, if a plan with more blocks is not to be tried."""
+
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
@@ -90,6 +95,43 @@ def shares(lengths: Sequence[int], world: int) -> list[list[int]]:
         rank = loads.index(min(loads))
         found[rank].append(index)
         loads[rank] += lengths[index]
+    return found
+
+
+def balanced_blocks(costs: torch.Tensor, ranks: int) -> list[list[tuple[int, int]]]:
+    """Divide a row of tokens, at least one, among `ranks`: equally many for each, and about equal costs.
+
+    The row is cut into equal blocks, which the ranks take in turns, the most expensive first, and in the other direction in every
+    other turn. Of one long sequence, whose tokens cost more the later they are, a rank gets an early and a late block.
+
+    Args:
+        costs: int64 [tokens], what each token costs.
+        ranks: Number of ranks.
+
+    Returns:
+        For each rank its blocks, as first token and end, in order; neighbours are one. Beyond the row's end they are padding.
+    """
+    found: list[tuple[float, list[list[tuple[int, int]]]]] = []
+    for per_rank in _BLOCKS:
+        size = -(-len(costs) // (per_rank * ranks))
+        blocks = torch.nn.functional.pad(costs, (0, per_rank * ranks * size - len(costs))).view(-1, size).sum(1)
+        turns = blocks.argsort(descending=True, stable=True).view(per_rank, ranks)
+        turns[1::2] = turns[1::2].flip(1)
+        most = float(blocks[turns].sum(0).max() * ranks / blocks.sum())
+        found.append((most, [_joined(sorted(of_rank), size) for of_rank in turns.T.tolist()]))
+        if most <= _UNBALANCED:
+            break
+    return min(found, key=lambda each: each[0])[1]
+
+
+def _joined(blocks: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """Return where `blocks` of `size` tokens begin and end; adjoining ones as one."""
+    found: list[tuple[int, int]] = []
+    for block in blocks:
+        first = block * size
+        if found and found[-1][1] == first:
+            first = found.pop()[0]
+        found.append((first, (block + 1) * size))
     return found
 
 

@@ -83,7 +83,7 @@ class RayRanks:
     async def _places(self) -> list[Any]:
         """Reserve resources, and return Ray's scheduling strategy for each rank.
 
-        Ranks that share matrices are on one node if one is large enough, and neighbours are on as few nodes as possible.
+        Ranks that share matrices or tokens are on one node if one is large enough; neighbours are on as few nodes as possible.
         """
         import ray  # noqa: PLC0415 - optional, and slow to import
         from ray.util.placement_group import placement_group, placement_group_table  # noqa: PLC0415 - as above
@@ -93,11 +93,13 @@ class RayRanks:
         each = {"CPU": config.cpus_per_rank, "GPU": config.gpus_per_rank or 0.0}
         if not any(each.values()):
             return [None] * self.world
-        together = _ranks_that_share_matrices(config)
+        together = _ranks_that_share_layers(config)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         fits = any(all(node.get(name, 0.0) >= together * amount for name, amount in each.items()) for node in nodes)
         if together > 1 and not fits:
-            _log.warning("no node has room for %d ranks, so those that share matrices are on several nodes", together)
+            _log.warning(
+                "no node has room for %d ranks, so those that share matrices or tokens are on several nodes", together
+            )
             together = 1
         bundle = {name: together * amount for name, amount in each.items() if amount}
         self._placement = placement_group([bundle] * -(-self.world // together), strategy="PACK")
@@ -193,6 +195,7 @@ class RayRanks:
             raise as_weightlane_error(cause.cause, f"{self._group} rank {rank}") from cause
 
 
-def _ranks_that_share_matrices(config: TrainerConfig) -> int:
+def _ranks_that_share_layers(config: TrainerConfig) -> int:
     """Number of neighbouring ranks that exchange activations in every layer; 1 for an engine that weightlane does not know."""
-    return int(getattr(getattr(config, config.engine, None), "tensor_parallel", 1))
+    layout = getattr(config, config.engine, None)
+    return int(getattr(layout, "tensor_parallel", 1)) * int(getattr(layout, "context_parallel", 1))

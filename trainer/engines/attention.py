@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import cache, cached_property, partial
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
@@ -24,6 +25,32 @@ _PADDING = 0.25
 _MOST_COPIES = 4
 """Most copied keys that are kept for the backward pass, per token. Beyond, they are copied, and attention is computed, again: it
 is a small part of what sharing the prefix saves then."""
+
+
+class GatheredKeys(Protocol):
+    """Keys and values of all tokens, of which this rank computes some."""
+
+    order: torch.Tensor
+    """int64 [tokens]: where each token's key is among the gathered ones."""
+
+    def gathered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gather keys and values of this rank's tokens with those of the other ranks. Collective."""
+
+
+class _Segment(NamedTuple):
+    """A run of tokens that see each other, and what all of them see before."""
+
+    queries: Bounds
+    """Where they are among the tokens that attend."""
+    own: Bounds
+    """Where they are among all tokens: elsewhere only if other ranks compute some of these."""
+    before: tuple[Bounds, ...]
+    """Runs of tokens that each of them sees: those of a prefix, and those of its sequence that are in another segment."""
+
+    @property
+    def seen(self) -> int:
+        """Number of tokens before it that it sees."""
+        return sum(map(_size, self.before))
 
 
 class _Batch(NamedTuple):
@@ -65,8 +92,14 @@ class Segments:
     """
 
     def __init__(self, bounds: Sequence[Bounds], prefixes: Sequence[Bounds], device: torch.device) -> None:
-        self._bounds, self._prefixes = bounds, prefixes or [(0, 0)] * len(bounds)
+        prefixes = prefixes or [(0, 0)] * len(bounds)
+        self._segments = [
+            _Segment(each, each, (prefix,) if _size(prefix) else ())
+            for each, prefix in zip(bounds, prefixes, strict=True)
+        ]
         self._device = device
+        self.keys: GatheredKeys | None = None
+        """Where keys come from, if this rank computes only some of the tokens."""
         self._batches: dict[int | None, tuple[list[_Batch], torch.Tensor]] = {}
         self._runs: dict[int | None, _Runs] = {}
 
@@ -80,10 +113,37 @@ class Segments:
             known = _segments_at[offsets] = cls(list(pairwise(offsets.tolist())), (), offsets.device)
         return known
 
+    def part(self, blocks: Sequence[Bounds], keys: GatheredKeys) -> Segments:
+        """Return the segments of the tokens in `blocks`, one after the other, which this rank computes.
+
+        Tokens of a block beyond all segments are padding, and a segment of their own.
+        """
+        part, stop = Segments((), (), self._device), 0
+        part.keys = keys
+
+        def add(own: Bounds, before: tuple[Bounds, ...]) -> None:
+            nonlocal stop
+            if _size(own) > 0:
+                part._segments.append(_Segment((stop, stop + _size(own)), own, before))
+                stop += _size(own)
+
+        starts = [each.own[0] for each in self._segments]
+        for first, last in blocks:
+            for _, own, before in self._segments[max(0, bisect_right(starts, first) - 1) : bisect_left(starts, last)]:
+                start = max(first, own[0])
+                earlier = ((own[0], start),) if start > own[0] else ()
+                add((start, min(last, own[1])), before + earlier)
+            add((max(first, self._segments[-1].own[1]), last), ())
+        return part
+
+    def costs(self) -> torch.Tensor:
+        """Return how many tokens each one sees, itself included: int64 [tokens], on the CPU."""
+        return torch.cat([torch.arange(1, _size(each.own) + 1) + each.seen for each in self._segments])
+
     @cached_property
     def copies(self) -> int:
-        """Tokens of the prefixes of all segments, each counted for every segment."""
-        return sum(stop - start for start, stop in self._prefixes)
+        """Tokens that segments see before them, each counted for every segment."""
+        return sum(each.seen for each in self._segments)
 
     def batches(self, window: int | None) -> tuple[list[_Batch], torch.Tensor]:
         """Return segments in batches, each in one, and the place of each token among the batches' real tokens: int64 [tokens].
@@ -102,36 +162,37 @@ class Segments:
             self._runs[window] = self._made_runs(window)
         return self._runs[window]
 
-    def _seen(self, window: int | None) -> list[Bounds]:
-        """The part of each segment's prefix that at least its first token sees."""
-        reach = sys.maxsize if window is None else window - 1
-        return [(max(start, stop - reach), stop) for start, stop in self._prefixes]
+    def _within(self, window: int | None) -> list[_Segment]:
+        """Return segments that see before them only what at least their first token sees."""
+        return [each._replace(before=_last(each.before, window)) for each in self._segments]
 
     def _made_batches(self, window: int | None) -> list[_Batch]:
-        groups: list[list[tuple[Bounds, Bounds]]] = []
+        groups: list[list[_Segment]] = []
         tokens = 0
-        segments = zip(self._seen(window), self._bounds, strict=True)
-        for each in sorted(segments, key=lambda both: (_size(both[0]), -_size(both[1]))):  # longest first
-            tokens += _size(each[1])
-            last = groups[-1] if groups and _size(groups[-1][0][0]) == _size(each[0]) else None
-            if last and (len(last) + 1) * _size(last[0][1]) <= (1 + _PADDING) * tokens:
+        for each in sorted(self._within(window), key=lambda each: (each.seen, -_size(each.own))):  # longest first
+            tokens += _size(each.own)
+            last = groups[-1] if groups and groups[-1][0].seen == each.seen else None
+            if last and (len(last) + 1) * _size(last[0].own) <= (1 + _PADDING) * tokens:
                 last.append(each)
                 continue
             groups.append([each])
-            tokens = _size(each[1])
+            tokens = _size(each.own)
         return [self._batch(group, window) for group in groups]
 
-    def _batch(self, group: Sequence[tuple[Bounds, Bounds]], window: int | None) -> _Batch:
-        before, length = (_size(bounds) for bounds in group[0])
-        about = torch.tensor([(prefix[0], *bounds) for prefix, bounds in group], device=self._device)
-        prefixes, starts, stops = about[:, :, None].unbind(1)
-        places = starts + torch.arange(length, device=self._device)
-        real = places < stops
-        places = keys = torch.where(real, places, starts)
+    def _batch(self, group: Sequence[_Segment], window: int | None) -> _Batch:
+        before, length = group[0].seen, _size(group[0].own)
+        about = torch.tensor([(*each.queries, each.own[0]) for each in group], device=self._device)
+        starts, stops, firsts = about[:, :, None].unbind(1)
+        steps = torch.arange(length, device=self._device)
+        real = steps < stops - starts
+        places, keys = (torch.where(real, each + steps, each) for each in (starts, firsts))
         mask = None
         if before:
-            keys = torch.cat([prefixes + torch.arange(before, device=self._device), places], 1)
-        if window is None and 0 < before < length:
+            runs = torch.stack([_places(each.before) for each in group])
+            keys = torch.cat([runs.to(self._device), keys], 1)
+        if self.keys is not None:
+            keys = self.keys.order[keys]
+        elif window is None and 0 < before < length:
             # Under a mask, torch computes all scores, and without one half of them: it is quicker to attend from the prefix, too.
             return _Batch(keys, functional.pad(real, (before, 0)), keys, None)
         if before or (window is not None and length > window):
@@ -141,17 +202,32 @@ class Segments:
         return _Batch(places, real, keys, mask)
 
     def _made_runs(self, window: int | None) -> _Runs:
-        seen = self._seen(window)
-        lengths = [stop - start for start, stop in self._bounds]
-        counts = [length + stop - start for length, (start, stop) in zip(lengths, seen, strict=True)]
+        segments = self._within(window)
+        lengths = [_size(each.own) for each in segments]
+        counts = [each.seen + length for each, length in zip(segments, lengths, strict=True)]
         starts, key_starts = (
             torch.tensor([0, *each], device=self._device).cumsum(0, dtype=torch.int32) for each in (lengths, counts)
         )
         keys = None
-        if counts != lengths:
-            runs = [run for both in zip(seen, self._bounds, strict=True) for run in both]
-            keys = torch.cat([torch.arange(*run) for run in runs]).to(self._device)
+        if counts != lengths or self.keys is not None:
+            keys = _places([run for each in segments for run in (*each.before, each.own)]).to(self._device)
+        if keys is not None and self.keys is not None:
+            keys = self.keys.order[keys]
         return _Runs(starts, max(lengths), key_starts, max(counts), keys)
+
+
+def _last(runs: Sequence[Bounds], window: int | None) -> tuple[Bounds, ...]:
+    """Return the end of `runs` that a token directly after them sees, if it sees `window` tokens, itself included."""
+    reach, found = sys.maxsize if window is None else window - 1, []
+    for start, stop in reversed(runs):
+        if reach > 0:
+            found.append((max(start, stop - reach), stop))
+            reach -= stop - start
+    return tuple(reversed(found))
+
+
+def _places(runs: Sequence[Bounds]) -> torch.Tensor:
+    return torch.cat([torch.arange(*run) for run in runs])
 
 
 def _size(bounds: Bounds) -> int:
@@ -192,6 +268,8 @@ def packed_attention(
     Returns:
         [tokens, heads, value width].
     """
+    if segments.keys is not None:
+        key, value = segments.keys.gathered(key, value)
     plain = softcap is None and sinks is None and not dropout
     width = query.shape[-1]
     fits = width == value.shape[-1] and width % _WIDTH_STEP == 0 and width <= _WIDEST
@@ -202,7 +280,7 @@ def packed_attention(
     else:
         written_out = partial(_written_out, scale=scale, softcap=softcap, sinks=sinks, dropout=dropout)
         attend = partial(_in_batches, segments.batches(window), written_out)
-    if torch.is_grad_enabled() and segments.copies > _MOST_COPIES * len(query):
+    if torch.is_grad_enabled() and segments.copies > _MOST_COPIES * len(key):
         again: torch.Tensor = checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False)
         return again
     return attend(query, key, value)

@@ -1,4 +1,4 @@
-"""Join the trainer ranks, run collectives over them, and turn torch.distributed's failures into typed errors."""
+"""Join the trainer ranks, run collectives over them, some with gradients, and give torch.distributed's failures types."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +31,9 @@ from weightlane.ckpt_engines.engines.torch_distributed.interfaces import interfa
 from weightlane.ckpt_engines.engines.torch_distributed.process_group import translate
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import host_store, join_store
 
+# torch 2.13 renamed both; those of old warn there.
+_ALL_GATHER: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_REDUCE_SCATTER: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _ONE_AT_A_TIME = threading.Lock()
 _RETRY_S = 0.05
 _PEER = "another trainer rank"
@@ -236,3 +240,86 @@ def _await_store(host: str, port: int, deadline: Deadline) -> dist.Store:
             if deadline.remaining_s <= _RETRY_S:
                 raise
             time.sleep(_RETRY_S)
+
+
+def copied(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `tensor`, which is equal on every rank of `group`; its gradient is the sum over the ranks."""
+    copy: torch.Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return copy
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the sum of `tensor` over `group`; each rank's gradient is that of the sum."""
+    total: torch.Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return total
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return `tensor`, of the same shape on every rank of `group`, behind those of the ranks before it, and before the others'.
+
+    Its gradient is the sum over the ranks, which is computed in float32 if that is wider.
+    """
+    whole: torch.Tensor = _Gathered.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return whole
+
+
+@dataclass(frozen=True, slots=True)
+class ContextRanks:
+    """The ranks that share the tokens of each micro-batch."""
+
+    group: dist.ProcessGroup
+    index: int
+    """This rank's number among them."""
+    count: int
+
+    def joined(self, values: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
+        """Return the [length, ...] of which every rank has some rows: this one `values`, at `places`. Collective.
+
+        Each rank is to compute the same from all rows; the gradient by its own `values` is then complete.
+        """
+        rows = values.new_zeros(length, *values.shape[1:]).index_copy(0, places, values)
+        return summed(rows, self.group)
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = grads[0].contiguous().clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        del ctx
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        del ctx
+        return grads[0], None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = tensor.new_empty(dist.get_world_size(group) * len(tensor), *tensor.shape[1:])
+        _ALL_GATHER(whole, tensor.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        given = grads[0]
+        each = given.contiguous().to(torch.promote_types(given.dtype, torch.float32))
+        mine = each.new_empty(len(each) // dist.get_world_size(ctx.group), *each.shape[1:])
+        _REDUCE_SCATTER(mine, each, group=ctx.group)
+        return mine.to(given.dtype), None

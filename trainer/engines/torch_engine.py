@@ -149,6 +149,11 @@ class TorchEngine(TrainingEngine):
             return dtype_of(asked)
         return torch.bfloat16 if self._device.type == "cuda" else torch.float32
 
+    @property
+    def _pass_tokens(self) -> int:
+        """Most tokens of a micro-batch, of all ranks that share it."""
+        return self.config.micro_batch_tokens
+
     @abstractmethod
     def _clear_gradients(self) -> None:
         """Drop this rank's gradients, and the mini-batch that they are of."""
@@ -263,7 +268,7 @@ class TorchEngine(TrainingEngine):
         Raises `ProtocolError`, on every rank, for a token or target that the model doesn't have.
         """
         batch.check_vocabulary(self._vocabulary)
-        limit = self.config.micro_batch_tokens
+        limit = self._pass_tokens
         about = {"padded": padded, "share_prefixes": share_prefixes}
         shares = micro_batches_of([batch], (data_rank, data_world), limit, self._device, **about)
         return [(indices, micro) for ((_, indices, micro),) in shares]

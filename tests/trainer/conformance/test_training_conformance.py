@@ -49,6 +49,26 @@ class TestFsdp2OverTensorParallelism(Fsdp2, OutputChecks, GradientChecks, StepCh
     }
 
 
+@pytest.mark.exhaustive
+class TestFsdp2OverContextParallelism(Fsdp2, Fsdp2Conformance):
+    """Each check."""
+
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {"context parallel": {"ranks": 2, "fsdp2": {"context_parallel": 2}}}
+    models = ("qwen3",)
+
+
+@pytest.mark.exhaustive
+class TestFsdp2OnRanksThatShareTokens(Fsdp2, OutputChecks, GradientChecks):
+    """All of them, as copies of each other, and with halves of matrices."""
+
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {
+        "of four": {"ranks": 4, "fsdp2": {"context_parallel": 4}},
+        "twice": {"ranks": 4, "fsdp2": {"context_parallel": 2}},
+        "of halves": {"ranks": 4, "fsdp2": {"context_parallel": 2, "tensor_parallel": 2}},
+    }
+    models = ("qwen3_moe",)
+
+
 class Megatron(Patient):
     engine = MegatronConformance.engine
     preload = MegatronConformance.preload

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_ranks import FSDP2_TP2, TRAINER, Teams, case, exhaustive, megatron
+from engine_ranks import FSDP2_CP2, FSDP2_TP2, TRAINER, Teams, case, exhaustive, megatron
 from safetensors.torch import load_file
 from team_ranks import TeamRanks
 from waiting import HANG_S
@@ -41,6 +41,7 @@ CONFIGS = {
 LAYOUTS = [
     case({}, id="fsdp2-2"),
     exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
+    exhaustive(FSDP2_CP2, id="fsdp2-cp2"),
     exhaustive(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
 ]
 """Settings of two ranks."""

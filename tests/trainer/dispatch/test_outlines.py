@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_ranks import FSDP2_TP2, Teams, case, exhaustive, megatron
+from engine_ranks import FSDP2_CP2, FSDP2_TP2, Teams, case, exhaustive, megatron
 
 from weightlane.ckpt_engines import ConfigError, DeadlineExceededError
 from weightlane.trainer.config import TrainerConfig
@@ -23,6 +23,7 @@ ADAPTER = {"rank": 2, "publish": "adapter"}
     ("model", "trainer"),
     [
         case("qwen3-moe", FSDP2_TP2, id="fsdp2-tp2"),
+        exhaustive("qwen3-moe", FSDP2_CP2, id="fsdp2-cp2"),
         exhaustive("qwen3-moe", megatron(TP_EP), id="tensors and experts"),
         case("qwen3-tied", megatron(STAGES, compute_dtype="bfloat16", lora=ADAPTER), id="adapter over stages"),
     ],

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from engine_ranks import Teams
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForTokenClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES
@@ -17,6 +19,7 @@ from zoo_models import KINDS as KINDS_BY_NAME
 from zoo_models import ZOO
 
 from weightlane.ckpt_engines import ConfigError
+from weightlane.trainer.config import TrainerConfig
 from weightlane.trainer.data.sequences import MicroBatch, TokenSequence
 from weightlane.trainer.engines.fsdp2.loading import (
     can_read_slices,
@@ -28,6 +31,7 @@ from weightlane.trainer.engines.fsdp2.loading import (
 )
 from weightlane.trainer.engines.fsdp2.shards import checkpoint_tensors
 from weightlane.trainer.engines.head import PassQuery
+from weightlane.trainer.engines.hf.context_split import check_context
 from weightlane.trainer.engines.hf.heads import HeadQuery, read_values, replace_head, value_head
 from weightlane.trainer.engines.hf.layout import Layout
 from weightlane.trainer.engines.hf.names import checkpoint_runs
@@ -68,6 +72,9 @@ def check_policy(kind: Kind, path: Path) -> None:
     ordinary = getattr(transformers, kind.model or f"{kind.config}ForCausalLM").from_pretrained(path).eval()
     model = model_without_weights(path)
     packs = can_pack(model)
+    shared = TrainerConfig(ranks=2, fsdp2={"context_parallel": 2})
+    with nullcontext() if packs else pytest.raises(ConfigError, match="context_parallel is 2, which needs packed"):
+        check_context(shared, model)
     runs = checkpoint_runs(model, checkpoint_tensors(model))
     assert can_read_slices(model, path, runs)
     materialise(model, torch.device("cpu"))
@@ -151,6 +158,38 @@ def check_shared_prefixes(model: torch.nn.Module, ordinary: torch.nn.Module) -> 
         for grads in ([a - b for a, b in pairs], [b for _, b in pairs])
     )
     assert difference**0.5 < 1e-5 * size**0.5, (difference / size) ** 0.5
+
+
+CONTEXT = ("qwen3-tied", "gpt-oss", "gemma2")
+"""Keys of groups of heads; sliding windows, sinks and experts; soft caps."""
+LIMITS = {"hidden": 1e-5, "entropy": 1e-5}
+"""Largest differences of what is computed in float32, and not the mean of many."""
+
+
+@pytest.mark.parametrize(
+    ("names", "world"),
+    [
+        (CONTEXT, 2),
+        pytest.param(CONTEXT, 4, marks=pytest.mark.exhaustive),
+        *(
+            pytest.param((kind.name,), 2, id=kind.name, marks=pytest.mark.exhaustive)
+            for kind in ZOO
+            if kind.backend == "vllm" and kind.group not in {"pooling", "state space", "hybrid"}
+            if kind.name not in CONTEXT
+        ),
+    ],
+)
+def test_ranks_that_share_a_row_compute_what_transformers_does_alone(
+    teams: Teams, tmp_path: Path, names: tuple[str, ...], world: int
+) -> None:
+    """Each sequence by itself, in float64; here the head, and the softmax of some attentions, are float32."""
+    for name in names:
+        kind = KINDS_BY_NAME[name]
+        path = make(kind, tmp_path / name, seed=0, dtype=torch.float32)
+        asked = {"model": path, "vocabulary": VOCAB, "kind": kind.model or f"{kind.config}ForCausalLM"}
+        found = teams.of(world).all("share_rows", **asked)[0]
+        assert bool(found) == (name not in PADDED)
+        assert not {what: off for what, off in found.items() if not off < LIMITS.get(what, 1e-6)}, name
 
 
 def check_critic(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from weightlane.trainer.data.packing import balanced_blocks
 from weightlane.trainer.engines import attention
 
 LENGTHS = (1, 37, 5, 64)
@@ -73,6 +74,58 @@ def test_a_token_sees_its_prefix_and_its_own_segment_as_if_these_were_a_sequence
         torch.testing.assert_close(found, exact, rtol=limit, atol=limit)
         for here, there in zip(mine, wanted, strict=True):
             torch.testing.assert_close(here.grad, there.grad, rtol=limit, atol=limit)
+
+
+class OfAllRanks:
+    """Keys and values of all tokens, as the ranks that share them gather them."""
+
+    def __init__(self, order: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        self.order, places = order, order.argsort()
+        self._both = tuple(torch.nn.functional.pad(each, (0, 0, 0, 0, 0, 99))[places] for each in (key, value))
+
+    def gathered(self, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        del key, value
+        return self._both
+
+
+def test_ranks_that_share_tokens_see_from_their_part_what_one_rank_sees() -> None:
+    """In batches, and with the kernel, of which one exists on GPUs only. Each rank also has padding behind all tokens."""
+    q, k, v = (torch.randn(61, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    segments = attention.Segments(TREE, PREFIXES, torch.device("cpu"))
+    for window, ranks in itertools.product((None, 1, 5), (2, 3, 8)):
+        wanted, found = written_out(q, k, v, 0.3, window, TREE, PREFIXES), torch.full_like(q, torch.nan)
+        blocks = balanced_blocks(segments.costs(), ranks)
+        held = [torch.cat([torch.arange(*block) for block in each]) for each in blocks]
+        assert len({len(each) for each in held}) == 1, "every rank has as many tokens"
+        keys = OfAllRanks(torch.cat(held).argsort(), k, v)
+        for bounds, mine in zip(blocks, held, strict=True):
+            part, real = segments.part(bounds, keys), mine < 61
+            query = torch.nn.functional.pad(q, (0, 0, 0, 0, 0, 99))[mine]
+            out = attention.packed_attention(query, query[:, :2], query[:, :2], part, scale=0.3, window=window)
+            found[mine[real]] = out[real]
+            whole = keys.gathered(query, query)
+            by_kernel = attention._by_kernel(kernel_of("2.12"), True, query, *whole, part.runs(window), 0.3, window)
+            torch.testing.assert_close(by_kernel[real], out[real])
+        torch.testing.assert_close(found, wanted)
+
+
+def test_ranks_that_share_tokens_have_as_many_of_them_and_about_as_much_to_see() -> None:
+    assert balanced_blocks(torch.arange(1, 801), 4) == [
+        [(0, 100), (700, 800)],
+        [(100, 200), (600, 700)],
+        [(200, 300), (500, 600)],
+        [(300, 500)],
+    ], "of one long sequence an early and a late block each"
+    mixed = torch.cat([torch.arange(1, 4001), *[torch.arange(1, 41)] * 100])
+    for costs, ranks in ((mixed, 2), (mixed, 4), (torch.ones(5, dtype=torch.int64), 4), (torch.ones(1), 2)):
+        found = balanced_blocks(costs, ranks)
+        tokens = [{token for block in blocks for token in range(*block)} for blocks in found]
+        assert len({len(each) for each in tokens}) == 1
+        assert set(range(len(costs))) <= set.union(*tokens)
+        assert sum(map(len, tokens)) == len(set.union(*tokens)) < len(costs) + 8 * ranks
+        if costs is mixed:
+            loads = [sum(int(costs[token]) for token in each if token < len(costs)) for each in tokens]
+            assert max(loads) <= 1.05 * sum(loads) / ranks
 
 
 @pytest.mark.gpu

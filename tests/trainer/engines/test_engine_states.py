@@ -14,6 +14,7 @@ import pytest
 import torch
 from engine_batches import PREFIX, PREFIXED, make_samples
 from engine_ranks import (
+    FSDP2_CP2,
     FSDP2_TP2,
     Teams,
     assert_same,
@@ -38,6 +39,7 @@ ROWS, CALLS = 7, [[0], [3, 1, 2, 4], [6, 5]]
     [
         case({}, id="fsdp2"),
         exhaustive(FSDP2_TP2, id="fsdp2-tp2"),
+        exhaustive(FSDP2_CP2, id="fsdp2-cp2"),
         case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-tp2-sp"),
         exhaustive(megatron({"pipeline_parallel": 2}), id="megatron-pp2"),
     ],

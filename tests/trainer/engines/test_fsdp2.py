@@ -5,9 +5,11 @@ from __future__ import annotations
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_ranks import (
+    FSDP2_CP2,
     FSDP2_TP2,
     Teams,
     assert_fence_tells_of_changes,
@@ -73,12 +75,22 @@ def test_a_connection_that_gloo_loses_when_the_ranks_join_is_made_again_and_no_g
         assert ranks.all("group_timeouts") == [[HANG_S] * 3] * 2
 
 
-@pytest.mark.parametrize(("world", "name"), [(2, "qwen3-moe"), exhaustive(4, "qwen3-tied")])
-def test_steps_over_tensor_parallelism_are_those_of_one_rank_and_shards_are_the_checkpoint_before_and_after(
-    teams: Teams, tmp_path: Path, world: int, name: str
+@pytest.mark.parametrize(
+    ("world", "name", "layout"),
+    [
+        (2, "qwen3-moe", FSDP2_TP2),
+        (2, "qwen3-moe", FSDP2_CP2),
+        exhaustive(4, "qwen3-tied", FSDP2_TP2),
+        exhaustive(4, "qwen3-tied", FSDP2_CP2),
+        exhaustive(4, "deepseek-v3", {"fsdp2": {"context_parallel": 4}}),
+        exhaustive(4, "qwen3-untied", {"fsdp2": {"context_parallel": 2, "tensor_parallel": 2}}),
+    ],
+)
+def test_steps_over_tensor_and_context_parallelism_are_those_of_one_rank_and_shards_are_the_checkpoint_before_and_after(
+    teams: Teams, tmp_path: Path, world: int, name: str, layout: dict[str, Any]
 ) -> None:
-    """A saved state loads without tensor parallelism, too."""
-    assert_steps_are_those_of_one_rank(teams, world, name, tmp_path, **FSDP2_TP2)
+    """A saved state loads without either, too."""
+    assert_steps_are_those_of_one_rank(teams, world, name, tmp_path, **layout)
     ranks = teams.of(world)
     ranks.all("save", directory=tmp_path / "state")
     weights = gathered(ranks)
@@ -87,8 +99,26 @@ def test_steps_over_tensor_parallelism_are_those_of_one_rank_and_shards_are_the_
     assert_same(gathered(ranks), weights)
 
 
+def test_ranks_that_share_tokens_have_no_dropout_and_notice_the_death_of_one_in_the_middle_of_a_pass(
+    teams: Teams,
+) -> None:
+    with teams.new(2) as ranks:
+        ranks.setup("qwen3-tied", **FSDP2_CP2)
+        ranks.all_fail("ConfigError", "trains without dropout", "train_with_dropout", mode=True)
+        ranks.all("train", first=0, count=1)
+        ranks.tell(1, "die_in_gather", number=3)
+        ranks.tell(0, "train", first=1, count=1)
+        answer = ranks.answer(0)
+        assert answer.get("error") in {"PeerLostError", "TransportError"}, answer
+
+
 def test_a_degree_that_does_not_fit_is_refused_before_anything_starts(models: dict[str, Path]) -> None:
-    for ranks, degree, says in ((3, 2, "does not divide"), (8, 8, "num_attention_heads|num_key_value_heads")):
-        config = TrainerConfig(ranks=ranks, fsdp2={"tensor_parallel": degree})
+    for ranks, layout, says in (
+        (3, {"tensor_parallel": 2}, "does not divide"),
+        (8, {"tensor_parallel": 8}, "num_attention_heads|num_key_value_heads"),
+        (6, {"tensor_parallel": 2, "context_parallel": 2}, "tensor_parallel = 2 x trainer.*context_parallel = 2 does"),
+        (2, {"context_parallel": 2, "packing": "off"}, "context_parallel is 2, which needs packed sequences"),
+    ):
+        config = TrainerConfig(ranks=ranks, fsdp2=layout)
         with pytest.raises(ConfigError, match=says):
             Fsdp2Engine.check(config, models["qwen3-tied"])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from engine_ranks import (
     COMPUTED_TOKENS,
+    FSDP2_CP2,
     FSDP2_TP2,
     TRAINER,
     Teams,
@@ -97,7 +98,11 @@ LORA = {"lora": {"rank": 2, "alpha": 4}}
         exhaustive("qwen3-moe", "policy", [megatron({"expert_parallel": 2}), {}, megatron({"pipeline_parallel": 2})]),
         exhaustive("deepseek-v3", "policy", [megatron({**TP_SP, "expert_parallel": 2}), {}]),
         exhaustive("qwen3-critic", "valued", [CRITIC, megatron(TP_SP, **CRITIC), {**FSDP2_TP2, **CRITIC}]),
-        exhaustive("qwen2", "policy", [LORA, megatron({"tensor_parallel": 2}, **LORA), {**FSDP2_TP2, **LORA}]),
+        exhaustive(
+            "qwen2",
+            "policy",
+            [LORA, *({**layout, **LORA} for layout in (megatron({"tensor_parallel": 2}), FSDP2_TP2, FSDP2_CP2))],
+        ),
     ],
 )
 def test_a_saved_run_goes_on_in_another_engine_and_layout_with_the_same_weights_and_moments(

@@ -15,7 +15,7 @@ import peft_oracle
 import pytest
 import torch
 from engine_batches import make_samples
-from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, exhaustive, gathered, megatron, whole
+from engine_ranks import FSDP2_CP2, FSDP2_TP2, Ranks, Teams, assert_same, case, exhaustive, gathered, megatron, whole
 from safetensors.torch import load_file, save_file
 
 from weightlane.ckpt_engines import ConfigError
@@ -37,6 +37,7 @@ SEQUENCES = megatron({"tensor_parallel": 2, "sequence_parallel": True})
 LAYOUTS = [
     case("qwen2", RECOMPUTED, id="fsdp2-2, recomputed"),
     exhaustive("llama-untied", {"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
+    exhaustive("qwen3-tied", {**FSDP2_CP2, **RECOMPUTED}, id="fsdp2-cp2, recomputed"),
     case("qwen2", {**SEQUENCES, **RECOMPUTED}, id="megatron-sp2, recomputed"),
     exhaustive("qwen3-tied", megatron({"pipeline_parallel": 2}), id="megatron-pp2"),
 ]

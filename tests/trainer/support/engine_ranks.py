@@ -43,6 +43,7 @@ TRAINER = {"learning_rate": LEARNING_RATE, "weight_decay": 0.01}
 NEVER_TRAINED = "e_score_correction_bias"
 """How the tensors end that are part of a checkpoint and not of an optimizer; transformers keeps them in float32."""
 FSDP2_TP2 = {"fsdp2": {"tensor_parallel": 2}}
+FSDP2_CP2 = {"fsdp2": {"context_parallel": 2}}
 
 
 def megatron(layout: dict[str, Any], **trainer: Any) -> dict[str, Any]:

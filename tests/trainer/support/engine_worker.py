@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from context_commands import ContextCommands
 from engine_batches import LOSSES, Sample, batch_of, make_batch, make_samples
 from lora_commands import LoraCommands
 from rank_commands import RankCommands, moment_slices
@@ -66,7 +67,7 @@ def _bits(parameter: torch.Tensor) -> torch.Tensor:
     return local.detach().view(torch.int32)
 
 
-class Worker(LoraCommands, RankCommands):
+class Worker(LoraCommands, RankCommands, ContextCommands):
     """The commands."""
 
     def __init__(self, rank: int, world: int, port: int) -> None:

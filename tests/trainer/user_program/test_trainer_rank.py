@@ -10,7 +10,7 @@ import numpy as np
 import peft_oracle
 import pytest
 from engine_batches import make_samples
-from engine_ranks import FSDP2_TP2, Ranks, Teams, assert_same, case, checkpoint, exhaustive, megatron, whole
+from engine_ranks import FSDP2_CP2, FSDP2_TP2, Ranks, Teams, assert_same, case, checkpoint, exhaustive, megatron, whole
 
 from weightlane.trainer.user_program.inputs import ForwardInput
 from weightlane.trainer.user_program.memory import MemoryEstimate
@@ -24,6 +24,7 @@ RECOMPUTED = {"activation_checkpointing": True}
 LAYOUTS = [
     case(RECOMPUTED, id="fsdp2-2, recomputed"),
     exhaustive({"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
+    exhaustive({**FSDP2_CP2, **RECOMPUTED}, id="fsdp2-cp2, recomputed"),
     exhaustive(megatron({}), id="megatron-dp2"),
 ]
 """Settings of two ranks."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from weightlane.ckpt_engines import WeightlaneError
+from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.sync.version.tensor_spec import LocalShard
 
 from ...config import OPTIMIZERS, Head, TrainerConfig
@@ -18,6 +18,7 @@ from ...data.sequences import MicroBatch
 from ...objectives.loss import ModelOutputs, OutputName
 from ..contract import BackwardResult, Fence, ForwardBackward, SequenceOutputs, StatePart
 from ..head import PassQuery
+from ..hf.context_split import split_layout
 from ..hf.export import ExportedModel
 from ..hf.heads import HeadQuery, read_values, replace_head, value_head
 from ..hf.layout import Layout
@@ -55,9 +56,9 @@ class Fsdp2Engine(ProgramEngine):
     """Shards every decoder layer, and the rest of the model, over all ranks with ``fully_shard``.
 
     With tensor parallelism (``TrainerConfig.fsdp2``), neighbouring ranks share every matrix, and ``fully_shard`` shards over the
-    ranks that hold the same part. Master weights and gradients are float32 ``DTensor``s, and moments are what
-    ``trainer.optimizer`` makes them; with ``trainer.lora``, the model's own weights have the half precision of the checkpoint, if
-    it has one. Forward and backward run in
+    ranks that hold the same part. With context parallelism, some of those compute a part of the same micro-batch each. Master
+    weights and gradients are float32 ``DTensor``s, and moments are what ``trainer.optimizer`` makes them; with ``trainer.lora``,
+    the model's own weights have the half precision of the checkpoint, if it has one. Forward and backward run in
     ``TrainerConfig.compute_dtype``.
     """
 
@@ -154,14 +155,14 @@ class Fsdp2Engine(ProgramEngine):
         adapters, batches = [each.adapter for each in passes], [each.call.batch for each in passes]
         found: list[dict[int, SequenceOutputs]] = [{} for _ in passes]
         packed_tokens = [0] * len(passes)
-        limit, (_, data_world) = self.config.micro_batch_tokens, self.data_share
+        limit, copies = self._pass_tokens, self._mesh.data.size()
         with self._collective("the gradients of the other ranks"), self._whole_gradients(*adapters):
             about = {"padded": not self._packs, "share_prefixes": self._shares_here}
             for share in micro_batches_of(batches, self.data_share, limit, self._device, **about):
                 lengths = [len(micro.tokens) for *_, micro in share]
                 layout = self._layout([micro for *_, micro in share])
                 of_tokens = [adapters[number] for number, *_ in share]
-                runs = [(each, count) for each, count in zip(of_tokens, layout.counts, strict=True) if each is not None]
+                runs = [(each, count) for each, count in zip(of_tokens, layout.runs, strict=True) if each is not None]
                 with self._open_adapters().active_runs(runs):
                     joined = self._outputs(layout, needed)
                     losses = []
@@ -176,12 +177,14 @@ class Fsdp2Engine(ProgramEngine):
                         torch.autograd.backward(losses, inputs=own)
                     else:
                         # FSDP averages gradients over the ranks, but their sum is wanted.
-                        torch.autograd.backward([loss * data_world for loss in losses])
+                        torch.autograd.backward([loss * copies for loss in losses])
             totals = [
                 torch.nn.functional.pad(each.sums.as_tensor(), (0, 1), value=count)
                 for each, count in zip(passes, packed_tokens, strict=True)
             ]
             for total in totals:
+                if not self._mesh.first_of_context:
+                    total.zero_()  # ranks that share tokens have equal sums
                 dist.all_reduce(total, group=self._mesh.data.get_group())
         results = []
         for each, total, answered in zip(passes, totals, found, strict=True):
@@ -253,8 +256,7 @@ class Fsdp2Engine(ProgramEngine):
         self._runs = checkpoint_runs(model, checkpoint_tensors(model))
         self._kept = kept_types(model_dir, (run.name for run in self._runs))
         with self._collective("the trainer ranks to shard the model"):
-            split, timeout_s = self.config.fsdp2.tensor_parallel, self.config.collective_timeout_s
-            self._mesh = RankMesh.of(self._device, self.world, split, timeout_s)
+            self._mesh = RankMesh.of(self._device, self.world, self.config.fsdp2, self.config.collective_timeout_s)
             self._mesh.shard(model, decoder_layers(model), self.config, self._compute_dtype)
         self._model = model
 
@@ -278,6 +280,20 @@ class Fsdp2Engine(ProgramEngine):
         require_open(self._model is not None, self._part)
         assert self._model is not None
         return self._model
+
+    def train(self, mode: bool) -> None:
+        """See `TrainingEngine.train`; not with context parallelism, whose ranks draw the same numbers for different tokens."""
+        if mode and self.config.fsdp2.context_parallel > 1:
+            raise ConfigError(
+                "trainer.fsdp2.context_parallel trains without dropout.",
+                part=self._part,
+                hint="Leave out train(True), or set trainer.fsdp2.context_parallel to 1.",
+            )
+        super().train(mode)
+
+    @property
+    def _pass_tokens(self) -> int:
+        return self.config.micro_batch_tokens * self.config.fsdp2.context_parallel
 
     @property
     def data_share(self) -> tuple[int, int]:
@@ -327,14 +343,15 @@ class Fsdp2Engine(ProgramEngine):
 
     def _answer(self, layout: Layout, query: PassQuery) -> dict[str, torch.Tensor]:
         """Run the model on a micro-batch. Returns the outputs in `query` by their names in `ModelOutputs`, and ``logits``."""
-        asked = HeadQuery(query, layout.micro, layout.places)
+        asked = HeadQuery(query, layout.micro, layout.places, layout.context)
         answer: dict[str, torch.Tensor] = self._loaded_model()(asked, **layout.inputs)
         return answer
 
     def _layout(self, parts: Sequence[MicroBatch]) -> Layout:
         """Return the form in which the model computes `parts` of a micro-batch: one, unless it takes packed sequences."""
         if self._packs:
-            return Layout.packed(parts, share=self._shares_here)
+            layout = Layout.packed(parts, share=self._shares_here)
+            return layout if self._mesh.context is None else split_layout(layout, self._mesh.context)
         (micro,) = parts
         return Layout.padded(micro)
 

@@ -15,6 +15,7 @@ import torch
 from weightlane.ckpt_engines import ConfigError
 
 from ...config import TrainerConfig
+from ..hf.context_split import check_context
 from ..hf.heads import causal_head, unused_heads, value_head
 from ..hf.model_dir import half_precision, stored_types
 from ..hf.names import CheckpointRun, checkpoint_runs
@@ -33,7 +34,7 @@ def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
 
     Raises:
         ConfigError: transformers cannot build it, the files hold other weights, it lacks the head that `config` asks for, its
-            matrices cannot be split over the ranks, or it lacks a layer that the adapter of ``trainer.lora`` needs.
+            matrices or tokens cannot be split over the ranks, or it lacks a layer that the adapter of ``trainer.lora`` needs.
     """
     check_mesh(config, model_dir)
     model = model_without_weights(model_dir, config.head)
@@ -44,6 +45,7 @@ def checked_model(config: TrainerConfig, model_dir: Path) -> torch.nn.Module:
     refuse_other_weights(model, model_dir, config.head)
     if config.fsdp2.tensor_parallel > 1:
         parallel_styles(model)
+    check_context(config, model)
     if config.lora is not None:
         check_adapter(model, decoder_layers(model), config.lora)
     return model

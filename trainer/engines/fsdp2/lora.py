@@ -14,6 +14,7 @@ from ..hf.names import CheckpointRun
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.sites import LoraSite, chosen_sites
+from ..rank_collectives import copied, summed
 from .mesh import RankMesh
 
 
@@ -35,7 +36,7 @@ class Fsdp2Adapted:
             if (module := modules[run.name]) in self._linears and run.source == f"{module}.weight"
         }
         tensor = None if mesh.tensor is None else mesh.tensor.get_group()
-        self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.answers)
+        self.groups = LoraGroups(mesh.data.get_group(), tensor, tensor, mesh.first_of_tensor)
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
@@ -85,7 +86,7 @@ class _Beside:
         if self._group is None or not (self._by_rows or self._by_columns):
             return output + pair.added(given)
         low = pair.lowered(given)
-        return output + pair.raised(_copied(low, self._group) if self._by_rows else _summed(low, self._group))
+        return output + pair.raised(copied(low, self._group) if self._by_rows else summed(low, self._group))
 
 
 def _site(name: str, module: torch.nn.Linear) -> LoraSite:
@@ -99,42 +100,3 @@ def _site(name: str, module: torch.nn.Linear) -> LoraSite:
                 size = (rows, columns)[placement.dim] // mesh.size(dimension)
                 held[placement.dim] = (mesh.get_local_rank(dimension) * size, size)
     return LoraSite(name, rows, columns, held[0], held[1])
-
-
-def _copied(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return `tensor`, which is equal on every rank of `group`; its gradient is the sum over the ranks."""
-    copy: torch.Tensor = _Copied.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return copy
-
-
-def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of `tensor` over `group`; each rank's gradient is that of the sum."""
-    total: torch.Tensor = _Summed.apply(tensor, group)  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    return total
-
-
-class _Copied(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = grads[0].contiguous().clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        del ctx
-        total = tensor.contiguous().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        del ctx
-        return grads[0], None

@@ -1,4 +1,4 @@
-"""The mesh of FSDP2 ranks, with or without tensor parallelism: shares of a batch, and the reduction of gradients."""
+"""The mesh of FSDP2 ranks, with or without tensor and context parallelism: shares of a batch, and the reduction of gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 from weightlane.ckpt_engines import ConfigError
 
-from ...config import TrainerConfig
+from ...config import Fsdp2Config, TrainerConfig
+from ..rank_collectives import ContextRanks
 
 _PART = "fsdp2 engine"
 _STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
@@ -31,12 +32,14 @@ _REDUCED = "replicated_with_grad_allreduce"
 
 def check_mesh(config: TrainerConfig, model_dir: Path) -> None:
     """Raise `ConfigError` when the ranks, or the model's heads, cannot be divided as `config` says."""
-    tensor_parallel = config.fsdp2.tensor_parallel
-    if config.ranks % tensor_parallel:
+    tensor_parallel, context_parallel = config.fsdp2.tensor_parallel, config.fsdp2.context_parallel
+    if config.ranks % (tensor_parallel * context_parallel):
+        degrees = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+        named = " x ".join(f"trainer.fsdp2.{name} = {degree}" for name, degree in degrees.items() if degree > 1)
         raise ConfigError(
-            f"trainer.ranks is {config.ranks}, which trainer.fsdp2.tensor_parallel = {tensor_parallel} does not divide.",
+            f"trainer.ranks is {config.ranks}, which {named} does not divide.",
             part=_PART,
-            hint="Each group of tensor_parallel ranks is one data parallel rank.",
+            hint="Each group of tensor_parallel x context_parallel ranks is one data parallel rank.",
         )
     if tensor_parallel == 1:
         return
@@ -53,41 +56,64 @@ def check_mesh(config: TrainerConfig, model_dir: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankMesh:
-    """The trainer ranks: groups of neighbours that share every matrix, and data parallel copies of such a group.
+    """The trainer ranks: neighbours that share every matrix, groups of such that share tokens, and data parallel copies.
 
     Attributes:
-        data: The ranks that hold the same part of every matrix, between which FSDP2 shards.
+        data: The ranks that hold the same part of every matrix, between which FSDP2 shards: those that share tokens are
+            neighbours in it.
         tensor: The ranks that share matrices; None if each rank has full matrices.
+        context: The ranks that share the tokens of a micro-batch; None if each rank has whole ones.
     """
 
     data: DeviceMesh
     tensor: DeviceMesh | None
+    context: ContextRanks | None
 
     @property
     def data_share(self) -> tuple[int, int]:
         """This rank's share of a batch, and the number of shares."""
-        return self.data.get_local_rank(), self.data.size()
+        each = 1 if self.context is None else self.context.count
+        return self.data.get_local_rank() // each, self.data.size() // each
+
+    @property
+    def first_of_tensor(self) -> bool:
+        """Whether this rank is the first of those that share matrices with it."""
+        return self.tensor is None or self.tensor.get_local_rank() == 0
+
+    @property
+    def first_of_context(self) -> bool:
+        """Whether this rank is the first of those that share tokens with it, which all compute the same losses."""
+        return self.context is None or self.context.index == 0
 
     @property
     def answers(self) -> bool:
-        """Whether this rank returns the outputs of its share. Ranks that share matrices compute the same; only one returns it."""
-        return self.tensor is None or self.tensor.get_local_rank() == 0
+        """Whether this rank returns the outputs of its share: of ranks that share matrices or tokens, the first does."""
+        return self.first_of_tensor and self.first_of_context
 
     @classmethod
-    def of(cls, device: torch.device, world: int, tensor_parallel: int, timeout_s: float) -> RankMesh:
+    def of(cls, device: torch.device, world: int, config: Fsdp2Config, timeout_s: float) -> RankMesh:
         """Make the mesh of `world` ranks. Collective; collectives in it fail after `timeout_s` seconds.
 
         Its process groups live as long as torch's own: torch keeps compiled operations by meshes that compare equal, so those of
         a later mesh with the same ranks may use the groups of this one.
         """
-        if tensor_parallel == 1:
-            return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None)
-        ranks = torch.arange(world).view(-1, tensor_parallel)
+        tensor, context = config.tensor_parallel, config.context_parallel
+        ranks = torch.arange(world).view(-1, tensor)
         timeout = timedelta(seconds=timeout_s)  # with `init_device_mesh`, these groups would have torch's half an hour
-        split = dist.new_subgroups_by_enumeration
-        groups = [split(rows.tolist(), timeout=timeout)[0] for rows in (ranks.T, ranks)]  # type: ignore[no-untyped-call]
+
+        def split(rows: torch.Tensor) -> dist.ProcessGroup:
+            group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[no-untyped-call]
+            return group
+
+        sharing = None
+        if context > 1:
+            group = split(ranks.T.reshape(-1, context))
+            sharing = ContextRanks(group, dist.get_rank(group), context)
+        if tensor == 1:
+            return cls(init_device_mesh(device.type, (world,), mesh_dim_names=("fsdp",)), None, sharing)
+        groups = [split(rows) for rows in (ranks.T, ranks)]
         mesh = DeviceMesh.from_group(groups, device.type, mesh=ranks, mesh_dim_names=("fsdp", "tp"))
-        return cls(mesh["fsdp"], mesh["tp"])
+        return cls(mesh["fsdp"], mesh["tp"], sharing)
 
     def shard(
         self, model: torch.nn.Module, layers: Sequence[torch.nn.Module], config: TrainerConfig, dtype: torch.dtype

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from weightlane.ckpt_engines import ConfigError
 
 from ...data.sequences import MicroBatch
 from ..head import LogitTransform, PassQuery
+from ..rank_collectives import ContextRanks
 
 _PROBE = (1e-3, 1e6, 1.0, -3.0, 30.0)
 """Logits that the model transforms in every forward pass. Two of them determine the transform, the others confirm it."""
@@ -25,13 +27,39 @@ class HeadQuery:
     Args:
         query: The outputs.
         micro: The micro-batch.
-        places: int64 [N], where each token of the micro-batch is in the flattened rows of tokens that the model computes.
+        places: int64 [N], where each token of the micro-batch is in the flattened rows of tokens that the model computes; -1 for
+            those that other ranks compute.
+        context: The ranks that share the tokens, if any do.
     """
 
-    __slots__ = ("micro", "places", "query")
+    __slots__ = ("context", "micro", "places", "query")
 
-    def __init__(self, query: PassQuery, micro: MicroBatch, places: torch.Tensor) -> None:
-        self.query, self.micro, self.places = query, micro, places
+    def __init__(
+        self, query: PassQuery, micro: MicroBatch, places: torch.Tensor, context: ContextRanks | None = None
+    ) -> None:
+        self.query, self.micro, self.places, self.context = query, micro, places, context
+
+    def answered(
+        self, compute: Callable[[PassQuery, torch.Tensor], dict[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Return the outputs that `compute` finds for the tokens of this rank, joined with those of the other ranks.
+
+        `compute` takes the request for tokens of this rank, and the places of all of these, whose hidden states may be wanted.
+        """
+        if self.context is None:
+            return compute(self.query, self.places)
+        query, mine = self.query, self.places >= 0
+        wanted = {"rows": query.rows, "logits": query.logit_rows, "hidden": torch.arange(len(mine), device=mine.device)}
+        here = {name: mine[rows].nonzero().squeeze(1) for name, rows in wanted.items() if rows is not None}
+        logit_rows = None if query.logit_rows is None else query.logit_rows[here["logits"]]
+        local = replace(query, rows=query.rows[here["rows"]], logit_rows=logit_rows)
+        found = {}
+        for name, values in compute(local, self.places[mine]).items():
+            of = name if name in here else "rows"
+            rows = wanted[of]
+            assert rows is not None
+            found[name] = self.context.joined(values, here[of], len(rows))
+        return found
 
 
 def causal_head(model: torch.nn.Module) -> torch.nn.Linear:
@@ -131,17 +159,21 @@ class _TokenHead(_Head):
         probe, flat = self._run_model(inputs)
         if self._transform is None:
             self._transform = _transform_of(probe[0, 0].detach(), self._model)
-        query, places, found = asked.query, asked.places, {}
-        if query.hidden:
-            found["hidden"] = flat[places]
-        if query.logit_rows is not None:
-            rows = flat[places[query.logit_rows]]
-            logits = torch.nn.functional.linear(rows, self._head.weight, self._head.bias)
-            found["logits"] = self._transform(logits.float())
-        if query.asks_head:
-            rows, bias = flat[places[query.rows]], self._head.bias
-            found |= query.from_head(rows, self._head.weight, asked.micro, bias=bias, transform=self._transform)
-        return found
+        weight, bias, transform = self._head.weight, self._head.bias, self._transform
+
+        def compute(query: PassQuery, read: torch.Tensor) -> dict[str, torch.Tensor]:
+            places, found = asked.places, {}
+            if query.hidden:
+                found["hidden"] = flat[read]
+            if query.logit_rows is not None:
+                logits = torch.nn.functional.linear(flat[places[query.logit_rows]], weight, bias)
+                found["logits"] = transform(logits.float())
+            if query.asks_head:
+                rows = flat[places[query.rows]]
+                found |= query.from_head(rows, weight, asked.micro, bias=bias, transform=transform)
+            return found
+
+        return asked.answered(compute)
 
 
 class _ValueHead(_Head):
@@ -154,9 +186,12 @@ class _ValueHead(_Head):
 
     def __call__(self, asked: HeadQuery, **inputs: Any) -> dict[str, torch.Tensor]:
         logits, flat = self._run_model(inputs)
-        query, places = asked.query, asked.places
-        found = {"values": logits.flatten()[places[query.rows]]}
-        return {**found, "hidden": flat[places]} if query.hidden else found
+
+        def compute(query: PassQuery, read: torch.Tensor) -> dict[str, torch.Tensor]:
+            found = {"values": logits.flatten()[asked.places[query.rows]]}
+            return {**found, "hidden": flat[read]} if query.hidden else found
+
+        return asked.answered(compute)
 
 
 def _transform_of(probe: torch.Tensor, model: torch.nn.Module) -> LogitTransform:

@@ -12,6 +12,7 @@ import torch
 from ...data.packing import PrefixGroup, shared_prefixes
 from ...data.sequences import MicroBatch
 from ..attention import Bounds, Segments
+from ..rank_collectives import ContextRanks
 from .packed_attention import SEGMENTS
 
 
@@ -22,11 +23,16 @@ class Layout:
     micro: MicroBatch
     """The micro-batch."""
     places: torch.Tensor
-    """int64 [N]: where each of its tokens is in the flattened rows of tokens that the model computes; not all need to differ."""
+    """int64 [N]: where each of its tokens is in the flattened rows of tokens that the model computes; not all need to differ. -1
+    where another rank computes it."""
     inputs: Mapping[str, Any]
     """Arguments of the model."""
     counts: tuple[int, ...]
-    """How many tokens the model computes for each part, without padding."""
+    """How many tokens the model computes for each part, without padding, on all ranks that share them."""
+    runs: tuple[int, ...]
+    """How many consecutive tokens this rank computes for each part."""
+    context: ContextRanks | None = None
+    """The ranks that share the tokens, if any do."""
 
     @classmethod
     def padded(cls, micro: MicroBatch) -> Layout:
@@ -35,7 +41,8 @@ class Layout:
         There is no mask: attention is causal, and no token sees this padding.
         """
         tokens, places = micro.padded()
-        return cls(micro, places, {"input_ids": tokens}, (len(micro.tokens),))
+        counts = (len(micro.tokens),)
+        return cls(micro, places, {"input_ids": tokens}, counts, counts)
 
     @classmethod
     def packed(cls, parts: Sequence[MicroBatch], *, share: bool = False) -> Layout:
@@ -52,7 +59,8 @@ class Layout:
         places = torch.arange(len(micro.tokens), device=micro.tokens.device)
         segments = Segments(list(pairwise(micro.offsets.tolist())), (), places.device)
         inputs = {"input_ids": micro.tokens[None], "position_ids": micro.positions[None], SEGMENTS: segments}
-        return cls(micro, places, inputs, tuple(len(part.tokens) for part in parts))
+        counts = tuple(len(part.tokens) for part in parts)
+        return cls(micro, places, inputs, counts, counts)
 
     @classmethod
     def _shared(cls, micro: MicroBatch, groups: Sequence[Sequence[PrefixGroup]]) -> Layout:
@@ -89,4 +97,4 @@ class Layout:
         tokens, positions = micro.tokens[source], micro.positions[source]
         segments = Segments(bounds, prefixes, device)
         inputs = {"input_ids": tokens[None], "position_ids": positions[None], SEGMENTS: segments}
-        return cls(micro, places.to(device), inputs, tuple(counts))
+        return cls(micro, places.to(device), inputs, tuple(counts), tuple(counts))
