@@ -26,6 +26,7 @@ from engine_ranks import (
 from safetensors.torch import save_file
 from saved_states import saved_tensors
 
+from weightlane.ckpt_engines import ConfigError
 from weightlane.trainer.engines.optimizer_settings import init_optimizer_state
 from weightlane.trainer.engines.registry import training_engine_class
 
@@ -89,6 +90,8 @@ def test_a_layer_that_predicts_further_tokens_is_left_out(teams: Teams, tmp_path
 
 CRITIC = {"head": "value"}
 LORA = {"lora": {"rank": 2, "alpha": 4}}
+LATENT = {"lora": {**LORA["lora"], "targets": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")}}
+EXPERTS = [{"expert_parallel": 2}, {}, {**TP_SP, "expert_parallel": 4}, {**VPP, "expert_parallel": 2}]
 
 
 @pytest.mark.parametrize(
@@ -103,12 +106,15 @@ LORA = {"lora": {"rank": 2, "alpha": 4}}
             "policy",
             [LORA, *({**layout, **LORA} for layout in (megatron({"tensor_parallel": 2}), FSDP2_TP2, FSDP2_CP2))],
         ),
+        exhaustive("deepseek-v3", "policy", [megatron({**TP_SP, "expert_parallel": 2}, **LATENT), LATENT]),
+        exhaustive("deepseek-v3", "policy", [megatron(layout, **LORA) for layout in EXPERTS]),
     ],
 )
 def test_a_saved_run_goes_on_in_another_engine_and_layout_with_the_same_weights_and_moments(
     teams: Teams, tmp_path: Path, name: str, loss: str, layouts: list[dict[str, Any]]
 ) -> None:
-    ranks = teams.of(2)
+    """The adapter of ``trainer.lora`` included, also where it is beside experts, of which FSDP2 refuses it."""
+    ranks = teams.of(4 if layouts[-1].get("megatron", {}).get("expert_parallel") else 2)
     ranks.setup(name, **layouts[0])
     ranks.all("train", first=0, count=2, loss=loss)
     ranks.all("save", directory=tmp_path / "0")
@@ -116,7 +122,7 @@ def test_a_saved_run_goes_on_in_another_engine_and_layout_with_the_same_weights_
     reports = ranks.all("train", first=2, count=2, loss=loss)[0]
     for number, settings in enumerate(layouts[1:]):
         ranks.setup(name, **settings)
-        assert ranks.all("load", directory=tmp_path / str(number)) == [2, 2]
+        assert ranks.all("load", directory=tmp_path / str(number)) == [2] * len(ranks)
         assert_same(gathered(ranks), published)
         ranks.all("save", directory=tmp_path / str(number + 1))
         assert_same(saved_tensors(tmp_path / str(number + 1)), wanted)
@@ -124,6 +130,14 @@ def test_a_saved_run_goes_on_in_another_engine_and_layout_with_the_same_weights_
             both = (mine.keys() | theirs.keys()) - COMPUTED_TOKENS
             assert {key: mine[key] for key in both} == pytest.approx(
                 {key: theirs[key] for key in both}, rel=1e-4, abs=1e-4
+            )
+    if any(".mlp.experts." in key and "|A|" in key for key in wanted):
+        ranks.setup(name, **LORA)
+        says = "is also beside model.layers."
+        ranks.all_fail("ConfigError", says, "load", directory=tmp_path / "0")
+        with pytest.raises(ConfigError, match=says):
+            training_engine_class("fsdp2").export_saved(
+                tmp_path / "0", teams.models[name], tmp_path / "exported", torch.bfloat16
             )
 
 

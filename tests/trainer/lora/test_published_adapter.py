@@ -39,8 +39,9 @@ LAYOUTS = [
     exhaustive(
         megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True), id="megatron-pp2"
     ),
+    exhaustive({**megatron({"expert_parallel": 2}), "model": "qwen3-moe"}, id="megatron-ep2, experts"),
 ]
-"""Settings of two ranks."""
+"""Settings of two ranks, and their model, if it is not `MODEL`."""
 Setup = Callable[..., Ranks]
 
 
@@ -50,7 +51,7 @@ def setup(request: pytest.FixtureRequest, teams: Teams) -> Setup:
 
     def loaded(**trainer: Any) -> Ranks:
         ranks = teams.of(2)
-        ranks.setup(MODEL, **{"lora": LORA, **request.param, **trainer})
+        ranks.setup(**{"model": MODEL, "lora": LORA, **request.param, **trainer})
         return ranks
 
     return loaded
@@ -69,12 +70,14 @@ def state(ranks: Ranks) -> dict[str, torch.Tensor]:
 def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neither_gradients_nor_moments(
     request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path], oracle: Ranks, tmp_path: Path
 ) -> None:
-    ranks, start = setup(), checkpoint(models[MODEL])
+    settings = request.node.callspec.params["setup"]
+    ranks, base = setup(), models[settings.get("model", MODEL)]
+    start = checkpoint(base)
     assert_same(gathered(ranks), start)
     assert ranks.all("base_has_state") == [(False, 0)] * len(ranks)
     ranks.all("train", first=0, count=2)
     ranks.all("export_adapter", directory=tmp_path / "adapter", name="default")
-    (merged,) = oracle.all("merged", model=models[MODEL], adapter=tmp_path / "adapter")
+    (merged,) = oracle.all("merged", model=base, adapter=tmp_path / "adapter")
     trained = gathered(ranks)
     assert trained.keys() == start.keys()
     for name, tensor in trained.items():
@@ -85,8 +88,8 @@ def test_shards_and_exports_are_what_peft_merges_and_the_model_itself_has_neithe
     assert_same(checkpoint(tmp_path / "exported"), trained)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "exported").dtype == torch.float32
     ranks.all("save", directory=tmp_path / "state")
-    engine = training_engine_class(request.node.callspec.params["setup"].get("engine", "fsdp2"))
-    engine.export_saved(tmp_path / "state", models[MODEL], tmp_path / "from state", torch.bfloat16)
+    engine = training_engine_class(settings.get("engine", "fsdp2"))
+    engine.export_saved(tmp_path / "state", base, tmp_path / "from state", torch.bfloat16)
     for name, tensor in checkpoint(tmp_path / "from state").items():
         assert tensor.dtype == torch.bfloat16
         assert torch.allclose(tensor.float(), trained[name].bfloat16().float(), rtol=0.01, atol=1e-6)
@@ -150,9 +153,10 @@ def test_a_base_in_half_precision_stays_so_and_trains_and_publishes_the_bits_tha
 
 
 def test_the_fence_names_exactly_what_changes_and_a_step_that_fails_before_changes_nothing(
-    setup: Setup, models: dict[str, Path]
+    request: pytest.FixtureRequest, setup: Setup, models: dict[str, Path]
 ) -> None:
-    ranks, start = setup(), checkpoint(models[MODEL])
+    start = checkpoint(models[request.node.callspec.params["setup"].get("model", MODEL)])
+    ranks = setup()
     before = state(ranks)
     for report in ranks.all("fence", fail_at=0):
         assert (report["changed"], report["error"], report["step"]) == ([], "WeightlaneError: the fence failed.", 0)

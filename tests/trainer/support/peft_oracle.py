@@ -45,9 +45,11 @@ class Oracle:
         (matrix,) = (parameter for name, parameter in adapted.named_parameters() if "lora_A" in name)
         return float(matrix.abs().max())
 
-    def logprobs(self, model: str, adapter: str | None, rows: int, *, every_token: bool = False) -> dict[int, Any]:
+    def logprobs(
+        self, model: str, adapter: str | None, rows: int, *, every_token: bool = False, fused: bool = False
+    ) -> dict[int, Any]:
         """float64 log-probabilities at each token of a completion, of the token or of every one, by sample."""
-        computed, _ = _adapted(model, adapter)
+        computed, _ = _adapted(model, adapter, fused=fused)
         with torch.no_grad():
             found = [_chosen(computed, sample) for sample in make_samples(0, rows)]
         return {row: each[every_token].numpy() for row, each in enumerate(found)}
@@ -101,15 +103,49 @@ class Oracle:
         return {name: tensor.numpy() for name, tensor in computed.merge_and_unload().state_dict().items()}
 
 
-def _model(path: str, dtype: torch.dtype) -> Any:
+def _model(path: str, dtype: torch.dtype, *, fused: bool = False) -> Any:
+    """transformers' model, unless `fused` with each expert's matrices as linear layers, beside which PEFT puts adapters."""
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, experts_implementation="eager").eval()
+    if fused:
+        return model
+    model.config.model_type = "unfused"  # else PEFT would convert adapters for fused experts
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "experts"):
+            layer.mlp.experts = _Experts(layer.mlp.experts)
+    return model
 
 
-def _adapted(path: str, adapter: str | None) -> tuple[Any, dict[str, torch.Tensor]]:
+class _Experts(torch.nn.ModuleList):
+    """Experts under the names that checkpoints have, computed one after the other."""
+
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        for gate_up, down in zip(fused.gate_up_proj, fused.down_proj, strict=True):
+            gate, up = gate_up.chunk(2)
+            matrices = {"gate_proj": gate, "up_proj": up, "down_proj": down}
+            self.append(torch.nn.ModuleDict({name: _linear(weight) for name, weight in matrices.items()}))
+
+    def forward(self, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Sum the chosen experts' outputs of `hidden` [tokens, width] by `weights` [tokens, choices]."""
+        total = torch.zeros_like(hidden)
+        for number, expert in enumerate(self):
+            inner = torch.nn.functional.silu(expert["gate_proj"](hidden)) * expert["up_proj"](hidden)
+            share = (weights * (chosen == number)).sum(-1, keepdim=True)
+            total = total + share * expert["down_proj"](inner)
+        return total
+
+
+def _linear(weight: torch.Tensor) -> torch.nn.Linear:
+    found = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    found.weight.data.copy_(weight.data)
+    return found
+
+
+def _adapted(path: str, adapter: str | None, *, fused: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
     """The model with an adapter, everything in float64, and the adapter's A and B."""
-    model = _model(path, torch.float64)
+    model = _model(path, torch.float64, fused=fused)
     if adapter is None:
         return model, {}
     from peft import PeftModel

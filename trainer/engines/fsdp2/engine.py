@@ -236,8 +236,9 @@ class Fsdp2Engine(ProgramEngine):
         model = model_without_weights(model_dir, head)
         tensors = checkpoint_tensors(model)
         runs = checkpoint_runs(model, tensors)
-        merged = SavedAdapters.read(state).merged
-        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, merged, directory)
+        adapters = SavedAdapters.read(state)
+        adapters.refuse_layers_beyond({run.source.removesuffix(".weight") for run in runs}, state)
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""

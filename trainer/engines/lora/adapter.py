@@ -32,6 +32,10 @@ class LoraGroups:
     """The ranks that together hold all parts: those of tensor and pipeline parallelism."""
     first_of_tensor: bool
     """Whether this rank is the one that counts, in norms, tensors that every rank of tensor parallelism holds."""
+    expert_data: dist.ProcessGroup | None = None
+    """The ranks that hold the same experts."""
+    expert_model: dist.ProcessGroup | None = None
+    """The ranks that together hold the experts of all layers, each of them once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +114,7 @@ class Adapter:
         self.denominators: LossDenominators | None = None
         """Denominators of the mini-batch whose gradients are being accumulated, if any."""
         own = {"learning_rate": config.learning_rate} if config.learning_rate is not None else {}
-        self._trainer = trainer.model_copy(update=own)
+        self._trainer, self._device = trainer.model_copy(update=own), device
         self.pairs: dict[str, LoraPair] = {}
         for site in sites:
             matrices = {}
@@ -158,20 +162,14 @@ class Adapter:
         for parameter in self.parameters:
             if parameter.grad is None:  # a rank without any sequence
                 parameter.grad = torch.zeros_like(parameter)
-        _add_up(self.parameters, groups.data)
         named = [(pair.site, matrix, each) for pair in self.pairs.values() for matrix, each in pair.matrices.items()]
-        _add_up([parameter for site, matrix, parameter in named if matrix in site.partial], groups.tensor)
-        counted = [
-            parameter.grad
-            for site, matrix, parameter in named
-            if parameter.grad is not None and (groups.first_of_tensor or site.splits(matrix))
-        ]
-        # Squares are float32, so that an exploding gradient becomes infinite; their sum over layers is float64.
-        square = torch.zeros((), dtype=torch.float64, device=self.parameters[0].device)
-        for gradient in counted:
-            square += gradient.square().sum()
-        if groups.model is not None:
-            dist.all_reduce(square, group=groups.model)
+        shared = [entry for entry in named if not entry[0].expert]
+        experts = [parameter for site, _, parameter in named if site.expert]
+        _add_up([parameter for *_, parameter in shared], groups.data)
+        _add_up([parameter for site, matrix, parameter in shared if matrix in site.partial], groups.tensor)
+        _add_up(experts, groups.expert_data)
+        counted = [parameter for site, matrix, parameter in shared if groups.first_of_tensor or site.splits(matrix)]
+        square = _square(counted, groups.model, self._device) + _square(experts, groups.expert_model, self._device)
         if scale != 1.0:
             for parameter in self.parameters:
                 assert parameter.grad is not None
@@ -219,6 +217,20 @@ class Adapter:
                     )
                 piece.data.copy_(whole[piece.box.index])
         self.set_step(step)
+
+
+def _square(
+    parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None, device: torch.device
+) -> torch.Tensor:
+    """Sum the squares of the gradients of `parameters` over `group`, all of whose ranks must call this: float64 []."""
+    square = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter in parameters:
+        assert parameter.grad is not None
+        # Squares are float32, so that an exploding gradient becomes infinite; their sum over layers is float64.
+        square += parameter.grad.square().sum()
+    if group is not None:
+        dist.all_reduce(square, group=group)
+    return square
 
 
 def _add_up(parameters: Sequence[torch.nn.Parameter], group: dist.ProcessGroup | None) -> None:

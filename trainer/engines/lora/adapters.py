@@ -255,6 +255,8 @@ class Adapters:
     def check(self, saved: SavedAdapters, directory: Path) -> None:
         """Raise `ConfigError` unless `saved`, which was read from `directory`, has exactly these adapters."""
         saved.refuse_others({name: adapter.config for name, adapter in self._trained.items()}, self._own, directory)
+        if self._layers is not None:
+            saved.refuse_layers_beyond(self._layers[1], directory)
         for name, adapter in self._trained.items():
             for piece in adapter.slices():
                 whole = saved.tensors.get(f"{name}|{piece.key}")

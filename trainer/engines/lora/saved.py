@@ -6,7 +6,7 @@ Tensors are full, so either engine can read them with any number and layout of r
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -94,6 +94,20 @@ class SavedAdapters:
                 part=PART,
                 hint="Set trainer.lora as it was.",
             )
+
+    def refuse_layers_beyond(self, known: Collection[str], directory: Path) -> None:
+        """Raise `ConfigError` if one of these adapters, read from `directory`, is beside a layer that is not in `known`.
+
+        An engine that has no adapters beside that layer, as `fsdp2` beside experts, would drop what was trained there.
+        """
+        for key in self.tensors:
+            name, module, *_ = key.split("|")
+            if module not in known:
+                raise ConfigError(
+                    f"the adapter {name!r} in {directory} is also beside {module}, beside which this engine has none.",
+                    part=PART,
+                    hint="Use the training engine that saved it.",
+                )
 
     def merged(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Return the full weight `name` with the published adapter added, in float32; as it is without one."""

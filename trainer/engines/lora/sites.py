@@ -39,6 +39,8 @@ class LoraSite:
     """First column of A on this rank, and number of columns."""
     partial: frozenset[str] = frozenset()
     """The `MATRICES` whose gradient must be summed over the ranks of tensor parallelism."""
+    expert: bool = False
+    """Whether it is a layer of one expert, of which other ranks of expert parallelism hold nothing."""
 
     @property
     def target(self) -> str:

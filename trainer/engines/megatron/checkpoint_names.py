@@ -93,6 +93,10 @@ class Coordinates:
     expert_rank: int = 0
     expert_size: int = 1
 
+    def first_expert(self, model: CheckpointShape) -> int:
+        """Return the number of the first expert of each layer on this rank."""
+        return self.expert_rank * (model.experts // self.expert_size)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSlice:
@@ -199,7 +203,7 @@ def _layer_pieces(
         return [_columns(f"{layer}.self_attn.o_proj.weight", shape, at.tensor_rank)]
     expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12]\.weight)", inner)
     if expert:  # tensor parallelism does not split experts
-        number = at.expert_rank * (model.experts // at.expert_size) + int(expert[1])
+        number = at.first_expert(model) + int(expert[1])
         return list(_feed_forward(f"{layer}.mlp.experts.{number}", expert[2], shape, 0))
     dense = re.fullmatch(r"mlp\.(shared_experts\.)?(linear_fc[12]\.weight)", inner)
     if dense:

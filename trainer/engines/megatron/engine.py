@@ -213,8 +213,9 @@ class MegatronEngine(ProgramEngine):
         shapes = checkpoint_shapes(read_model(model_dir, head).shape)
         runs = [CheckpointRun(name, shape, name, 0) for name, shape in shapes.items()]
         tensors = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
-        merged = SavedAdapters.read(state).merged
-        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, merged, directory)
+        adapters = SavedAdapters.read(state)
+        adapters.refuse_layers_beyond([name.removesuffix(".weight") for name in shapes], state)
+        export_saved(state, ExportedModel(model_dir, head, dtype), runs, tensors, adapters.merged, directory)
 
     def close(self) -> None:
         """See `TrainingEngine.close`."""
@@ -287,8 +288,8 @@ class MegatronEngine(ProgramEngine):
 
     def _adapt(self, device: torch.device | None = None) -> None:
         """Prepare the built model for adapters."""
-        split = self.config.megatron.sequence_parallel
-        self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, sequence_parallel=split), device)
+        split, at = self.config.megatron.sequence_parallel, self._coordinates
+        self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, at, sequence_parallel=split), device)
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
         adapters = self._open_adapters().memory_of(part)

@@ -1,7 +1,8 @@
 """Adapters of megatron-core's parallel linear layers, under the names of the Hugging Face layers that these fuse or split.
 
 Each Hugging Face layer has its own A and B: ``linear_qkv`` has three pairs, and ``linear_fc1`` two. The outputs of the B's are
-arranged like the rows of the fused matrix (see `checkpoint_names`). Ranks exchange only tensors of the adapter's rank.
+arranged like the rows of the fused matrix (see `checkpoint_names`). Ranks exchange only tensors of the adapter's rank. Each
+expert's layers have their own, too, on the rank of expert parallelism that has the expert; all tokens of the expert are there.
 """
 
 from __future__ import annotations
@@ -10,26 +11,23 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import (
-    RowParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from weightlane.ckpt_engines import ConfigError
-
 from ...config import LoraConfig
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
 from ..lora.sites import LoraSite, chosen_sites
-from .checkpoint_names import CheckpointShape, checkpoint_shapes
+from .checkpoint_names import CheckpointShape, Coordinates, checkpoint_shapes
 from .weights import unwrapped
 
 
@@ -41,42 +39,44 @@ class _Fused:
     sites: tuple[LoraSite, ...]
     group_rows: tuple[int, ...]
     """Contiguous rows of each of `sites` in the fused matrix. A rank's rows are a sequence of groups, each with these rows."""
-    by_rows: bool
-    """Whether tensor parallelism splits the layer by rows."""
+    cut: _Cut
     sequence_parallel: bool
 
 
-def check_lora(model: CheckpointShape, config: LoraConfig | None = None) -> None:
-    """Raise `ConfigError` for a model that this engine has no adapters for, or not the adapter of `config`."""
-    kind = "experts" if model.experts else "multi-latent attention" if model.latent else ""
-    if kind:
-        raise ConfigError(
-            f"the model has {kind}, beside which the megatron engine has no adapters.",
-            part="megatron engine",
-            hint="Use trainer.engine=fsdp2 for it, or train the weights themselves.",
-        )
-    if config is not None:
-        layers = _linear_layers(model).items()
-        chosen_sites([LoraSite(name, *shape, (0, shape[0]), (0, shape[1])) for name, shape in layers], config)
+_Cut = Literal["rows", "columns", "", "expert"]
+"""How tensor parallelism cuts a layer: by rows, by columns, or not at all.
+
+A layer that is not cut is on every rank, each with its own positions under sequence parallelism, or in an ``expert``.
+"""
+
+
+def check_lora(model: CheckpointShape, config: LoraConfig) -> None:
+    """Raise `ConfigError` for an adapter with a target that the model does not have."""
+    layers = _linear_layers(model).items()
+    chosen_sites([LoraSite(name, *shape, (0, shape[0]), (0, shape[1])) for name, shape in layers], config)
 
 
 class MegatronAdapted:
     """megatron-core's layers on this rank, for `Adapters`. With `sequence_parallel`, activations between them are split."""
 
-    def __init__(self, chunks: Sequence[Any], model: CheckpointShape, *, sequence_parallel: bool) -> None:
+    def __init__(
+        self, chunks: Sequence[Any], model: CheckpointShape, at: Coordinates, *, sequence_parallel: bool
+    ) -> None:
         self._chunks = [unwrapped(chunk) for chunk in chunks]
-        self._model, self._sequence_parallel = model, sequence_parallel
-        self.weights = {f"{name}.weight": (name, 0) for name in _linear_layers(model)}
+        self._model, self._at, self._sequence_parallel = model, at, sequence_parallel
+        self._linears = _linear_layers(model)
+        self.weights = {f"{name}.weight": (name, 0) for name in self._linears}
         self.groups = LoraGroups(
             parallel_state.get_data_parallel_group(),
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_model_parallel_group(),
-            parallel_state.get_tensor_model_parallel_rank() == 0,
+            at.tensor_rank == 0,
+            parallel_state.get_expert_data_parallel_group(),
+            parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         )
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
         """See `AdaptedModel.install`."""
-        check_lora(self._model)
         layers = [
             fused for chunk in self._chunks for layer in chunk.decoder.layers for fused in self._fused_layers(layer)
         ]
@@ -85,34 +85,60 @@ class MegatronAdapted:
         for chunk in self._chunks:
             if chunk.pre_process:
                 chunk.embedding.register_forward_hook(_ask_for_gradient)
-        return [site for fused in layers for site in fused.sites], _linear_layers(self._model)
+        return [site for fused in layers for site in fused.sites], self._linears
 
     def _fused_layers(self, layer: Any) -> Iterator[_Fused]:
         """Yield the linear layers of one decoder layer."""
         model, prefix = self._model, f"model.layers.{layer.layer_number - 1}"
-        size = parallel_state.get_tensor_model_parallel_world_size()
-        queries_keys_values = (model.queries, model.head_dim, model.head_dim)
-        half = model.intermediate // size
-        attention, feed_forward = layer.self_attention, layer.mlp
-        for linear, names, group_rows in (
-            (attention.linear_qkv, ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), queries_keys_values),
-            (attention.linear_proj, ("self_attn.o_proj",), (model.hidden,)),
-            (feed_forward.linear_fc1, ("mlp.gate_proj", "mlp.up_proj"), (half, half)),
-            (feed_forward.linear_fc2, ("mlp.down_proj",), (model.hidden,)),
-        ):
-            by_rows = not isinstance(linear, RowParallelLinear)
-            sites = tuple(self._site(f"{prefix}.{name}", by_rows=by_rows) for name in names)
-            yield _Fused(linear, sites, group_rows, by_rows, self._sequence_parallel)
+        yield from self._attention(layer.self_attention, f"{prefix}.self_attn")
+        if not model.has_experts(layer.layer_number - 1):
+            yield from self._feed_forward(layer.mlp, f"{prefix}.mlp", model.intermediate)
+            return
+        for local, expert in enumerate(layer.mlp.experts.local_experts):
+            number = self._at.first_expert(model) + local
+            yield from self._feed_forward(expert, f"{prefix}.mlp.experts.{number}", model.expert_intermediate, "expert")
+        if model.shared_intermediate:
+            shared = layer.mlp.shared_experts
+            yield from self._feed_forward(shared, f"{prefix}.mlp.shared_experts", model.shared_intermediate)
 
-    def _site(self, module: str, *, by_rows: bool) -> LoraSite:
-        rank = parallel_state.get_tensor_model_parallel_rank()
-        rows, columns = checkpoint_shapes(self._model)[f"{module}.weight"]
-        split = (rows if by_rows else columns) // parallel_state.get_tensor_model_parallel_world_size()
-        part = (rank * split, split)
-        held_rows, held_columns = (part, (0, columns)) if by_rows else ((0, rows), part)
-        # Each rank of sequence parallelism has the gradient of its own positions only.
-        partial = frozenset("A" if by_rows else "B") if self._sequence_parallel else frozenset[str]()
-        return LoraSite(module, rows, columns, held_rows, held_columns, partial)
+    def _attention(self, attention: Any, prefix: str) -> Iterator[_Fused]:
+        model = self._model
+        if model.latent is None:
+            names = [f"{prefix}.{name}" for name in ("q_proj", "k_proj", "v_proj")]
+            yield self._fused(attention.linear_qkv, names, (model.queries, model.head_dim, model.head_dim), "rows")
+        else:
+            projections: dict[str, tuple[str, _Cut]] = (
+                {"q_a_proj": ("linear_q_down_proj", ""), "q_b_proj": ("linear_q_up_proj", "rows")}
+                if model.latent.query_rank
+                else {"q_proj": ("linear_q_proj", "rows")}
+            )
+            projections |= {
+                "kv_a_proj_with_mqa": ("linear_kv_down_proj", ""),
+                "kv_b_proj": ("linear_kv_up_proj", "rows"),
+            }
+            for name, (linear, cut) in projections.items():
+                yield self._fused(getattr(attention, linear), [f"{prefix}.{name}"], (), cut)
+        yield self._fused(attention.linear_proj, [f"{prefix}.o_proj"], (), "columns")
+
+    def _feed_forward(self, mlp: Any, prefix: str, intermediate: int, kind: _Cut = "") -> Iterator[_Fused]:
+        half = intermediate if kind else intermediate // parallel_state.get_tensor_model_parallel_world_size()
+        both = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
+        yield self._fused(mlp.linear_fc1, both, (half, half), kind or "rows")
+        yield self._fused(mlp.linear_fc2, [f"{prefix}.down_proj"], (), kind or "columns")
+
+    def _fused(self, linear: Any, names: Sequence[str], group_rows: tuple[int, ...], cut: _Cut) -> _Fused:
+        """Describe a layer; empty `group_rows` for one that fuses nothing."""
+        sites = tuple(self._site(name, cut) for name in names)
+        return _Fused(linear, sites, group_rows or (sites[0].held_rows[1],), cut, self._sequence_parallel)
+
+    def _site(self, module: str, cut: _Cut) -> LoraSite:
+        rows, columns = self._linears[module]
+        split = (rows if cut == "rows" else columns) // parallel_state.get_tensor_model_parallel_world_size()
+        part = (self._at.tensor_rank * split, split)
+        held_rows, held_columns = part if cut == "rows" else (0, rows), part if cut == "columns" else (0, columns)
+        # Each rank of sequence parallelism has the gradient of its own positions only. An expert's rank has that of all.
+        positions = {"rows": "A", "columns": "B", "": "AB", "expert": ""}[cut] if self._sequence_parallel else ""
+        return LoraSite(module, rows, columns, held_rows, held_columns, frozenset(positions), cut == "expert")
 
 
 @contextmanager
@@ -129,8 +155,11 @@ def frozen(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 def _linear_layers(model: CheckpointShape) -> dict[str, tuple[int, int]]:
-    """Return rows and columns of the linear layers in all decoder layers of the model, by name, in the checkpoint's order."""
-    inner = re.compile(r"model\.layers\.\d+\.\w+\.\w+_proj\.weight")
+    """Return rows and columns of the linear layers in all decoder layers of the model, by name, in the checkpoint's order.
+
+    The router is none of them, as in transformers.
+    """
+    inner = re.compile(r"model\.layers\.\d+\..+_(proj|mqa)\.weight")
     shapes = checkpoint_shapes(model).items()
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes if inner.fullmatch(name)}
 
@@ -147,7 +176,7 @@ def _ask_for_gradient(module: Any, arguments: Any, output: torch.Tensor) -> None
 
 def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
     """Return the hook that adds the adapters' output to that of a linear layer, which is a tensor and a bias."""
-    add = _by_rows if fused.by_rows else _by_columns
+    add = _by_columns if fused.cut == "columns" else _by_rows
 
     def hook(module: Any, arguments: Any, output: Any) -> Any:
         del module
@@ -161,16 +190,18 @@ def _beside(fused: _Fused, pair_of: PairOf) -> Callable[[Any, Any, Any], Any]:
 
 
 def _by_rows(fused: _Fused, pairs: Sequence[LayerPair | None], given: torch.Tensor) -> torch.Tensor:
-    """Compute the adapters' output for a column parallel layer: [..., this rank's rows], from [..., columns].
+    """Compute the adapters' output for a column parallel or uncut layer: [..., this rank's rows], from [..., columns].
 
     With sequence parallelism, the input is this rank's part of the sequence.
     """
     low = torch.cat([pair.lowered(given) for pair in pairs if pair is not None], dim=-1)
-    if fused.sequence_parallel:
+    if fused.cut != "rows":
+        pass  # the input is all that this rank's rows are computed from
+    elif fused.sequence_parallel:
         low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True)
     else:
         low = copy_to_tensor_model_parallel_region(low)
-    lows = iter(low.split([pair.width for pair in pairs if pair is not None], dim=-1))
+    lows = iter(torch.split(low, [pair.width for pair in pairs if pair is not None], dim=-1))
     groups = fused.sites[0].held_rows[1] // fused.group_rows[0]
     parts = []
     for pair, rows in zip(pairs, fused.group_rows, strict=True):
