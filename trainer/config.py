@@ -76,7 +76,8 @@ class MegatronConfig(Section):
     )
     distributed_optimizer: bool = Field(
         default=False,
-        description="Split master weights and AdamW's moments over the data parallel ranks instead of repeating them.",
+        description="Split master weights and AdamW's moments over the data parallel ranks instead of repeating them; of"
+        " adapters, the moments.",
     )
 
 

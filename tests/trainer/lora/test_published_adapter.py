@@ -33,13 +33,14 @@ MODEL = "qwen3-tied"
 TARGETS = ("q_proj", "k_proj", "o_proj", "up_proj", "down_proj")
 LORA = {"rank": 3, "alpha": 4, "targets": TARGETS, "learning_rate": 0.02}
 ALONE = {**LORA, "publish": "adapter"}
+EXPERTS = {"expert_parallel": 2, "distributed_optimizer": True}
 LAYOUTS = [
     exhaustive({}, id="fsdp2-2"),
     case(megatron({"tensor_parallel": 2, "sequence_parallel": True}), id="megatron-sp2"),
     exhaustive(
         megatron({"pipeline_parallel": 2}, compute_dtype="bfloat16", activation_checkpointing=True), id="megatron-pp2"
     ),
-    exhaustive({**megatron({"expert_parallel": 2}), "model": "qwen3-moe"}, id="megatron-ep2, experts"),
+    exhaustive({**megatron(EXPERTS), "model": "qwen3-moe"}, id="megatron-ep2, experts, distributed optimizer"),
 ]
 """Settings of two ranks, and their model, if it is not `MODEL`."""
 Setup = Callable[..., Ranks]
@@ -200,6 +201,38 @@ def test_a_saved_run_continues_bit_for_bit_with_all_its_adapters_and_storage_nev
         for mine, theirs in zip(found[1:], expected[1:], strict=True):
             assert_same(mine, theirs)
         assert again == "a fresh one" or ranks.all("addresses") == addresses
+
+
+@pytest.mark.parametrize(
+    ("model", "world", "settings", "share"),
+    [
+        case(MODEL, 2, megatron({"distributed_optimizer": True}), 0.5, id="dp2"),
+        exhaustive("deepseek-v3", 4, megatron(EXPERTS), 0.5, id="experts, dp4, ep2"),
+    ],
+)
+def test_divided_moments_give_the_bits_of_whole_ones_and_a_state_goes_on_with_either(
+    teams: Teams, tmp_path: Path, model: str, world: int, settings: dict[str, Any], share: float
+) -> None:
+    ranks, lora = teams.of(world), {"rank": 3, "learning_rate": 0.02}
+    whole_moments = megatron({**settings["megatron"], "distributed_optimizer": False})
+    found = []
+    for layout, other in ((whole_moments, settings), (settings, whole_moments)):
+        ranks.setup(model, lora=lora, **layout)
+        held = sum(ranks.all("moment_bytes"))
+        steps = [ranks.all("train", first=0, count=2)]
+        directory = tmp_path / str(len(found))
+        ranks.all("save", directory=directory)
+        steps.append(ranks.all("train", first=2, count=1))
+        found.append((steps, held, gathered(ranks), state(ranks), load_file(directory / "adapters.safetensors")))
+        ranks.setup(model, lora=lora, **other)
+        assert ranks.all("load", directory=directory) == [2] * world
+        assert ranks.all("train", first=2, count=1) == steps[1]
+        assert_same(state(ranks), found[-1][3])
+    (steps, held, *tensors), (divided_steps, divided, *divided_tensors) = found
+    assert divided_steps == steps
+    assert 0 < divided <= 1.1 * share * held
+    for mine, theirs in zip(divided_tensors, tensors, strict=True):
+        assert_same(mine, theirs)
 
 
 def test_a_state_loads_in_another_layout_with_moments_and_is_refused_where_adapters_differ(

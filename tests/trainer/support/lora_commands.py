@@ -92,6 +92,10 @@ class LoraCommands:
         storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in held}
         return sum(storages.values())
 
+    def moment_bytes(self) -> int:
+        """Bytes of the moments on this rank."""
+        return sum(each.untyped_storage().nbytes() for each in self._engine._memory_of("optimizer") if each.ndim)
+
     def base_has_state(self) -> tuple[bool, int]:
         """Whether any of the model's own weights asks for gradients, and how many moments of theirs there are."""
         engine = self._engine

@@ -36,6 +36,8 @@ class LoraGroups:
     """The ranks that hold the same experts."""
     expert_model: dist.ProcessGroup | None = None
     """The ranks that together hold the experts of all layers, each of them once."""
+    divide_moments: bool = False
+    """Whether AdamW's moments are divided among the ranks that hold the same parts, instead of repeated on each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +96,7 @@ class Adapter:
     """This rank's A and B of every adapted layer, as float32 parameters, with their optimizer if the adapter is trained.
 
     `values` are the full A and B of every layer by ``module|A`` and ``module|B``; None for initial values. `trainer` has AdamW's
-    settings.
+    settings. Without `groups` every rank has the moments of all that it holds.
     """
 
     def __init__(
@@ -107,6 +109,7 @@ class Adapter:
         device: torch.device,
         *,
         trained: bool = True,
+        groups: LoraGroups | None = None,
     ) -> None:
         self.name, self.config, self.trained = name, config, trained
         self.step = 0
@@ -128,11 +131,32 @@ class Adapter:
             self.pairs[site.module] = LoraPair(site, matrices, config.scale)
         self.parameters = [parameter for pair in self.pairs.values() for parameter in pair.matrices.values()]
         self._state: Mapping[torch.Tensor, dict[str, torch.Tensor]] = {}
-        """AdamW's moments and steps of each parameter."""
+        """AdamW's moments and steps of each parameter that this rank steps."""
+        self._divided = [] if groups is None or not groups.divide_moments or not trained else self._divide(groups)
         if trained:
-            self._optimizer = torch.optim.AdamW(self.parameters, fused=True)
+            stepped = [part for group, parts in self._divided for part in parts[dist.get_rank(group)]]
+            # torch refuses an empty list, which a rank may have, but not a group of none.
+            self._optimizer = torch.optim.AdamW([{"params": stepped if self._divided else self.parameters}], fused=True)
             init_optimizer_state(self._optimizer)
             self._state = self._optimizer.state
+
+    def _divide(self, groups: LoraGroups) -> list[tuple[dist.ProcessGroup, list[list[torch.nn.Parameter]]]]:
+        """Return, for each group of ranks that hold the same parameters, those that each of its ranks steps.
+
+        Whole matrices, the largest first, each to the rank that has least so far. The ranks agree without communication.
+        """
+        found = []
+        for group, expert in ((groups.data, False), (groups.expert_data, True)):
+            if group is None:
+                continue
+            parts: list[list[torch.nn.Parameter]] = [[] for _ in range(dist.get_world_size(group))]
+            held = [
+                each for pair in self.pairs.values() if pair.site.expert is expert for each in pair.matrices.values()
+            ]
+            for parameter in sorted(held, key=torch.Tensor.numel, reverse=True):
+                min(parts, key=lambda part: sum(each.numel() for each in part)).append(parameter)
+            found.append((group, parts))
+        return found
 
     def slices(self) -> Iterator[AdapterSlice]:
         """Yield this rank's parts of all tensors of the adapter, moments included if it has any."""
@@ -194,6 +218,25 @@ class Adapter:
             self.step += 1
         finally:
             self.clear_gradients()
+
+    @torch.no_grad()
+    def share_steps(self) -> None:
+        """Give the other ranks what this one stepped, and take what they did, where moments are divided. Collective."""
+        for group, parts in self._divided:
+            longest = max(sum(each.numel() for each in part) for part in parts)
+            if len(parts) == 1 or not longest:
+                continue
+            stepped = [parameter.flatten() for parameter in parts[dist.get_rank(group)]]
+            mine = torch.zeros(longest, device=self._device)
+            if stepped:
+                flat = torch.cat(stepped)
+                mine[: len(flat)] = flat
+            theirs = [torch.empty_like(mine) for _ in parts]
+            dist.all_gather(theirs, mine, group=group)
+            for flat, part in zip(theirs, parts, strict=True):
+                sizes = [each.numel() for each in part]
+                for parameter, values in zip(part, torch.split(flat[: sum(sizes)], sizes), strict=True):
+                    parameter.copy_(values.view_as(parameter))
 
     def set_step(self, step: int) -> None:
         """Set the step count of the adapter and of its loaded moments."""

@@ -116,7 +116,8 @@ class Adapters:
             self._layers = self._model.install(self._pair)
         sites = chosen_sites(self._layers[0], config)
         values = None if source is None else read_peft(source, config, sites, self._layers[1])
-        return Adapter(name, config, self._trainer, sites, values, self._device, trained=trained)
+        groups = self._model.groups
+        return Adapter(name, config, self._trainer, sites, values, self._device, trained=trained, groups=groups)
 
     def keep(self, adapter: Adapter) -> None:
         """Add `adapter` to these, or replace the one of its name."""
@@ -233,6 +234,12 @@ class Adapters:
     def complete_gradients(self, adapter: Adapter, scale: float = 1.0) -> float:
         """See `Adapter.complete_gradients`."""
         return adapter.complete_gradients(self._model.groups, scale)
+
+    def complete_step(self, adapter: Adapter) -> None:
+        """Share a step's results among the ranks, and recompute the merged weights if they have this adapter. Collective."""
+        adapter.share_steps()
+        if self.published_names(adapter):
+            self.refresh()
 
     def refresh(self) -> None:
         """Recompute the merged weights, if there are any, after the adapter or the model's weights changed."""

@@ -330,8 +330,8 @@ class AdaptedEngine(TorchEngine, AdapterEngine):
                 self._torn = True
 
             adapter.change(norms[adapter.name], about_to_change, params)
-            if published:
-                adapters.refresh()
+            with self._collective("the adapters of the other ranks"):
+                adapters.complete_step(adapter)
             self._torn = False
 
     def _saved_adapters(self, directory: Path) -> SavedAdapters:

@@ -288,8 +288,8 @@ class MegatronEngine(ProgramEngine):
 
     def _adapt(self, device: torch.device | None = None) -> None:
         """Prepare the built model for adapters."""
-        split, at = self.config.megatron.sequence_parallel, self._coordinates
-        self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, at, sequence_parallel=split), device)
+        where = self._coordinates, self.config.megatron
+        self._make_adapters(MegatronAdapted(self._chunks, self._facts.shape, *where), device)
 
     def _memory_of(self, part: StatePart) -> Iterable[torch.Tensor]:
         adapters = self._open_adapters().memory_of(part)

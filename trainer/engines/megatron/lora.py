@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
 )
 
-from ...config import LoraConfig
+from ...config import LoraConfig, MegatronConfig
 from ..lora.adapter import LoraGroups
 from ..lora.adapters import PairOf
 from ..lora.joint import LayerPair
@@ -57,13 +57,11 @@ def check_lora(model: CheckpointShape, config: LoraConfig) -> None:
 
 
 class MegatronAdapted:
-    """megatron-core's layers on this rank, for `Adapters`. With `sequence_parallel`, activations between them are split."""
+    """megatron-core's layers on this rank, for `Adapters`."""
 
-    def __init__(
-        self, chunks: Sequence[Any], model: CheckpointShape, at: Coordinates, *, sequence_parallel: bool
-    ) -> None:
+    def __init__(self, chunks: Sequence[Any], model: CheckpointShape, at: Coordinates, layout: MegatronConfig) -> None:
         self._chunks = [unwrapped(chunk) for chunk in chunks]
-        self._model, self._at, self._sequence_parallel = model, at, sequence_parallel
+        self._model, self._at, self._sequence_parallel = model, at, layout.sequence_parallel
         self._linears = _linear_layers(model)
         self.weights = {f"{name}.weight": (name, 0) for name in self._linears}
         self.groups = LoraGroups(
@@ -73,6 +71,7 @@ class MegatronAdapted:
             at.tensor_rank == 0,
             parallel_state.get_expert_data_parallel_group(),
             parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
+            layout.distributed_optimizer,
         )
 
     def install(self, pair_of: PairOf) -> tuple[list[LoraSite], dict[str, tuple[int, int]]]:
