@@ -81,7 +81,7 @@ class RunHooks:
 
         Of the groups whose turn came since the previous step: ``groups_drawn``, ``groups_without_signal`` (equal rewards), of
         these ``groups_all_right`` and ``groups_all_wrong``, ``groups_refilled`` (replaced by others), ``completions_drawn``,
-        ``reward_drawn`` (mean), ``overlong_completions`` (cut off at their greatest length).
+        ``successes_drawn`` (rewards above 0), ``reward_drawn`` (mean), ``overlong_completions`` (cut off at max_new_tokens).
 
         Since the start of the run: ``tokens_per_s`` (generated), ``dropped_groups``, ``failed_items``, ``length_ratio`` (mean
         length of trained completions over that of drawn ones), ``overlap_share``.

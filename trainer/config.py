@@ -285,6 +285,19 @@ class DataConfig(TextDataConfig):
         " only one. They go through the tokenizer's chat template; without, prompts are sent as they stand.",
     )
     answer_key: str = Field(default="answer", min_length=1, description="Key of the reference answer in each line.")
+    group_size_key: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Key of a line's own number of completions, at least 2, in the place of algorithm.group_size, which holds for"
+        " lines without it; none: no line has its own.",
+    )
+    curriculum: Literal["off", "success_rate"] = Field(
+        default="off",
+        description="success_rate: after each task was drawn once, those that are solved half the time are drawn ten times as"
+        " often as those that are always or never solved: with the weight max(0.1, 4 p (1 - p)), where p is the success rate of a"
+        " task's latest group. A completion succeeds if its reward is above 0. Rewards then say less about the data: the bias"
+        " is printed at the end.",
+    )
 
     @property
     def heldout_sets(self) -> dict[str, Path]:

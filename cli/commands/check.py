@@ -45,8 +45,11 @@ def check_run(path: Path, overrides: Sequence[str], *, resume: bool = False) -> 
         }
     ready = prepare(path, overrides, resume=resume)
     algorithm = ready.config.algorithm
+    sizes = [task.group_size or algorithm.group_size for task in ready.train_tasks]
+    least, most = min(sizes), max(sizes)
+    size = f"{least}" if least == most else f"{least} to {most}"
     return _cluster(ready.config, ready.model) | {
-        "training": f"{ready.config.loop.steps} batches of {algorithm.prompts_per_step} x {algorithm.group_size} completions,"
+        "training": f"{ready.config.loop.steps} batches of {algorithm.prompts_per_step} x {size} completions,"
         f" {algorithm.updates_per_batch} optimizer steps each"
     }
 

@@ -122,6 +122,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             seed=config.run.seed,
             concurrency=config.rollout.concurrency,
             resume=state,
+            curriculum=config.data.curriculum != "off",
         )
         summary = await loop.run()
         if not summary.replicas_lost:

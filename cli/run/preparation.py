@@ -77,6 +77,7 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     tokenizer = HfTokenizer(model.path, begins=config.data.special_tokens and not config.data.chat)
     train_tasks, heldout_tasks = load_splits(config.data, tokenizer.as_chat)
     _refuse_long_prompts(config, tokenizer, train_tasks)
+    _refuse_large_groups(config, train_tasks)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
     objective = Objective(policy_objective(config.algorithm), own_modules)
@@ -94,6 +95,18 @@ def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Seque
             f"every prompt of {config.data.train} has more than {most} tokens, which are left for it.",
             part="data",
             hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
+        )
+
+
+def _refuse_large_groups(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Raise `ConfigError` if a task's group is larger than what a replica generates at once."""
+    largest = max(tasks, key=lambda task: task.group_size)
+    if largest.group_size > config.rollout.concurrency:
+        raise ConfigError(
+            f"{largest.place}: {config.data.group_size_key!r} is {largest.group_size}, and rollout.concurrency is"
+            f" {config.rollout.concurrency}.",
+            part="data",
+            hint="A replica generates whole groups. Raise rollout.concurrency.",
         )
 
 

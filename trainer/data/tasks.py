@@ -6,7 +6,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -18,6 +18,8 @@ from .conversations import check_messages, shown, template_options
 from .json_lines import json_lines
 
 _PART = "data"
+_FEWEST = 2
+"""Fewest completions of a group."""
 
 
 class HasContent(Protocol):
@@ -42,6 +44,8 @@ class Task:
     """Every other key of the line."""
     place: str = field(default="", compare=False)
     """File and line, for messages."""
+    group_size: int = 0
+    """Number of completions of a group of it; 0: ``algorithm.group_size``."""
 
     def as_mapping(self) -> dict[str, Any]:
         """Return the task as a reward function gets it: ``prompt``, ``answer`` and every other key of the line."""
@@ -61,7 +65,8 @@ class Task:
     def from_plain(cls, plain: Mapping[str, Any]) -> Task:
         """Make a task from the data of `to_plain`. Raises `ConfigError` for anything else."""
         try:
-            return cls(str(plain["prompt"]), plain["answer"], dict(plain["extra"]), str(plain["place"]))
+            own = int(plain.get("group_size", 0))
+            return cls(str(plain["prompt"]), plain["answer"], dict(plain["extra"]), str(plain["place"]), own)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"a saved task is damaged: {error!r}.", part=_PART) from None
 
@@ -71,9 +76,15 @@ AsChat = Callable[..., str]
 
 
 def load_tasks(
-    path: Path, prompt_key: str = "prompt", answer_key: str = "answer", as_chat: AsChat | None = None
+    path: Path,
+    prompt_key: str = "prompt",
+    answer_key: str = "answer",
+    as_chat: AsChat | None = None,
+    group_size_key: str | None = None,
 ) -> list[Task]:
     """Read one task per non-blank line. With `as_chat` prompts are conversations; `Task.extra` has their ``messages``.
+
+    A line's value of `group_size_key`, if it has one, is the size of its groups.
 
     Raises `ConfigError` naming file and line for a line that is not a JSON object, lacks a key, or whose prompt is not a
     non-empty string; and for a file that is missing, unreadable or without tasks.
@@ -81,7 +92,16 @@ def load_tasks(
     lines = json_lines(path, holds="task", setting="data.train and data.heldout")
     if prompt_key == answer_key:
         raise ConfigError(f"data.prompt_key and data.answer_key are both {prompt_key!r}.", part=_PART)
-    return [_task(data, where, prompt_key, answer_key, as_chat) for where, data in lines]
+    if group_size_key in (prompt_key, answer_key):
+        raise ConfigError(
+            f"data.group_size_key is {group_size_key!r}, the key of the prompt or the answer.", part=_PART
+        )
+    return [
+        replace(
+            _task(data, where, prompt_key, answer_key, as_chat), group_size=_group_size(data, where, group_size_key)
+        )
+        for where, data in lines
+    ]
 
 
 def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], dict[str, list[Task]]]:
@@ -90,11 +110,12 @@ def load_splits(config: DataConfig, as_chat: AsChat) -> tuple[list[Task], dict[s
     `as_chat` is for prompts that are conversations.
     """
     chat = as_chat if config.chat else None
-    train = load_tasks(config.train, config.prompt_key, config.answer_key, chat)
+    keys = (config.prompt_key, config.answer_key, chat, config.group_size_key)
+    train = load_tasks(config.train, *keys)
     trained = {task.prompt for task in train}
     heldout: dict[str, list[Task]] = {}
     for name, path in config.heldout_sets.items():
-        heldout[name] = load_tasks(path, config.prompt_key, config.answer_key, chat)
+        heldout[name] = load_tasks(path, *keys)
         shared = sorted(trained.intersection(task.prompt for task in heldout[name]))
         if shared:
             raise ConfigError(
@@ -124,6 +145,19 @@ def _task(data: dict[str, Any], where: str, prompt_key: str, answer_key: str, as
     return Task(prompt, data.pop(answer_key), data, where)
 
 
+def _group_size(data: Mapping[str, Any], where: str, key: str | None) -> int:
+    size = data.get(key) if key is not None else None
+    if size is None:
+        return 0
+    if isinstance(size, bool) or not isinstance(size, int) or size < _FEWEST:
+        raise ConfigError(
+            f"{where}: {key!r} is {size!r}.",
+            part=_PART,
+            hint=f"data.group_size_key names a whole number of {_FEWEST} or more: completions whose rewards are compared.",
+        )
+    return size
+
+
 class TaskStream(Generic[_T]):
     """An endless stream of at least one task or other item, reshuffled in every epoch; the same seed gives the same stream."""
 
@@ -149,6 +183,9 @@ class TaskStream(Generic[_T]):
     def take(self, count: int) -> list[_T]:
         """Return the next `count` tasks."""
         return [next(self) for _ in range(count)]
+
+    def judged(self, task: _T, rewards: Sequence[float]) -> None:
+        """Note the rewards of a task's completions; the order of this stream does not depend on them."""
 
     def state(self) -> dict[str, Any]:
         """Return the position of the stream, as JSON-representable data for `restore`."""

@@ -28,6 +28,7 @@ from .overlap import OverlapClock
 from .prompt_group import PromptGroup, staleness, to_batch, version_runs
 from .protocols import LoopParts, LoopState, Rollout
 from .rollout_feeder import Lengths, RolloutFeeder
+from .sampling.curriculum import Curriculum
 from .sampling.staleness_budget import StalenessBudget
 from .sampling.tally import SampleTally
 from .summary import RunSummary
@@ -44,6 +45,7 @@ class AsyncLoop:
     """One run, from its first published version to its last evaluation.
 
     `concurrency` is the number of requests in flight per replica. With `resume`, the trainers must have loaded their state.
+    With `curriculum`, tasks are drawn by their success rates.
     """
 
     def __init__(
@@ -55,15 +57,18 @@ class AsyncLoop:
         seed: int,
         concurrency: int,
         resume: LoopState | None = None,
+        curriculum: bool = False,
     ) -> None:
         self._parts = parts
         self._config = config
         self._algorithm = algorithm
         self._step = resume.step if resume else 0
         self._clock = OverlapClock()
-        self._stream = TaskStream(parts.train_tasks, seed)
+        stream: type[TaskStream[Task]] = Curriculum if curriculum else TaskStream
+        self._stream = stream(parts.train_tasks, seed)
         self._fleet = Fleet(parts, on_ready=self._on_ready, on_change=self._on_change)
-        self._failures = Failures(config.max_failed_share, parts.hooks, algorithm.group_size)
+        largest = max(algorithm.group_size, *(task.group_size for task in parts.train_tasks))
+        self._failures = Failures(config.max_failed_share, parts.hooks, largest)
         self._feeder = RolloutFeeder(
             parts,
             self._fleet,
@@ -73,7 +78,7 @@ class AsyncLoop:
             late=config.late_groups,
             clock=self._clock,
             failures=self._failures,
-            groups_per_replica=concurrency // algorithm.group_size,
+            concurrency=concurrency,
         )
         if resume:
             self._stream.restore(resume.stream, may_change=True)  # the caller has checked the data
@@ -168,6 +173,8 @@ class AsyncLoop:
                 summary.recomputed_tokens += stats.recomputed_tokens
         summary.replicas_lost, summary.replicas_replaced = self._fleet.losses, self._fleet.successions
         summary.drawn_tokens, summary.trained_tokens = self._feeder.drawn.mean, self._trained.mean
+        if isinstance(self._stream, Curriculum):
+            summary.success_of_tasks = self._stream.mean_rate
         summary.drawn, summary.reward_trained = self._feeder.tally, self._trained_rewards.mean_reward
         summary.dropped_groups, summary.failures = self._feeder.dropped_groups, dict(self._failures.counts)
 

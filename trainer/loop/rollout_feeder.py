@@ -20,6 +20,7 @@ from .overlap import OverlapClock
 from .prompt_group import PromptGroup
 from .protocols import Completion, LoopParts, Rollout
 from .sampling.overlong import EmptyGroups, overlong_places
+from .sampling.request_room import RequestRoom
 from .sampling.staleness_budget import StalenessBudget
 from .sampling.tally import SampleTally
 
@@ -95,11 +96,12 @@ class RolloutFeeder:
         late: Literal["wait", "train", "mask", "drop"],
         clock: OverlapClock,
         failures: Failures,
-        groups_per_replica: int,
+        concurrency: int,
     ) -> None:
         self._parts, self._fleet, self._stream, self._algorithm = parts, fleet, stream, algorithm
         self._budget, self._late, self._clock, self._failures = budget, late, clock, failures
-        self._groups_per_replica = max(1, groups_per_replica)
+        self._concurrency = concurrency
+        """Most requests in flight per replica."""
         self._changed = asyncio.Condition()
         self._waiting: deque[Task] = deque()
         """Tasks that are started before any new one."""
@@ -134,8 +136,9 @@ class RolloutFeeder:
     def add(self, rollout: Rollout) -> None:
         """Generate on a replica that has joined; it gets requests once it serves."""
         if self._workers is not None:  # else `run` begins with it
-            for _ in range(self._groups_per_replica):
-                self._workers.create_task(self._work(rollout))
+            room = RequestRoom(self._concurrency)
+            for _ in range(max(1, self._concurrency // min(map(self._size, self._parts.train_tasks)))):
+                self._workers.create_task(self._work(rollout, room))
 
     def replicas_changed(self) -> None:
         """Check again which replicas may get requests."""
@@ -339,7 +342,11 @@ class RolloutFeeder:
         self._failures.well()
         return answer, text, reward
 
-    async def _work(self, rollout: Rollout) -> None:
+    def _size(self, task: Task) -> int:
+        """The number of completions of a task's group."""
+        return task.group_size or self._algorithm.group_size
+
+    async def _work(self, rollout: Rollout, room: RequestRoom) -> None:
         fleet = self._fleet
         while True:
             async with self._changed:
@@ -351,9 +358,13 @@ class RolloutFeeder:
                 if not fleet.lives(rollout):
                     return
                 place = self._next_place()
-            with self._clock.busy(GENERATION):
-                group = await self._generate(rollout, place.task, self._algorithm.group_size)
+            count = self._size(place.task)
+            async with room.taken(count):
+                with self._clock.busy(GENERATION):
+                    group = await self._generate(rollout, place.task, count)
             async with self._changed:
+                if group is not None:
+                    self._stream.judged(place.task, group.rewards)
                 if group is None:
                     self._again.append(place)
                 elif len(group.completions) < _FEWEST:

@@ -61,6 +61,8 @@ class RunSummary:
     """Counts of drawn groups, with and without signal, and the mean reward of their completions."""
     reward_trained: float = 0.0
     """Mean reward of the completions that were trained on."""
+    success_of_tasks: float | None = None
+    """With a curriculum: the mean of the tasks' latest success rates."""
     dropped_groups: int = 0
     """Groups that were too stale, with ``late_groups = "drop"``."""
     failures: Mapping[str, int] = field(default_factory=dict)
@@ -118,6 +120,7 @@ class RunSummary:
             "trained_tokens": self.trained_tokens,
             **self.drawn.to_plain(),
             "reward_trained": self.reward_trained,
+            **({} if self.success_of_tasks is None else {"success_of_tasks": self.success_of_tasks}),
             "dropped_groups": self.dropped_groups,
             "failed": dict(self.failures),
         }

@@ -71,6 +71,12 @@ def malformed_task(trial: Trial) -> None:
     trial.sections["data"] = {"train": str(train)}
 
 
+def a_group_that_is_too_large(trial: Trial) -> None:
+    train = trial.folder / "tasks.jsonl"
+    train.write_text('{"prompt": "1+1=", "answer": "2", "samples": 4000}\n')
+    trial.sections["data"] = {"train": str(train), "group_size_key": "samples"}
+
+
 def tasks_in_both_files(trial: Trial) -> None:
     trial.sections["data"] = {"train": str(trial.material.heldout)}
 
@@ -110,6 +116,7 @@ SPLIT = configured("trainer", **{"engine": "megatron", "ranks": 2, "megatron.ten
         (configured("rollout", tensor_parallel=3), ["does not divide the model's 2 attention heads"]),
         (configured("ray", address="auto"), ["sync.host is 127.0.0.1, which other machines", "Set sync.host"]),
         (malformed_task, ["tasks.jsonl", "line 3", "'answer' is missing"]),
+        (a_group_that_is_too_large, ["line 1: 'samples' is 4000, and rollout.concurrency is", "Raise rollout.conc"]),
         (tasks_in_both_files, ["held-out prompts", "are also in"]),
         (configured("algorithm", advantages="rlo"), ["no advantages are called 'rlo'. Did you mean 'rloo'?"]),
         (configured("algorithm", refill=1, objective="ppo"), ["refill is 1, and objective is ppo"]),

@@ -28,6 +28,17 @@ def test_prompt_answer_and_every_other_key_reach_the_task(tmp_path: Path) -> Non
     assert tasks[0].as_mapping() == {"prompt": "1+1=", "answer": 2, "level": "easy"}
     with pytest.raises(ConfigError, match="are both 'q'"):
         load_tasks(path, "q", "q")
+    sized = write(tmp_path / "s.jsonl", '{"prompt": "1+1=", "answer": 2, "n": 4}', '{"prompt": "1+2=", "answer": 3}')
+    assert [task.group_size for task in load_tasks(sized, group_size_key="n")] == [4, 0]
+    assert [task.group_size for task in load_tasks(sized)] == [0, 0]
+    with pytest.raises(ConfigError, match="group_size_key is 'answer', the key of the prompt or the answer"):
+        load_tasks(sized, group_size_key="answer")
+    for wrong in ("1", "true", '"4"'):
+        sized = write(tmp_path / "s.jsonl", f'{{"prompt": "1+1=", "answer": 2, "n": {wrong}}}')
+        with pytest.raises(
+            ConfigError, match=r"line 1: 'n' is .*data.group_size_key names a whole number of 2 or more"
+        ):
+            load_tasks(sized, group_size_key="n")
 
 
 def test_a_bad_line_is_named_by_file_and_number(tmp_path: Path) -> None:

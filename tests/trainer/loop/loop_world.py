@@ -239,6 +239,7 @@ def run(
     algorithm: AlgorithmConfig = ALGORITHM,
     concurrency: int = 2 * ALGORITHM.group_size,
     event_loop: Callable[[], asyncio.AbstractEventLoop] | None = None,
+    curriculum: bool = False,
     **config: Any,
 ) -> RunSummary:
     loop = AsyncLoop(
@@ -264,6 +265,7 @@ def run(
         seed=0,
         concurrency=concurrency,
         resume=resume,
+        curriculum=curriculum,
     )
     with asyncio.Runner(loop_factory=event_loop) as runner:
         return runner.run(asyncio.wait_for(loop.run(), HANG_S) if event_loop is None else loop.run())

@@ -30,6 +30,8 @@ class SampleTally:
     """Judged completions, dropped ones included."""
     reward_drawn: float = 0.0
     """Sum of their rewards."""
+    successes_drawn: int = 0
+    """Completions among them that succeed."""
 
     def draw(self, rewards: Sequence[float], *, signal: bool, overlong: int = 0, refilled: bool = False) -> None:
         """Count a group whose turn has come; `rewards` are those of its completions."""
@@ -45,6 +47,7 @@ class SampleTally:
         """Count completions alone, which are left out of any group."""
         self.completions_drawn += len(rewards)
         self.reward_drawn += sum(rewards)
+        self.successes_drawn += sum(reward > 0 for reward in rewards)
 
     @property
     def mean_reward(self) -> float:
@@ -88,4 +91,9 @@ def described_samples(samples: Mapping[str, Any]) -> dict[str, str]:
     if groups:
         drawn, trained = samples["reward_drawn"], samples["reward_trained"]
         found["reward of completions"] = f"{trained:.3f} trained, {drawn:.3f} drawn: bias {trained - drawn:+.3f}"
+    if (tasks := samples.get("success_of_tasks")) is not None:
+        rate = samples["successes_drawn"] / max(1, samples["completions_drawn"])
+        found["success rate"] = (
+            f"{rate:.3f} of drawn completions, {tasks:.3f} of tasks by their latest groups: bias {rate - tasks:+.3f}"
+        )
     return found
