@@ -76,7 +76,7 @@ def test_a_run_with_a_curriculum_draws_mixed_tasks_most_and_resumes(max_stalenes
         return first_is_better(completion, task) if task["prompt"].startswith("mixed") else 0.0
 
     algorithm = ALGORITHM.model_copy(update={"compute_zero_advantage": True})
-    settings = {"tasks": tasks, "heldout": (), "algorithm": algorithm, "event_loop": SimulatedTimeLoop, "steps": 60}
+    settings = {"tasks": tasks, "heldout": {}, "algorithm": algorithm, "event_loop": SimulatedTimeLoop, "steps": 60}
     settings |= {"curriculum": True, "max_staleness": max_staleness, "save_every": 20}
     world = World()
     summary = run(world, judge, **settings)
@@ -117,7 +117,7 @@ def test_tasks_have_groups_of_their_own_size_and_share_the_requests_of_a_replica
     world = World()
     world.add(replica := Counting(world, "rollout-0"))
     tasks = [Task(prompt, "", group_size=size) for prompt, size in sizes.items()]
-    settings = {"heldout": (), "concurrency": 10, "max_staleness": 3, "event_loop": SimulatedTimeLoop}
+    settings = {"heldout": {}, "concurrency": 10, "max_staleness": 3, "event_loop": SimulatedTimeLoop}
     summary = run(world, first_is_better, tasks=tasks, **settings)
     assert sorted(world.trained) == sorted(sizes), "each once, and no large one waits for ever"
     assert replica.counts == {prompt: size or ALGORITHM.group_size for prompt, size in sizes.items()}
