@@ -202,6 +202,14 @@ class RunHooks:
         """
         self._call("replica_joined", replica=replica, facts=facts)
 
+    @hookspec
+    def turn_ended(self, turn: str, facts: Facts) -> None:
+        """A `turn` on devices that trainers and rollouts share ended: ``generation``, ``training`` or ``sync``. By the driver.
+
+        Facts, by process: ``held_bytes`` (once it has freed what only this turn needs), ``peak_bytes`` (since the turn before).
+        """
+        self._call("turn_ended", turn=turn, facts=facts)
+
     # -- trainer ranks ----------------------------------------------------------------------------------------------------
 
     @hookspec

@@ -109,6 +109,11 @@ class RolloutConfig(BaseModel):
         description="Adapter versions that one step can compute with. With trainer.lora.publish = adapter, requests of a further"
         " version wait until those of another have ended.",
     )
+    sleeps: bool = Field(
+        False,
+        description="Whether replicas free weights and caches while the trainer uses their devices. A run fills it in from"
+        " trainer.colocate.",
+    )
     replace_dead: bool = Field(
         True,
         description=(
@@ -135,7 +140,8 @@ class RolloutConfig(BaseModel):
     commit_timeout_s: float = Field(
         60.0,
         gt=0.0,
-        description="Most seconds a commit may take; a replica that needs longer is quarantined until the next one.",
+        description="Most seconds a commit may take, or falling asleep, or waking; a replica that needs longer is quarantined"
+        " until the next commit.",
     )
     extra_engine_args: dict[str, Any] = Field(
         default_factory=dict,

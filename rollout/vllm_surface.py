@@ -63,8 +63,9 @@ _MODULES = {
     "vllm.model_executor.layers.fused_moe": ("RoutedExperts",),
 }
 _ON_CPU = {
-    # Replaced, so that layers compute from their parameters, and tokens without an adapter without one.
+    # Replaced, so that workers sleep, layers compute from their parameters, and tokens without an adapter without one.
     "vllm.platforms.cpu": ("CpuPlatform",),
+    "vllm.v1.worker.cpu_worker": ("CPUWorker",),
     "vllm.v1.attention.backends.registry": ("AttentionBackendEnum",),
     "vllm.lora.punica_wrapper.punica_cpu": ("PunicaWrapperCPU",),
     "vllm.model_executor.layers.rotary_embedding": ("RotaryEmbedding",),
@@ -84,6 +85,8 @@ _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("EngineCore.reset_prefix_cache", 1, ("reset_running_requests", "reset_connector")),
     ("EngineCore.resume_scheduler", 1, ()),
     ("EngineCore.set_weight_version", 2, ()),
+    ("EngineCore.sleep", 3, ()),
+    ("EngineCore.wake_up", 2, ()),
     ("LoRAModel.from_lora_tensors", 3, ("device", "dtype", "weights_mapper")),
     ("LoRAModelManager.activate_adapter", 2, ()),
     ("LoRAModelManager.add_adapter", 2, ()),
@@ -94,8 +97,10 @@ _CALLS: tuple[tuple[str, int, tuple[str, ...]], ...] = (
     ("PEFTHelper.validate_legal", 2, ()),
     ("WeightsMapper.apply_list", 2, ()),
     ("Worker.finish_weight_update", 1, ()),
+    ("Worker.sleep", 2, ()),
     ("Worker.start_weight_update", 1, ()),
     ("Worker.update_weights", 2, ()),
+    ("Worker.wake_up", 2, ()),
     ("WorkerWrapperBase.init_device", 1, ()),
     ("finalize_layerwise_reload", 2, ()),
     ("get_layerwise_info", 1, ()),

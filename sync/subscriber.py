@@ -168,6 +168,11 @@ class Subscriber(Participant):
         """Report that the live weights are, bit for bit, the same as before the last `take`, `take_stream` or `take_delta`."""
         self._live_identity.restore()
 
+    def lost(self) -> None:
+        """Report that the live weights are gone: no delta applies to them, and none is prepared."""
+        self.prepare_delta = None
+        self._live_identity.lose()
+
     def take_previous(self, version: int) -> tuple[int, Mapping[str, torch.Tensor]]:
         """The version that served before `version`, and its tensors as from `take`, valid until `release`.
 

@@ -203,6 +203,12 @@ class TrainerConfig(Section):
         description="Policy, critic and reference take turns on the ranks' device: what a call doesn't need is in the host's"
         " memory meanwhile.",
     )
+    colocate: bool = Field(
+        default=False,
+        description="Policy and rollouts take turns on the same devices: rollouts sleep while a step is made, and the trainer's"
+        " state is in the host's memory while they generate. Needs loop.max_staleness = 0, rollout.commit = in_place,"
+        " sync.quorum = 1 and checkpoint_engine.backend shm or cuda_ipc.",
+    )
     call_timeout_s: float = Field(
         1800.0, gt=0, description="Most seconds a call to the ranks (a step, saving) may take after those before it."
     )

@@ -110,6 +110,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             save=save,
             export=export,
             quorum=config.sync.quorum,
+            shared=runner if config.trainer.colocate else None,
             start_replacement=_replacements(config, model, state, rendezvous, replicas, stack),
             max_replacements=config.rollout.max_replacements if config.rollout.replace_dead else 0,
             max_model_len=min(replica.max_model_len for replica in replicas),

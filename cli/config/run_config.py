@@ -24,6 +24,7 @@ from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 
 from ..extras import how_to_install
+from .colocation import check_colocation
 from .validation import read_config
 
 VERSIONS_DIR = "versions"
@@ -126,7 +127,7 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, runs_here: bool = 
 
     Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
     """
-    config = _with_adapter(with_store_in_run_dir(read_config(path, overrides, RunConfig)))
+    config = _with_sleep(_with_adapter(with_store_in_run_dir(read_config(path, overrides, RunConfig))))
     _check_together(config, runs_here=runs_here)
     return config
 
@@ -171,6 +172,14 @@ def _with_adapter(config: RunConfig) -> RunConfig:
     adapter = AdapterConfig(rank=lora.rank, alpha=lora.alpha, targets=lora.targets)
     refuse_for_adapters(config.sync, rollout, "trainer.lora.publish is adapter", 'trainer.lora.publish to "merged"')
     return config.model_copy(update={"rollout": rollout.model_copy(update={"adapter": adapter})})
+
+
+def _with_sleep(config: RunConfig) -> RunConfig:
+    """Fill in ``rollout.sleeps`` if trainer and rollouts take turns. Raises `ConfigError` for settings that contradict that."""
+    if not config.trainer.colocate:
+        return config
+    rollout = check_colocation(config.checkpoint_engine, config.sync, config.rollout, config.loop)
+    return config.model_copy(update={"rollout": rollout})
 
 
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from weightlane.trainer.config import Section, TrainerConfig
 from weightlane.trainer.runner.sft_config import SftConfig, SftDataConfig
 
+from .colocation import refuse_colocation
 from .run_config import ModelSection, ObserversSection, RaySection, RunSection, check_observers
 from .validation import read_config
 
@@ -30,5 +31,6 @@ def load_sft_config(path: Path, overrides: Sequence[str] = ()) -> SftRunConfig:
     Raises `ConfigError`, which names the file and line of a syntax error, or a wrong key and the nearest valid one.
     """
     config = read_config(path, overrides, SftRunConfig)
+    refuse_colocation(config.trainer, "sft")
     check_observers(config.observers)
     return config

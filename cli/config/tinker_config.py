@@ -11,6 +11,7 @@ from weightlane.trainer.config import LoraConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig
 from weightlane.trainer.service.config import ServiceConfig
 
+from .colocation import refuse_colocation
 from .run_config import ClusterConfig, check_sections, refuse_for_adapters, with_store_in_run_dir
 from .validation import read_config
 
@@ -26,6 +27,7 @@ class TinkerConfig(ClusterConfig):
 def load_tinker_config(path: Path, overrides: Sequence[str] = ()) -> TinkerConfig:
     """Read a TOML file as `load_config` does, and fill in the settings that follow from the service's limits."""
     config = with_store_in_run_dir(read_config(path, overrides, TinkerConfig))
+    refuse_colocation(config.trainer, "tinker")
     if config.algorithm != AlgorithmConfig():
         raise ConfigError("[algorithm] is no section of a service: clients say what they train with.", part=_PART)
     if config.trainer.lora is not None:

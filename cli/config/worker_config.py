@@ -16,6 +16,7 @@ from weightlane.trainer.config import Section, TrainerConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
 from weightlane.trainer.runner.job_queue.job_store import LEASE_S
 
+from .colocation import refuse_colocation
 from .run_config import ModelSection, ObserversSection, RaySection, check_observers
 from .validation import read_config
 
@@ -81,6 +82,7 @@ class WorkerConfig(Section):
 def load_worker_config(path: Path, overrides: Sequence[str] = ()) -> WorkerConfig:
     """Read a TOML file, apply ``a.b=c`` overrides, and validate them. Raises `ConfigError` as `load_sft_config`."""
     config = read_config(path, overrides, WorkerConfig)
+    refuse_colocation(config.trainer, "worker")
     check_observers(config.observers)
     _check_publishing(config)
     return config

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from weightlane.plugins import RunHooks
-from weightlane.rollout.replicas.ray_actor import RolloutReplica, start_replicas
+from weightlane.rollout.replicas.ray_actor import RolloutReplica, SharedDevices, start_replicas
 from weightlane.sync import Coordinator, Rendezvous, dtype_name, dtype_of
 from weightlane.trainer.algorithms.roles import POLICY
 from weightlane.trainer.config import TrainerConfig
@@ -19,13 +19,25 @@ from weightlane.trainer.dispatch.role_spec import POLICY_GROUP, RoleSpec
 from ..config.run_config import ClusterConfig, wire_dtype
 
 
-def ray_dispatch(roles: Sequence[RoleSpec], groups: Mapping[str, TrainerConfig], host: str | None) -> WorkerDispatch:
+def ray_dispatch(
+    roles: Sequence[RoleSpec],
+    groups: Mapping[str, TrainerConfig],
+    host: str | None,
+    ranks: Mapping[str, RayRanks] | None = None,
+) -> WorkerDispatch:
     """Return a dispatch of `roles` on groups of ranks in Ray, with the engine settings of each. `host` is that of `RayRanks`.
 
-    With ``trainer.offload_roles``, the policy takes turns on its ranks' device; roles on ranks of their own need not.
+    With ``trainer.offload_roles`` or ``trainer.colocate``, the policy takes turns on its ranks' device; roles on ranks of their
+    own need not. By default the ranks are new ones.
     """
-    ranks = {name: RayRanks(settings, host, name) for name, settings in groups.items()}
-    return WorkerDispatch(roles, ranks, {POLICY_GROUP: groups[POLICY_GROUP].offload_roles})
+    ranks = ranks or ray_ranks(groups, host)
+    policy = groups[POLICY_GROUP]
+    return WorkerDispatch(roles, ranks, {POLICY_GROUP: policy.offload_roles or policy.colocate})
+
+
+def ray_ranks(groups: Mapping[str, TrainerConfig], host: str | None) -> dict[str, RayRanks]:
+    """Return ranks in Ray for each of `groups`. Nothing starts yet."""
+    return {name: RayRanks(settings, host, name) for name, settings in groups.items()}
 
 
 def described_ranks(groups: Mapping[str, TrainerConfig]) -> str:
@@ -44,6 +56,8 @@ async def start_processes(
 ) -> tuple[WorkerDispatch, list[RolloutReplica], Coordinator]:
     """Start trainer ranks and replicas at the same time, and connect them. `stack` closes them.
 
+    With ``trainer.colocate``, replicas start once the trainer ranks are in the host's memory, and sleep when this returns.
+
     `config` is fitted to the machine. The models of `roles` are on its groups of ranks; `POLICY` is published.
     The replicas begin with `version`. `hooks` are notified of every sync, and `say` prints a line for the user.
     """
@@ -54,11 +68,16 @@ async def start_processes(
         f" replica(s) x TP{config.rollout.tensor_parallel} ({config.rollout.engine}), weights by"
         f" {config.checkpoint_engine.backend!r}" + (f", resuming at step {version}" if version else "")
     )
-    dispatch = ray_dispatch(roles, config.rank_groups, None if config.ray.address else config.sync.host)
+    ranks = ray_ranks(config.rank_groups, None if config.ray.address else config.sync.host)
+    dispatch = ray_dispatch(roles, config.rank_groups, None, ranks)
     stack.push_async_callback(dispatch.close)
     starting_trainers = asyncio.create_task(dispatch.start())
     try:
-        replicas = await start_replicas(config.rollout, model_dir, initial_version=version)
+        shared: Sequence[SharedDevices] = ()
+        if config.trainer.colocate:  # replicas measure the free memory of their devices when they start
+            await starting_trainers
+            shared = SharedDevices.of(await ranks[POLICY_GROUP].devices(), config.rollout)
+        replicas = await start_replicas(config.rollout, model_dir, initial_version=version, shared=shared)
     except BaseException:
         starting_trainers.cancel()
         await asyncio.gather(starting_trainers, return_exceptions=True)
@@ -66,6 +85,8 @@ async def start_processes(
     for replica in replicas:
         stack.push_async_callback(replica.close)
     await starting_trainers
+    if config.trainer.colocate:
+        await asyncio.gather(*(replica.sleep() for replica in replicas))
     coordinator = Coordinator(rendezvous, dispatch[POLICY].publisher_names(), replicas, config.sync, hooks=hooks)
     stack.callback(coordinator.close)
     engine, address = config.checkpoint_engine, rendezvous.address.to_plain()

@@ -91,7 +91,8 @@ class Sizes:
         kept = {role: bytes_of.get(role, trained) for role in role_names(config.algorithm)}
         groups = config.rank_groups
         own = {name: -(-parameters * kept.pop(name) // group.ranks) for name, group in groups.items() if name in kept}
-        state = max(kept.values()) if config.trainer.offload_roles else sum(kept.values())
+        in_turns = config.trainer.offload_roles or config.trainer.colocate
+        state = max(kept.values()) if in_turns else sum(kept.values())
         return cls(parameters, version, share, staged, -(-parameters * state // config.trainer.ranks), own)
 
 
@@ -200,6 +201,14 @@ def _check_gpus(config: ClusterConfig, trainer_gpus: float, rollout_gpus: float,
     """Raise `ConfigError` if there are too few GPUs, for which Ray would wait for ever."""
     groups, rollout = config.rank_groups, config.rollout
     ranks = rollout.replicas * rollout.tensor_parallel
+    if config.trainer.colocate:
+        if rollout_gpus and ranks > config.trainer.ranks:
+            raise ConfigError(
+                f"{ranks} rollout ranks would share the GPUs of {config.trainer.ranks} trainer ranks (trainer.colocate).",
+                part=_PART,
+                hint="Raise trainer.ranks, or lower rollout.replicas or rollout.tensor_parallel.",
+            )
+        ranks = 0
     needed = trainer_gpus * sum(group.ranks for group in groups.values()) + ranks * rollout_gpus
     if needed > machines.gpus:
         raise ConfigError(
@@ -234,7 +243,7 @@ def _staging(config: ClusterConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, 
     if not gpu_bytes or "cuda" not in engine.capabilities.devices:
         return choices[0], rollout.gpu_memory_utilization or GPU_SHARE
     for staging in choices:
-        most = (gpu_bytes - staging - _OVERHEAD_BYTES) / gpu_bytes
+        most = (gpu_bytes - staging - _OVERHEAD_BYTES - _kept_by_trainer(config, sizes)) / gpu_bytes
         share = rollout.gpu_memory_utilization or min(GPU_SHARE, most)
         if share <= most and share * gpu_bytes >= sizes.share + _KV_BYTES:
             return staging, round(share, 3)
@@ -244,6 +253,11 @@ def _staging(config: ClusterConfig, sizes: Sizes, gpu_bytes: int) -> tuple[int, 
         part=_PART,
         hint='Raise rollout.tensor_parallel, or set rollout.commit = "in_place", which only needs memory for a bucket.',
     )
+
+
+def _kept_by_trainer(config: ClusterConfig, sizes: Sizes) -> int:
+    """Return the bytes that a trainer rank keeps on a device that it shares, while rollouts use it: context and snapshot."""
+    return _OVERHEAD_BYTES + sizes.version // config.trainer.ranks if config.trainer.colocate else 0
 
 
 def vllm_is_for_cpus() -> bool:

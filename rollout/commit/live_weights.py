@@ -54,6 +54,9 @@ class LiveWeights:
         """The version of the weights; None if they are the checkpoint's, or not intact."""
         self._before: int | None = None
         """The version before `version`; None if it cannot be restored."""
+        self._lost_by = "an earlier commit failed half-way"
+        """Why the weights are not intact, where they are not."""
+        self._asleep = False
         self._undo: SwappableDelta | None = None
         """The delta that rolls `version` back, if `version` was a delta."""
 
@@ -65,6 +68,17 @@ class LiveWeights:
     def needed(self) -> Placement | None:
         """The slices that this rank needs of a version; None if it needs all tensors completely."""
         return self.loader.needed()
+
+    def fell_asleep(self, *, lost: bool) -> None:
+        """Refuse updates until `woke`: the memory of the weights is freed. With `lost`, their values do not come back."""
+        self._asleep = True
+        if lost:
+            self.version, self._before, self._undo, self.intact = None, None, None, False
+            self._lost_by = "the weights were freed for sleep"
+
+    def woke(self) -> None:
+        """Take updates again: the weights have memory."""
+        self._asleep = False
 
     def update(self, fields: Mapping[str, Any], subscriber: Subscriber) -> WeightlaneError | None:
         """Make an `UpdateRequest` with these `fields` on every rank. Returns the first rank's error, or None.
@@ -83,13 +97,20 @@ class LiveWeights:
         if error is None or self.intact or isinstance(error, QuarantinedError):
             return error
         return QuarantinedError(
-            f"an earlier commit failed half-way and this one could not begin: {type(error).__name__}: {error}",
+            f"{self._lost_by} and this commit could not begin: {type(error).__name__}: {error}",
             part=self._part,
             hint="Send a complete version again.",
         )
 
     def _prepare(self, change: _Change, request: UpdateRequest, subscriber: Subscriber) -> None:
         """Fill in `change`. It stays empty if there is nothing to roll back."""
+        if self._asleep:
+            change.stream = None if request.version is None else subscriber.take_stream(request.version)
+            raise CommitError(
+                "the weights are asleep, and a version would be written to freed memory.",
+                part=self._part,
+                hint="Wake them before the sync: trainer.colocate does so; of a server, POST /wake_up?tags=weights.",
+            )
         self.loader.before_update()
         if request.version is None:
             assert request.rollback_of is not None, "one of the two is given"
@@ -256,6 +277,7 @@ class LiveWeights:
         return self._group.run(step, self._part)
 
     def _mixture(self, error: WeightlaneError, why: str) -> QuarantinedError:
+        self._lost_by = "an earlier commit failed half-way"
         return QuarantinedError(
             f"the weights are a mixture of two versions: {error} {why}",
             part=self._part,

@@ -19,6 +19,7 @@ from weightlane.ckpt_engines import (
 from weightlane.sync import Expectation, Placement, Subscriber
 
 from ..contract.rank_group import RankGroup
+from .live_weights import LiveWeights
 from .remote_failure import RemoteFailureError, quarantined, untouched
 from .transfer_calls import RANKS, ConnectRequest, UpdateRequest, replica_scope, validated
 
@@ -108,6 +109,18 @@ class ReceivingRank:
             error = self.updatable.update(fields, self._subscriber)
         if error is not None:
             self.report(error)
+
+    def fell_asleep(self, *, lost: bool) -> None:
+        """Take no updates until `woke`. With `lost`, the weights are gone, and the next version has to be a complete one."""
+        if isinstance(self.updatable, LiveWeights):
+            self.updatable.fell_asleep(lost=lost)
+            if lost and self._subscriber is not None:
+                self._subscriber.lost()
+
+    def woke(self) -> None:
+        """Take updates again: the weights have memory."""
+        if isinstance(self.updatable, LiveWeights):
+            self.updatable.woke()
 
     def leave(self) -> None:
         """Leave the publisher. The model keeps its weights. Idempotent."""

@@ -18,6 +18,13 @@ ENGINE_SHARE = 0.9
 RANKS = "ranks"
 """Key in the mailbox of `replica_scope` of the number of the replica's ranks."""
 
+DEEP = 2
+"""The level of vLLM's sleep that frees the weights without a copy."""
+WEIGHTS, CACHES = "weights", "kv_cache"
+"""vLLM's names of the parts of its memory that wake one after the other."""
+MEMORY_USE = "weightlane_memory_use"
+"""The call that returns each rank's `MemoryUse`."""
+
 
 def replica_scope(replica: str) -> str:
     """The scope of the mailbox in which a connected replica says how many ranks it has. vLLM's calls return nothing."""

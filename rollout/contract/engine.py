@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
-from weightlane.ckpt_engines import WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines import ConfigError, WeightlaneError, WorkerDiedError
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 from weightlane.sync import CommitMode, Placement
 
 from ..config import RolloutConfig
 from .records import Completion
 from .requests import GenerationRequest
+
+SleepPart = Literal["weights", "caches"]
+"""The parts of a replica's memory that are taken back one after the other: weights first, so that a version can be committed
+before there is memory for caches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class RolloutCapabilities:
     """Whether it takes ``kv_on_commit = "keep"``."""
     extra_arguments: bool = False
     """Whether it takes `RolloutConfig.extra_engine_args`."""
+    sleeps: bool = False
+    """Whether `RolloutEngine.sleep` frees its memory, and `RolloutEngine.wake` takes it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +74,7 @@ class RolloutEngine(ABC):
         4. generate(request, arrived)             many at once
            update(fields, ...)                    one at a time, while requests are in flight
            abort(keys)                            requests in flight then end with any error
+           sleep(), wake(part), memory_use()      of an engine whose capabilities say that it `sleeps`; nothing is in flight
         5. close()                                any number of times
 
     The replica keeps deadlines of requests, versions, quarantines, statistics and hooks. The engine raises typed errors.
@@ -155,6 +163,26 @@ class RolloutEngine(ABC):
             WorkerDiedError: The engine is gone.
             QuarantinedError: Any other failure. The replica then accepts no request until an update has succeeded.
         """
+
+    async def sleep(self) -> None:
+        """Free the memory of weights and caches on every rank. No request is in flight, and no update runs.
+
+        The weights are lost: after `wake`, the engine generates nothing until an update has succeeded that was not `trusted`.
+        An update while the weights are asleep fails.
+
+        Raises:
+            WorkerDiedError: The engine is gone.
+            QuarantinedError: Any other failure.
+        """
+        raise ConfigError(f"{self.config.engine} cannot sleep.", part=self.name, hint="Choose another rollout.engine.")
+
+    async def wake(self, part: SleepPart) -> None:
+        """Take back the memory of the weights, or that of the caches, which are empty then. Raises as `sleep`."""
+        raise ConfigError(f"{self.config.engine} cannot wake its {part}.", part=self.name)
+
+    async def memory_use(self) -> Sequence[MemoryUse]:
+        """The memory that each rank holds, and its peak since the call before. Raises as `sleep`."""
+        raise ConfigError(f"{self.config.engine} does not tell its memory.", part=self.name)
 
     @abstractmethod
     async def abort(self, keys: Collection[str]) -> None:

@@ -58,6 +58,10 @@ class RankLoader(ABC):
     def before_update(self) -> None:  # noqa: B027 - optional
         """Called before every update, while the weights are still one version."""
 
+    def replaced_storages(self) -> Mapping[int, torch.UntypedStorage]:
+        """The memory of which every version writes every byte, by torch's id of the storage. Other memory may not be lost."""
+        return {}
+
     def learn_for(self, tensors: Mapping[str, torch.Tensor], group: RankGroup) -> None:  # noqa: B027 - optional
         """Find out how a version of these tensors, which may be lazy, is written. Changes nothing; raises if it cannot be."""
 

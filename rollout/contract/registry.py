@@ -39,6 +39,7 @@ def missing_capabilities(config: RolloutConfig, can: RolloutCapabilities) -> lis
         f"tensor_parallel = {config.tensor_parallel}": config.tensor_parallel > 1 and not can.tensor_parallel,
         "versions that are adapters": config.adapter is not None and not can.adapters,
         f"kv_on_commit = {config.kv_on_commit!r}": config.kv_on_commit == "keep" and not can.keeps_caches,
+        "trainer.colocate, for which replicas sleep": config.sleeps and not can.sleeps,
         "extra_engine_args": bool(config.extra_engine_args) and not can.extra_arguments,
     }
     return [name for name, refused in wants.items() if refused]

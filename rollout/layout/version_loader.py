@@ -29,6 +29,7 @@ from .map.layout_map import LayoutMap, Refusal, SourceSpec
 from .map.needs import needed_boxes, needed_placement
 from .proof.rehearsal import Rehearsal
 from .rank_model import RankModel
+from .sleep import replaced_storages
 from .trace.loading_reads import read_by_loading, unread_by_loading
 from .trace.trace import trace_loading
 from .write.commit_plan import CommitPlan
@@ -78,6 +79,10 @@ class VersionLoader(RankLoader):
     def plan(self) -> CommitPlan | None:
         """The copies of a version; None if no tensor is copied, and before `learn`."""
         return None if self._writer is None else self._writer.plan
+
+    def replaced_storages(self) -> dict[int, torch.UntypedStorage]:
+        """The memory of which every version writes every byte, by torch's id of the storage; see `replaced_storages`."""
+        return {} if self.plan is None or self.method is None else replaced_storages(self._rank.model, self.method)
 
     @property
     def takes_deltas(self) -> bool:

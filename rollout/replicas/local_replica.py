@@ -19,16 +19,18 @@ from weightlane.ckpt_engines import (
     UntouchedError,
     WeightlaneError,
 )
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 from weightlane.sync import CommitReport
 
 from ..commit.token_clock import TokenClock
 from ..config import AdapterConfig, RolloutConfig
-from ..contract.engine import RolloutEngine
+from ..contract.engine import RolloutEngine, SleepPart
 from ..contract.records import Completion, RolloutStats
 from ..contract.registry import rollout_engine_class
 from ..contract.requests import GenerationRequest, Sampling
 from ..layout.loading.adapter_tensors import adapted_layers
 from .adapter_versions import AdapterVersions
+from .availability import Availability
 from .replica_hooks import Observed
 
 _WATCH_S = 0.5
@@ -66,15 +68,12 @@ class LocalReplica:
         """Held by the one connect, commit or rollback that runs."""
         self._updates = 0
         """Number of times that the weights were about to change."""
-        self._broken: WeightlaneError | None = None
-        """The reason why no requests are accepted; None while they are."""
-        self._stops = 0
-        """Number of times that it was taken out of service."""
         self._before: int | None = None
         """The version before `version`; None if it cannot be restored."""
         self._adapters = AdapterVersions(name, config.adapter, initial_version)
         self._in_flight: dict[str, int] = {}
         """The engine's id of the adapter that each request computes with, by the request's key; 0 for none."""
+        self._available = Availability(name, self._engine, self._in_flight)
         self._serial = itertools.count()
         self._requests, self._commits, self._blocked_s = 0, 0, 0.0
         self._observed = Observed(name, self.clock)
@@ -131,7 +130,7 @@ class LocalReplica:
             try:
                 await self._engine.connect(info)
             except QuarantinedError as error:
-                await self._stop_serving(error)
+                await self._available.stop(error)
                 raise
 
     async def announce(self, version: int, adapter: AdapterConfig, keep: Collection[int] = ()) -> None:
@@ -180,24 +179,23 @@ class LocalReplica:
             DeadlineExceededError: The request took longer than `RolloutConfig.request_timeout_s`.
             ConfigError: The adapter is not loaded, or the engine refuses the request, for example because the prompt is too long.
         """
-        self._refuse_if_closed()
-        self._refuse_if_broken()
+        self._available.refuse_if_unavailable()
         sampling = Sampling(max_new_tokens, **options)
         sampling.check(prompt_ids, self._engine.vocab_size, self.name)
         version = self._adapters.of_request(adapter)
         key = f"{request_id}#{next(self._serial)}"
         request = GenerationRequest(key, request_id, prompt_ids, sampling, self._cache_salt(), version)
-        began, stops = time.perf_counter(), self._stops
+        began, stops = time.perf_counter(), self._available.stops
         # At once: from here on a commit leaves the adapter loaded.
         self._in_flight[key] = 0 if version is None else version.id
         self.clock.begin(key)
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 completion = await self._engine.generate(request, lambda tokens: self.clock.arrived(key, tokens))
-            self._refuse_if_stopped(stops)
+            self._available.refuse_if_stopped(stops)
         except WeightlaneError as error:  # Some of them are `TimeoutError`s.
             if isinstance(error, ClosedError):
-                self._refuse_if_stopped(stops)
+                self._available.refuse_if_stopped(stops)
             raise
         except TimeoutError as cause:
             raise DeadlineExceededError(
@@ -257,7 +255,8 @@ class LocalReplica:
             UntouchedError: Any other reason: the old version is in place on every rank, bit for bit, and serves on.
         """
         async with self._control:
-            began, stops, before = time.perf_counter(), self._stops, None if self._broken is not None else self.version
+            began, available = time.perf_counter(), self._available
+            stops, before = available.stops, None if available.broken is not None else self.version
             more: dict[str, Any] = {}
             async with self._updating(f"the commit of version {version}"):
                 if self.config.adapter is not None:
@@ -265,8 +264,8 @@ class LocalReplica:
                 report = await self._commit(version, trusted=before is not None, more=more)
                 if self.config.adapter is not None:
                     self._adapters.committed(made)
-            if stops == self._stops:  # Otherwise a quarantine came during the commit, and outlives it.
-                self._broken = None
+            if stops == available.stops:  # Otherwise a quarantine came during the commit, and outlives it.
+                available.broken = None
             self._before, self.version = before, version
             self._commits += 1
             self._blocked_s += report.blocked_s
@@ -281,6 +280,33 @@ class LocalReplica:
         self.clock.recomputed_tokens += figures.recomputed_tokens
         return CommitReport(version, figures.blocked_s, figures.load_s, waited_s, in_flight, figures.recomputed_tokens)
 
+    async def sleep(self) -> None:
+        """Free the memory of weights and caches, once the requests in flight have ended. Does nothing if it is freed.
+
+        New requests are refused from now on. The weights are lost: after `wake`, a version has to be committed.
+
+        Raises:
+            WorkerDiedError: The engine is gone.
+            QuarantinedError: The engine could not free it, and it is not known which memory is there.
+        """
+        async with self._control:
+            self._available.refuse_if_closed()
+            self._updates, self._before = self._updates + 1, None
+            await self._available.sleep()
+
+    async def wake(self, part: SleepPart) -> None:
+        """Take back the memory of the weights or, later, of the caches. Does nothing if it is there. Raises as `sleep`.
+
+        Requests are accepted once the weights have memory, a version was committed into them, and the caches have memory.
+        """
+        async with self._control:
+            self._available.refuse_if_closed()
+            await self._available.wake(part)
+
+    async def memory_use(self) -> Sequence[MemoryUse]:
+        """The memory of each rank: see `RolloutEngine.memory_use`."""
+        return await self._engine.memory_use()
+
     async def rollback(self, version: int) -> None:
         """Serve the version before `version` again, on every rank from the same step on. Does nothing if it serves already.
 
@@ -289,10 +315,11 @@ class LocalReplica:
             WeightlaneError: As `commit`.
         """
         async with self._control:
-            self._refuse_if_closed()
-            if self._broken is None and self.version < version:
+            self._available.refuse_if_closed()
+            if self._available.broken is None and self.version < version:
                 return
-            self._refuse_if_broken()
+            if self._available.broken is not None:
+                self._available.refuse_if_unavailable()
             if self.version > version or self._before is None:
                 raise CommitError(f"version {version} cannot be rolled back.", part=self.name)
             adapted = self.config.adapter is not None
@@ -306,7 +333,7 @@ class LocalReplica:
 
     async def quarantine(self, error: WeightlaneError) -> None:
         """Refuse requests until the next commit, and let those in flight fail with `error`."""
-        await self._stop_serving(
+        await self._available.stop(
             error
             if isinstance(error, QuarantinedError)
             else QuarantinedError(
@@ -324,7 +351,7 @@ class LocalReplica:
         """Running totals."""
         return RolloutStats(
             version=self.version,
-            serving=self._engine.open and self._broken is None and self._adapters.ready,
+            serving=self._available.accepts and self._adapters.ready,
             requests=self._requests,
             tokens=self.clock.tokens,
             in_flight=self.clock.in_flight,
@@ -346,7 +373,7 @@ class LocalReplica:
     @asynccontextmanager
     async def _updating(self, action: str) -> AsyncIterator[None]:
         """Stop serving if an update of the weights fails and they cannot be trusted."""
-        self._refuse_if_closed()
+        self._available.refuse_if_closed()
         self._updates += 1
         try:
             yield
@@ -354,35 +381,11 @@ class LocalReplica:
             self._adapters.untouched()
             raise
         except WeightlaneError as error:
-            await self._stop_serving(error)
+            await self._available.stop(error)
             raise
         except asyncio.CancelledError:
-            await self._stop_serving(QuarantinedError(f"{action} was cancelled.", part=self.name))
+            await self._available.stop(QuarantinedError(f"{action} was cancelled.", part=self.name))
             raise
-
-    async def _stop_serving(self, error: WeightlaneError) -> None:
-        self._broken = error
-        self._stops += 1
-        await self._engine.abort(self._in_flight)
-
-    def _refuse_if_closed(self) -> None:
-        if not self._engine.open:
-            raise ClosedError("the replica is not running.", part=self.name)
-
-    def _refuse_if_broken(self) -> None:
-        if self._broken is not None:
-            raise type(self._broken)(
-                self._broken.message,
-                part=self.name,
-                peer=self._broken.peer,
-                hint="It serves again after the next commit.",
-            )
-
-    def _refuse_if_stopped(self, stops: int) -> None:
-        """Raise if the replica was taken out of service since `stops` was counted."""
-        if stops != self._stops:
-            self._refuse_if_broken()
-            raise QuarantinedError("the replica was out of service during the request.", part=self.name)
 
     def _cache_salt(self) -> str:
         """The salt of a request that begins now, if the prefix cache cannot be emptied because requests use it.

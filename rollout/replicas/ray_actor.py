@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from weightlane.ckpt_engines import (
+    ConfigError,
     DeadlineExceededError,
     WeightlaneError,
     WorkerDiedError,
     as_weightlane_error,
     error_from_wire,
 )
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 from weightlane.sync import CommitReport
 
 from ..config import AdapterConfig, RolloutConfig
+from ..contract.engine import SleepPart
 from ..contract.records import Completion, RolloutStats
 from ..contract.registry import rollout_engine_class
 from .local_replica import LocalReplica
@@ -35,6 +38,42 @@ class _Outcome:
 
     value: Any = None
     error: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SharedDevices:
+    """The GPUs of one replica whose processes share them with trainer ranks, which have reserved them."""
+
+    node_id: str
+    """Ray's id of their node."""
+    gpus: str = ""
+    """As in ``CUDA_VISIBLE_DEVICES``, in the order of the replica's ranks; empty without GPUs."""
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Environment variables that give the replica these GPUs. Ray would hide them from an actor that has reserved none."""
+        if not self.gpus:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": self.gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+    @classmethod
+    def of(cls, ranks: Sequence[tuple[str, str]], config: RolloutConfig) -> list[SharedDevices]:
+        """Give each replica the devices of as many neighbouring trainer ranks as it has ranks itself.
+
+        `ranks` are the node and the GPUs of each trainer rank. Raises `ConfigError` if a replica's would be on several nodes.
+        """
+        found, size = [], config.tensor_parallel
+        # On a machine without GPUs, trainer ranks may be fewer.
+        for index in range(config.replicas):
+            mine = [ranks[number % len(ranks)] for number in range(index * size, (index + 1) * size)]
+            if len({node for node, _ in mine}) > 1:
+                raise ConfigError(
+                    f"replica {index} has {size} ranks, and the trainer ranks whose devices it shares are on several nodes.",
+                    part="rollout replica",
+                    hint="Lower rollout.tensor_parallel to a number that divides the GPUs of a node.",
+                )
+            found.append(cls(mine[0][0], ",".join(dict.fromkeys(gpus for _, gpus in mine if gpus))))
+        return found
 
 
 class ReplicaActor:
@@ -80,18 +119,32 @@ class RolloutReplica:
 
     @classmethod
     def place(
-        cls, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str], *, initial_version: int = 0
+        cls,
+        name: str,
+        config: RolloutConfig,
+        model_dir: str | os.PathLike[str],
+        *,
+        initial_version: int = 0,
+        shared: SharedDevices | None = None,
     ) -> RolloutReplica:
-        """Ask Ray, which must be initialized, for an actor with the config's resources; `start` waits for it."""
+        """Ask Ray, which must be initialized, for an actor with the config's resources; `start` waits for it.
+
+        With `shared`, the replica uses these GPUs, which others have reserved, on their node.
+        """
         import ray  # noqa: PLC0415 - optional, and slow to import
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: PLC0415 - as above
 
         ranks = config.tensor_parallel
+        placement = "DEFAULT" if shared is None else NodeAffinitySchedulingStrategy(shared.node_id, soft=False)
         actor_class = ray.remote(
             num_cpus=config.cpus_per_rank * ranks,
-            num_gpus=(config.gpus_per_rank or 0) * ranks,
+            num_gpus=(config.gpus_per_rank or 0) * ranks if shared is None else 0,
             max_restarts=0,
             max_concurrency=max(1000, 2 * config.concurrency),
-            runtime_env={"env_vars": rollout_engine_class(config).environment(config)},
+            scheduling_strategy=placement,
+            runtime_env={
+                "env_vars": rollout_engine_class(config).environment(config) | (shared.environment if shared else {})
+            },
         )(ReplicaActor)
         return cls(name, config, actor_class.remote(name, config, str(Path(model_dir).resolve()), initial_version))
 
@@ -145,6 +198,19 @@ class RolloutReplica:
         """See `LocalReplica.commit`."""
         report: CommitReport = await self._call("commit", self.config.commit_timeout_s, version)
         return report
+
+    async def sleep(self) -> None:
+        """See `LocalReplica.sleep`."""
+        await self._call("sleep", self.config.request_timeout_s + self.config.commit_timeout_s)
+
+    async def wake(self, part: SleepPart) -> None:
+        """See `LocalReplica.wake`."""
+        await self._call("wake", self.config.commit_timeout_s, part)
+
+    async def memory_use(self) -> Sequence[MemoryUse]:
+        """See `LocalReplica.memory_use`."""
+        use: Sequence[MemoryUse] = await self._call("memory_use", self.config.commit_timeout_s)
+        return use
 
     async def rollback(self, version: int) -> None:
         """See `LocalReplica.rollback`."""
@@ -209,13 +275,20 @@ async def start_replicas(
     *,
     initial_version: int = 0,
     name_prefix: str = "rollout",
+    shared: Sequence[SharedDevices] = (),
 ) -> list[RolloutReplica]:
-    """Start ``config.replicas`` replicas at the same time, named ``<name_prefix>-<index>``.
+    """Start ``config.replicas`` replicas at the same time, named ``<name_prefix>-<index>``, on `shared` devices if there are any.
 
     If a replica cannot start, the others are closed and its error is raised.
     """
     replicas = [
-        RolloutReplica.place(f"{name_prefix}-{index}", config, model_dir, initial_version=initial_version)
+        RolloutReplica.place(
+            f"{name_prefix}-{index}",
+            config,
+            model_dir,
+            initial_version=initial_version,
+            shared=shared[index] if shared else None,
+        )
         for index in range(config.replicas)
     ]
     try:

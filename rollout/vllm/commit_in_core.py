@@ -17,6 +17,9 @@ Other clients of vLLM's protocol make three calls, and the last one is a complet
 
     start_weight_update(); update_weights({"version": 7}); finish_weight_update()
 
+An engine that has slept deeply (``sleep(level=2)``) holds no version: it stays paused until one has been committed, whatever
+woke up before. A commit while the weights sleep fails, and changes nothing.
+
 It has no ``within_s``: a client that gives up leaves one complete version, and later tokens say which one. An engine that the
 client paused itself stays paused.
 """
@@ -33,9 +36,10 @@ from contextlib import suppress
 from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import CommitError, ConfigError, Deadline, as_weightlane_error
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse, memory_use
 
 from ..commit.remote_failure import RemoteFailureError, failure_from_text
-from ..commit.transfer_calls import EngineCommit, validated
+from ..commit.transfer_calls import DEEP, MEMORY_USE, EngineCommit, validated
 from ..vllm_surface import EngineCore, EngineCoreProc, EngineCoreRequestType, check_attributes, uses_weightlane
 
 _PART = "vLLM's engine core"
@@ -44,7 +48,7 @@ _ONE_CLIENT = "Let one client at a time update a vLLM."
 _REFUSED_BY_ALL = frozenset({"update_weights", "finish_weight_update", "start_draft_weight_update"})
 """Calls that vLLM refuses on every rank if a client makes them out of order."""
 _untrusted: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Engine cores that a failed commit has left paused, and no client: the next commit resumes them."""
+"""Engine cores that a failed commit or a deep sleep has left paused, and no client: the next commit resumes them."""
 
 T = TypeVar("T")
 
@@ -72,9 +76,43 @@ def install() -> None:
                 return finish_in_core(core)
             elif call["method"] in _REFUSED_BY_ALL:
                 return _call_all(core, call)
+            elif call["method"] == MEMORY_USE:
+                return core.model_executor.collective_rpc(memory_use_of_rank)
         return plain(core, *args, **kwargs)
 
     EngineCore.collective_rpc = collective_rpc
+    EngineCore.sleep, EngineCore.wake_up = _sleeping(EngineCore.sleep), _waking(EngineCore.wake_up)
+
+
+def _sleeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore.sleep` that notes when the weights are lost: the core then resumes with a version, and not by waking."""
+
+    @functools.wraps(plain)
+    def sleep(core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
+        if level >= DEEP and uses_weightlane(core.vllm_config):
+            _untrusted.add(core)
+        return plain(core, level, *args, **kwargs)
+
+    return sleep
+
+
+def _waking(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`EngineCore.wake_up` after which a core without a version stays paused."""
+
+    @functools.wraps(plain)
+    def wake_up(core: Any, *args: Any, **kwargs: Any) -> Any:
+        awake = plain(core, *args, **kwargs)
+        if core in _untrusted:
+            core.pause_scheduler(mode="keep", clear_cache=False)
+        return awake
+
+    return wake_up
+
+
+def _resume(core: Any) -> None:
+    """Let the core schedule again, unless a part of its memory sleeps: waking that part does it."""
+    if not core.model_executor.is_sleeping:
+        core.resume_scheduler()
 
 
 def check_core(core: Any) -> None:
@@ -84,6 +122,7 @@ def check_core(core: Any) -> None:
             "scheduler.requests",
             "scheduler.running",
             "model_executor.collective_rpc",
+            "model_executor.is_sleeping",
             "vllm_config.model_config",
         ):
             check_attributes(core, path, "the engine core")
@@ -169,7 +208,7 @@ def _commit_paused(
         late = deadline.error("all ranks to replace their weights", part=_PART, hint=_HINT)
         raise _failure(late, intact=False)
     _untrusted.discard(core)
-    core.resume_scheduler()
+    _resume(core)
     return [{"blocked_s": time.monotonic() - began, "load_s": loaded - loading, "recomputed_tokens": recomputed}]
 
 
@@ -177,7 +216,7 @@ def _finish_paused(core: Any, *, resumes: bool) -> None:
     """Let every rank make the update that it has accepted, while the engine is paused, and resume if it `resumes`."""
     if not all(core.model_executor.collective_rpc(has_update)):  # another client's call was handled since
         if resumes and core not in _untrusted:
-            core.resume_scheduler()
+            _resume(core)
         lost = "another client has ended the update session, or begun its own."
         raise _failure(CommitError(lost, part=_PART, hint=_ONE_CLIENT), intact=False)
     touched = False
@@ -191,7 +230,7 @@ def _finish_paused(core: Any, *, resumes: bool) -> None:
     core.set_weight_version(str(versions[0]))
     _untrusted.discard(core)
     if resumes:
-        core.resume_scheduler()
+        _resume(core)
 
 
 def _resume_after(
@@ -200,7 +239,7 @@ def _resume_after(
     """Resume if the old weights are in place and the engine `resumes` with them. Raises `error` in any case."""
     intact = not touched or failure_from_text(str(error), part=_PART).intact
     if intact and resumes:
-        core.resume_scheduler()
+        _resume(core)
     elif not intact and not paused_by_client:
         _untrusted.add(core)
     raise error if touched else _failure(error, intact=True) from error
@@ -263,6 +302,11 @@ def _end_session(worker: Any) -> None:
     except Exception:
         worker.finish_weight_update()  # the update is dropped by now
         raise
+
+
+def memory_use_of_rank(worker: Any) -> MemoryUse:
+    """See `memory_use`. Runs in every worker process."""
+    return memory_use(worker.weight_transfer_engine.device)
 
 
 def _drop_caches(core: Any) -> int:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from weightlane.ckpt_engines import (
     ClosedError,
     ConfigError,
     DeadlineExceededError,
+    QuarantinedError,
     WeightlaneError,
     WorkerDiedError,
 )
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 
 from ..commit.receiving_rank import not_connected
 from ..commit.remote_failure import failure_from_text, quarantined, untouched
-from ..commit.transfer_calls import ENGINE_SHARE, EngineCommit
+from ..commit.transfer_calls import CACHES, DEEP, ENGINE_SHARE, MEMORY_USE, WEIGHTS, EngineCommit
 from ..config import RolloutConfig
-from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, UpdateFigures
+from ..contract.engine import PlannedNeeds, RolloutCapabilities, RolloutEngine, SleepPart, UpdateFigures
 from ..contract.named_segments import segments_of_trees
 from ..contract.records import Completion
 from ..contract.requests import GenerationRequest
@@ -36,6 +38,8 @@ from .shared_memory import SharedMemoryCleaner
 _CLOSE_TIMEOUT_S = 10.0
 """Most seconds that each step of a shutdown may take, so that a hung engine cannot block its owner."""
 
+T = TypeVar("T")
+
 
 class VllmEngine(RolloutEngine):
     """vLLM, unchanged, with weightlane as its weight-transfer engine."""
@@ -46,6 +50,7 @@ class VllmEngine(RolloutEngine):
         tensor_parallel=True,
         adapters=True,
         extra_arguments=True,
+        sleeps=True,
     )
 
     def __init__(self, name: str, config: RolloutConfig, model_dir: str | os.PathLike[str]) -> None:
@@ -179,19 +184,49 @@ class VllmEngine(RolloutEngine):
             raise quarantined(error, self.name, "The replica must not serve") from cause
         return UpdateFigures(figures["blocked_s"], figures["load_s"], int(figures["recomputed_tokens"]))
 
-    def _diagnosed(self, cause: Exception, limit_s: float) -> tuple[WeightlaneError, bool]:
-        """The typed error of a failed update, and whether the old weights are in place on every rank."""
+    def _diagnosed(
+        self, cause: Exception, limit_s: float, late: str = "the weights were not replaced"
+    ) -> tuple[WeightlaneError, bool]:
+        """The typed error of a failed update, or of another action, and whether the old weights are in place on every rank."""
         if isinstance(cause, TimeoutError):
-            late = DeadlineExceededError(
-                f"the weights were not replaced within {limit_s:.0f} s.",
-                part=self.name,
-                hint="Raise rollout.commit_timeout_s.",
-            )
-            return late, False
+            hint = "Raise rollout.commit_timeout_s."
+            return DeadlineExceededError(f"{late} within {limit_s:.0f} s.", part=self.name, hint=hint), False
         if isinstance(error := self.typed(cause), WorkerDiedError):
             return error, False
         failure = failure_from_text(str(cause), part=self.name)
         return failure.error, failure.intact
+
+    async def sleep(self) -> None:
+        """Free weights and caches by vLLM's deep sleep; on a CPU see `weightlane.rollout.vllm_cpu.sleep`."""
+        await self._within_limit(self.running.sleep(DEEP), "fall asleep")
+
+    async def wake(self, part: SleepPart) -> None:
+        """Take back the memory of the weights, or of the caches."""
+        tag = {"weights": WEIGHTS, "caches": CACHES}[part]
+        await self._within_limit(self.running.wake_up([tag]), f"wake its {part}")
+
+    async def memory_use(self) -> Sequence[MemoryUse]:
+        """The memory of every rank."""
+        return [
+            MemoryUse(*each)
+            for each in await self._within_limit(self.running.collective_rpc(MEMORY_USE), "tell its memory")
+        ]
+
+    async def _within_limit(self, call: Awaitable[T], action: str) -> T:
+        """The result of a call about memory. After a failure it is not known which memory is there: `QuarantinedError`."""
+        limit_s = self.config.commit_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                return await call
+        except Exception as cause:
+            error, _ = self._diagnosed(cause, limit_s, f"the engine did not {action}")
+            if isinstance(error, WorkerDiedError):
+                raise error from cause
+            raise QuarantinedError(
+                f"the engine did not {action}: {type(error).__name__}: {error.message}",
+                part=self.name,
+                hint="It is not known which memory is there; the replica must not serve.",
+            ) from cause
 
     async def abort(self, keys: Collection[str]) -> None:
         """End requests. Never raises: an engine too broken to abort requests ends them by dying."""

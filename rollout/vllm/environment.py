@@ -131,6 +131,8 @@ def engine_arguments(config: RolloutConfig, model_dir: Path, *, on_cpu: bool) ->
         "disable_log_stats": True,
         "seed": 0,
     }
+    if config.sleeps and not on_cpu:
+        arguments["enable_sleep_mode"] = True
     if config.tensor_parallel > 1:
         # Inside a Ray actor vLLM would start Ray workers of its own.
         arguments["distributed_executor_backend"] = "mp"

@@ -18,7 +18,8 @@ whether the old weights are in place, bit for bit, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,14 +34,23 @@ from weightlane.ckpt_engines import WeightlaneError
 
 from ..commit.live_weights import LiveWeights
 from ..commit.receiving_rank import ReceivingRank
-from ..commit.transfer_calls import ConnectRequest
+from ..commit.transfer_calls import DEEP, WEIGHTS, ConnectRequest
 from ..contract.rank_group import RankGroup
 from ..layout.loading.checkpoint_expectation import checkpoint_specs, expectation_of_config, place_of
 from ..layout.loading.refused_models import refuse_in_place, refuse_other_versions, refuse_unsupported
 from ..layout.map.layout_map import SourceSpec
 from ..layout.rank_model import RankModel
+from ..layout.sleep import KeptTensors
 from ..layout.version_loader import VersionLoader
-from ..vllm_surface import check_attributes, check_internals, get_layerwise_info, get_tp_group, set_current_vllm_config
+from ..vllm_cpu.sleep import cache_storages, drop_pages
+from ..vllm_surface import (
+    Worker,
+    check_attributes,
+    check_internals,
+    get_layerwise_info,
+    get_tp_group,
+    set_current_vllm_config,
+)
 from .live_adapters import LiveAdapters
 
 
@@ -58,6 +68,41 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]  # vLLM is unt
     fields: Mapping[str, Any]
 
 
+def _worker_class(device: torch.device) -> Any:
+    """The class of vLLM's workers on `device`."""
+    if device.type == "cpu":
+        from ..vllm_surface import CPUWorker  # noqa: PLC0415 - only in vLLM's CPU build
+
+        return CPUWorker
+    return Worker
+
+
+def _let_workers_sleep(worker_class: Any) -> None:
+    """Let workers of `worker_class` that use weightlane sleep by `WeightlaneTransferEngine.fall_asleep` and `wake`."""
+    plain_sleep, plain_wake = worker_class.sleep, worker_class.wake_up
+    if getattr(plain_sleep, "of_weightlane", False):  # by the engine of an earlier model in this process
+        return
+
+    @functools.wraps(plain_sleep)
+    def sleep(worker: Any, level: int = 1) -> None:
+        engine = worker.weight_transfer_engine
+        if isinstance(engine, WeightlaneTransferEngine):
+            engine.fall_asleep(worker, level, plain_sleep)
+        else:
+            plain_sleep(worker, level)
+
+    @functools.wraps(plain_wake)
+    def wake_up(worker: Any, tags: Sequence[str] | None = None) -> None:
+        engine = worker.weight_transfer_engine
+        if isinstance(engine, WeightlaneTransferEngine):
+            engine.wake(worker, tags, plain_wake)
+        else:
+            plain_wake(worker, tags)
+
+    sleep.of_weightlane = True  # type: ignore[attr-defined]
+    worker_class.sleep, worker_class.wake_up = sleep, wake_up
+
+
 class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]  # vLLM is untyped to us
     """The transfer engine of one rollout rank. vLLM creates it after the model is loaded, and calls it between decode steps."""
 
@@ -73,6 +118,8 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """The reason why this model takes no versions; None if it takes them."""
         self._update: Mapping[str, Any] | None = None
         """The update that `finish_weight_update` makes. All ranks have one, or none."""
+        self._kept: KeptTensors | None = None
+        """What a deep sleep on a GPU would lose, and no version has."""
 
     @property
     def has_update(self) -> bool:
@@ -125,6 +172,32 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
         """Commit a version, or roll one back. Raises as `ReceivingRank.update`."""
         self._rank.update(fields)
 
+    def fall_asleep(self, worker: Any, level: int, plain: Callable[[Any, int], None]) -> None:
+        """Let this rank's `worker` free its memory, on a GPU by vLLM's own sleep, `plain`. Runs between two decode steps.
+
+        A deep sleep loses the weights that versions write; everything else is there again after `wake`.
+        """
+        deep = level >= DEEP
+        updatable = self._rank.updatable
+        replaced = updatable.loader.replaced_storages() if deep and isinstance(updatable, LiveWeights) else {}
+        self._rank.fell_asleep(lost=deep)
+        if self.device.type == "cpu":
+            drop_pages([*cache_storages(worker).values(), *replaced.values()])
+            return
+        self._kept = KeptTensors(self.model, replaced) if deep else None
+        plain(worker, level)
+
+    def wake(self, worker: Any, tags: Sequence[str] | None, plain: Callable[[Any, Sequence[str] | None], None]) -> None:
+        """Let this rank's `worker` take memory back, on a GPU by vLLM's own, `plain`; `tags` are vLLM's: None means all."""
+        if self.device.type != "cpu":
+            plain(worker, tags)
+        if tags is None or WEIGHTS in tags:
+            kept, self._kept = self._kept, None
+            if kept is not None:
+                kept.restore()
+                torch.accelerator.synchronize(self.device)
+            self._rank.woke()
+
     def shutdown(self) -> None:
         """Leave the publisher. The model keeps its weights. Idempotent."""
         self._update = None
@@ -157,6 +230,7 @@ class WeightlaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # t
 
     def _check_model(self) -> None:
         check_internals(on_cpu=self.device.type == "cpu")
+        _let_workers_sleep(_worker_class(self.device))
         check_attributes(get_layerwise_info(self.model), "restore_metadata", "get_layerwise_info")
         for setting in ("cudagraph_mode", "static_forward_context", "static_all_moe_layers"):
             check_attributes(self.vllm_config.compilation_config, setting, "the compilation config")

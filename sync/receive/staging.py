@@ -353,6 +353,11 @@ class LiveIdentity:
         """Note that a version is being written into the weights."""
         self.identity, self._identity_before = "", self.identity
 
+    def lose(self) -> None:
+        """Note that the weights are gone."""
+        self.identity = self._identity_before = ""
+        self.forget_delta()
+
     def restore(self) -> None:
         """Note that the weights are the same as before the last `take`."""
         self.identity = self._identity_before

@@ -188,6 +188,47 @@ def test_a_run_of_an_adapter_with_a_critic_and_a_reference_publishes_it_alone_an
     assert {commit["sent_bytes"] for commit in commits} == {wanted}
 
 
+@pytest.mark.exhaustive
+def test_a_run_in_turns_draws_the_samples_of_one_with_devices_of_its_own_and_is_resumed_bit_for_bit(
+    material: Material, start_run: StartRun, tmp_path: Path
+) -> None:
+    """With a reference on the same rank. One request at a time, so that nothing but the weights decides what is drawn."""
+    alone = {"max_num_seqs": 1, "concurrency": GROUP_SIZE, "commit": "in_place"}
+    runs = []
+    for colocate in (False, True):
+        run_dir = tmp_path / f"run-{colocate}"
+        config = material.write_config(
+            tmp_path / f"config-{colocate}",
+            run_dir,
+            loop={"save_every": 2, "max_staleness": 0, "blocking_syncs": 0, "samples_per_step": 8, "evaluate_every": 1},
+            algorithm={"kl_coefficient": 0.05},
+            trainer={"colocate": colocate},
+            rollout=alone,
+            sync={"quorum": 1.0},
+        )
+        for steps in (2, 3):
+            more = ["--resume"] if steps == 3 else []
+            ended = start_run(["train", str(config), "--plain", "--set", f"loop.steps={steps}", *more]).end()
+            assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+        runs.append(run_dir)
+    apart, turns = ([json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()] for run in runs)
+    assert len(turns) == 3 * PROMPTS_PER_STEP * GROUP_SIZE
+    for ours, theirs in zip(turns, apart, strict=True):
+        assert {**ours, "time": 0} == {**theirs, "time": 0}
+    for step in (2, 3):
+        ours, theirs = saved_state(runs[1], step), saved_state(runs[0], step)
+        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+        assert ours.keys() == theirs.keys()
+    assert [commit["version"] for commit in events_of(runs[1], "version_committed")] == [0, 1, 2, 2, 3]
+    ended = events_of(runs[1], "turn_ended")
+    step = ["generation", "training", "sync"]
+    assert [event["turn"] for event in ended] == ["sync", *step, *step, "sync", *step]
+    assert all(event["peak_bytes"].keys() == {"trainer-0", "rollout-0/0"} for event in ended)
+    for event in ended:
+        if event["turn"] == "generation":
+            assert event["held_bytes"]["rollout-0/0"] < event["peak_bytes"]["rollout-0/0"]
+
+
 def run_command(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments)
 

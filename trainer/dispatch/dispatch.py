@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
 from weightlane.ckpt_engines import ConfigError, ProtocolError
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 
 from .ranks import Ranks
 from .role import Role, RoleGroup
-from .role_spec import RoleSpec
+from .role_spec import RoleSpec, rank_name
 
 _PART = "worker dispatch"
 
@@ -68,6 +69,12 @@ class WorkerDispatch:
         The next call to a role moves back the parts that it needs. Groups that share no device keep everything on it.
         """
         await asyncio.gather(*(group.offload() for group in self._groups.values()))
+
+    async def memory_use(self) -> dict[str, MemoryUse]:
+        """The memory that each rank holds, by its name, and its peak since the call before."""
+        found = await asyncio.gather(*(group.memory_use() for group in self._groups.values()))
+        named = zip(self._groups, found, strict=True)
+        return {rank_name(name, rank): each for name, uses in named for rank, each in enumerate(uses)}
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a process of any rank dies."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from weightlane.ckpt_engines import CheckpointEngineRegistry, GradientError, ProtocolError, WeightlaneError
 from weightlane.ckpt_engines.engines.torch_distributed.tcp_store import reserve_port
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse, memory_use
 from weightlane.plugins import process_hooks
 from weightlane.sync import CheckpointEngineConfig, Placement, Publisher, SyncConfig, dtype_of
 from weightlane.sync.publisher import publisher_name
@@ -316,6 +317,14 @@ class RankWorker:
     def export_hf(self, role: str, directory: Path, dtype: str) -> None:
         """Write a Hugging Face model directory. Collective."""
         self._engine(role).export_hf(directory, dtype_of(dtype))
+
+    def memory_use(self) -> MemoryUse:
+        """The memory of this process on the device of its roles. On a CPU, copies of what is offloaded do not count as held."""
+        engines = [hosted.engine for hosted in self._roles.values()]
+        device = engines[0].device
+        held, peak = memory_use(device)
+        copies = sum(engine.offloaded_bytes for engine in engines) if device.type == "cpu" else 0
+        return MemoryUse(held - copies, peak)
 
     def pid(self) -> int:
         """The id of this process."""

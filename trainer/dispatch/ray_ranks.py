@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Awaitable, Sequence
 from contextlib import suppress
@@ -38,6 +39,12 @@ class RankActor:
         import ray  # noqa: PLC0415 - optional, and slow to import
 
         return self._rank.free_address(host or ray.util.get_node_ip_address())
+
+    def device(self) -> tuple[str, str]:
+        """The Ray node of this process, and the GPUs that Ray lets it see, as in ``CUDA_VISIBLE_DEVICES``."""
+        import ray  # noqa: PLC0415 - as above
+
+        return ray.get_runtime_context().get_node_id(), os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def alive(self) -> None:
         """Return when the rank is closed. Until then, the pending call fails for its caller if the process dies."""
@@ -127,6 +134,11 @@ class RayRanks:
             actor_class.options(scheduling_strategy=place).remote(rank, self.world, self._group)
             for rank, place in enumerate(places)
         ]
+
+    async def devices(self) -> list[tuple[str, str]]:
+        """The Ray node and the GPUs of each rank, in rank order, once `rendezvous` has returned."""
+        asked = self._answers([actor.device.remote() for actor in self._actors])
+        return await self._limit.answer(asked, "device")
 
     def put(self, value: Any) -> Any:
         """See `Ranks.put`. The value goes to Ray's object store, or for a single rank into each call, which is faster."""

@@ -40,6 +40,11 @@ class HostCopies:
         if any(device.type == "cuda" for device in by_device):
             torch.cuda.empty_cache()  # for other processes on this device
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the copies."""
+        return sum(len(here) for _, here in self._away)
+
     def restore(self) -> None:
         """Allocate the tensors' memory again, and copy the same bytes into it."""
         for storage, here in self._away:

@@ -26,7 +26,7 @@ def check_trainer(config: TrainerConfig, model_dir: Path, *, here: bool = True) 
     settings = config if here else config.model_copy(update={"device": "auto"})
     engine = engine_class(settings, 0, config.ranks, ("", 0))  # it connects to nothing yet
     try:
-        if config.offload_roles and engine_class.offload is TrainingEngine.offload:
+        if (config.offload_roles or config.colocate) and engine_class.offload is TrainingEngine.offload:
             engine.offload()
     finally:
         engine.close()

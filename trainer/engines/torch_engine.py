@@ -89,6 +89,11 @@ class TorchEngine(TrainingEngine):
         """See `TrainingEngine.offloaded`."""
         return frozenset(self._away)
 
+    @property
+    def offloaded_bytes(self) -> int:
+        """See `TrainingEngine.offloaded_bytes`."""
+        return sum(copies.nbytes for copies in self._away.values())
+
     def offload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
         """See `TrainingEngine.offload`."""
         self._check_parts(parts)

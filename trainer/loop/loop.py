@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from weightlane.ckpt_engines import GradientError, WorkerDiedError
@@ -32,6 +33,7 @@ from .sampling.curriculum import Curriculum
 from .sampling.staleness_budget import StalenessBudget
 from .sampling.tally import SampleTally
 from .summary import RunSummary
+from .turns import Turns
 from .version_keeper import VersionKeeper
 
 TRAINING = "training"
@@ -59,6 +61,10 @@ class AsyncLoop:
         resume: LoopState | None = None,
         curriculum: bool = False,
     ) -> None:
+        self._takes_turns = parts.shared is not None
+        if parts.shared is not None:
+            turns = Turns(parts.shared, parts.syncer, parts.rollouts, parts.hooks)
+            parts = replace(parts, trainers=turns, syncer=turns, start_replacement=None)
         self._parts = parts
         self._config = config
         self._algorithm = algorithm
@@ -160,9 +166,11 @@ class AsyncLoop:
         for task in tasks:
             if not task.cancelled():
                 task.result()
+        if self._takes_turns:
+            await self._write_last()
         await self._keeper.drain(self._step)
-        await self._save()
-        await self._parts.export(self._step)
+        if not self._takes_turns:
+            await self._write_last()
         summary = self._summary
         summary.measured_after = await self._evaluate(self._step)
         for rollout in self._fleet.living:
@@ -181,13 +189,8 @@ class AsyncLoop:
     async def _train(self) -> None:
         while self._step < self._config.steps:
             async with self._keeper.between_steps(self._step):
-                if self._config.save_every and self._step >= self._saved + self._config.save_every:
-                    await self._keeper.handed_over(self._step)
-                    await self._save()
-                if self._is_due(self._config.export_every) and self._exported != self._step:
-                    self._exported = self._step
-                    await self._keeper.handed_over(self._step)
-                    await self._parts.export(self._step)
+                if not self._takes_turns:
+                    await self._write_due()
                 waited = time.perf_counter()
                 groups = await self._feeder.take(self._step)
                 waited = time.perf_counter() - waited
@@ -209,6 +212,8 @@ class AsyncLoop:
             self._report_step(groups, report, waited)
             self._step += 1
             self._feeder.trained(groups)
+            if self._takes_turns and self._step < self._config.steps:
+                await self._write_due()  # while the state is on the device
             if self._is_due(self._config.evaluate_every):
                 self._begin_evaluation()
             if self._is_timed():
@@ -217,6 +222,20 @@ class AsyncLoop:
                 self._summary.synchronous_updates_s += [] if seconds is None else [seconds]
             else:
                 self._summary.steps += 1
+
+    async def _write_due(self) -> None:
+        """Save the state, and export the model, if they are due. A version that is due goes first, unless turns are taken."""
+        if self._config.save_every and self._step >= self._saved + self._config.save_every:
+            await self._keeper.handed_over(self._step)
+            await self._save()
+        if self._is_due(self._config.export_every) and self._exported != self._step:
+            self._exported = self._step
+            await self._keeper.handed_over(self._step)
+            await self._parts.export(self._step)
+
+    async def _write_last(self) -> None:
+        await self._save()
+        await self._parts.export(self._step)
 
     def _is_timed(self) -> bool:
         """Whether the trainer waits for this version, to time a synchronous update. These versions are spread over the run."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
 from weightlane.plugins import RunHooks
@@ -27,6 +27,16 @@ class Trainers(Protocol):
 
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when a rank's process dies."""
+
+
+class SharedTrainers(Trainers, Protocol):
+    """Trainer ranks whose devices rollouts use in turn."""
+
+    async def offload(self) -> None:
+        """Move everything to the host's memory. The next call moves back what it needs."""
+
+    async def memory_use(self) -> Mapping[str, tuple[int, int]]:
+        """The bytes that each rank holds, by its name, and the most since the call before: see `MemoryUse`."""
 
 
 class Completion(Protocol):
@@ -85,6 +95,15 @@ class Rollout(Replica, Protocol):
     async def stats(self) -> RolloutFigures:
         """Running totals since the replica started."""
 
+    async def sleep(self) -> None:
+        """Free weights and caches once all requests have ended, and refuse new ones. Does nothing if they are freed."""
+
+    async def wake(self, part: Literal["weights", "caches"]) -> None:
+        """Take back the memory of the weights, or afterwards of the caches; between the two a version has to be committed."""
+
+    async def memory_use(self) -> Sequence[tuple[int, int]]:
+        """The bytes that each rank holds, and the most since the call before: see `MemoryUse`."""
+
     async def watch(self) -> NoReturn:
         """Raise `WorkerDiedError` when the replica's process dies."""
 
@@ -100,6 +119,9 @@ class Syncer(Protocol):
 
     def states(self) -> Mapping[str, ReplicaState]:
         """The state of every replica by name; only those that serve may get requests."""
+
+    def weights_lost(self, name: str) -> None:
+        """Note that a replica has given up its weights: it is `ReplicaState.JOINING`, and gets the newest version again."""
 
     def participant_lost(self, error: WeightlaneError, replica: str = "") -> None:
         """Report the death of a replica, or of a trainer if `replica` is empty."""
@@ -175,6 +197,8 @@ class LoopParts:
     """Starts the successor of a dead replica; None if dead replicas are not replaced."""
     max_replacements: int = 0
     """Most successors that are started."""
+    shared: SharedTrainers | None = None
+    """`trainers`, if they share devices with `rollouts`, which sleep when the loop begins; None if they do not."""
     max_model_len: int = 0
     """Most tokens of a prompt and its completion together; 0 if unknown."""
     advantages: Advantages | None = None

@@ -101,6 +101,11 @@ class MetricsFile:
         self._write("replica_joined", facts, replica=replica)
 
     @hookimpl
+    def turn_ended(self, turn: str, facts: Mapping[str, Any]) -> None:
+        """Write a line per turn on devices that trainers and rollouts share."""
+        self._write("turn_ended", facts, turn=turn)
+
+    @hookimpl
     def evaluated(self, step: int, facts: Mapping[str, Any]) -> None:
         """Write a line per evaluation."""
         self._write("evaluated", facts, step=step)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from weightlane.ckpt_engines import ClosedError, ConfigError, WeightlaneError, as_weightlane_error
+from weightlane.ckpt_engines.runtime.process_memory import MemoryUse
 from weightlane.plugins import RunHooks, process_hooks
 
 from ..algorithms.policy_gradient import PolicyGradient
@@ -69,7 +70,7 @@ class Runner:
     A failed job raises a `WeightlaneError` to its caller, and later jobs are executed all the same. A job whose caller stops
     waiting before its turn (a cancelled `run`) is dropped; a job that has begun is finished. The hook ``job_finished`` reports
     every job that ends, and `figures` count it. To be used from one event loop. The runner implements
-    `weightlane.trainer.loop.protocols.Trainers` for the fully-async loop: a step, a publication and a save are jobs, too.
+    `weightlane.trainer.loop.protocols.SharedTrainers` for the fully-async loop: a step, a publication and a save are jobs, too.
 
     Args:
         dispatch: Has the role `POLICY`.
@@ -126,6 +127,14 @@ class Runner:
     async def publish(self, version: int) -> float:
         """See `Trainers.publish`."""
         return await self.run(jobs.Publish(version))
+
+    async def offload(self) -> None:
+        """See `SharedTrainers.offload`. To be called between jobs."""
+        await self._dispatch.offload()
+
+    async def memory_use(self) -> dict[str, MemoryUse]:
+        """See `SharedTrainers.memory_use`. To be called between jobs."""
+        return await self._dispatch.memory_use()
 
     def written_by(self, job: Job[Any]) -> list[Path]:
         """The directories that `job` creates; none for most jobs."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch.distributed.tensor import DTensor
 
-from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
+from weightlane.ckpt_engines.runtime.process_memory import available_memory_bytes
 
 from .inputs import ForwardInput
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ...errors import ProtocolError, StorageError
-from ...runtime.available_memory import available_memory_bytes
 from ...runtime.devices import HOST, runtime_of
+from ...runtime.process_memory import available_memory_bytes
 from .segment_base import Segment, SegmentKind, SegmentMapping, close_descriptors
 
 _PART = "shared memory"

@@ -54,7 +54,7 @@ def refuse_configuration(vllm_config: Any) -> None:
 
 
 def _refuse_modes(vllm_config: Any) -> None:
-    """Refuse modes in which vLLM would keep old weights, or free the memory that new weights are written to."""
+    """Refuse modes in which vLLM would keep old weights, or move them."""
     draft = getattr(vllm_config, "speculative_config", None)
     method = str(getattr(draft, "method", "") or "")
     modes = [
@@ -62,11 +62,6 @@ def _refuse_modes(vllm_config: Any) -> None:
             bool(getattr(vllm_config.parallel_config, "enable_eplb", False)),
             "expert load balancing (enable_eplb)",
             "it moves experts between ranks and places, and versions would be written where they were at the start",
-        ),
-        (
-            bool(getattr(vllm_config.model_config, "enable_sleep_mode", False)),
-            "sleep mode (enable_sleep_mode)",
-            "a version that is committed while vLLM sleeps would be written to memory that is freed",
         ),
         (
             draft is not None and method not in _DRAFTS_WITHOUT_WEIGHTS,

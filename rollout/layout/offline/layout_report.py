@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from weightlane.ckpt_engines import ConfigError
-from weightlane.ckpt_engines.runtime.available_memory import available_memory_bytes
 from weightlane.ckpt_engines.runtime.own_process import answer_asker, ask_process
+from weightlane.ckpt_engines.runtime.process_memory import available_memory_bytes
 
 from ..loading.checkpoint_expectation import checkpoint_specs, expectation_of_config
 from ..map.coverage import target_coverage, unused_elements

@@ -231,6 +231,13 @@ class Coordinator:
             finally:
                 self._turn.release()
 
+    def weights_lost(self, name: str) -> None:
+        """Note that a replica has given up its weights, and must get no requests until it has committed a version.
+
+        The newest version is then sent to it by the next `sync`, also if it had that. Not to be called during a `sync`.
+        """
+        self._roster.note_weights_lost(name)
+
     def states(self) -> dict[str, ReplicaState]:
         """The state of every replica by name. Only those that are `SERVING` may get requests.
 

@@ -42,7 +42,7 @@ class ReplicaState(StrEnum):
     """Whether a replica may get requests."""
 
     JOINING = "joining"
-    """The replica has not committed a version of this run yet."""
+    """The replica has not committed a version of this run yet, or has given up its weights since."""
     SERVING = "serving"
     """Every rank of the replica holds a published version, maybe not the newest."""
     QUARANTINED = "quarantined"
@@ -150,6 +150,12 @@ class Roster:
             # It is not known which weights the process of a new subscriber holds.
             entry.state, entry.version, entry.error, entry.fits = ReplicaState.JOINING, -1, None, True
         return is_new
+
+    def note_weights_lost(self, name: str) -> None:
+        """Note that a replica holds no version. It stays as it is if it is lost or quarantined."""
+        entry = self.entries.get(name)
+        if entry is not None and entry.state is ReplicaState.SERVING:
+            entry.state, entry.version = ReplicaState.JOINING, -1
 
     def note_left(self, name: str, inbox: str) -> bool:
         """Note that a participant has closed. Returns whether it was the current one of its name."""

@@ -14,7 +14,11 @@ from pydantic import BaseModel, Field
 
 from weightlane.ckpt_engines import ConfigError, EngineUnavailableError, UnknownEngineError, WeightlaneError
 from weightlane.cli.config.run_config import RunConfig, load_config
+from weightlane.cli.config.sft_config import load_sft_config
+from weightlane.cli.config.tinker_config import load_tinker_config
 from weightlane.cli.config.validation import explain
+from weightlane.cli.config.worker_config import load_worker_config
+from weightlane.rollout.contract.registry import rollout_engine_class
 
 MINIMAL = """
 [run]
@@ -27,6 +31,7 @@ heldout = "heldout.jsonl"
 [reward]
 function = "reward:exact_match"
 """
+IN_TURNS = ("trainer.colocate=true", "loop.max_staleness=0", "rollout.commit=in_place", "sync.quorum=1.0")
 
 
 @pytest.fixture
@@ -65,6 +70,23 @@ def minimal(tmp_path: Path) -> Path:
             ["in_place cannot restore weights that are sent as fp8", "sync.quantise"],
         ),
         ("rollout.commit=in_place sync.relay=tree", ConfigError, ["in_place has no memory", "(sync.relay = tree)"]),
+        *(
+            (
+                f"{' '.join(IN_TURNS)} {wrong}",
+                ConfigError,
+                [f"{key} is {value}, and with trainer.colocate it has to be"],
+            )
+            for wrong in (
+                "loop.max_staleness=1",
+                "rollout.commit=staged",
+                "sync.codec=auto",
+                "sync.quorum=0.5",
+                "checkpoint_engine.backend=gloo",
+                "rollout.gpus_per_rank=1.0",
+            )
+            for key, value in [wrong.split("=")]
+        ),
+        ("rollout.sleeps=true", ConfigError, ["there is no key rollout.sleeps."]),
         ("sync.relay=chain", ConfigError, ["sync.relay is chain, and receivers of shm cannot relay."]),
     ],
 )
@@ -75,6 +97,27 @@ def test_a_bad_value_is_named_with_what_would_be_right(
         load_config(minimal, override.split(" "))
     for part in said:
         assert part in str(caught.value)
+
+
+def test_rollouts_of_a_run_in_turns_sleep_and_one_whose_engine_cannot_is_refused(minimal: Path) -> None:
+    config = load_config(minimal, IN_TURNS)
+    assert config.rollout.sleeps
+    assert "sleeps" not in tomllib.loads(explain(config))["rollout"]
+    rollout_engine_class(config.rollout)
+    with pytest.raises(ConfigError, match=r"trainer\.colocate, for which replicas sleep"):
+        rollout_engine_class(config.rollout.model_copy(update={"engine": "sglang"}))
+    for command, load, section in (
+        ("sft", load_sft_config, '[sft]\n[data]\ntrain = "x"'),
+        ("tinker", load_tinker_config, ""),
+        ("worker", load_worker_config, "[worker]"),
+    ):
+        path = minimal.with_name(f"{command}.toml")
+        run = "" if command == "worker" else '[run]\ndir = "r"\n'
+        path.write_text(f'{run}[model]\npath = "m"\n{section}\n[trainer]\ncolocate = true\n')
+        with pytest.raises(
+            ConfigError, match=f"trainer.colocate is for the loop of weightlane train, and weightlane {command}"
+        ):
+            load(path)
 
 
 def test_a_missing_section_or_key_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from weightlane.cli.config.run_config import RunConfig
 from weightlane.cli.run import resources
 from weightlane.cli.run.resources import Machines, Sizes, described, fitted, fitted_trainer, reserved_cpus
 from weightlane.rollout.layout.offline.needs_cache import CACHE_ENV
+from weightlane.rollout.replicas.ray_actor import SharedDevices
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
 
 GB = 10**9
@@ -92,6 +93,28 @@ def test_each_role_counts_what_it_trains_and_roles_add_up_unless_they_take_turns
         ConfigError, match=r"4 trainer, 2 critic, 1 reference ranks x 1 GPUs need 7 GPUs, but there are 6"
     ):
         fitted_trainer(apart.trainer, Machines(6, H100), apart.rank_groups)
+
+
+def test_rollouts_that_take_turns_with_the_trainer_need_no_gpus_of_their_own() -> None:
+    turns = {
+        "trainer": {"ranks": 4, "colocate": True},
+        "rollout": {"tensor_parallel": 2, "replicas": 2, "commit": "in_place"},
+    }
+    config = configured(**turns)
+    fit = fitted(config, sized(14, config), Machines(4, H100))
+    assert (fit.trainer.gpus_per_rank, fit.rollout.gpus_per_rank) == (1.0, 1.0)
+    with pytest.raises(ConfigError, match="4 trainer ranks x 1 and 0 rollout ranks"):
+        fitted(config, sized(14, config), Machines(3, H100))
+    more = configured(**turns | {"rollout": turns["rollout"] | {"replicas": 3}})
+    with pytest.raises(ConfigError, match="6 rollout ranks would share the GPUs of 4 trainer ranks"):
+        fitted(more, sized(14, more), Machines(8, H100))
+    devices = [("node-a", "0"), ("node-a", "1"), ("node-b", "0"), ("node-b", "1")]
+    first, second = SharedDevices.of(devices, config.rollout)
+    assert (first.node_id, first.environment["CUDA_VISIBLE_DEVICES"]) == ("node-a", "0,1")
+    assert second == SharedDevices("node-b", "0,1")
+    assert SharedDevices.of([("node-a", "")], config.rollout)[1].environment == {}, "on a CPU"
+    with pytest.raises(ConfigError, match=r"replica 1 has 2 ranks, and .* on several nodes"):
+        SharedDevices.of([*devices[:2], devices[0], devices[3]], config.rollout)
 
 
 def test_where_there_is_no_room_for_two_versions_there_is_for_one_and_what_does_not_fit_is_refused() -> None:

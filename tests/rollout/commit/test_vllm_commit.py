@@ -183,5 +183,7 @@ def test_a_killed_rank_ends_requests_and_commits_with_an_error_that_names_the_re
     with pytest.raises(WorkerDiedError, match="rollout-0"):
         setup.run(setup.replica.commit(778))
     with pytest.raises(WorkerDiedError, match="rollout-0"):
+        setup.run(setup.replica.sleep())
+    with pytest.raises(WorkerDiedError, match="rollout-0"):
         setup.greedy([1, 2])
     assert not setup.replica.stats().serving

@@ -177,14 +177,13 @@ def plain_config(**more: Any) -> Any:
     parallel = SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1, enable_eplb=False)
     for name in more.keys() & vars(parallel).keys():
         setattr(parallel, name, more.pop(name))
-    model = SimpleNamespace(enable_sleep_mode=more.pop("enable_sleep_mode", False), quantization=None, hf_config=None)
+    model = SimpleNamespace(quantization=None, hf_config=None)
     usual = {"parallel_config": parallel, "model_config": model, "lora_config": None, "speculative_config": None}
     return SimpleNamespace(**{**usual, **more})
 
 
 def test_modes_in_which_weights_would_stay_old_or_go_nowhere_are_refused_by_name() -> None:
     for settings, named in (
-        ({"enable_sleep_mode": True}, "sleep mode (enable_sleep_mode)"),
         ({"enable_eplb": True}, "expert load balancing (enable_eplb)"),
         ({"pipeline_parallel_size": 2}, "pipeline and data parallel replicas"),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "a draft model (speculative_config, eagle3)"),

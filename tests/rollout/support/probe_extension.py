@@ -105,6 +105,49 @@ class ProbeExtension:
 
             setattr(plan, method, holding)
 
+    def probe_touch_caches(self) -> int:
+        """Fill the caches of this rank, as requests would; returns their size in bytes."""
+        return sum(storage.fill_(1).nbytes() for storage in self._storages()["caches"])
+
+    def probe_resident(self) -> dict[str, int]:
+        """How many bytes of the memory that a deep sleep frees are not zero."""
+        return {
+            name: sum(int(_bytes(storage).count_nonzero()) for storage in storages)
+            for name, storages in self._storages().items()
+        }
+
+    def probe_kept(self) -> dict[str, list[object]]:
+        """Every tensor of this rank's model that no version has, `described`."""
+        from weightlane.rollout.layout.proof.model_tensors import tensors_of
+
+        freed = {storage._cdata for storage in self._storages()["weights"]}
+        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return {
+            name: described(tensor.reshape(-1))
+            for name, tensor in tensors_of(model).items()
+            if tensor.numel() and tensor.untyped_storage()._cdata not in freed
+        }
+
+    def probe_fail_waking(self, rank: int) -> None:
+        """Let one rank fail when its weights next wake."""
+        engine = self.weight_transfer_engine  # type: ignore[attr-defined]
+
+        def failing(*arguments: Any) -> None:
+            del engine.wake
+            raise MemoryError("out of memory, on purpose")
+
+        if self.rank == rank:  # type: ignore[attr-defined]
+            engine.wake = failing
+
+    def _storages(self) -> dict[str, list[torch.UntypedStorage]]:
+        from weightlane.rollout.vllm_cpu.sleep import cache_storages
+
+        weights = self.weight_transfer_engine._rank.updatable  # type: ignore[attr-defined]
+        return {
+            "weights": list(weights.loader.replaced_storages().values()),
+            "caches": list(cache_storages(self).values()),
+        }
+
     def probe_sliced(self) -> bool:
         """Whether the newest version was copied out of slices."""
         return self.weight_transfer_engine._rank.updatable.loader._writer._sliced is not None  # type: ignore[attr-defined]
@@ -184,3 +227,7 @@ class ProbeExtension:
         for slot in slots:
             slot.fill_(0xA5)
         return sum(slot.numel() for slot in slots)
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)

@@ -67,6 +67,9 @@ def test_one_that_joins_late_gets_the_current_version_unless_it_refuses_and_the_
     run.coordinator.remove("rollout-2")
     assert run.rank(1).call("live_digest") == expected(1)
     run.serve(2)
+    run.coordinator.weights_lost("rollout-1")
+    assert [*run.coordinator.states().values()] == [ReplicaState.SERVING, ReplicaState.JOINING]
+    assert outcomes_of(run.sync(2)) == {"rollout-1": "committed"}, "once more, although it had that"
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,11 @@ class World:
     samples: list[tuple[int, list[Mapping[str, Any]]]] = field(default_factory=list)
     aborts: list[int] = field(default_factory=list)
     """Versions that are aborted, as often as they stand here."""
+    here: set[str] = field(default_factory=set)
+    """What of the trainers and the replicas is on the device, if they share one."""
+    together: set[frozenset[str]] = field(default_factory=set)
+    """All that `here` has been."""
+    turns: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.add(LiveRollout(self, "rollout-0"))
@@ -93,8 +98,29 @@ class World:
         """Every version that was published, in order."""
         return [int(line.split()[1]) for line in self.log if line.startswith("published")]
 
+    def moved(self, *, here: Sequence[str] = (), away: Sequence[str] = ()) -> None:
+        """Note what has moved onto the device that trainers and replicas share, and what has left it before."""
+        self.here = (self.here - set(away)) | set(here)
+        self.together.add(frozenset(self.here))
+
+    async def offload(self) -> None:
+        self.moved(away=["parameters", "optimizer"])
+
+    async def memory_use(self) -> Mapping[str, tuple[int, int]]:
+        return {"trainer-0": (1, 2)}
+
+    def weights_lost(self, name: str) -> None:
+        if self.states_[name] is ReplicaState.SERVING:
+            self.states_[name] = ReplicaState.JOINING
+
+    @hookimpl
+    def turn_ended(self, turn: str, facts: Mapping[str, Any]) -> None:
+        assert facts["peak_bytes"].keys() == {"trainer-0", *(f"{name}/0" for name in self.replicas)}
+        self.turns.append(turn)
+
     async def train_step(self, batch: TokenBatch, mini_batches: Sequence[MiniBatch]) -> StepResult:
         self.calls += 1
+        self.moved(here=["parameters", "optimizer"])
         if self.calls - 1 in self.skips:
             return StepResult(self.step, skipped="the gradient norm is nan.")
         if self.step == self.fails_at_step:
@@ -114,15 +140,18 @@ class World:
         assert not self.in_step, "it may be changing the parameters"
         assert version == self.step, "the parameters are those of the version that is published"
         self.published = version
+        self.moved(here=["parameters"], away=["optimizer"])
         self.log.append(f"published {version}")
         return PUBLISH_S
 
     async def save_loop(self, state: LoopState) -> None:
+        self.moved(here=["parameters", "optimizer"])
         self.saved.append(state)
         self.log.append(f"saved {state.step}")
 
     async def export(self, step: int) -> None:
         assert step == self.step
+        self.moved(here=["parameters"])
         self.log.append(f"exported {step}")
 
     async def watch(self) -> NoReturn:
@@ -132,6 +161,7 @@ class World:
     async def sync(self, version: int) -> SyncReport:
         await asyncio.sleep(self.sync_s)
         assert version == self.published
+        assert all("weights" not in replica.asleep for replica in self.replicas.values())
         if version in self.aborts:
             self.aborts.remove(version)
             raise SyncAbortedError.because(version, PeerLostError("the connection was reset.", part="gloo"))
@@ -195,6 +225,8 @@ class LiveRollout:
         self.version = -1
         self.versions: list[int] = []
         self.quarantined = False
+        self.asleep: set[str] = set()
+        self.flying = 0
         self.gone = asyncio.Event()
 
     @property
@@ -205,9 +237,13 @@ class LiveRollout:
         self, prompt_ids: Sequence[int], *, count: int, max_new_tokens: int, **_: Any
     ) -> Sequence[Any]:
         version = self.version
+        if self.asleep:
+            raise QuarantinedError("the replica is asleep.", part=self.name)
         self.versions.append(version)
+        self.flying += 1
         assert self.world.states_[self.name] is not ReplicaState.JOINING, "it has no version of this run yet"
         await asyncio.sleep(0.001)
+        self.flying -= 1
         if self.gone.is_set():
             raise self.death
         if self.quarantined:
@@ -216,6 +252,23 @@ class LiveRollout:
         answers = [SimpleNamespace(token_ids=[65 + n] * max_new_tokens, **each) for n in range(count)]
         bad = self.world.bad_answers.pop("".join(map(chr, prompt_ids)), None)
         return answers if bad is None else [bad, *answers[1:]]
+
+    async def sleep(self) -> None:
+        self.asleep = {"weights", "caches"}
+        while self.flying:  # noqa: ASYNC110 - nothing announces it
+            await asyncio.sleep(0.0005)
+        if self.gone.is_set():
+            raise self.death
+        self.world.moved(away=["weights", "caches"])
+
+    async def wake(self, part: str) -> None:
+        if self.gone.is_set():
+            raise self.death
+        self.asleep.discard(part)
+        self.world.moved(here=[part])
+
+    async def memory_use(self) -> Sequence[tuple[int, int]]:
+        return [(3, 4)]
 
     async def stats(self) -> Any:
         return SimpleNamespace(max_token_gap_s=0.0, tokens=0, recomputed_tokens=0)
@@ -234,6 +287,7 @@ def run(
     start_replacement: StartReplacement | None = None,
     max_replacements: int = 3,
     max_model_len: int = 0,
+    colocate: bool = False,
     tasks: Sequence[Task] = TASKS,
     heldout: Mapping[str, Sequence[Task]] = HELDOUT,
     algorithm: AlgorithmConfig = ALGORITHM,
@@ -256,6 +310,7 @@ def run(
             save=world.save_loop,
             export=world.export,
             quorum=quorum,
+            shared=world if colocate else None,
             start_replacement=start_replacement,
             max_replacements=max_replacements,
             max_model_len=max_model_len,

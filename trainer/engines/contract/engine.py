@@ -252,6 +252,16 @@ class TrainingEngine(ABC):
         """The parts of the state that `offload` moved away, and `onload` has not brought back."""
         return frozenset()
 
+    @property
+    def device(self) -> torch.device:
+        """The model's device; by default the CPU. Known after `setup`."""
+        return torch.device("cpu")
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes of the copies, in the host's memory, of what is `offloaded`."""
+        return 0
+
     def offload(self, parts: Collection[StatePart] = STATE_PARTS) -> None:
         """Move parts of the state to the host's memory, and free their memory on the device. Not collective.
 
