@@ -159,6 +159,10 @@ class RewardError(WeightlaneError, ValueError):
     """Raised when the reward function raises, returns no finite number or takes too long; the completion is not trained on."""
 
 
+class EpisodeError(WeightlaneError, RuntimeError):
+    """Raised when an environment raises, or does what an environment must not do; its episode is not trained on."""
+
+
 class GradientError(WeightlaneError, ArithmeticError):
     """Raised when the gradient of a step is not finite; no parameter was changed."""
 

@@ -6,7 +6,7 @@ Every field carries the description that ``weightlane config`` prints beside its
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
@@ -327,4 +327,30 @@ class RewardConfig(Section):
     workers: int = Field(default=16, ge=1, description="Most calls at once; of processes, how many there are.")
     time_limit_s: float = Field(
         default=60.0, gt=0, description="Most seconds of one call; a completion whose reward takes longer is left out."
+    )
+
+
+class EnvironmentConfig(Section):
+    """The environment that the model takes turns with; without one, a completion of the prompt is all that is judged."""
+
+    name: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Environment, by entry-point name in group weightlane.environments, or 'module:Class' of your own; the module"
+        " is looked for beside the configuration file, then in the working directory, then among installed packages.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Options of the environment, which its own type checks."
+    )
+    max_turns: int = Field(
+        default=8, ge=1, description="Most replies of the model in an episode; it is judged as it stands then."
+    )
+    turn_time_limit_s: float = Field(
+        default=300.0,
+        gt=0,
+        description="Most seconds until a reply of the model is complete, and until the environment asks for the next one or"
+        " judges; an episode that takes longer is left out.",
+    )
+    episode_time_limit_s: float = Field(
+        default=1800.0, gt=0, description="Most seconds of an episode; one that takes longer is left out."
     )

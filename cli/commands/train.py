@@ -13,6 +13,7 @@ from weightlane.sync import Rendezvous
 from weightlane.trainer.algorithms.composition import algorithm_over, role_specs
 from weightlane.trainer.data.rewards import RewardPool
 from weightlane.trainer.engines.hf.model_dir import ModelInfo
+from weightlane.trainer.loop.environments.player import Player
 from weightlane.trainer.loop.loop import AsyncLoop
 from weightlane.trainer.loop.protocols import LoopParts, LoopState, StartReplacement
 from weightlane.trainer.loop.summary import RunSummary
@@ -25,7 +26,7 @@ from ..config.validation import explain
 from ..output import console
 from ..run.display import RunDisplay, print_summary
 from ..run.open_observers import RunObservers
-from ..run.preparation import prepare
+from ..run.preparation import Preparation, prepare
 from ..run.processes import start_processes
 from ..run.ray_cluster import RayCluster
 from ..run.resources import Sizes, fitted, reserved_cpus
@@ -97,6 +98,7 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             await runner.run(Export(run_dir.begin_export(step, last=last), model.dtype))
             run_dir.finish_export(last=last)
 
+        longest = min(replica.max_model_len for replica in replicas)
         parts = LoopParts(
             trainers=runner,
             rollouts=replicas,
@@ -113,7 +115,8 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
             shared=runner if config.trainer.colocate else None,
             start_replacement=_replacements(config, model, state, rendezvous, replicas, stack),
             max_replacements=config.rollout.max_replacements if config.rollout.replace_dead else 0,
-            max_model_len=min(replica.max_model_len for replica in replicas),
+            max_model_len=longest,
+            player=_player(ready, judge, longest, stack),
             advantages=ready.advantages,
         )
         loop = AsyncLoop(
@@ -135,6 +138,22 @@ async def run_training(path: Path, overrides: Sequence[str], *, resume: bool, li
     if summary.replicas_lost:
         display.say(f"logs of the run's processes: {run_dir.path / 'logs'}")
     return summary
+
+
+def _player(ready: Preparation, judge: RewardPool, longest: int, stack: AsyncExitStack) -> Player | None:
+    """Return the player of the run's environment, which `stack` closes; None if it has none."""
+    if ready.environment is None:
+        return None
+    stack.push_async_callback(ready.environment.close)
+    return Player(
+        ready.environment,
+        ready.config.environment,
+        ready.config.algorithm,
+        tokenizer=ready.tokenizer,
+        stop_token_ids=ready.model.eos_token_ids,
+        judge=judge,
+        max_model_len=longest,
+    )
 
 
 def _replacements(

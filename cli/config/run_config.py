@@ -18,7 +18,7 @@ from weightlane.rollout.config import AdapterConfig, RolloutConfig
 from weightlane.sync import CheckpointEngineConfig, SyncConfig
 from weightlane.sync.plan.links import check_relay
 from weightlane.trainer.algorithms.composition import rank_groups
-from weightlane.trainer.config import DataConfig, RewardConfig, Section, TrainerConfig
+from weightlane.trainer.config import DataConfig, EnvironmentConfig, RewardConfig, Section, TrainerConfig
 from weightlane.trainer.dispatch.role_spec import POLICY_GROUP
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.objectives.config import AlgorithmConfig, CriticConfig, ReferenceConfig
@@ -109,6 +109,7 @@ class RunConfig(ClusterConfig):
 
     data: DataConfig
     reward: RewardConfig
+    environment: EnvironmentConfig = EnvironmentConfig()
     loop: LoopConfig = LoopConfig()
     critic: CriticConfig = CriticConfig()
     reference: ReferenceConfig = ReferenceConfig()
@@ -185,6 +186,12 @@ def _with_sleep(config: RunConfig) -> RunConfig:
 def _check_together(config: RunConfig, *, runs_here: bool) -> None:
     """Check values that depend on several sections, and the engine's options by the engine's own config type."""
     check_sections(config, runs_here=runs_here)
+    if config.environment.name and config.algorithm.overlong == "penalty":
+        raise ConfigError(
+            "algorithm.overlong = penalty is for completions of one turn, and episodes of an environment have several.",
+            part=_PART,
+            hint='Set algorithm.overlong to "mask" or "drop".',
+        )
     if config.algorithm.max_new_tokens >= config.rollout.max_model_len:
         raise ConfigError(
             f"rollout.max_model_len ({config.rollout.max_model_len}) is not above algorithm.max_new_tokens"

@@ -25,6 +25,8 @@ from weightlane.trainer.data.tasks import HasContent, Task, TaskStream, load_spl
 from weightlane.trainer.data.tokenizer import HfTokenizer
 from weightlane.trainer.engines.hf.model_dir import ModelInfo, check_model_dir, find_model
 from weightlane.trainer.engines.registry import training_engine_class
+from weightlane.trainer.loop.environments.contract import Environment, EnvironmentContext
+from weightlane.trainer.loop.environments.registry import make_environment
 from weightlane.trainer.loop.protocols import LoopState
 from weightlane.trainer.objectives.named import Objective
 from weightlane.trainer.objectives.named_advantages import NamedAdvantages
@@ -51,6 +53,7 @@ class Preparation:
     train_tasks: Sequence[Task]
     heldout_tasks: Mapping[str, Sequence[Task]]
     reward: Reward
+    environment: Environment | None
     objective: Objective
     advantages: NamedAdvantages
 
@@ -80,11 +83,12 @@ def prepare(path: Path, overrides: Sequence[str], *, resume: bool = False) -> Pr
     _refuse_large_groups(config, train_tasks)
     own_modules = [path.parent, Path()]
     reward = Reward(config.reward.function, own_modules, config.reward.time_limit_s)
+    environment = make_environment(config.environment, EnvironmentContext(own_modules, model.path))
     objective = Objective(policy_objective(config.algorithm), own_modules)
     advantages = NamedAdvantages(config.algorithm, own_modules)
     state = _saved_state(run_dir, config, train_tasks, models) if resume else None
-    tasks = train_tasks, heldout_tasks
-    return Preparation(config, run_dir, state, model, models, tokenizer, *tasks, reward, objective, advantages)
+    functions = reward, environment, objective, advantages
+    return Preparation(config, run_dir, state, model, models, tokenizer, train_tasks, heldout_tasks, *functions)
 
 
 def _refuse_long_prompts(config: RunConfig, tokenizer: HfTokenizer, tasks: Sequence[Task]) -> None:

@@ -52,7 +52,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, model_max_length=64)
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+def make_model(tokenizer: PreTrainedTokenizerFast, longest: int = 64) -> Qwen3ForCausalLM:
     """A Qwen3 of 0.6 million parameters in float32; head size 32 is the smallest that vLLM's CPU attention takes."""
     config = Qwen3Config(
         vocab_size=-(-len(tokenizer) // 8) * 8,
@@ -62,7 +62,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=longest,
         initializer_range=0.05,  # with 0.02 so small a model needs twice the steps
         tie_word_embeddings=True,
         bos_token_id=None,

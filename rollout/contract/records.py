@@ -28,6 +28,8 @@ class Completion:
     top_logprobs: list[list[tuple[int, float]]] | None = None
     """The most probable tokens in the place of each generated one, with their log-probabilities as in `logprobs`, best first,
     without those that could not be drawn. None if the request asked for none."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt whose keys and values the engine found in its cache. None if it does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,8 @@ class Generated:
     """vLLM's ``Logprob`` objects for each token of the prompt, by token id; None for the first."""
     last: Any = None
     """The last output of vLLM; None if there was none."""
+    cached_tokens: int | None = None
+    """Tokens of the prompt that were in the prefix cache when the request was first scheduled."""
     version: int | None = None
     """The version of the adapter that generates; None where vLLM says which version of the weights does."""
 
@@ -83,6 +85,7 @@ class Generated:
             prompt_logprobs=of_prompt,
             top_prompt_logprobs=top_of_prompt,
             top_logprobs=[_top(ranked, count) for ranked in self.ranked] if (count := sampling.top_logprobs) else None,
+            cached_tokens=self.cached_tokens,
         )
 
 
@@ -104,6 +107,10 @@ async def generate(engine: Any, request: GenerationRequest, arrived: Callable[[i
     generated = Generated(version=None if adapter is None else adapter.version)
     async for output in engine.generate(prompt, params, request_id=request.key, lora_request=_lora_request(adapter)):
         generated.prompt = output.prompt_logprobs or generated.prompt  # All at once, with the first token.
+        if (
+            generated.cached_tokens is None
+        ):  # A request that a commit preempts is looked up again, and finds others' tokens.
+            generated.cached_tokens = output.num_cached_tokens
         (generated.last,) = output.outputs
         last = generated.last
         if last.token_ids:

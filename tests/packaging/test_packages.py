@@ -25,6 +25,7 @@ PUBLIC = (
     "weightlane.sync",
     "weightlane.trainer",
     "weightlane.trainer.conformance",
+    "weightlane.trainer.loop.environments",
 )
 
 

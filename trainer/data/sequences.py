@@ -76,33 +76,60 @@ class TokenSequence:
         Raises:
             ProtocolError: One of them is empty, or has another length than its values.
         """
-        if not prompt_ids or not completion_ids:
+        return cls.of_turns(
+            [(prompt_ids, completion_ids)], masked=masked, per_token=per_token, per_sequence=per_sequence
+        )
+
+    @classmethod
+    def of_turns(
+        cls,
+        turns: Sequence[tuple[Sequence[int], Sequence[int]]],
+        *,
+        masked: int = 0,
+        per_token: Mapping[str, float | Sequence[float]] | None = None,
+        per_sequence: Mapping[str, float] | None = None,
+    ) -> Self:
+        """Make a sequence of turns: tokens that are only read, then a completion. The completions' tokens are the targets.
+
+        Args:
+            turns: At least one. The first reads at least one token, and every completion has at least one.
+            masked: Number of leading completion tokens that are read, but are no targets.
+            per_token: Values of the tokens of all completions, in their order: one for each of them, or one number for all.
+            per_sequence: Values of the sequence.
+
+        Raises:
+            ProtocolError: A part that must not be empty is, or a value has another length than the completions.
+        """
+        if not turns or not turns[0][0] or not all(written for _, written in turns):
             raise ProtocolError(
                 "a sequence needs at least one prompt token and one completion token.", part=_PART, hint="Leave it out."
             )
-        if not 0 <= masked < len(completion_ids):
+        ids: list[int] = []
+        predicting: list[int] = []  # the position before each completion token
+        for read, written in turns:
+            ids += read
+            predicting += range(len(ids) - 1, len(ids) + len(written) - 1)
+            ids += written
+        if not 0 <= masked < len(predicting):
             raise ProtocolError(
-                f"{masked} of {len(completion_ids)} completion tokens are masked.",
+                f"{masked} of {len(predicting)} completion tokens are masked.",
                 part=_PART,
                 hint="Leave a sequence out of which no token counts.",
             )
-        before = len(prompt_ids) - 1
+        tokens, places = torch.tensor(ids), torch.tensor(predicting)
         values = {}
         for name, given in (per_token or {}).items():
-            each = [given] * len(completion_ids) if isinstance(given, int | float) else list(given)
-            if len(each) != len(completion_ids):
+            each = [given] * len(predicting) if isinstance(given, int | float) else list(given)
+            if len(each) != len(predicting):
                 raise ProtocolError(
-                    f"{len(completion_ids)} completion tokens came with {len(each)} {name}.",
+                    f"{len(predicting)} completion tokens came with {len(each)} {name}.",
                     part=_PART,
                     hint="Give one value for each completion token, or one number for all.",
                 )
-            values[name] = torch.tensor([0.0] * before + each, dtype=torch.float32)
-        return cls(
-            torch.tensor([*prompt_ids, *completion_ids[:-1]]),
-            torch.tensor([IGNORED] * (before + masked) + list(completion_ids[masked:])),
-            values,
-            dict(per_sequence or {}),
-        )
+            values[name] = torch.zeros(len(ids) - 1).index_copy(0, places, torch.tensor(each, dtype=torch.float32))
+        targets = torch.full((len(ids) - 1,), IGNORED)
+        targets[places[masked:]] = tokens[places[masked:] + 1]
+        return cls(tokens[:-1], targets, values, dict(per_sequence or {}))
 
     @property
     def length(self) -> int:

@@ -23,9 +23,9 @@ class HfTokenizer:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._beginning = self._added_ahead() if begins else []
 
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a prompt."""
-        return [*self._beginning, *self._tokenizer.encode(text, add_special_tokens=False)]
+    def encode(self, text: str, *, within: bool = False) -> list[int]:
+        """Return the token ids of a prompt; `within` a sequence, or of a conversation, without the beginning of a text."""
+        return [*([] if within else self._beginning), *self._tokenizer.encode(text, add_special_tokens=False)]
 
     def encode_with_places(self, text: str, *, chat: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the token ids of a text as `encode` does, or of a conversation, and each token's range of characters."""

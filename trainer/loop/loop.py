@@ -22,17 +22,17 @@ from ..data.step_result import StepResult
 from ..data.tasks import Task, TaskStream
 from ..objectives.config import AlgorithmConfig
 from .config import LoopConfig
-from .evaluation import Evaluator
 from .failures import STEP, Failures
 from .fleet import Fleet
-from .overlap import OverlapClock
-from .prompt_group import PromptGroup, staleness, to_batch, version_runs
+from .prompt_group import PromptGroup, episode_figures, staleness, to_batch, version_runs
 from .protocols import LoopParts, LoopState, Rollout
-from .rollout_feeder import Lengths, RolloutFeeder
+from .rollout_feeder import RolloutFeeder
 from .sampling.curriculum import Curriculum
+from .sampling.evaluation import Evaluator
+from .sampling.generation import Lengths
 from .sampling.staleness_budget import StalenessBudget
 from .sampling.tally import SampleTally
-from .summary import RunSummary
+from .summary import OverlapClock, RunSummary
 from .turns import Turns
 from .version_keeper import VersionKeeper
 
@@ -298,12 +298,19 @@ class AsyncLoop:
             **published,
             **({"synchronous_update_s": median_s} if (median_s := self._summary.synchronous_update_s) else {}),
             **report.metrics,
+            **(episode_figures(groups) if self._parts.player else {}),
         }
         self._parts.hooks.training_step(step=self._step + 1, facts=facts)
         samples = [
-            {"prompt": group.task.prompt, "completion": text, "reward": reward, "versions": version_runs(done.versions)}
+            {
+                "prompt": group.task.prompt,
+                "completion": played.text,
+                "reward": played.reward,
+                "versions": version_runs(played.trajectory.versions),
+                **({"turns": len(played.trajectory.turns), "ended": played.ended} if self._parts.player else {}),
+            }
             for group in groups
-            for text, done, reward in zip(group.texts, group.completions, group.rewards, strict=True)
+            for played in group.episodes
         ]
         if self._config.samples_per_step:
             # Spread over the batch, so that not all are of one prompt.

@@ -1,4 +1,4 @@
-"""`PromptGroup`: one prompt, several completions, their rewards; the unit that the loop generates and trains on."""
+"""`PromptGroup`: one task, several episodes, their rewards; the unit that the loop generates and trains on."""
 
 from __future__ import annotations
 
@@ -14,25 +14,31 @@ from ..data.tasks import Task
 from ..objectives.config import AlgorithmConfig
 from ..objectives.named_advantages import Advantages, NamedAdvantages, ScoredGroup
 from ..objectives.policy_values import ADVANTAGES, REWARD, ROLLOUT_LOGPROBS
-from .protocols import Completion
+from .protocols import Played, Trajectory
 from .sampling.overlong import length_penalty
 
 
 @dataclass(frozen=True, slots=True)
 class PromptGroup:
-    """Completions of one task's prompt, judged."""
+    """Episodes of one task, judged."""
 
     task: Task
-    prompt_ids: Sequence[int]
-    completions: Sequence[Completion]
-    """Completions that were generated and judged; there may be fewer than were asked for."""
-    texts: Sequence[str]
-    """Text of each completion."""
-    rewards: Sequence[float]
+    episodes: Sequence[Played]
+    """Episodes that were generated and judged; there may be fewer than were asked for."""
     replica: str
     """Name of the replica that generated it."""
     overlong: Collection[int] = ()
-    """Places of those completions that were cut off at ``algorithm.max_new_tokens``."""
+    """Places of those episodes whose last turn was cut off at ``algorithm.max_new_tokens``."""
+
+    @property
+    def completions(self) -> list[Trajectory]:
+        """The turns of each episode."""
+        return [episode.trajectory for episode in self.episodes]
+
+    @property
+    def rewards(self) -> list[float]:
+        """The reward of each episode."""
+        return [episode.reward for episode in self.episodes]
 
     @property
     def oldest_version(self) -> int:
@@ -46,12 +52,10 @@ class PromptGroup:
 
     def without_overlong(self) -> PromptGroup:
         """Return the group of the other completions."""
-        kept = [place for place in range(len(self.completions)) if place not in self.overlong]
+        kept = [place for place in range(len(self.episodes)) if place not in self.overlong]
         return replace(
             self,
-            completions=[self.completions[place] for place in kept],
-            texts=[self.texts[place] for place in kept],
-            rewards=[self.rewards[place] for place in kept],
+            episodes=[self.episodes[place] for place in kept],
             overlong=(),
         )
 
@@ -134,12 +138,11 @@ def _sequences(
 def _sequence(
     group: PromptGroup, place: int, reward: float, advantage: float, algorithm: AlgorithmConfig, masked: int = 0
 ) -> TokenSequence:
-    completion = group.completions[place]
-    return TokenSequence.of_completion(
-        group.prompt_ids,
-        completion.token_ids,
+    episode = group.completions[place]
+    return TokenSequence.of_turns(
+        [(turn.read_ids, turn.completion.token_ids) for turn in episode.turns],
         masked=masked,
-        per_token={ROLLOUT_LOGPROBS: completion.logprobs, ADVANTAGES: advantage},
+        per_token={ROLLOUT_LOGPROBS: episode.logprobs, ADVANTAGES: advantage},
         per_sequence={TEMPERATURE: algorithm.temperature, REWARD: reward},
     )
 
@@ -153,3 +156,35 @@ def staleness(groups: Sequence[PromptGroup], step: int) -> tuple[float, int]:
     """Mean over tokens, and maximum, of ``step`` minus the version that generated each token."""
     lags = [step - version for group in groups for completion in group.completions for version in completion.versions]
     return sum(lags) / len(lags), max(lags)
+
+
+def episode_figures(groups: Sequence[PromptGroup]) -> dict[str, float]:
+    """Return the means of a step's episodes that only an environment has.
+
+    ``turns`` and ``read_between_turns`` (tokens read after the first prompt) of an episode; ``full`` and ``out_of_turns``, the
+    shares of episodes that were cut short; ``prefix_reuse``, the share of the tokens of earlier turns that later turns found
+    in the engine's cache, where the engine says so; and ``environment/NAME`` for the environment's own metrics.
+    """
+    episodes = [episode for group in groups for episode in group.episodes]
+    turns = [episode.trajectory.turns for episode in episodes]
+    read, reused, reusable = 0, 0, 0
+    for each in turns:
+        before = len(each[0].read_ids) + len(each[0].completion.token_ids)
+        for turn in each[1:]:
+            read += len(turn.read_ids)
+            if turn.completion.cached_tokens is not None:
+                reused, reusable = reused + min(before, turn.completion.cached_tokens), reusable + before
+            before += len(turn.read_ids) + len(turn.completion.token_ids)
+    own: dict[str, list[float]] = {}
+    for episode in episodes:
+        for name, value in episode.metrics.items():
+            own.setdefault(f"environment/{name}", []).append(float(value))
+    count = len(episodes)
+    return {
+        "turns": sum(map(len, turns)) / count,
+        "read_between_turns": read / count,
+        "full": sum(episode.ended == "full" for episode in episodes) / count,
+        "out_of_turns": sum(episode.ended == "turns" for episode in episodes) / count,
+        **({"prefix_reuse": reused / reusable} if reusable else {}),
+        **{name: sum(values) / len(values) for name, values in own.items()},
+    }

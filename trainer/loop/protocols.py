@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NoReturn, Protocol
 
 from weightlane.ckpt_engines import ConfigError, WeightlaneError
@@ -53,6 +53,62 @@ class Completion(Protocol):
     @property
     def versions(self) -> Sequence[int]:
         """Weight version that produced each token."""
+
+    @property
+    def cached_tokens(self) -> int | None:
+        """Tokens of the prompt that the engine had computed before and read from its cache; None if it does not say."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens that the model read since its last completion, or as its prompt, and the completion that followed."""
+
+    read_ids: Sequence[int]
+    completion: Completion
+
+
+@dataclass(frozen=True, slots=True)
+class Trajectory:
+    """The turns of one episode; one turn without an environment."""
+
+    turns: Sequence[Turn]
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Generated tokens of all turns, stop tokens included."""
+        return [token for turn in self.turns for token in turn.completion.token_ids]
+
+    @property
+    def logprobs(self) -> list[float]:
+        """Log-probability of each generated token under the distribution it was drawn from."""
+        return [logprob for turn in self.turns for logprob in turn.completion.logprobs]
+
+    @property
+    def versions(self) -> list[int]:
+        """Weight version that produced each generated token."""
+        return [version for turn in self.turns for version in turn.completion.versions]
+
+    @property
+    def whole(self) -> list[int]:
+        """All tokens, read and generated."""
+        return [token for turn in self.turns for part in (turn.read_ids, turn.completion.token_ids) for token in part]
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An episode that has ended: judged, or failed with `error`."""
+
+    trajectory: Trajectory
+    text: str = ""
+    """Everything after the first prompt, as text."""
+    reward: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Further numbers of the environment, by name."""
+    ended: str = ""
+    """``full`` or ``turns`` if the episode was cut short; empty if the environment ended it."""
+    error: WeightlaneError | None = None
+    kind: str = ""
+    """The kind of the failure: ``prompt``, ``request``, ``reward`` or ``environment``."""
 
 
 class RolloutFigures(Protocol):
@@ -167,6 +223,13 @@ class LoopState:
             raise ConfigError(f"the saved loop state is damaged: {error!r}.", part="resume") from None
 
 
+class EpisodePlayer(Protocol):
+    """Plays episodes of an environment."""
+
+    async def play(self, rollout: Rollout, task: Task, *, greedy: bool) -> Played:
+        """Play an episode of `task` with the model of `rollout`. Its errors are in the result."""
+
+
 Judge = Callable[[str, Mapping[str, Any]], Awaitable[float]]
 """The reward of a completion of a task; raises `RewardError`."""
 StartReplacement = Callable[[str, str], Awaitable[Rollout]]
@@ -203,3 +266,5 @@ class LoopParts:
     """Most tokens of a prompt and its completion together; 0 if unknown."""
     advantages: Advantages | None = None
     """Computes the advantages of a batch; None: the built-in function that ``algorithm.advantages`` names."""
+    player: EpisodePlayer | None = None
+    """Plays episodes of the environment; None if a completion of the prompt is all that is judged."""

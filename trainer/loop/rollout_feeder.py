@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
-
-from weightlane.ckpt_engines import ConfigError, DeadlineExceededError, ProtocolError, RewardError, WeightlaneError
+from typing import Literal
 
 from ..data.tasks import Task, TaskStream
-from ..data.written_text import WrittenText
 from ..objectives.config import AlgorithmConfig
 from .failures import Failures
 from .fleet import Fleet
-from .overlap import OverlapClock
 from .prompt_group import PromptGroup
-from .protocols import Completion, LoopParts, Rollout
-from .sampling.overlong import EmptyGroups, overlong_places
+from .protocols import LoopParts, Rollout
+from .sampling.generation import FEWEST, GroupGenerator
 from .sampling.request_room import RequestRoom
 from .sampling.staleness_budget import StalenessBudget
-from .sampling.tally import SampleTally
+from .summary import OverlapClock
 
 GENERATION = "generation"
 """Name of the generating activity on the `OverlapClock`."""
 
 _PAUSE_S = 0.2
 """Seconds to wait after a failed request before the next one."""
-_FEWEST = 2
-"""Completions that a group needs: their rewards are compared."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,31 +35,6 @@ class _Place:
     """The group once it is complete."""
     replaced: list[PromptGroup] = field(default_factory=list)
     """Groups without signal that were drawn for this place before."""
-
-
-@dataclass(slots=True)
-class Lengths:
-    """Total and mean length of completions."""
-
-    completions: int = 0
-    tokens: int = 0
-
-    @property
-    def mean(self) -> float:
-        """Mean number of tokens of a completion; 0 if there is none."""
-        return self.tokens / self.completions if self.completions else 0.0
-
-    def add(self, group: PromptGroup, oldest: int = -1) -> None:
-        """Count the completions of `group`, without tokens of versions older than `oldest`."""
-        for completion in group.completions:
-            tokens = sum(version >= oldest for version in completion.versions)
-            self.completions += tokens > 0
-            self.tokens += tokens
-
-    def lose(self, tokens: int) -> None:
-        """Count a completion of `tokens` tokens that is left out."""
-        self.completions += 1
-        self.tokens += tokens
 
 
 class RolloutFeeder:
@@ -112,16 +80,14 @@ class RolloutFeeder:
         """Places in `_line` whose replica could not finish the group."""
         self._workers: asyncio.TaskGroup | None = None
         self._news: set[asyncio.Task[None]] = set()
-        self.generated_tokens = 0
         self.dropped_groups = 0
-        self.drawn = Lengths()
-        """Lengths of all completions whose turn for training has come, and of those that are left out.
+        self._generator = GroupGenerator(parts, fleet, algorithm, failures)
+        self.drawn, self.tally = self._generator.drawn, self._generator.tally
 
-        A request that was ended by its time limit counts as one of `AlgorithmConfig.max_new_tokens`.
-        """
-        self.tally = SampleTally()
-        """Counts of the same completions' groups and rewards."""
-        self._empty_groups = EmptyGroups()
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens generated so far, of evaluations too."""
+        return self._generator.generated_tokens
 
     async def run(self) -> None:
         """Generate until cancelled. Raises errors of a replica that the fleet does not excuse, and `TooManyFailuresError`."""
@@ -187,7 +153,7 @@ class RolloutFeeder:
         self._line.remove(place)
         for group in (*place.replaced, last):
             self.drawn.add(group)
-            if len(group.completions) < _FEWEST:
+            if len(group.completions) < FEWEST:
                 self.tally.add_rewards(group.rewards)
                 continue
             signal, refilled = group.has_signal(self._algorithm), group is not last
@@ -239,108 +205,12 @@ class RolloutFeeder:
             async with self._changed:
                 await self._changed.wait_for(lambda: self._fleet.serving(version))
                 able = self._fleet.serving(version)
-            group = await self._generate(able[turn % len(able)], task, samples or 1, greedy=not samples, trained=False)
+            group = await self._generator.generate(
+                able[turn % len(able)], task, samples or 1, greedy=not samples, trained=False
+            )
             if group is not None:
                 return group
             await asyncio.sleep(_PAUSE_S)
-
-    async def _generate(
-        self, rollout: Rollout, task: Task, count: int, *, greedy: bool = False, trained: bool = True
-    ) -> PromptGroup | None:
-        """Generate and judge at most `count` completions of one task; None if the replica died or is out of service."""
-        try:
-            prompt_ids = self._encoded(task)
-        except ConfigError as error:
-            # An invalid held-out prompt fails in every evaluation, and trains nothing.
-            self._failures.failed("prompt", error, count, may_end=trained, task=task.prompt, place=task.place)
-            await asyncio.sleep(0)  # lets other tasks run even if every prompt fails
-            return PromptGroup(task, [], [], [], [], rollout.name)
-        try:
-            answers = await rollout.generate_group(
-                prompt_ids,
-                count=count,
-                max_new_tokens=self._algorithm.max_new_tokens,
-                temperature=self._algorithm.temperature,
-                stop_token_ids=self._parts.stop_token_ids,
-                greedy=greedy,
-            )
-        except WeightlaneError as error:
-            if self._fleet.excuses(rollout, error):
-                return None
-            answers = [error] * count
-        if trained and not self._fleet.serves(rollout):
-            return None
-        drawn = self.drawn if trained else Lengths()
-        judged = await asyncio.gather(*(self._judged(task, answer, rollout.name, drawn) for answer in answers))
-        kept = [each for each in judged if each is not None]
-        completions, texts, rewards = zip(*kept, strict=True) if kept else ((), (), ())
-        overlong = overlong_places(completions, self._parts.stop_token_ids, self._algorithm.max_new_tokens)
-        group = PromptGroup(task, prompt_ids, completions, texts, rewards, rollout.name, overlong)
-        return group if greedy or self._algorithm.overlong != "drop" else self._without_overlong(group)
-
-    def _without_overlong(self, group: PromptGroup) -> PromptGroup:
-        """Drop a group's overlong completions, which count as drawn."""
-        for place in group.overlong:
-            self.drawn.lose(len(group.completions[place].token_ids))
-        self.tally.overlong_completions += len(group.overlong)
-        self.tally.add_rewards([group.rewards[place] for place in group.overlong])
-        left = group.without_overlong()
-        enough = len(left.completions) >= _FEWEST or not group.overlong
-        self._empty_groups.left(enough, self._algorithm.max_new_tokens)
-        return left
-
-    def _encoded(self, task: Task) -> list[int]:
-        """Tokenize the prompt. Raises `ConfigError` if it cannot be tokenized, or leaves no room for a completion."""
-        try:
-            prompt_ids = list(self._parts.tokenizer.encode(task.prompt))
-        except Exception as cause:  # of the tokenizer
-            raise ConfigError(
-                f"the prompt cannot be tokenized: {type(cause).__name__}: {cause}",
-                part="data",
-                hint="Correct the data.",
-            ) from cause
-        most = self._parts.max_model_len - self._algorithm.max_new_tokens
-        if self._parts.max_model_len and len(prompt_ids) > most:
-            raise ConfigError(
-                f"the prompt has {len(prompt_ids)} tokens, and {most} leave room for a completion.",
-                part="data",
-                hint="rollout.max_model_len is for prompt and completion, algorithm.max_new_tokens for the latter.",
-            )
-        return prompt_ids
-
-    async def _judged(
-        self, task: Task, answer: Completion | WeightlaneError, replica: str, drawn: Lengths
-    ) -> tuple[Completion, str, float] | None:
-        """A completion, its text and its reward; None when the request or the reward failed.
-
-        A completion that its time limit ended, or that could not be judged, is counted in `drawn`.
-        """
-        facts: dict[str, Any] = {"task": task.prompt, "place": task.place, "replica": replica}
-        if isinstance(answer, WeightlaneError):
-            if isinstance(answer, DeadlineExceededError):
-                drawn.lose(self._algorithm.max_new_tokens)
-            self._failures.failed("request", answer, **facts)
-            return None
-        self.generated_tokens += len(answer.token_ids)
-        if not answer.token_ids or not all(map(math.isfinite, answer.logprobs)):
-            error = ProtocolError(
-                "the completion is empty, or has log-probabilities that are not finite.", part=replica
-            )
-            self._failures.failed("request", error, **facts)
-            return None
-        written = list(answer.token_ids)
-        while written and written[-1] in self._parts.stop_token_ids:
-            written.pop()
-        text = self._parts.tokenizer.decode(written)
-        try:
-            written_text = WrittenText(text, answer.token_ids, answer.logprobs)
-            reward = await self._parts.judge(written_text, task.as_mapping())
-        except RewardError as error:
-            drawn.lose(len(answer.token_ids))
-            self._failures.failed("reward", error, completion=text, **facts)
-            return None
-        self._failures.well()
-        return answer, text, reward
 
     def _size(self, task: Task) -> int:
         """The number of completions of a task's group."""
@@ -361,13 +231,13 @@ class RolloutFeeder:
             count = self._size(place.task)
             async with room.taken(count):
                 with self._clock.busy(GENERATION):
-                    group = await self._generate(rollout, place.task, count)
+                    group = await self._generator.generate(rollout, place.task, count)
             async with self._changed:
                 if group is not None:
                     self._stream.judged(place.task, group.rewards)
                 if group is None:
                     self._again.append(place)
-                elif len(group.completions) < _FEWEST:
+                elif len(group.completions) < FEWEST:
                     self._leave_line(place, group)
                     self._give_up(place)
                 else:

@@ -28,6 +28,7 @@ PROMISED = {
     "trainer/engines/megatron": ("megatron",),
     "trainer/service": ("service",),
     "trainer/conformance": ("conformance", "hf"),
+    "trainer/loop/environments/tools": ("hf", "vllm"),
     "rollout": ("vllm", "ray", "server"),
     "rollout/conformance": ("conformance", "hf"),
     "cli": ("ray", "plot"),

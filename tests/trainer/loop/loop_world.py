@@ -19,7 +19,19 @@ from weightlane.trainer.data.step_result import StepResult
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.config import LoopConfig
 from weightlane.trainer.loop.loop import AsyncLoop
-from weightlane.trainer.loop.protocols import Judge, LoopParts, LoopState, Rollout, StartReplacement, Syncer
+from weightlane.trainer.loop.prompt_group import PromptGroup
+from weightlane.trainer.loop.protocols import (
+    EpisodePlayer,
+    Judge,
+    LoopParts,
+    LoopState,
+    Played,
+    Rollout,
+    StartReplacement,
+    Syncer,
+    Trajectory,
+    Turn,
+)
 from weightlane.trainer.loop.summary import RunSummary
 from weightlane.trainer.objectives.config import AlgorithmConfig
 
@@ -31,11 +43,15 @@ HELDOUT = {"": [Task("held-out", "")]}
 class Characters:
     """A tokenizer: a character is its code point."""
 
-    def encode(self, text: str) -> Sequence[int]:
+    def encode(self, text: str, *, within: bool = False) -> Sequence[int]:
         return [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(map(chr, token_ids))
+
+    def as_chat(self, messages: Sequence[Mapping[str, Any]], *, answered: bool = False, **options: Any) -> str:
+        text = "".join(f"<{each['role']}>{each['content']}\0" for each in messages)
+        return f"{len(options.get('tools', []))} tools{text}<assistant>"
 
 
 PUBLISH_S, BLOCKED_S = 0.25, 0.5
@@ -59,6 +75,7 @@ class World:
     sync_s: float = 0.002
     published: int = -1
     trained: list[str] = field(default_factory=list)
+    batches: list[TokenBatch] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     saved: list[LoopState] = field(default_factory=list)
     steps: list[Mapping[str, Any]] = field(default_factory=list)
@@ -127,6 +144,7 @@ class World:
             if self.failure_is_a_death:
                 asyncio.get_running_loop().call_later(0.01, self.dies.set)
             raise PeerLostError("the connection was reset.", part="gloo")
+        self.batches.append(batch)
         self.trained += dict.fromkeys("".join(map(chr, prompt_of(sequence))) for sequence in batch.sequences)
         self.in_step = True
         await asyncio.sleep(self.step_s)
@@ -288,6 +306,7 @@ def run(
     max_replacements: int = 3,
     max_model_len: int = 0,
     colocate: bool = False,
+    player: EpisodePlayer | None = None,
     tasks: Sequence[Task] = TASKS,
     heldout: Mapping[str, Sequence[Task]] = HELDOUT,
     algorithm: AlgorithmConfig = ALGORITHM,
@@ -314,6 +333,7 @@ def run(
             start_replacement=start_replacement,
             max_replacements=max_replacements,
             max_model_len=max_model_len,
+            player=player,
         ),
         LoopConfig(**{"steps": 6, **config}),
         algorithm,
@@ -337,3 +357,16 @@ def judging(judge: Callable[[str, Mapping[str, Any]], float]) -> Judge:
 
 def first_is_better(completion: str, task: Mapping[str, Any]) -> float:
     return float(completion.startswith("A"))
+
+
+def group_of(versions: Sequence[Sequence[int]], rewards: Sequence[float]) -> PromptGroup:
+    """A group of completions of one turn whose tokens have these versions, and log-probabilities -1, -2 and so on."""
+    completions = [
+        SimpleNamespace(token_ids=[7] * len(each), logprobs=[-float(n + 1) for n in range(len(each))], versions=each)
+        for each in versions
+    ]
+    episodes = [
+        Played(Trajectory((Turn([3], cast("Any", each)),)), reward=reward)
+        for each, reward in zip(completions, rewards, strict=True)
+    ]
+    return PromptGroup(Task("p", ""), episodes, "rollout-0")

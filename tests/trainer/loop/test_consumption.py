@@ -6,18 +6,18 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from itertools import count
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_world import Characters, LiveRollout, World, run
+from loop_world import Characters, LiveRollout, World, group_of, run
 from simulated_time import SimulatedTimeLoop
 
 from weightlane.ckpt_engines import DeadlineExceededError, RewardError
 from weightlane.trainer import AlgorithmConfig, LossDenominators, MicroBatch, MiniBatch
 from weightlane.trainer.data.tasks import Task
-from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
+from weightlane.trainer.loop.prompt_group import to_batch
 from weightlane.trainer.loop.sampling.staleness_budget import StalenessBudget
 from weightlane.trainer.loop.summary import RunSummary
 
@@ -160,28 +160,25 @@ def test_what_time_limits_do_to_long_ones_is_said() -> None:
     assert summary.drawn_tokens == pytest.approx(LONG_SHARE * LONG_TOKENS + (1 - LONG_SHARE) * SHORT_TOKENS, rel=0.05)
 
 
-def group(*versions: Sequence[int], rewards: Sequence[float]) -> PromptGroup:
-    completions = [
-        SimpleNamespace(token_ids=[7] * len(each), logprobs=[-float(n + 1) for n in range(len(each))], versions=each)
-        for each in versions
-    ]
-    return PromptGroup(Task("p", ""), [3], cast("Any", completions), [""] * len(versions), rewards, "rollout-0")
-
-
 def test_tokens_that_are_too_old_are_left_out_of_the_loss_and_completions_without_others_altogether() -> None:
-    batch, mini_batches = to_batch([group([1, 1, 2, 3], [1, 1], [3], rewards=[1.0, 0.0, 0.0])], ALGORITHM, oldest=2)
+    batch, mini_batches = to_batch(
+        [group_of([[1, 1, 2, 3], [1, 1], [3]], rewards=[1.0, 0.0, 0.0])], ALGORITHM, oldest=2
+    )
     assert [(each.length, each.target_tokens) for each in batch.sequences] == [(4, 2), (1, 1)]
     assert (batch.target_tokens, mini_batches) == (3, [MiniBatch(2, LossDenominators(3, 2))])
     micro = MicroBatch.of(batch.sequences)
     assert micro.mask.tolist() == [False, False, True, True, True]
     assert micro.per_token["rollout_logprobs"].tolist() == [-1.0, -2.0, -3.0, -4.0, -1.0]
-    nothing, mini_batches = to_batch([group([1, 1], [0], rewards=[1.0, 0.0])], ALGORITHM, oldest=2)
+    nothing, mini_batches = to_batch([group_of([[1, 1], [0]], rewards=[1.0, 0.0])], ALGORITHM, oldest=2)
     assert (len(nothing), nothing.target_tokens) == (1, 0), "a step without a gradient, whatever its loss has for terms"
     assert mini_batches == [MiniBatch(1, LossDenominators(0, 1))]
 
 
 def test_completions_without_an_advantage_are_not_computed_but_count_in_the_mean() -> None:
-    equal, different = group([1] * 5, [1] * 3, rewards=[1.0, 1.0]), group([1] * 2, [1] * 4, rewards=[1.0, 0.0])
+    equal, different = (
+        group_of([[1] * 5, [1] * 3], rewards=[1.0, 1.0]),
+        group_of([[1] * 2, [1] * 4], rewards=[1.0, 0.0]),
+    )
     batch, mini_batches = to_batch([equal, different], ALGORITHM)
     assert [each.target_tokens for each in batch.sequences] == [2, 4]
     assert (batch.target_tokens, mini_batches) == (6, [MiniBatch(2, LossDenominators(14, 4))])

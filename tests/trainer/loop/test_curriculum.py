@@ -6,11 +6,10 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from loop_world import ALGORITHM, LiveRollout, World, first_is_better, run
+from loop_world import ALGORITHM, LiveRollout, World, first_is_better, group_of, run
 from simulated_time import SimulatedTimeLoop
 
 from weightlane.ckpt_engines import ConfigError
@@ -128,8 +127,7 @@ def test_tasks_have_groups_of_their_own_size_and_share_the_requests_of_a_replica
 
 def test_a_batch_of_groups_of_different_sizes_counts_every_token_and_completion_once() -> None:
     def group(lengths: Sequence[int], rewards: Sequence[float]) -> PromptGroup:
-        made = [SimpleNamespace(token_ids=[7] * n, logprobs=[-1.0] * n, versions=[0] * n) for n in lengths]
-        return PromptGroup(Task("p", ""), [3], cast("Any", made), [""] * len(lengths), rewards, "rollout-0")
+        return group_of([[0] * length for length in lengths], rewards)
 
     algorithm = ALGORITHM.model_copy(update={"mini_batch_prompts": 2, "normalize_std": False})
     groups = [group([1, 2], [1.0, 0.0]), group([3, 1, 2, 2], [1.0, 0.0, 0.0, 1.0]), group([4, 4, 4], [0.0, 0.0, 3.0])]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from loop_world import ALGORITHM, LiveRollout, World, first_is_better, run
+from loop_world import ALGORITHM, LiveRollout, World, first_is_better, group_of, run
 from simulated_time import SimulatedTimeLoop
 from test_consumption import GROUPS, LONG_SHARE, is_long, share, simulate
 
@@ -143,12 +143,7 @@ STOP, MOST = 0, 8
 
 
 def group(lengths: Sequence[int], rewards: Sequence[float], overlong: Sequence[int] = ()) -> PromptGroup:
-    completions = [
-        SimpleNamespace(token_ids=[7] * length, logprobs=[-1.0] * length, versions=[1] * length) for length in lengths
-    ]
-    return PromptGroup(
-        Task("p", ""), [3], cast("Any", completions), [""] * len(lengths), rewards, "rollout-0", overlong
-    )
+    return replace(group_of([[1] * length for length in lengths], rewards), overlong=overlong)
 
 
 @given(

@@ -20,6 +20,7 @@ from weightlane.trainer import AlgorithmConfig, Objective, RoleSpec, TrainerConf
 from weightlane.trainer.algorithms.roles import OBJECTIVE, POLICY
 from weightlane.trainer.data.tasks import Task
 from weightlane.trainer.loop.prompt_group import PromptGroup, to_batch
+from weightlane.trainer.loop.protocols import Played, Trajectory, Turn
 from weightlane.trainer.runner.jobs import Export
 from weightlane.trainer.runner.runner import Runner
 
@@ -49,7 +50,11 @@ def steps_of_the_example(training: Any, prompt: list[int], far: float, *loss: An
             for tokens, logprobs in zip(drawn, near, strict=True)
         ]
         rewards = [float(tokenizer.decode(each.token_ids) == answer) for each in completions]
-        steps[-1].append(PromptGroup(Task("", answer), prompt, completions, [""] * count, rewards, ""))
+        episodes = [
+            Played(Trajectory((Turn(prompt, each),)), reward=reward)
+            for each, reward in zip(completions, rewards, strict=True)
+        ]
+        steps[-1].append(PromptGroup(Task("", answer), episodes, ""))
         sequences = [SimpleNamespace(tokens=each.token_ids, logprobs=each.logprobs) for each in completions]
         return SimpleNamespace(result=lambda: SimpleNamespace(sequences=sequences))
 

@@ -8,12 +8,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..data.tasks import Task
-from .config import LoopConfig
-from .prompt_group import PromptGroup
-from .rollout_feeder import RolloutFeeder
+from ...data.tasks import Task
+from ..config import LoopConfig
+from ..prompt_group import PromptGroup
+from ..rollout_feeder import RolloutFeeder
+from ..summary import ACCURACY
 
-ACCURACY = "accuracy"
 _BESIDE_TRAINING = 16
 """Most concurrent requests of an evaluation during training, so that most capacity is left for training samples."""
 
