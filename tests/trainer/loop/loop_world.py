@@ -183,10 +183,10 @@ class World:
         if version in self.aborts:
             self.aborts.remove(version)
             raise SyncAbortedError.because(version, PeerLostError("the connection was reset.", part="gloo"))
-        self.version = version
+        before, self.version = self.version, version
         reports = {}
         for name, state in self.states_.items():
-            if state is not ReplicaState.LOST:
+            if state is not ReplicaState.LOST and not (state is ReplicaState.SERVING and version == before):
                 self.replicas[name].version = version
                 self.states_[name] = ReplicaState.SERVING
                 reports[name] = ReplicaReport(Outcome.COMMITTED, blocked_s=BLOCKED_S)
@@ -272,7 +272,7 @@ class LiveRollout:
         return answers if bad is None else [bad, *answers[1:]]
 
     async def sleep(self) -> None:
-        self.asleep = {"weights", "caches"}
+        self.asleep, self.version = {"weights", "caches"}, -1
         while self.flying:  # noqa: ASYNC110 - nothing announces it
             await asyncio.sleep(0.0005)
         if self.gone.is_set():
