@@ -30,7 +30,7 @@ class RowPart:
     own: torch.Tensor
     """int64 [tokens]: which of the row's tokens they are, one after the other."""
     segments: Segments
-    """Tokens that each of them sees."""
+    """The segments of these tokens, which say what each of them sees."""
     _here: torch.Tensor
     """int64 [all tokens of the row]: where each is among them, outside of their number if it isn't."""
 
