@@ -52,12 +52,17 @@ class Fsdp2Config(Section):
 
 
 class MegatronConfig(Section):
-    """How the megatron engine splits a model over the ranks; what is left over, ranks / (tensor x pipeline), is data parallel."""
+    """How the megatron engine splits a model over the ranks; ranks / (tensor x pipeline x context) is data parallel."""
 
     tensor_parallel: int = Field(
         default=1,
         ge=1,
         description="Ranks that share every matrix; divides the attention heads, key and value heads too.",
+    )
+    context_parallel: int = Field(
+        default=1,
+        ge=1,
+        description="Ranks that share the tokens of every sequence; a micro-batch has this many times micro_batch_tokens.",
     )
     pipeline_parallel: int = Field(
         default=1, ge=1, description="Stages the decoder layers are split into, a rank each."

@@ -5,15 +5,13 @@ from __future__ import annotations
 import inspect
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.weak import WeakIdKeyDictionary
 
 Bounds = tuple[int, int]
 """Where a run of tokens begins and ends."""
@@ -102,16 +100,6 @@ class Segments:
         """Where keys come from, if this rank computes only some of the tokens."""
         self._batches: dict[int | None, tuple[list[_Batch], torch.Tensor]] = {}
         self._runs: dict[int | None, _Runs] = {}
-
-    @classmethod
-    def at(cls, offsets: torch.Tensor) -> Segments:
-        """Return segments without prefixes: `offsets`, int64 [segments + 1], has their starts and the number of tokens.
-
-        Every layer has the same offsets, and reading them makes the host wait for a GPU, so results are kept.
-        """
-        if (known := _segments_at.get(offsets)) is None:
-            known = _segments_at[offsets] = cls(list(pairwise(offsets.tolist())), (), offsets.device)
-        return known
 
     def part(self, blocks: Sequence[Bounds], keys: GatheredKeys) -> Segments:
         """Return the segments of the tokens in `blocks`, one after the other, which this rank computes.
@@ -232,9 +220,6 @@ def _places(runs: Sequence[Bounds]) -> torch.Tensor:
 
 def _size(bounds: Bounds) -> int:
     return bounds[1] - bounds[0]
-
-
-_segments_at: MutableMapping[torch.Tensor, Segments] = WeakIdKeyDictionary()
 
 
 def packed_attention(

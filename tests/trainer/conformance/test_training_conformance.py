@@ -100,6 +100,20 @@ class TestMegatron(Patient, MegatronConformance):
 
 @pytest.mark.megatron
 @pytest.mark.exhaustive
+class TestMegatronOverContextParallelism(Megatron, OutputChecks, GradientChecks, ShardChecks):
+    layouts: ClassVar[dict[str, dict[str, Any]]] = {
+        "context parallel": {"ranks": 2, "megatron": {"context_parallel": 2, "distributed_optimizer": True}},
+        "and stages": {"ranks": 4, "megatron": {"context_parallel": 2, "pipeline_parallel": 2}},
+        "and halves": {
+            "ranks": 4,
+            "megatron": {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": True, "expert_parallel": 2},
+        },
+    }
+    models = ("qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.megatron
+@pytest.mark.exhaustive
 class TestMegatronOfTensorsAndStages(Megatron, OutputChecks, GradientChecks, ShardChecks):
     layouts: ClassVar[dict[str, dict[str, Any]]] = {
         "tensors and stages": {"ranks": 4, "megatron": {"tensor_parallel": 2, "pipeline_parallel": 2}}

@@ -16,7 +16,8 @@ from weightlane.trainer.engines import attention
 
 LENGTHS = (1, 37, 5, 64)
 OFFSETS = torch.tensor([0, 1, 38, 43, 107])
-SEGMENTS = attention.Segments.at(OFFSETS)
+BOUNDS = list(itertools.pairwise(OFFSETS.tolist()))
+SEGMENTS = attention.Segments(BOUNDS, (), OFFSETS.device)
 
 
 TREE = [(0, 12), (12, 13), (13, 20), (20, 27), (27, 47), (47, 52), (52, 55), (55, 59), (59, 61)]
@@ -140,7 +141,9 @@ def test_on_a_gpu_the_kernel_computes_attention_and_its_gradients() -> None:
         wanted = written_out(*exact, scale=0.2, window=window)
         wanted.backward(slope.double())
         on_gpu = [each.cuda().requires_grad_() for each in (q, k, v)]
-        found = attention.packed_attention(*on_gpu, attention.Segments.at(OFFSETS.cuda()), scale=0.2, window=window)
+        found = attention.packed_attention(
+            *on_gpu, attention.Segments(BOUNDS, (), torch.device("cuda")), scale=0.2, window=window
+        )
         found.backward(slope.cuda())
         pairs = [(found, wanted), *((here.grad, there.grad) for here, there in zip(on_gpu, exact, strict=True))]
         for here, there in pairs:
@@ -201,8 +204,4 @@ def test_each_version_of_torch_is_called_as_it_wants_to_be(monkeypatch: pytest.M
                 wanted = written_out(q[:61], key[:61], value[:61], 0.3, window, TREE, PREFIXES)
                 torch.testing.assert_close(shared, wanted)
     monkeypatch.undo()
-    offsets = OFFSETS.clone()
-    assert attention.Segments.at(offsets) is attention.Segments.at(offsets), "the device is asked once for all layers"
-    del offsets
-    assert len(attention._segments_at) <= 1, "that of OFFSETS"
     assert attention.varlen_kernel.__wrapped__() is not None, "this torch takes something else: look at it"

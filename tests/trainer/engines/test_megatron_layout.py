@@ -24,6 +24,7 @@ def test_a_layout_that_cannot_work_is_refused_with_what_to_do() -> None:
     cases: list[tuple[CheckpointShape, int, dict[str, Any], str, str]] = [
         (DENSE, 6, {"tensor_parallel": 4}, "6 trainer ranks", "multiple of 4"),
         (DENSE, 4, {"tensor_parallel": 2, "pipeline_parallel": 4}, "4 trainer ranks", "multiple of 8"),
+        (DENSE, 6, {"tensor_parallel": 2, "context_parallel": 2}, "2 of which share tokens", "multiple of 4"),
         (DENSE, 3, {"tensor_parallel": 3}, "does not divide the model's 8 attention heads", "1, 2"),
         (DENSE, 8, {"tensor_parallel": 8}, "does not divide the model's 4 key and value heads", "1, 2, 4"),
         (DENSE, 3, {"pipeline_parallel": 3}, "8 decoder layers", "divides the number of layers"),

@@ -60,8 +60,9 @@ class ContextCommands:
     def share_rows(self, model: str, vocabulary: int, kind: str) -> dict[str, float]:
         """Compute all `ROWS` together with the other ranks, and alone with transformers' class `kind`.
 
-        Returns the largest differences: of hidden states, log-probabilities, entropies and top-k, and of gradients, relative to
-        the length of the gradient of all parameters. Empty if the architecture doesn't pack.
+        Returns the largest differences: of hidden states; of log-probabilities, entropies and top-k, relative to the largest
+        logit if that is above 1; and of gradients, relative to the length of the gradient of all parameters. Empty if the
+        architecture doesn't pack.
         """
         self.close()
         self.join()
@@ -113,12 +114,10 @@ def _differences(
     hidden: list[torch.Tensor] = []
     head = ordinary.get_output_embeddings()  # type: ignore[operator]  # of transformers' PreTrainedModel
     hook = head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0][0]))
-    logs = [
-        torch.log_softmax(ordinary(input_ids=tokens[None], use_cache=False).logits[0], -1)
-        for tokens in micro.split(micro.tokens)
-    ]
+    logits = [ordinary(input_ids=tokens[None], use_cache=False).logits[0] for tokens in micro.split(micro.tokens)]
     hook.remove()
-    whole = torch.cat(logs)
+    whole = torch.log_softmax(torch.cat(logits), -1)
+    largest = max(1.0, float(torch.cat(logits).detach().abs().max()))
     wanted = {
         "hidden": torch.cat(hidden),
         "logprobs": whole.gather(1, micro.targets[:, None])[:, 0],
@@ -131,4 +130,5 @@ def _differences(
     assert gradients.keys() == theirs.keys()
     length = torch.stack([each.norm() for each in theirs.values()]).norm()
     off = {name: float((found[name].detach() - each.detach()).abs().max()) for name, each in wanted.items()}
+    off = {name: difference / (largest if name != "hidden" else 1.0) for name, difference in off.items()}
     return off | {"gradient": max(float((gradients[name] - each).norm() / length) for name, each in theirs.items())}

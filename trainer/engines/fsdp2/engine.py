@@ -316,7 +316,7 @@ class Fsdp2Engine(ProgramEngine):
 
     def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[Layout, Sequence[int]]:
         layout = self._layout(parts)
-        return layout, layout.counts
+        return layout, layout.runs
 
     def _run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
         self._loaded_model().train(self._dropout and torch.is_grad_enabled())

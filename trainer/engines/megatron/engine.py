@@ -41,7 +41,6 @@ with warnings.catch_warnings():
     from megatron.core import parallel_state
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-    from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer.module import Float16Module
@@ -55,6 +54,7 @@ with warnings.catch_warnings():
         transformer_config,
     )
     from .parallel_groups import ParallelGroups, join_parallel_groups, leave_parallel_groups
+    from .rows import RowInput, run_chunk
     from .weights import (
         FrozenWeights,
         copy_masters_to_model,
@@ -139,8 +139,8 @@ class MegatronEngine(ProgramEngine):
                 nothing = MicroBatch.without_targets(batch.sequences[0], batch.sequences_per_unit).to(self._device)
                 sums.add(loss(ModelOutputs.nothing(nothing, self._facts.shape.hidden), nothing))
             totals = sums.as_tensor()
-            if parallel_state.get_tensor_model_parallel_rank() != 0:
-                totals.zero_()  # tensor parallel ranks have equal sums, and only those of rank 0 are counted
+            if not self._first_of_equals:
+                totals.zero_()
             dist.all_reduce(totals)
         return [BackwardResult(sums.named(totals, batch.target_tokens), found if self._answers else {})]
 
@@ -231,6 +231,16 @@ class MegatronEngine(ProgramEngine):
     def data_share(self) -> tuple[int, int]:
         """See `AdaptedEngine.data_share`."""
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+
+    @property
+    def _first_of_equals(self) -> bool:
+        """Whether this rank is the first of those that share matrices or tokens with it, which have equal losses and outputs."""
+        ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
+        return ranks == (0, 0)
+
+    @property
+    def _pass_tokens(self) -> int:
+        return self.config.micro_batch_tokens * self.config.megatron.context_parallel
 
     @property
     def _modules(self) -> Iterable[torch.nn.Module]:
@@ -326,14 +336,15 @@ class MegatronEngine(ProgramEngine):
             parts: Iterator[tuple[list[int], MicroBatch]], chunk: Any
         ) -> tuple[torch.Tensor, Callable[..., Any]]:
             indices, micro = next(parts)
+            row = RowInput.of(micro, self.config.megatron)
 
             def finish(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
                 query = PassQuery.of_targets(micro, wanted, top_k)
-                answer = head_answer(hidden[0], head_of(chunk), micro, query, self._vocabulary)
+                answer = head_answer(hidden[0], head_of(chunk), row.asked(query), self._vocabulary)
                 loss = use(indices, micro, ModelOutputs.at(query.rows, micro, answer))
                 return loss, torch.zeros((), dtype=torch.int, device=hidden.device), {}
 
-            return self._run_chunk(chunk, micro), finish
+            return run_chunk(chunk, row), finish
 
         get_forward_backward_func()(
             forward_step_func=forward,
@@ -345,24 +356,10 @@ class MegatronEngine(ProgramEngine):
             forward_only=forward_only,
         )
 
-    def _run_chunk(self, chunk: Any, micro: MicroBatch) -> torch.Tensor:
-        """Run a chunk on a micro-batch; the last one returns its head's input, [1, tokens, width].
-
-        Tokens are padded by a sequence at the end to a multiple of the ranks of sequence parallelism.
-        """
-        layout = self.config.megatron
-        padding = -len(micro.tokens) % (layout.tensor_parallel if layout.sequence_parallel else 1)
-        tokens, positions = (torch.nn.functional.pad(each, (0, padding)) for each in (micro.tokens, micro.positions))
-        offsets = torch.cat([micro.offsets, micro.offsets[-1:] + padding]) if padding else micro.offsets
-        longest = int(offsets.diff().max())
-        packed = PackedSeqParams("thd", offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
-        output: torch.Tensor = chunk(tokens[None], positions[None], None, packed_seq_params=packed)
-        return output
-
     @property
     def joins_slots(self) -> bool:
-        """See `ProgramEngine.joins_slots`: sequence parallelism cuts runs of tokens anywhere."""
-        return not self.config.megatron.sequence_parallel
+        """See `ProgramEngine.joins_slots`: sequence and context parallelism cut runs of tokens anywhere."""
+        return not self.config.megatron.sequence_parallel and self.config.megatron.context_parallel == 1
 
     def _lay_out(self, parts: Sequence[MicroBatch]) -> tuple[MicroBatch, Sequence[int]]:
         return MicroBatch.joined(parts), [len(part.tokens) for part in parts]
@@ -370,8 +367,9 @@ class MegatronEngine(ProgramEngine):
     def _run_pass(self, tokens: ProgramPass, query: PassQuery) -> dict[str, torch.Tensor]:
         (chunk,), micro = self._chunks, tokens.laid_out
         with frozen(self._chunks) if tokens.adapters else nullcontext():
-            (hidden,) = self._run_chunk(chunk, micro)
-            return head_answer(hidden, head_of(chunk), micro, query, self._vocabulary)
+            row = RowInput.of(micro, self.config.megatron)
+            (hidden,) = run_chunk(chunk, row)
+            return head_answer(hidden, head_of(chunk), row.asked(query), self._vocabulary)
 
     def _run_backward(
         self, tokens: ProgramPass, outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
@@ -394,4 +392,4 @@ class MegatronEngine(ProgramEngine):
 
     @property
     def _answers(self) -> bool:
-        return bool(parallel_state.is_pipeline_last_stage()) and parallel_state.get_tensor_model_parallel_rank() == 0
+        return bool(parallel_state.is_pipeline_last_stage()) and self._first_of_equals

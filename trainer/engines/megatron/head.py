@@ -13,8 +13,8 @@ from megatron.core.tensor_parallel import (
     gather_from_tensor_model_parallel_region,
 )
 
-from ...data.sequences import MicroBatch
 from ..head import PassQuery, VocabularyShare
+from ..hf.heads import HeadQuery
 from .weights import unwrapped
 
 
@@ -57,28 +57,33 @@ def head_of(chunk: torch.nn.Module) -> torch.Tensor | ValueHead:
 
 
 def head_answer(
-    hidden: torch.Tensor, head: torch.Tensor | ValueHead, micro: MicroBatch, query: PassQuery, vocabulary: int
+    hidden: torch.Tensor, head: torch.Tensor | ValueHead, asked: HeadQuery, vocabulary: int
 ) -> dict[str, torch.Tensor]:
-    """Compute the outputs in `query`, by their names in `ModelOutputs`, and ``logits``.
+    """Compute the outputs that are `asked` for, by their names in `ModelOutputs`, and ``logits``.
 
-    `hidden` is the head's input, [tokens and padding, width]. Rows of the head beyond the `vocabulary` are padding.
+    `hidden` is the head's input, [tokens and padding of this rank, width]. Rows of the head beyond the `vocabulary` are padding.
     """
-    found: dict[str, torch.Tensor] = {}
-    if query.hidden:
-        found["hidden"] = _read_by_all(hidden)[: len(micro.tokens)]
-    if isinstance(head, ValueHead):
-        found["values"] = head.values(_read_by_all(hidden)[query.rows])
+
+    def compute(query: PassQuery, read: torch.Tensor) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        places = asked.places
+        if query.hidden:
+            found["hidden"] = _read_by_all(hidden)[read]
+        if isinstance(head, ValueHead):
+            found["values"] = head.values(_read_by_all(hidden)[places[query.rows]])
+            return found
+        if query.logit_rows is not None:
+            mine = torch.nn.functional.linear(hidden[places[query.logit_rows]].to(head.dtype), head).float()
+            found["logits"] = gather_from_tensor_model_parallel_region(mine)[:, :vocabulary]
+        if query.asks_head:
+            ranks = parallel_state.get_tensor_model_parallel_world_size()
+            first = parallel_state.get_tensor_model_parallel_rank() * len(head)
+            share = VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None
+            weight = head[: max(0, vocabulary - first)]
+            found |= query.from_head(hidden[places[query.rows]].to(head.dtype), weight, asked.micro, share=share)
         return found
-    if query.logit_rows is not None:
-        mine = torch.nn.functional.linear(hidden[query.logit_rows].to(head.dtype), head).float()
-        found["logits"] = gather_from_tensor_model_parallel_region(mine)[:, :vocabulary]
-    if query.asks_head:
-        ranks = parallel_state.get_tensor_model_parallel_world_size()
-        first = parallel_state.get_tensor_model_parallel_rank() * len(head)
-        share = VocabularyShare(first, parallel_state.get_tensor_model_parallel_group()) if ranks > 1 else None
-        weight = head[: max(0, vocabulary - first)]
-        found |= query.from_head(hidden[query.rows].to(head.dtype), weight, micro, share=share)
-    return found
+
+    return asked.answered(compute)
 
 
 def _read_by_all(hidden: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -30,7 +29,8 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..attention import Segments, packed_attention
+from ..attention import packed_attention
+from .rows import PackedRow
 
 if not hasattr(moe_utils, "te_general_gemm"):
     # megatron-core 0.16.1 compares it to None, but defines it only if TransformerEngine is installed.
@@ -81,12 +81,11 @@ class CausalAttention(torch.nn.Module):
         key: torch.Tensor,
         value: torch.Tensor,
         *_: Any,
-        packed_seq_params: PackedSeqParams,
+        packed_seq_params: PackedRow,
         **__: Any,
     ) -> torch.Tensor:
         """Attend within each sequence: see `packed_attention` for the shapes."""
-        segments = Segments.at(packed_seq_params.cu_seqlens_q)
-        return packed_attention(query, key, value, segments, scale=self._scale).contiguous()
+        return packed_attention(query, key, value, packed_seq_params.segments, scale=self._scale).contiguous()
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core is untyped to us

@@ -65,7 +65,7 @@ class MegatronAdapted:
         self._linears = _linear_layers(model)
         self.weights = {f"{name}.weight": (name, 0) for name in self._linears}
         self.groups = LoraGroups(
-            parallel_state.get_data_parallel_group(),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_model_parallel_group(),
             at.tensor_rank == 0,

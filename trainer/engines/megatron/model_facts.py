@@ -209,11 +209,12 @@ def _yarn(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> d
 def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> None:
     """Raise `ConfigError` unless `ranks` ranks can hold the model in the layout that ``trainer.megatron`` asks for."""
     layout = config.megatron
-    tensor, pipeline, virtual, expert = (
+    tensor, pipeline, virtual, expert, context = (
         layout.tensor_parallel,
         layout.pipeline_parallel,
         layout.virtual_pipeline,
         layout.expert_parallel,
+        layout.context_parallel,
     )
 
     def need(holds: bool, problem: str, hint: str) -> None:
@@ -229,10 +230,11 @@ def check_layout(config: TrainerConfig, model: CheckpointShape, ranks: int) -> N
         )
 
     need(
-        ranks % (tensor * pipeline) == 0,
+        ranks % (tensor * pipeline * context) == 0,
         f"{ranks} trainer ranks cannot be split into copies of the model of {tensor} x {pipeline} ranks"
-        " (tensor_parallel x pipeline_parallel).",
-        f"Set trainer.ranks to a multiple of {tensor * pipeline}, or lower one of the two.",
+        " (tensor_parallel x pipeline_parallel)"
+        + ("." if context == 1 else f", {context} of which share tokens (context_parallel)."),
+        f"Set trainer.ranks to a multiple of {tensor * pipeline * context}, or lower one of these.",
     )
     divides("tensor_parallel", tensor, model.heads, "attention heads")
     divides("tensor_parallel", tensor, model.groups, "key and value heads")

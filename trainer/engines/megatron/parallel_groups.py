@@ -44,6 +44,7 @@ def join_parallel_groups(config: TrainerConfig) -> tuple[ParallelGroups, Coordin
     chosen = config.megatron
     layout = {
         "tensor_model_parallel_size": chosen.tensor_parallel,
+        "context_parallel_size": chosen.context_parallel,
         "pipeline_model_parallel_size": chosen.pipeline_parallel,
         "virtual_pipeline_model_parallel_size": chosen.virtual_pipeline,
         "expert_model_parallel_size": chosen.expert_parallel,
