@@ -144,7 +144,7 @@ def test_base_and_slot_are_resumed_bit_for_bit_and_the_base_is_published_as_it_i
 
 def test_what_would_be_wrong_is_refused_and_ranks_may_need_different_passes(teams: Teams, made: Path) -> None:
     """A loss of one rank depends on the model's own weights only, that of the other on an adapter only."""
-    ranks = opened(teams, {}, made)
+    ranks = opened(teams, {"reshard_after_forward": False}, made)
     ranks.all("keep_forward", rows=[0, 1, 2], asked={"checkpoint": "one"})
     for do in ({"do": "step_slots", "checkpoints": [""]}, {"do": "load_slot", "kind": "checkpoint", "name": ""}):
         ranks.all_fail("ProtocolError", "which needs the model's own weights unchanged", do.pop("do"), **do)
@@ -154,13 +154,16 @@ def test_what_would_be_wrong_is_refused_and_ranks_may_need_different_passes(team
     ranks.all("load_slot", kind="checkpoint", name="one", source=made)
     ranks.all("keep_forward", rows=[3, 4], asked={"checkpoint": None})
     ranks.all("backward_kept")
-    before = state(ranks)
+    before, choice = state(ranks), [("set_checkpoint", None)]
+    said = ranks.all("choose", calls=choice)
     norms[""] = ranks.all("step_slots")[0][""]
     after = state(ranks)
+    assert ranks.all("choose", calls=choice) != said, "gathered weights of a pass before the step would say the same"
     changed = {key for key in before if not torch.equal(before[key], after[key])}
     assert changed
     assert not [key for key in changed if key.startswith("one|")]
     ranks.all("load_slot", kind="checkpoint", name="")
+    assert ranks.all("choose", calls=choice) == said
     for rank, (rows, slot, other) in enumerate((([0, 1, 2], "one", None), ([3, 4], None, "one"))):
         ranks.tell(rank, "keep_forward", rows=rows, asked={"checkpoint": slot}, unused={"checkpoint": other})
     assert [ranks.answer(rank)["ok"] for rank in range(2)] == [4, 3]

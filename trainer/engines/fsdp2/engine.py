@@ -199,6 +199,7 @@ class Fsdp2Engine(ProgramEngine):
             self._mesh.complete_gradients(self._loaded_model())
             norm = clip_gradients(self._parameters, params.max_grad_norm)
         self._refuse_not_finite(norm, self._step, self._clear_gradients)
+        self._forget_gathered()
 
         def about_to_change(names: Collection[str]) -> None:
             before_change(names)
@@ -222,6 +223,7 @@ class Fsdp2Engine(ProgramEngine):
         save(directory, *state, self.rank, self._device, write_beside)
 
     def _load_weights(self, directory: Path, *, optimizer: bool) -> int:
+        self._forget_gathered()
         moments = self._optimizer.state
         state = self._runs, checkpoint_tensors(self._loaded_model()), moments
         step = resume(directory, self.config.head, *state, self.rank, self._device, optimizer=optimizer)
@@ -267,10 +269,14 @@ class Fsdp2Engine(ProgramEngine):
             return [*adapters, *(parameter.grad for parameter in self._parameters if parameter.grad is not None)]
         if part == "optimizer":
             return [*adapters, *self._optimizer.memory]
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # frees gathered parameters, too
+        self._forget_gathered()  # which frees their memory, too
         return [*adapters, *model.parameters(), *model.buffers()]
+
+    def _forget_gathered(self) -> None:
+        """Let go of gathered parameters. Without ``reshard_after_forward``, a forward pass leaves them for the next pass."""
+        for module in self._loaded_model().modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _clear_gradients(self) -> None:
         self._away.pop("gradients", None)  # offloaded gradients are dropped, too
