@@ -9,7 +9,7 @@ import numpy as np
 import peft_oracle
 import pytest
 import torch
-from engine_ranks import Ranks, Teams, assert_same, case, exhaustive, megatron, whole
+from engine_ranks import FSDP2_CP2, Ranks, Teams, assert_same, case, exhaustive, megatron, whole
 
 pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is not installed (see .ci/setup-env)")
 
@@ -24,7 +24,9 @@ LAYOUTS = [
     case({"activation_checkpointing": True}, id="fsdp2-2, recomputed"),
     exhaustive({"fsdp2": {"tensor_parallel": 2, "packing": "off"}}, id="fsdp2-tp2, padded"),
     exhaustive(megatron({"distributed_optimizer": True}, activation_checkpointing=True), id="megatron-dp2, recomputed"),
+    exhaustive(FSDP2_CP2, id="fsdp2-cp2"),
     case(megatron({"tensor_parallel": 2}), id="megatron-tp2"),
+    exhaustive(megatron({"context_parallel": 2}), id="megatron-cp2"),
 ]
 """Settings of two ranks."""
 

@@ -40,7 +40,7 @@ def computed(models: dict[str, Path]) -> Any:
     model = AutoModelForCausalLM.from_pretrained(models["qwen2"], dtype=torch.float64).requires_grad_(False)
     pack_attention(model)
     replace_head(model)
-    alone: Any = SimpleNamespace(tensor=None, data=SimpleNamespace(get_group=lambda: None), answers=True)
+    alone: Any = SimpleNamespace(tensor=None, data=SimpleNamespace(get_group=lambda: None), first_of_tensor=True)
     adapted = Fsdp2Adapted(model, decoder_layers(model), alone, ())
     adapters = Adapters(TrainerConfig(), adapted, 0, torch.device("cpu"))
     for name, config in SLOTS.items():

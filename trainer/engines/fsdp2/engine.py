@@ -336,7 +336,7 @@ class Fsdp2Engine(ProgramEngine):
             torch.autograd.backward(outputs, gradients, inputs=own)
         else:
             # FSDP averages gradients over the ranks, but their sum is wanted.
-            torch.autograd.backward(outputs, [each * self.data_share[1] for each in gradients])
+            torch.autograd.backward(outputs, [each * self._mesh.data.size() for each in gradients])
 
     def _scale_gradients(self, scale: float) -> None:
         for parameter in self._parameters:
