@@ -47,6 +47,8 @@ EP_DP = {"expert_parallel": 2, "distributed_optimizer": True}
         exhaustive(4, "qwen2", PP_DP, id="biases, pp2, dp2, distributed optimizer"),
         exhaustive(2, "deepseek-v2", {"pipeline_parallel": 2}, id="latent attention, yarn, pp2"),
         exhaustive(4, "qwen3-moe", EP_DP, id="ep2, dp4, distributed optimizer"),
+        exhaustive(2, "glm4-moe", {**TP_SP, "expert_parallel": 2}, id="part of a head rotated, tp2, ep2"),
+        exhaustive(2, "glm4-moe-lite", {"pipeline_parallel": 2}, id="norms of two kinds, pp2"),
     ],
 )
 def test_steps_are_those_of_fsdp2_and_shards_are_the_checkpoint_before_and_after(

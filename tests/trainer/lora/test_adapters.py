@@ -30,11 +30,14 @@ pytestmark = pytest.mark.skipif(not peft_oracle.PEFT.is_dir(), reason="PEFT is n
 ROWS = 7
 SHAPE = {"rank": 4, "alpha": 6.0}
 RECOMPUTED = {"activation_checkpointing": True}
-MODELS = ("qwen3-tied", "qwen2", "llama-untied", "qwen3-moe", "deepseek-v2", "deepseek-v3")
+MODELS = ("qwen3-tied", "qwen2", "llama-untied", "qwen3-moe", "deepseek-v2", "deepseek-v3", "glm4-moe", "glm4-moe-lite")
 FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 ALL = {"q_proj", "k_proj", "v_proj", "o_proj", *FEED_FORWARD}
 KEYS_VALUES = {"kv_a_proj_with_mqa", "kv_b_proj", "o_proj", *FEED_FORWARD}
-LATENT = {"deepseek-v2": {"q_proj", *KEYS_VALUES}, "deepseek-v3": {"q_a_proj", "q_b_proj", *KEYS_VALUES}}
+LATENT = {
+    "deepseek-v2": {"q_proj", *KEYS_VALUES},
+    **{key: {"q_a_proj", "q_b_proj", *KEYS_VALUES} for key in ("deepseek-v3", "glm4-moe-lite")},
+}
 
 SPLIT = {"tensor_parallel": 2, "sequence_parallel": True}
 SEQUENCES = megatron(SPLIT)
@@ -53,6 +56,8 @@ LAYOUTS = [
     exhaustive(
         "deepseek-v3", 4, megatron({"pipeline_parallel": 2, "expert_parallel": 2}), id="experts, latent, pp2, ep2"
     ),
+    exhaustive("glm4-moe", 2, megatron({**SPLIT, "expert_parallel": 2}), id="glm4-moe, sp2, ep2"),
+    exhaustive("glm4-moe-lite", 2, megatron({"expert_parallel": 2}), id="glm4-moe-lite, ep2"),
 ]
 """The model, and the number of ranks and their settings."""
 ONE_STEP = (("forward_backward", 0), ("forward_backward", 1), ("optim_step", 0))

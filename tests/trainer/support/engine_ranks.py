@@ -25,6 +25,8 @@ from transformers import (
     AutoModelForTokenClassification,
     DeepseekV2Config,
     DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GPT2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
@@ -198,6 +200,10 @@ def make_models(root: Path) -> dict[str, Path]:
             **latent, q_lora_rank=None, rope_parameters={**yarn, "mscale_all_dim": 0.9}, routed_scaling_factor=1.5
         ),
         "deepseek-v3": DeepseekV3Config(**latent, **groups, q_lora_rank=6),
+        "glm4-moe": Glm4MoeConfig(
+            **{**latent, "num_key_value_heads": 2}, **groups, head_dim=8, use_qk_norm=True, attention_bias=True
+        ),
+        "glm4-moe-lite": Glm4MoeLiteConfig(**latent, q_lora_rank=6, rms_norm_eps=1e-3),
         "qwen3-critic": Qwen3Config(**sizes, head_dim=8, num_labels=1),
         "gpt2": GPT2Config(
             n_embd=16, n_layer=2, n_head=2, vocab_size=VOCAB, n_positions=32, eos_token_id=3, resid_pdrop=0.5

@@ -88,6 +88,10 @@ class CausalAttention(torch.nn.Module):
         return packed_attention(query, key, value, packed_seq_params.segments, scale=self._scale).contiguous()
 
 
+_LATENT_EPS = 1e-6
+"""Epsilon of latent vectors' norms in transformers, whatever the configuration says; megatron-core has one for all norms."""
+
+
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core is untyped to us
     """megatron-core's multi-latent attention, with the projections to latent vectors replicated on every rank.
 
@@ -99,8 +103,10 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]  # megatron-core 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
         self.linear_kv_down_proj = _WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        self.kv_layernorm = RmsNorm(config, config.kv_lora_rank, eps=_LATENT_EPS)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = _WholeLinear(config, config.q_lora_rank)
+            self.q_layernorm = RmsNorm(config, config.q_lora_rank, eps=_LATENT_EPS)
 
 
 class _WholeLinear(torch.nn.Module):

@@ -97,7 +97,8 @@ def _experts(facts: ModelFacts) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": routing.scale if routing.scale != 1 else None,
         "moe_router_enable_expert_bias": shape.expert_bias,
         "moe_router_bias_update_rate": 0.0,  # it stays as loaded, as in transformers
-        "moe_router_dtype": "fp32" if shape.latent else None,  # as transformers computes DeepSeek's
+        # As transformers computes DeepSeek's and GLM's.
+        "moe_router_dtype": "fp32" if shape.latent or shape.expert_bias else None,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
         "moe_grouped_gemm": False,
@@ -142,6 +143,7 @@ def build_chunks(config: TransformerConfig, facts: ModelFacts) -> list[torch.nn.
                 share_embeddings_and_output_weights=shape.tied,
                 position_embedding_type="rope",
                 rotary_base=facts.rope_theta,
+                rotary_percent=facts.rotary_share,
                 rope_scaling=facts.rope_factor is not None,
                 rope_scaling_factor=facts.rope_factor or 1.0,
                 vp_stage=stage,

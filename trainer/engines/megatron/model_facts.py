@@ -13,9 +13,10 @@ from ...config import Head, TrainerConfig
 from .checkpoint_names import CheckpointShape, LatentShape
 
 _PART = "megatron engine"
-_SUPPORTED = ("qwen2", "qwen3", "llama", "qwen3_moe", "deepseek_v2", "deepseek_v3")
-_LATENT_EPS = 1e-6
-"""Epsilon of latent vectors' norms in transformers, whatever the configuration says; megatron-core has one for all norms."""
+_PLAIN = ("qwen2", "qwen3", "llama", "qwen3_moe")
+_DEEPSEEK = ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite")
+"""Models with DeepSeek's shared and routed experts. ``glm4_moe`` does not have its multi-latent attention."""
+_SUPPORTED = (*_PLAIN, *_DEEPSEEK)
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings that are fixed in megatron-core's scaling of rotary frequencies; only ``factor`` can be set."""
 
@@ -46,6 +47,8 @@ class ModelFacts:
     rope_factor: float | None
     """Factor of Llama 3's scaling of rotary frequencies; None without it."""
     max_positions: int
+    rotary_share: float
+    """Share of a head that is rotated."""
     routing: Routing | None
     """None without experts."""
     yarn: Mapping[str, float]
@@ -79,7 +82,10 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
         raise refuse(f"is a {config.model_type} model, of which transformers has no critic")
     if config.hidden_act != "silu":
         raise refuse(f"has the activation {config.hidden_act}")
-    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+    # In GLM-4-MoE, attention_bias means the biases that Qwen2 has, too.
+    if (getattr(config, "attention_bias", False) and config.model_type != "glm4_moe") or getattr(
+        config, "mlp_bias", False
+    ):
         raise refuse("has biases in its linear layers")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"} or getattr(
         config, "use_sliding_window", False
@@ -88,7 +94,7 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
     if getattr(config, "attention_dropout", 0.0):
         raise refuse("has dropout")
     rope = dict(config.rope_parameters)
-    shape, routing = _deepseek(config, refuse) if config.model_type.startswith("deepseek") else _plain(config, refuse)
+    shape, routing = (_deepseek if config.model_type in _DEEPSEEK else _plain)(config, refuse)
     if head == "value":
         shape = replace(shape, valued=True, tied=False)
     return ModelFacts(
@@ -97,6 +103,7 @@ def read_model(model_dir: Path, head: Head = "tokens") -> ModelFacts:
         rope_theta=float(rope["rope_theta"]),
         rope_factor=_llama3_factor(rope, shape, refuse),
         max_positions=config.max_position_embeddings,
+        rotary_share=float(rope.get("partial_rotary_factor") or 1) if config.model_type == "glm4_moe" else 1.0,
         routing=routing,
         yarn=_yarn(rope, shape, refuse),
     )
@@ -129,19 +136,17 @@ def _plain(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing | Non
 
 
 def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
-    """Read the configuration of DeepSeek-V2 or V3. V3 scores experts by sigmoids, not a softmax, and chooses with a bias."""
-    third = config.model_type == "deepseek_v3"
-    layers, dense = config.num_hidden_layers, config.first_k_dense_replace
+    """Read the configuration of DeepSeek-V2, or of V3 and GLM-4, which score experts by sigmoids and choose with a bias."""
+    third, latent = config.model_type != "deepseek_v2", config.model_type != "glm4_moe"
+    layers, dense = config.num_hidden_layers, _dense_layers(config, refuse)
     if dense >= layers:
         raise refuse("has no layer with experts")
-    if third and not config.rope_interleave:
+    if third and latent and not config.rope_interleave:
         raise refuse("has rotary embeddings that are not interleaved")
     if third is not bool(config.norm_topk_prob):
         raise refuse(f"has norm_topk_prob={str(bool(config.norm_topk_prob)).lower()}")
     if config.num_experts_per_tok == 1 and third:
         raise refuse("has one expert for each token, whose weight is scaled to 1")
-    if config.rms_norm_eps != _LATENT_EPS:
-        raise refuse(f"has rms_norm_eps={config.rms_norm_eps:g}, and norms of latent vectors with {_LATENT_EPS:g}")
     groups, chosen, choices = config.n_group or 1, config.topk_group or 1, config.num_experts_per_tok
     grouped = groups > chosen and (third or config.topk_method != "greedy")
     # transformers ranks groups by their two best experts, or by the best one; megatron-core by as many as a token uses of each.
@@ -153,11 +158,14 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
         hidden=config.hidden_size,
         intermediate=config.intermediate_size if dense else 0,
         heads=heads,
-        groups=heads,
-        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim,
+        groups=heads if latent else config.num_key_value_heads,
+        head_dim=config.qk_nope_head_dim + config.qk_rope_head_dim
+        if latent
+        else getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab=config.vocab_size,
         tied=bool(config.tie_word_embeddings),
-        qk_norm=False,
+        qk_norm=not latent and bool(config.use_qk_norm),
+        qkv_bias=not latent and bool(config.attention_bias),
         experts=config.n_routed_experts,
         expert_intermediate=config.moe_intermediate_size,
         dense_layers=dense,
@@ -169,7 +177,9 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
             plain_dim=config.qk_nope_head_dim,
             rotary_dim=config.qk_rope_head_dim,
             value_dim=config.v_head_dim,
-        ),
+        )
+        if latent
+        else None,
     )
     routing = Routing(
         choices,
@@ -180,6 +190,17 @@ def _deepseek(config: Any, refuse: _Refuse) -> tuple[CheckpointShape, Routing]:
         chosen_groups=chosen if grouped else 1,
     )
     return shape, routing
+
+
+def _dense_layers(config: Any, refuse: _Refuse) -> int:
+    """Return the number of layers without experts, which are the first ones."""
+    if config.model_type != "glm4_moe_lite":
+        return int(config.first_k_dense_replace)
+    kinds = list(config.mlp_layer_types)
+    dense = kinds.count("dense")
+    if "sparse" in kinds[:dense]:
+        raise refuse("has layers without experts among those with experts")
+    return dense
 
 
 def _llama3_factor(rope: Mapping[str, Any], shape: CheckpointShape, refuse: _Refuse) -> float | None:
