@@ -1,23 +1,25 @@
-"""``weightlane worker`` on trainer ranks in Ray: one worker at a time, the next one goes on, and events say what was executed."""
+"""``weightlane worker`` on trainer ranks in Ray: one at a time, the next one goes on, and versions are stored."""
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from run_process import StartRun
+from safetensors.torch import load_file
 from tiny_run import Material, toml_of
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import ProtocolError
 from weightlane.cli.exit_codes import PROCESS_LOST
+from weightlane.sync import read_version
 from weightlane.trainer import TokenBatch, TokenSequence
 from weightlane.trainer.runner.job_files import JobFiles
-from weightlane.trainer.runner.jobs import Export, OptimStep, Save, SftStep
+from weightlane.trainer.runner.jobs import Export, OptimStep, Publish, Save, SftStep
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -35,6 +37,7 @@ def test_the_next_worker_goes_on_where_one_was_that_was_killed_or_whose_rank_was
                 "model": {"path": str(material.model)},
                 "trainer": trainer,
                 "ray": {"start_timeout_s": HANG_S},
+                "checkpoint_engine": {"backend": "filesystem", "options": {"path": str(tmp_path / "versions")}},
             }
         )
     )
@@ -57,14 +60,15 @@ def test_the_next_worker_goes_on_where_one_was_that_was_killed_or_whose_rank_was
     assert files.wait(names[4], HANG_S).step == 3
     second.interrupt(signal.SIGKILL)
     assert second.end().code == -signal.SIGKILL, "nothing of it is left"
-    names.append(files.submit(SftStep(batch)))
+    names += [files.submit(job) for job in (SftStep(batch), Export(tmp_path / "last", "float32"), Publish(1))]
     ended = start_run(["worker", str(config), str(jobs), "--until-empty"]).end()
     assert (ended.code, ended.err) == (0, "")
-    assert files.wait(names[-1], HANG_S).step == 8
+    assert files.wait(names[-3], HANG_S).step == 8
+    published, exported = read_version(str(tmp_path / "versions"))[1], load_file(tmp_path / "last/model.safetensors")
+    assert {name: torch.equal(published[name], exported[name]) for name in exported} == dict.fromkeys(published, True)
     assert [each.name for each in files.failed()] == [names[3]], "the ranks' errors are not those of the jobs"
     assert (tmp_path / "model/config.json").is_file()
-    events = [json.loads(line) for line in (jobs / "events.jsonl").read_text().splitlines()]
-    counted = Counter((each["event"], each["job"]) for each in events)
+    counted = Counter((each["event"], each["job"]) for each in files.events())
     assert {name for event, name in counted if event == "executed"} == {*names} - {names[3]}
     assert counted["repeated", names[2]] == 2
     assert counted["repeated", names[0]] == 0, "it is in the saved state"

@@ -28,7 +28,7 @@ HANG = "hang"
 MODEL = "WEIGHTLANE_TEST_MODEL"
 STORE = "WEIGHTLANE_TEST_STORE"
 """URL and options, as JSON, of a store in the place of the directory."""
-LEASE_S = 2.0
+LEASE_S = 6.0
 DEADLY = "deadly"
 """A loss during which ranks are lost."""
 

@@ -177,14 +177,23 @@ def work(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Callable[.
     spec = RoleSpec(POLICY, SETTINGS, models["qwen3-untied"], job_file_commands.LOSSES)
 
     def work(store: JobStore, versions: Path | None = None) -> Any:
-        async def of_dispatch(dispatch: WorkerDispatch) -> int:
+        """Returns how many jobs; with `versions`, the versions that were there when their publication ended."""
+        stored: list[int] = []
+
+        async def of_dispatch(dispatch: WorkerDispatch) -> Any:
             publish = None
             if versions is not None:
                 engine = CheckpointEngineConfig(backend="filesystem", options={"path": str(versions)})
                 publishing = VersionPublishing(dispatch[POLICY], engine, SyncConfig(), RolloutsSection(), "float32")
-                publish = (await publishing.connect()).publish
+                await publishing.connect()
+
+                async def publish(version: int) -> None:
+                    await publishing.publish(version)
+                    stored.append(read_version(str(versions))[0].version)
+
             try:
-                return await JobWorker(store, Runner(dispatch), publish, 2).run(asyncio.Event(), until_empty=True)
+                count = await JobWorker(store, Runner(dispatch), publish, 2).run(asyncio.Event(), until_empty=True)
+                return count if versions is None else stored
             finally:
                 if versions is not None:
                     publishing.close()
@@ -234,7 +243,7 @@ def test_what_a_worker_publishes_into_a_store_is_what_it_exports_bit_for_bit(
     store, versions = JobStore(s3_url, s3_options), tmp_path / "versions"
     jobs = [Publish(1), SftStep(make_batch(0)), Publish(2), Export(tmp_path / "model", "float32"), Publish(1)]
     names = [store.submit(job) for job in jobs]
-    work(store, versions)
+    assert work(store, versions) == [1, 2]
     assert isinstance(store.wait(names[2], HANG_S), float)
     with pytest.raises(SyncAbortedError, match="version 1 was to follow version 2"):
         store.wait(names[4], HANG_S)
