@@ -20,9 +20,21 @@ from tiny_models import add_tokenizer, greedy_tokens, make_qwen3
 from waiting import HANG_S, wait_until
 
 from weightlane.ckpt_engines import CommitError, ReplicaTakenError, SyncAbortedError, WeightlaneError
+from weightlane.cli.config.worker_config import RolloutsSection
+from weightlane.cli.run.version_publishing import VersionPublishing
 from weightlane.rollout import ServerReplica
 from weightlane.rollout.conformance.publishing import RefusingReplica
 from weightlane.rollout.contract.named_segments import segments_of_trees, unlink
+from weightlane.sync import CheckpointEngineConfig, SyncConfig
+from weightlane.trainer import TokenBatch, TokenSequence, TrainerConfig
+from weightlane.trainer.algorithms.roles import POLICY
+from weightlane.trainer.dispatch.dispatch import WorkerDispatch
+from weightlane.trainer.dispatch.ranks import LocalRanks
+from weightlane.trainer.dispatch.role_spec import RoleSpec
+from weightlane.trainer.runner.job_files import JobFiles
+from weightlane.trainer.runner.job_worker import JobWorker
+from weightlane.trainer.runner.jobs import Export, Publish, SftStep
+from weightlane.trainer.runner.runner import Runner
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -163,6 +175,33 @@ def test_the_coordinator_commits_and_takes_back_and_quarantines_over_http(server
         other.close()
 
     asyncio.run(asyncio.wait_for(life(), HANG_S))
+
+
+@pytest.mark.exhaustive
+def test_a_worker_publishes_to_a_server_what_it_exports(server: StockServer, tmp_path: Path) -> None:
+    jobs = JobFiles(tmp_path / "jobs")
+    batch = TokenBatch((TokenSequence.of_completion([5, 6], [7, 9]),))
+    names = [jobs.submit(job) for job in (SftStep(batch), Publish(9), Export(tmp_path / "model", "float32"))]
+
+    async def life() -> None:
+        spec = RoleSpec(POLICY, TrainerConfig(device="cpu", learning_rate=1e-2), server.model, {})
+        dispatch = WorkerDispatch([spec], {"trainer": LocalRanks(HANG_S)})
+        await dispatch.start()
+        rollouts = RolloutsSection(servers=(server.url,), tensor_parallel=2)
+        sync = SyncConfig(deadline_s=HANG_S, connect_timeout_s=HANG_S)
+        publishing = VersionPublishing(dispatch[POLICY], CheckpointEngineConfig(), sync, rollouts, "float32")
+        await publishing.connect()
+        assert jobs.take_turn() is not None
+        worker = JobWorker(jobs, Runner(dispatch), publishing.publish)
+        assert await worker.run(asyncio.Event(), until_empty=True) == len(names)
+        publishing.close()
+        await dispatch.close()
+
+    before = server.greedy(PROMPT)
+    asyncio.run(asyncio.wait_for(life(), HANG_S))
+    assert all(jobs.finished(name) for name in names)
+    assert server.version() == "9"
+    assert before != server.greedy(PROMPT) == greedy_tokens(tmp_path / "model", PROMPT, 16)
 
 
 def test_a_program_for_vllms_nccl_backend_needs_another_name_only(
