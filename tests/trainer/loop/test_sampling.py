@@ -120,6 +120,7 @@ def test_a_resumed_run_refills_and_uses_no_task_twice(max_staleness: int) -> Non
         used = world.trained[: 2 * state.step] + again.trained
         assert len(set(used)) == len(used) == 12
         outstanding = [str(task["prompt"]) for task in state.outstanding]
+        assert len(outstanding) <= 2 * (max_staleness + 1), "one for each place: those replaced are done"
         assert again.asked[: len(outstanding)] == outstanding, "what was begun and not trained on comes first"
         assert not set(again.asked) & set(world.trained[: 2 * state.step])
         if max_staleness == 0:
